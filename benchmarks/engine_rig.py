@@ -16,7 +16,7 @@ from tidekv.backends.base import Poller
 from tidekv.backends.storage.base import StorageStatistics, Verdict
 from tidekv.states.errors import LinkClosed
 from tidekv.states.types import PageIds, PoolMemory
-from tidekv.transports.base import Link, Listener, PeerMemory
+from tidekv.transports.base import Exchange, Link, Listener, PeerMemory
 from tidekv.transports.control import wire
 
 FRAMES_A_TURN = 64
@@ -63,7 +63,7 @@ class Script:
             asyncio.get_running_loop().call_soon(self._send_some)
 
     def _frames_of(self, promise: wire.Promise) -> list[bytes]:
-        first, count = promise.decode_prefix_len // self._page_size, len(promise.pages) // 4
+        first, count = promise.decode_prefix_len // self._page_size, len(promise.pages or b"") // 4
         messages: list[wire.Message] = []
         for at in range(0, count, self._chunk_pages) if count else (0,):
             size = min(self._chunk_pages, count - at)
@@ -127,8 +127,8 @@ class ScriptedLink:
         self._incoming.append(frame)
         self._arrived.set()
 
-    def blame(self) -> None:
-        """See `Link.blame`."""
+    def report_offence(self) -> None:
+        """See `Link.report_offence`."""
 
     async def close(self, cause: str = "") -> None:
         """See `Link.close`."""
@@ -148,14 +148,19 @@ class ScriptedTransport:
     async def start(self, *, poller: Poller, listen: str = "") -> None:
         """See `Transport.start`."""
 
-    async def register(self, memory: PoolMemory) -> None:
+    async def register(self, memory: PoolMemory, *components: PoolMemory) -> None:
         """See `Transport.register`."""
 
     def metadata(self) -> bytes:
         """See `Transport.metadata`."""
         return b""
 
-    async def add_peer(self, instance: str, metadata: bytes, memory: PoolMemory) -> PeerMemory:
+    def check_metadata(self, instance: str, metadata: bytes) -> None:
+        """See `Transport.check_metadata`: the script has none to check."""
+
+    async def add_peer(
+        self, instance: str, metadata: bytes, memory: PoolMemory, exchange: Exchange | None = None
+    ) -> PeerMemory:
         """See `Transport.add_peer`."""
         raise NotImplementedError("decode never writes")
 

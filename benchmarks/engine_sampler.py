@@ -13,7 +13,7 @@ SAMPLE_S = 0.001
 INDEX_FILES = ("index", "node", "insertion", "tree", "dropping", "eviction", "tiers")
 PARTS = (
     ("/transitions/", "machine"),
-    ("/states/table.py", "machine"),
+    ("/states/request/", "machine"),
     *((f"/states/{name}.py", "index") for name in INDEX_FILES),
     *((f"/states/{name}.py", "budget") for name in ("accounts", "conditions", "queue", "core_state")),
     ("/states/witness.py", "journal"),

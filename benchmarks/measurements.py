@@ -55,7 +55,10 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One program. `arguments` builds its command line; `read` converts its JSON file and output to an outcome."""
+    """One program, by the name of its module.
+
+    `arguments` makes its command line; `read` converts its JSON file and output to an outcome.
+    """
 
     program: str
     budget_s: float
@@ -125,11 +128,11 @@ def _scaling(options: Options, file: Path) -> list[str]:
 
 
 MEASUREMENTS: dict[str, Measurement] = {
-    "sglang": Measurement(program="index_race", budget_s=300, arguments=_race("sglang")),
-    "vllm": Measurement(program="index_race", budget_s=300, arguments=_race("vllm")),
-    "memory": Measurement(program="index_memory", budget_s=120, arguments=_memory),
+    "sglang": Measurement(program="benchmarks.index_race", budget_s=300, arguments=_race("sglang")),
+    "vllm": Measurement(program="benchmarks.index_race", budget_s=300, arguments=_race("vllm")),
+    "memory": Measurement(program="benchmarks.index_memory", budget_s=120, arguments=_memory),
     "storage": Measurement(
-        program="storage",
+        program="benchmarks.storage",
         budget_s=120,
         arguments=lambda _, file: [
             "--page-kib", "64", "--rounds", "1", "--kinds", "write", "read", "--engines", "", "--json", str(file),
@@ -137,32 +140,32 @@ MEASUREMENTS: dict[str, Measurement] = {
         read=read_storage,
     ),
     "engine": Measurement(
-        program="engine",
+        program="benchmarks.engine",
         budget_s=240,
         arguments=lambda _, file: ["--in-flight", "256", "--requests", "1536", "--json"],
         read=read_engine,
     ),
-    "engine_growth": Measurement(program="engine_growth", budget_s=800),
-    "latency": Measurement(program="latency", budget_s=120),
+    "engine_growth": Measurement(program="benchmarks.engine_growth", budget_s=800),
+    "latency": Measurement(program="benchmarks.latency", budget_s=120),
     "journal": Measurement(
-        program="journal",
+        program="benchmarks.journal",
         budget_s=480,
         arguments=lambda _, file: ["--pairs", "15"],
         read=read_journal,
     ),
-    "transfer": Measurement(program="transfer", budget_s=240),
-    "restore": Measurement(program="restore", budget_s=300),
-    "multiturn": Measurement(program="published_rates", budget_s=60),
-    "planner": Measurement(program="planner", budget_s=120),
-    "paper": Measurement(program="paper", budget_s=120),
-    "gpu": Measurement(program="gpu", budget_s=600, read=read_gpu),
+    "transfer": Measurement(program="benchmarks.transfer", budget_s=240),
+    "restore": Measurement(program="benchmarks.restore", budget_s=300),
+    "multiturn": Measurement(program="benchmarks.published_rates", budget_s=60),
+    "planner": Measurement(program="benchmarks.planner", budget_s=120),
+    "paper": Measurement(program="benchmarks.paper", budget_s=120),
+    "gpu": Measurement(program="benchmarks.gpu", budget_s=600, read=read_gpu),
     "sessions": Measurement(
-        program="sessions",
+        program="benchmarks.sessions",
         budget_s=1200,
         arguments=lambda options, file: [str(options.traces / SESSIONS), "--json", str(file)],
         recording=SESSIONS,
     ),
-    "scaling": Measurement(program="scaling", budget_s=300, arguments=_scaling),
+    "scaling": Measurement(program="benchmarks.scaling", budget_s=300, arguments=_scaling),
 }  # fmt: skip
 
 
@@ -171,7 +174,7 @@ def ends_held() -> Iterator[set[signal.Signals]]:
     """Block terminating signals until a process started within can be ended by its id; yields those blocked before."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
-        yield before
+        yield {signal.Signals(number) for number in before}
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -182,7 +185,7 @@ def run(measurement: Measurement, options: Options) -> Outcome:
         return Outcome(missing={"": f"there is no {measurement.recording} in {options.traces} (--traces)"})
     with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
         file = Path(folder) / "figures.json"
-        command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{measurement.program}"]
+        command = [sys.executable, "-W", "ignore", "-m", measurement.program]
         process: subprocess.Popen[str] | None = None
         failed = ""
         try:

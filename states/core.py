@@ -1,28 +1,28 @@
-"""The core: the whole decider of one decode worker. Events in, commands out; no I/O, no clock, no randomness.
+"""The core: makes every decision of one decode worker. Events in, commands out; no I/O, no clock, no randomness.
 
-The same events in the same order give the same commands, states, plans, locks and allocations, always. Replay,
-simulation, property tests and rank agreement rely on that.
+The core is deterministic: the same events in the same order give the same commands, states, plans, locks and
+allocations. Replay, simulation, property tests and rank agreement rely on that.
 
-    event ──▶ Core.step ──▶ its taker: the request machine, an operation, a room, ...
-                                │ leaves work in the queues of CoreState
+    event ──▶ Core.step ──▶ its handler: the request machine, an operation, a room, ...
+                                │ adds work to the queues of CoreState
                                 ▼
                             Core.settle: CONSEQUENCES, until none is due ──▶ commands
 
-What follows from an event is data, as the request machine's table is. CONSEQUENCES says, in order of precedence, what
-may be due and which rule follows it. `settle` follows the first one that is due and begins again at the top, so that a
-consequence is drawn only when nothing above it is left to do:
+The consequences of an event are data, as the table of the request machine is. CONSEQUENCES lists conditions and rules
+in order of precedence. `settle` runs the first rule whose condition holds and starts again at the top, so a rule runs
+only when no rule above it has work left. The order has three reasons:
 
-- what has happened to a request or load comes before what a request may do next: no request moves on over pages that
-  are lost;
-- every request has moved on as far as it can before waiting ones are admitted: their pages may be shared by then;
-- what only prepares for later (puts that gave way to fetches, look-ahead, write-back) comes last.
+- Outcomes of requests and loads are applied before any request moves on, so no request moves on over lost pages.
+- Every request moves on as far as it can before waiting requests are admitted: it may enter pages in the tree that
+  the next admitted request then shares.
+- Work that only prepares for later (deferred puts, look-ahead, write-back) comes last.
 
-A rule takes one item of work, except for the last one, which does all that it finds: it makes no work for itself.
-`python -m tidekv.states.core` prints the tuple as a table.
+A rule takes one item of work per run. The last rule is the exception: it processes everything it finds, and creates no
+work for itself. `python -m tidekv.states.core` prints the tuple as a table.
 
-A rule that raises does not end the core. A raise in a row of the machine is the request's: `TransitionRaised`. A raise
-anywhere else is met by `CoreState.run_guarded`: the operation is abandoned, or the rule runs once more. Only
-`BrokenInvariant` is never met: the core must not be used any more.
+An exception in a rule does not end the core. If a row of the machine raises, the core fires `TransitionRaised` at that
+request. If any other rule raises, `CoreState.run_guarded` abandons the operation or runs the rule once more. Only
+`BrokenInvariant` always leaves `step`; the core must not be used after that.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 RAISES_MAX = 8
-"""Maximum raises of one request that are met, the raises of failing it included; the next one leaves `step`."""
+"""Maximum exceptions handled per request, those raised while failing it included; the next one leaves `step`."""
 
 REPEATED = (events.StorageDue, events.PlanDue, events.Progressed, events.TransitionRaised)
-"""Events that the core fires again whenever they are due: nothing is lost with one of these."""
+"""Events that the core fires again whenever they are due, so an interrupted one need not be repeated."""
 
 
 class Core:
-    """All requests, the prefix index, the accounts and the rooms of one decode worker."""
+    """All requests, the prefix index, the page pools and the rooms of one decode worker."""
 
     def __init__(self, settings: CoreSettings) -> None:
         self.settings = settings
@@ -112,7 +112,7 @@ class Core:
             self.backups,
         )
         self.moves: list[tuple[str, State]] = []
-        """The changes of state that the last step made, in order: request and where it is now."""
+        """Request id and new state for each state change of the last step, in order."""
         self._arrivals = 0
         machine = build_machine((self.restore, self.rooms, self.serving, self.actions))
         self._triggers: dict[type[Event], Callable[[Request, Request, Event], bool]] = {
@@ -141,10 +141,10 @@ class Core:
         }
 
     def step(self, event: Event) -> list[Command]:
-        """Take one event; return the commands that follow from it, in the order in which they are to be started.
+        """Apply one event; return the resulting commands, in the order in which the driver must start them.
 
-        Raises IllegalEvent, having changed nothing, for an event of a request that the table has no row for, and
-        BrokenInvariant if the accounts contradict themselves: then the core must not be used any more.
+        Raises IllegalEvent, having changed nothing, if the table has no row for the event in the request's state.
+        Raises BrokenInvariant if pools and index contradict each other; the core must not be used after that.
         """
         state = self.state
         self.moves = []
@@ -155,40 +155,41 @@ class Core:
         return commands
 
     def next_deadline_s(self) -> float | None:
-        """When to send ClockAdvanced. None means that nothing has a deadline."""
+        """Return when to send ClockAdvanced; None if nothing has a deadline."""
         return self.state.next_deadline_s()
 
     def request(self, request_id: str) -> Request | None:
-        """The live request of that name: restoring, or READY and not given back."""
+        """Return the live request with this id: restoring, or READY and not yet finished. None if there is none."""
         return self.state.requests.get(request_id)
 
     @property
     def operations_in_flight(self) -> int:
-        """Operations under way, but for the breaker's own."""
+        """Number of operations under way, without those of the circuit breaker."""
         return operations_in_flight(self)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is in flight: no request, load, backup or operation, and nothing in the quarantine.
 
-        The circuit breaker's wait and its probe do not count: an engine with unreachable storage is idle all the same.
-        Neither do retracted requests: their pages wait for `resume` or `drop`.
+        The circuit breaker's wait and probe do not count, so an engine with unreachable storage can be idle.
+        Retracted requests do not count either: their pages wait for `resume` or `drop`.
         """
         in_flight = self.state.requests or self.operations_in_flight or self.loads or self.backups
         return not (in_flight or self.rooms.draining_rooms)
 
     def statistics(self) -> dict[str, int]:
-        """Counts of now, and counters since the start."""
+        """Current counts, and counters since the start."""
         return count_core(self)
 
     def keys_put(self, op: int) -> tuple[str, bytes]:
-        """Namespace and keys, from the first page on, of what StoreTail `op` puts, or StorePages of no request's tokens
-        (serial 0): when they are started.
+        """Return the namespace, and the keys from the first page on, of what put `op` stores.
+
+        The driver calls it when it starts StoreComponent, or StorePages with serial 0 (no request's tokens).
         """
         return self.backups.keys_put(op)
 
     def check(self) -> None:
-        """Recount everything from scratch; raises BrokenInvariant for what does not add up."""
+        """Recount everything from scratch; raise BrokenInvariant for the first contradiction."""
         audit_core(self)
 
     # --- Events ---
@@ -223,7 +224,7 @@ class Core:
         self.state.run_guarded(partial(self.serving.flush, event))
 
     def _operation_ended(self, event: events.Outcome) -> None:
-        # Popped first: an outcome that comes twice, or after its operation was given up, changes nothing.
+        # Pop first, so that a repeated outcome, or one of an abandoned operation, finds nothing and changes nothing.
         operation = self.state.operations.pop(event.op, None)
         if operation is None:
             self.state.count("outcomes_late")
@@ -237,10 +238,10 @@ class Core:
                 self.fire(due, events.DeadlinePassed(at_s=event.at_s))
             else:
                 self.state.run_guarded(due.late)
-            # All that follows from one deadline comes before the next one.
+            # Draw the consequences of each deadline before the next one fires: they may end what is due next.
             self.settle()
 
-    # Rooms. Frames of a room that its request has left change nothing but what the quarantine waits for.
+    # Rooms. A frame for a room that its request has left only affects what the quarantine waits for.
 
     def _promise_sent(self, event: events.PromiseSent) -> None:
         room = self.rooms.live(event.request_id, event.generation)
@@ -276,7 +277,7 @@ class Core:
         self._lose_rooms_of(event.writer, event.cause)
 
     def _writer_dead(self, event: events.WriterDead) -> None:
-        # A dead writer is out of reach: its live rooms end first; what they leave in the quarantine is free at once.
+        # End the live rooms first: they move their pages to the quarantine, and `writer_dead` then frees them at once.
         self._lose_rooms_of(event.writer, "its process is gone")
         self.state.run_guarded(partial(self.rooms.writer_dead, event.writer))
 
@@ -289,9 +290,10 @@ class Core:
     # --- The request machine ---
 
     def fire(self, request: Request, event: Event) -> bool:
-        """Pull a trigger of the machine; returns whether a row was taken. A rule that raises pulls TransitionRaised.
+        """Fire `event` at the request machine; return whether a row was taken.
 
-        Raises IllegalEvent, having changed nothing, if the table has no row for the event in the request's state.
+        If the row raises, fire TransitionRaised. Raises IllegalEvent, having changed nothing, if the table has no row
+        for the event in the request's state.
         """
         before = request.state
         try:
@@ -311,22 +313,25 @@ class Core:
         return done
 
     def _raised(self, request: Request, event: Event | None) -> None:
-        """A rule of this request raised just now, taking `event` (None: while it waited for admission)."""
+        """Handle the exception that a rule of this request raised on `event`; None if it was not handling an event.
+
+        Must be called in the `except` block of that exception.
+        """
         request.raised += 1
         self.state.count("transitions_raised")
         if request.raised > RAISES_MAX:
-            raise  # Called while the exception is handled: even failing the request does not work.
+            raise  # Re-raises the exception being handled: even failing the request has raised.
         before = request.state
         self.fire(request, events.TransitionRaised(at_s=self.state.now_s, detail=traceback.format_exc()))
         after = request.state
         if after is before and event is not None and not isinstance(event, REPEATED):
-            # The request goes on, with fewer tiers; the fact that the event states must not be lost.
+            # The request continues on fewer tiers. The event is a fact that will not come again, so fire it again.
             self.fire(request, event)
 
     # --- Consequences ---
 
     def settle(self) -> None:
-        """Draw all consequences, in the order of CONSEQUENCES, until there are none left."""
+        """Run the first due rule of CONSEQUENCES, from the top each time, until none is due."""
         while True:
             for is_due, rule in _DUE_RULES:
                 if is_due(self):
@@ -345,7 +350,7 @@ class Core:
         self.fire(request, events.PagesLost(at_s=self.state.now_s, cause=cause))
 
     def fill_failed(self) -> None:
-        """Have a sharer of the load extend into its pages, or give it up if it has none."""
+        """Let a sharer of the load extend into its pages; without sharers, give the load up."""
         load, _ = _pop_first(self.state.failed_loads)
         filler = self.loads.filler_of(load)
         if filler is None:
@@ -356,19 +361,20 @@ class Core:
         except BrokenInvariant:
             raise
         except Exception:
-            # The raise is the filler's: its fallback leaves the load to another sharer.
+            # Attribute the exception to the filler. Its fallback leaves the load to another sharer, so queue it again.
             self.state.failed_loads[load] = None
             self._raised(filler, None)
 
     def hand_over(self) -> None:
-        """End the load up to the last page that has landed and that another request waits for."""
+        """End the load up to the last landed page that another request waits for."""
         load, _ = _pop_first(self.state.progressed_loads)
         self.state.run_guarded(partial(self.shared_transfers.take_landed, load))
 
     def move_on(self) -> None:
-        """Fire `StorageDue`, `PlanDue` and `Progressed` at the request, as far as its state has rows for them."""
+        """Fire `StorageDue`, `PlanDue` and `Progressed` at the request, if its state has rows for them."""
         request, _ = _pop_first(self.state.dirty)
         if self.state.requests.get(request.request_id) is not request:
+            # The request ended, and its id may be in use again.
             return
         at_s = self.state.now_s
         if takes(request, events.StorageDue):
@@ -381,13 +387,14 @@ class Core:
                 if not takes(request, events.Progressed):
                     return
             if request.is_planned or request.query_op:
-                # Nothing that it waits for has come since it was last looked at. (A plan that raised is due again.)
+                # `fire` marked the request dirty, but it has just been moved as far as it can. A request that is
+                # neither planned nor waiting for storage stays dirty: its plan raised and is due again.
                 self.state.dirty.pop(request, None)
             if request.loads and self.shared_transfers.waits_for(request) is not None:
                 self.state.run_guarded(partial(self.shared_transfers.watch, request))
 
     def put_waiting(self) -> None:
-        """Begin the first put, of full pages before those of components."""
+        """Start the first waiting put; full pages go before component pages."""
         if self.backups.waiting:
             self.backups.put_now(next(iter(self.backups.waiting)))
             return
@@ -397,7 +404,7 @@ class Core:
         self.state.run_guarded(partial(puts.put_now, put), recover=put.abandon)
 
     def reclaim_and_admit(self) -> None:
-        """Free the pages of void loads, then grant pages to the first waiting request that fits, within bounds."""
+        """Free the pages of loads in RECLAIMING, then grant pages to the first waiting request that fits."""
         if self.state.reclaimable_loads or self.loads.has_settled:
             self.state.run_guarded(self.loads.free_settled_reclaiming)
         self.state.pages_freed = False
@@ -419,12 +426,12 @@ class Core:
         for waiting in self.queue.candidates(self.state.now_s):
             if waiting.arrival < request.arrival and waiting.short_need:
                 waiting.passed += 1
-        # The next one may fit as well.
+        # The next request may fit as well.
         self.state.pages_freed = True
 
     def work_ahead(self) -> None:
-        """Release what was fetched ahead for planned requests, fetch ahead for waiting ones, and copy what is about to
-        be evicted.
+        """Release look-ahead reads of planned requests, fetch ahead for waiting ones, back up pages next in line for
+        eviction.
         """
         state = self.state
         while state.ahead_over:
@@ -448,7 +455,7 @@ def _pop_first(queue: dict[Key, Value]) -> tuple[Key, Value]:
 
 @dataclass(frozen=True, slots=True)
 class Consequence:
-    """Follow `rule` if `is_due`. The words of `when`, and of the rule's docstring, make the table of the docs."""
+    """One entry: run `rule` if `is_due`. The documentation's table shows `when` and the rule's docstring."""
 
     when: str
     is_due: Callable[[Core], object]
@@ -475,18 +482,18 @@ CONSEQUENCES = (
     Consequence("A load has failed", attrgetter("state.failed_loads"), Core.fill_failed),
     Consequence("A shared transfer has progressed", attrgetter("state.progressed_loads"), Core.hand_over),
     Consequence("A request may be able to move on", attrgetter("state.dirty"), Core.move_on),
-    Consequence("A put waits for fetches, and none needs storage any more", _may_put, Core.put_waiting),
+    Consequence("A put was deferred, and no fetch needs storage any more", _may_put, Core.put_waiting),
     Consequence("Pages were freed, or can be", _may_admit, Core.reclaim_and_admit),
-    Consequence("Something can be fetched or written ahead", _may_work_ahead, Core.work_ahead),
+    Consequence("Pages can be fetched or written ahead", _may_work_ahead, Core.work_ahead),
 )
 
 
-# Asked many times in a step: a tuple is taken apart sooner than a record is asked.
+# `settle` runs several times per step; unpacking a tuple is cheaper than two attribute lookups.
 _DUE_RULES = tuple((consequence.is_due, consequence.rule) for consequence in CONSEQUENCES)
 
 
 def consequences_table() -> str:
-    """CONSEQUENCES as a Markdown table."""
+    """Return CONSEQUENCES as a Markdown table."""
     rows = [
         f"| {number} | {consequence.when} | {' '.join((consequence.rule.__doc__ or '').split())} "
         f"| `{consequence.rule.__name__}` |"
@@ -500,6 +507,6 @@ if __name__ == "__main__":
 
 
 def _prefill_lost(at_s: float, otherwise: PrefillCause, text: str, *, settled: bool = False) -> events.PrefillLost:
-    """The machine's event for a room that is lost. `otherwise` is the cause if the text begins with none."""
+    """Build the machine's event for a lost room. `otherwise` is the cause if `text` does not begin with one."""
     cause, detail = PrefillCause.parse(text) or (otherwise, text)
     return events.PrefillLost(at_s=at_s, cause=cause.value, detail=detail, settled=settled)

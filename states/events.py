@@ -148,8 +148,8 @@ class StorageAnswered(Event, frozen=True, kw_only=True):
 
 
 class PagesFetched(Event, frozen=True, kw_only=True):
-    """The first `good` pages of a fetch (FetchPages, FetchTail) are in host memory and verified; nothing writes to any
-    of its pages now.
+    """The first `good` pages of a fetch (FetchPages, FetchComponent) are in host memory and verified; nothing writes to
+    any of their pages now.
     """
 
     op: int

@@ -1,4 +1,4 @@
-"""docs/configuration.md, written from the types: `python -m tools.config_page`."""
+"""Generator of docs/configuration.md from the option types: `python -m tools.config_page > docs/configuration.md`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from tools.peer_flags import FLAGS
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written from the code: python -m tools.config_page; a test compares. -->
+<!-- Generated: python -m tools.config_page > docs/configuration.md; a test compares. -->
 
-`tidekv prefill` and `tidekv decode` take one file (TOML, YAML or JSON by its ending), environment variables, and
-flags. The later one wins:
+`tidekv prefill` and `tidekv decode` read one file (TOML, YAML or JSON, by its suffix), environment variables, and
+flags. Later sources override earlier ones:
 
 1. the defaults below;
 2. the file of `--config FILE`, or of the variable `TIDEKV_CONFIG`;
-3. environment variables: `TIDEKV_` and the option's path with underscores, such as
+3. environment variables: `TIDEKV_` and the option's path with underscores, for example
    `TIDEKV_ENGINE_ADMISSION_QUEUE_MAX` for `engine.admission.queue_max`;
-4. `--set section.option=value`, such as `--set engine.storage.write=back`, any number of times;
-5. the command's own flags, such as `--listen`.
+4. `--set section.option=value`, for example `--set engine.storage.write=back`, any number of times;
+5. the command's own flags, for example `--listen`.
 
 ```toml
 [cache]
 page_size = 64
 device = "cuda:0"
-l1 = "80 %"      # Of what is free on the device.
+l1 = "80 %"      # Of the free device memory.
 l2 = "2x"        # Twice L1.
 
 [storage]
@@ -45,10 +45,10 @@ prefetch = "timeout"
 listen = "127.0.0.1:9464"
 ```
 
-`tidekv config show` prints every option with its value and where that came from; `tidekv config check` names every
-mistake, with its place, and ends with exit code 2; `tidekv config schema` prints the JSON Schema, with which
-editors complete the file. Nothing starts with a mistake in its configuration. An embedder passes an `EngineConfig`,
-whose groups are the tables of `[engine]`:
+`tidekv config show` prints every option with its value and source. `tidekv config check` lists every mistake with its
+place and exits with code 2 if there is one. `tidekv config schema` prints the JSON Schema, for completion in editors. A
+command does not start with a mistake in its configuration. An embedder passes an `EngineConfig`, whose groups are the
+tables of `[engine]`:
 
 ```python
 import tidekv
@@ -60,26 +60,26 @@ config = tidekv.EngineConfig(
 )
 ```
 
-`load()` makes one from the same sources as the commands:
+`load()` builds one from the same sources as the commands:
 
 ```python
-from tidekv.engine.configuration import load
+from tidekv.engine.config import load
 
 loaded = load("worker.toml")
 config = loaded.configuration.engine  # An EngineConfig.
 ```
 
-Lists in variables and `--set` are separated by commas, tables are JSON objects. Variables that Kubernetes makes of
-a Service (`TIDEKV_…_SERVICE_HOST`, `TIDEKV_…_PORT`) are ignored; any other `TIDEKV_` variable that names no option
+In variables and `--set`, lists are separated by commas and tables are JSON objects. Variables that Kubernetes creates
+for a Service (`TIDEKV_…_SERVICE_HOST`, `TIDEKV_…_PORT`) are ignored; any other `TIDEKV_` variable that names no option
 is a mistake.
 
 ## Sizes of pools
 
-`cache.l1` and `cache.l2` take bytes (`1073741824`, `"64GB"`, `"512MiB"`), pages (`"4096 pages"`), a share (`"80 %"`
-or `"80 % of what is free"`, `"50 % of total"`), `"auto"`, and `l2` also a multiple of L1 (`"2x"`). What is free is
-what the kernel could give, within every control group that bounds the process (version 1 or 2, with all those above
-it); memory of clean files counts as free. On the CPU both pools share the same memory: L1 is taken first. More than
-is free is refused before anything starts.
+`cache.l1` and `cache.l2` accept bytes (`1073741824`, `"64GB"`, `"512MiB"`), pages (`"4096 pages"`), a share (`"80 %"`
+or `"80 % of what is free"`, `"50 % of total"`), `"auto"`, and for `l2` a multiple of L1 (`"2x"`). Free memory is what
+the kernel could provide within every control group that bounds the process (version 1 or 2, with all parents); memory
+of clean file pages counts as free. On the CPU both pools share the same memory, and L1 is taken first. A size above the
+free memory is refused before anything starts.
 """
 
 
@@ -95,9 +95,9 @@ def configuration_page() -> str:
         rows = [_row(option) for option in all_options().values() if option.section == section]
         table = ["| option | allowed | default | unit | effect |", "|---|---|---|---|---|", *rows]
         parts.append(f"## [{section}]\n\n{summary}\n\n" + "\n".join(table) + "\n")
-    known = ["| there (SGLang) | here | how |", "|---|---|---|"]
+    known = ["| SGLang | tidekv | note |", "|---|---|---|"]
     known += [f"| `{flag}` | {f'`{ours}`' if ours else '—'} | {how} |" for flag, ours, how in FLAGS]
-    parts.append("## Flags that you may know\n\n" + "\n".join(known) + "\n")
+    parts.append("## Equivalents of SGLang's flags\n\n" + "\n".join(known) + "\n")
     return "\n".join(parts)
 
 

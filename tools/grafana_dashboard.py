@@ -1,4 +1,4 @@
-"""A Grafana dashboard of the metrics: `python -m tools.grafana_dashboard > docs/grafana.json`."""
+"""Generator of the Grafana dashboard: `python -m tools.grafana_dashboard > docs/grafana.json`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
     ("Pages promised, asked, extended, delivered, wasted", "short", _rate("tidekv_pages_total", "what")),
     ("Extends by cause", "short", _rate("tidekv_cuts_total", "cause")),
     ("Pages of storage declined by cause", "short", _rate("tidekv_declined_pages_total", "cause")),
-    ("CircuitBreaker of storage", "bool", [("tidekv_storage_breaker_open", "open")]),
+    ("Circuit breaker of storage", "bool", [("tidekv_storage_breaker_open", "open")]),
     ("Device pages", "short", [('tidekv_pool_pages{pool="device"}', "{{condition}}")]),
     ("Host pages", "short", [('tidekv_pool_pages{pool="host"}', "{{condition}}")]),
     ("Pages of components by pool", "short", [("tidekv_component_pool_pages", "{{component}} {{pool}} {{condition}}")]),
@@ -45,7 +45,7 @@ PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
     ("Copies and calls to storage", "s", _quantiles("tidekv_call_seconds", "call")),
     ("Failed copies and calls to storage", "short", _rate("tidekv_calls_failed_total", "call")),
     ("Evicted pages", "short", _rate("tidekv_evicted_pages_total", "tier")),
-    ("What the core counts", "short", _rate("tidekv_core_total", "what")),
+    ("Counters of the core", "short", _rate("tidekv_core_total", "what")),
     ("Events", "short", _rate("tidekv_events_total", "type")),
     ("Lag of the event loop", "s", _quantiles("tidekv_loop_lag_seconds", "instance")),
     ("Votes of the ranks", "s", _quantiles("tidekv_vote_seconds", "instance")),
@@ -55,7 +55,7 @@ PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
 
 
 def dashboard() -> dict[str, object]:
-    """The dashboard as Grafana imports it."""
+    """Return the dashboard in the form that Grafana imports."""
     panels = [
         {
             "id": number + 1,
@@ -84,7 +84,7 @@ def dashboard() -> dict[str, object]:
 
 
 def dashboard_text() -> str:
-    """The same, as it is kept in docs."""
+    """Return the text of docs/grafana.json."""
     return json.dumps(dashboard(), indent=1) + "\n"
 
 

@@ -1,6 +1,6 @@
-"""The list of all metrics in `docs/observability.md`: `python -m tools.metrics_page docs/observability.md`.
+"""Generator of the list of metrics in docs/observability.md: `python -m tools.metrics_page docs/observability.md`.
 
-It writes the page's part between the two marks anew, and leaves the rest as it is.
+Only the part between the two marks is replaced.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ END = "<!-- End of all metrics. -->"
 LABELS = {
     "outcome": '"ready", or the cause of a failure',
     "source": "l1, l2, l3, transfer, recompute",
-    "what": "as the help says",
+    "what": "see the meaning of the metric",
     "cause": "why the pages were not restored here",
     "tier": "device, host",
     "type": "an event's type, as in [journal.md](journal.md)",
-    "call": "query, fetch, store, probe, copy_to_device, copy_to_host, copy_tail, recompute",
+    "call": "query, fetch, fetch_component, store, store_component, probe, copy_to_device, copy_to_host, "
+    "copy_component, recompute",
     "component": "a window or state, by its name",
     "state": "a state of the request machine",
     "pool": "device, host",
@@ -35,11 +36,11 @@ LABELS = {
     "part": "a part of the engine",
     "name": "a number of `DecodeEngine.statistics()`",
 }
-"""What each label says."""
+"""Values of each label."""
 
 
 def metric_families() -> list[Metric]:
-    """All families that an engine can export, without a running engine."""
+    """Return all families that an engine can export, without a running engine."""
     fold = MetricsFold(Core(CoreSettings(page_size=1, key_bytes=4, device_pages=1)))
     pollers = {"cpu_s": 0.0, "poll_rounds": 0}
     collector = MetricsCollector(
@@ -53,11 +54,11 @@ def metric_families() -> list[Metric]:
 
 
 def metrics_table() -> str:
-    """A row a family, in the order of a scrape, then what the labels say."""
-    lines = ["| metric | type | labels | what it tells |", "|---|---|---|---|"]
+    """Return one row for each family, in the order of a scrape, then the tables of labels and causes."""
+    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
     for family in metric_families():
         name = family.name + ("_total" if family.type == "counter" else "")
-        # prometheus_client keeps the names of labels for those who add samples.
+        # prometheus_client has no public accessor for the names of labels.
         labels = ", ".join(getattr(family, "_labelnames", ()))
         lines.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
     lines += ["", "| label | values |", "|---|---|"]
@@ -74,7 +75,7 @@ def metrics_table() -> str:
 
 
 def with_metrics(page: str) -> str:
-    """The page with the list as it is now."""
+    """Return the page with the current list."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{metrics_table()}\n\n{END}{after}"

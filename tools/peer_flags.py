@@ -1,4 +1,4 @@
-"""Flags of SGLang that operators know, and what has their place here. Where there is nothing, the row says so."""
+"""Flags of SGLang with the equivalent options of tidekv, for docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Final
 
 FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
     ("--page-size", "cache.page_size", "The same."),
-    ("--enable-hierarchical-cache", "cache.l2", "A host pool is there unless its size is 0."),
+    ("--enable-hierarchical-cache", "cache.l2", "A host pool exists unless its size is 0."),
     ("--hicache-ratio 2", "cache.l2", '`l2 = "2x"`.'),
     ("--hicache-size 100", "cache.l2", '`l2 = "100GB"`; for the whole worker.'),
     ("--hicache-host-memory-fraction 0.8", "cache.l2", '`l2 = "80 %"` of what is free.'),
-    ("--mem-fraction-static 0.8", "cache.l1", '`l1 = "80 %"` of what is free on the device when the pool is made.'),
+    ("--mem-fraction-static 0.8", "cache.l1", '`l1 = "80 %"` of what is free on the device when the pool is created.'),
     (
         "--hicache-write-policy write_through",
         "engine.storage.write",
@@ -19,14 +19,14 @@ FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
     (
         "--hicache-write-policy write_through_selective",
         "engine.storage.write",
-        '`write = "selective"` with `write_hits_min`; all pages go to the host, these to storage.',
+        '`write = "selective"` with `write_hits_min`; all pages go to the host, pages with enough hits to storage.',
     ),
     (
         "--hicache-write-policy write_back",
         "engine.storage.write",
-        '`write = "back"` with `write_back_ahead`: what is about to be evicted is written first.',
+        '`write = "back"` with `write_back_ahead`: pages are written shortly before they are evicted.',
     ),
-    ("--hicache-io-backend, --hicache-mem-layout", "", "Not there: L2 is page first, and one kind of copy serves it."),
+    ("--hicache-io-backend, --hicache-mem-layout", "", "No equivalent: L2 is page-first, with one kind of copy."),
     (
         "--hicache-storage-backend file",
         "storage.uri",
@@ -43,7 +43,7 @@ FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
     ("--disaggregation-transfer-backend nixl", "transport.backends", "Always NIXL; the table names its plugins."),
     ("--disaggregation-bootstrap-port", "prefill.listen", "The port of `listen`; decode dials it."),
     ("--disaggregation-ib-device", "", "UCX_NET_DEVICES in the environment."),
-    ("--disaggregation-decode-enable-radix-cache", "", "Always: that is what tidekv is for."),
+    ("--disaggregation-decode-enable-radix-cache", "", "Always enabled."),
     (
         "--num-reserved-decode-tokens",
         "engine.admission.growth_reserve_pages",
@@ -55,4 +55,4 @@ FLAGS: Final[tuple[tuple[str, str, str], ...]] = (
         "And `replay`, `topic`, `kept_batches` beside it; see [KV events](kv-events.md).",
     ),
 )
-"""Flag, our option's path or nothing, and what to write."""
+"""Flag, path of the option (empty if there is none), and a note."""

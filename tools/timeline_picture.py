@@ -1,6 +1,6 @@
-"""Takes the picture of a timeline for the docs: `python -m tools.timeline_picture JOURNAL PICTURE.png [REQUEST]`.
+"""Screenshot of a timeline for the docs: `python -m tools.timeline_picture JOURNAL PICTURE.png [REQUEST]`.
 
-The request is opened by a click, as a reader would; without one, that which fell back and was told most of.
+The request is opened by a click. Without REQUEST, the one with the most tiers, fallbacks and operations is chosen.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from tools.browser import opened_page
 
 WIDTH, HEIGHT = 1280, 620
 SPANS = 4.0
-"""The picture's time axis is so many times as long as the restore that it shows."""
+"""Length of the time axis, in durations of the restore that is shown."""
 ABOVE = 220
-"""Pixels of other requests above the one that is shown."""
+"""Pixels of other requests above the chosen one."""
 
 
 def take_picture(journal: Path, picture: Path, *, request_id: str | None = None) -> str:
-    """Write the picture; returns the id of the request that is open in it.
+    """Write the picture and return the id of the request that is open in it.
 
-    Raises InvalidRequest for a journal without that request, and what reading a journal raises.
+    Raises InvalidRequest if the journal does not contain the request, and the errors of reading a journal.
     """
-    told = read_request_traces(Replayer(journal))
-    wanted = told.all if request_id is None else told.named(request_id)
+    traces = read_request_traces(Replayer(journal))
+    wanted = traces.all if request_id is None else traces.named(request_id)
     if not wanted:
         raise InvalidRequest(f"there is no request {request_id or ''!r} in {str(journal)!r}")
     chosen = max(wanted, key=_worth)
-    html = html_page(told.all, now_s=told.last_at_s, title=f"tidekv: {journal.name}")
+    html = html_page(traces.all, now_s=traces.last_at_s, title=f"tidekv: {journal.name}")
     with tempfile.TemporaryDirectory() as folder:
         page_path = Path(folder, "timeline.html")
         page_path.write_text(html)
         with opened_page(page_path.as_uri(), width=WIDTH, height=HEIGHT) as page:
-            row = told.all.index(chosen)
-            start_s = chosen.arrived_at_s - min(request_trace.arrived_at_s for request_trace in told.all)
-            span_s = ((chosen.ended_at_s or told.last_at_s) - chosen.arrived_at_s) * SPANS
+            row = traces.all.index(chosen)
+            start_s = chosen.arrived_at_s - min(request_trace.arrived_at_s for request_trace in traces.all)
+            span_s = ((chosen.ended_at_s or traces.last_at_s) - chosen.arrived_at_s) * SPANS
             page.evaluate(
                 f"from = Math.max(0, {start_s - span_s / 4}); to = from + {max(span_s, 1e-6)};"
                 f"top_ = Math.max(0, rows[{row}].y - {ABOVE}); layOut()"
             )
             at_y = page.evaluate(f"chart.getBoundingClientRect().top + rows[{row}].y - top_ + 8")
-            page.click(60, at_y)
+            page.mouse.click(60, at_y)
             picture.write_bytes(page.screenshot())
     return chosen.request_id
 
 
 def _worth(request_trace: RequestTrace) -> tuple[int, int, int]:
-    """How much there is to see of a request: tiers that served it, and works; shortest ids last."""
+    """Sort key of a request by what its picture shows: tiers that served it, fallbacks, operations."""
     return (
         sum(tokens > 0 for tokens in request_trace.sources.values()),
         len(request_trace.fallbacks),

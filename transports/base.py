@@ -1,7 +1,7 @@
-"""What a transport offers: authenticated control links, and writes into a peer's registered pool.
+"""The `Transport` protocol: authenticated control links, and writes into a peer's registered pool.
 
-The hand-over (`receiver`, `sender`) is written against these protocols alone, so that one process (loopback) and two
-hosts (NIXL) run the same code. Nothing here does I/O or holds policy.
+The hand-over (`decode`, `prefill`) is written against these protocols only, so the same code runs within one process
+(loopback) and between hosts (NIXL). This module does no I/O and holds no policy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ADDRESS_END = 2**64
 
 
 class DialFailed(TransferFailed):
-    """A link could not be opened; `cause` says why."""
+    """A link could not be opened; `cause` is the reason."""
 
     def __init__(self, cause: PrefillCause, text: str) -> None:
         super().__init__(text)
@@ -27,23 +27,23 @@ class DialFailed(TransferFailed):
 
 
 class Pollable(Protocol):
-    """One operation of a library that tells nobody when it is done: it is posted once and then asked."""
+    """One operation of a library without completion callbacks: posted once, then polled until it ends."""
 
     @property
     def rounds(self) -> int:
-        """How many checks this operation needs back to back before waiting between them makes sense."""
+        """Checks made back to back before the poller begins to wait between them."""
         ...
 
     def post(self) -> bool:
-        """Start; True when it is already done. Raises TransferFailed."""
+        """Start the operation. Returns True if it is already done. Raises TransferFailed."""
         ...
 
     def check(self) -> bool:
-        """True when it is done. Raises TransferFailed when it has ended in an error."""
+        """Return True if the operation is done. Raises TransferFailed if it ended in an error."""
         ...
 
     def release(self) -> None:
-        """Give back what it holds; called once, only after its end."""
+        """Release the operation's resources. Called once, only after its end."""
         ...
 
 
@@ -51,7 +51,11 @@ Ended: TypeAlias = "list[tuple[asyncio.Future[None], Exception | None]]"
 
 
 class Turn(enum.Enum):
-    """How a stream's turn ended: it has nothing left, has to wait, or has posted or told something and has more."""
+    """Result of a stream's turn.
+
+    EMPTY: nothing is left to do. WAITING: operations are in flight and none made progress. MOVED: something was posted
+    or resolved, and more is left.
+    """
 
     EMPTY = enum.auto()
     WAITING = enum.auto()
@@ -59,29 +63,32 @@ class Turn(enum.Enum):
 
 
 class Stream(Protocol):
-    """Operations in an order of their own, of which many end together: the poller asks the stream and none of them."""
+    """Ordered operations that often end together: the poller calls `advance` of the stream instead of polling each of
+    them.
+    """
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing for a turn to do."""
+        """True if a turn has nothing to do."""
         ...
 
-    def advance(self, tell: Callable[[Ended], None]) -> Turn:
-        """Take a turn on the poller's thread, which may block: see what has ended, tell of it, post what is next. Each
-        future of `Drive.begin` is told once. Whatever it raises ends the poller.
+    def advance(self, resolve: Callable[[Ended], None]) -> Turn:
+        """Take one turn on the poller's thread: collect what has ended, pass it to `resolve`, post what is next.
+
+        May block. Each future of `Drive.begin` is resolved once. An exception raised here ends the poller.
         """
         ...
 
 
 class Drive(Protocol):
-    """A stream as the event loop sees it."""
+    """The event loop's handle of a stream."""
 
     def begin(self) -> asyncio.Future[None]:
-        """A future that the stream will tell of; give it one and `wake` it. Raises EngineClosed."""
+        """Return a future for the stream to resolve; hand it to the stream, then call `wake`. Raises EngineClosed."""
         ...
 
     def wake(self) -> None:
-        """Have the stream take its turns, until it says that it has nothing left."""
+        """Give the stream turns until one returns `Turn.EMPTY`."""
         ...
 
 
@@ -89,11 +96,13 @@ class Poller(Protocol):
     """Posts and checks operations away from the event loop."""
 
     def submit(self, pollable: Pollable) -> asyncio.Future[None]:
-        """Take an operation over; the future is resolved on the loop when it has ended, after its release."""
+        """Take an operation over. The returned future is resolved on the loop once the operation has ended and is
+        released.
+        """
         ...
 
     def drive(self, stream: Stream) -> Drive:
-        """Make a stream known; it takes no turn before it is woken."""
+        """Register a stream. It takes no turn before its first `wake`."""
         ...
 
 
@@ -102,57 +111,61 @@ class Link(Protocol):
 
     @property
     def peer_label(self) -> str:
-        """The other end, for people."""
+        """Address or name of the other end, for logs and errors."""
         ...
 
     def send(self, message: wire.Message) -> None:
-        """Queue a message; never blocks. Raises LinkClosed where the link is closed or its bounded outgoing buffer is
-        full, which closes it with that cause.
+        """Queue a message; never blocks.
+
+        Raises LinkClosed if the link is closed, or if its bounded outgoing buffer is full; the latter closes the link
+        with that cause.
         """
         ...
 
     async def receive(self) -> wire.AnyMessage:
-        """The next message. Raises LinkClosed with its cause at the end, RemoteProtocolError (and closes) for a
-        malformed frame.
+        """Return the next message. Raises LinkClosed, with its cause, at the end; RemoteProtocolError for a malformed
+        frame, which also closes the link.
         """
         ...
 
-    def greeted(self) -> None:
-        """The Hello of the other end was accepted: from now on its frames may have the full size."""
+    def mark_greeted(self) -> None:
+        """Record that the other end's Hello was accepted: from now on its frames may have the full size."""
         ...
 
-    def blame(self) -> None:
-        """The peer broke the protocol on this link: a listener refuses its address for a growing while where that
-        happens again and again. Counts once a link; `receive` does it by itself for a malformed frame.
+    def report_offence(self) -> None:
+        """Count a breach of the protocol by the peer, at most once per link.
+
+        A listener refuses an address with repeated offences for a growing time. `receive` reports malformed frames
+        itself.
         """
         ...
 
     async def close(self, cause: str = "") -> None:
-        """Tell the other end the cause as far as it still listens, and close. Harmless when closed."""
+        """Send the cause to the other end if it still reads, and close. Does nothing on a closed link."""
         ...
 
 
 class Listener(Protocol):
-    """An open endpoint that hands over links."""
+    """An open endpoint that accepts links."""
 
     @property
     def address(self) -> str:
-        """Where to dial, with the port that was really taken."""
+        """Address to dial, with the port that was assigned."""
         ...
 
     def statistics(self) -> dict[str, int | float]:
-        """links_refused (failed before their first message), links_over_limit, links_over_quota (of their address),
-        links_in_pause (their address had offended too often), offences.
+        """Counters: links_refused (failed before their first message), links_over_limit, links_over_quota (of their
+        address), links_in_pause (their address is refused after offences), offences.
         """
         ...
 
     async def close(self) -> None:
-        """Take no more links, close those there are, and wait for their tasks."""
+        """Accept no more links, close the open ones, and wait for their tasks."""
         ...
 
 
 class PeerMemory(Protocol):
-    """An opaque handle of a peer's registered pool, as one transport knows it."""
+    """Opaque handle of a peer's registered pool; each transport has its own type."""
 
     @property
     def instance(self) -> str:
@@ -161,7 +174,7 @@ class PeerMemory(Protocol):
 
 
 class Exchange(NamedTuple):
-    """The pieces of two pools that are written, pairwise of one size: whole pages, or parts of them."""
+    """Pieces of two pools that a write pairs up, equal in size pair by pair: whole pages, or parts of them."""
 
     ours: PoolMemory
     theirs: PoolMemory
@@ -172,83 +185,89 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """The worker's name, the same after a restart."""
+        """The worker's name; the same after a restart."""
         ...
 
     @property
     def instance(self) -> str:
-        """`name`, a dash, and what makes this start of the process unique."""
+        """`name`, a dash, and a suffix unique to this start of the process."""
         ...
 
     async def start(self, *, poller: Poller, listen: str = "") -> None:
-        """Make ready; called once, before anything else. `listen` is the address that will be listened on, if any."""
+        """Set the transport up; called once, before anything else. `listen` is the address that `listen` will be given,
+        or empty.
+        """
         ...
 
     async def register(self, memory: PoolMemory, *components: PoolMemory) -> None:
-        """Make our pool, and those of components, writable and readable for peers; once, before `metadata`."""
+        """Make our pool, and those of components, readable and writable for peers. Called once, before `metadata`."""
         ...
 
     def metadata(self) -> bytes:
-        """What an authenticated peer needs for `add_peer`."""
+        """Return the bytes that an authenticated peer passes to `add_peer`."""
         ...
 
     def check_metadata(self, instance: str, metadata: bytes) -> None:
-        """Judge the metadata of a peer at its Hello. Raises RemoteProtocolError unless it is whole, of `instance`."""
+        """Validate the metadata of a peer's Hello. Raises RemoteProtocolError unless it is complete and belongs to
+        `instance`.
+        """
         ...
 
     async def add_peer(
         self, instance: str, metadata: bytes, memory: PoolMemory, exchange: Exchange | None = None
     ) -> PeerMemory:
-        """Make a peer's pool writable for us: its whole pages from our first pool, or what is exchanged: pieces of it
-        and of one of our pools. Raises RemoteProtocolError for what is not sound; adding twice gives a further handle.
+        """Make a peer's pool writable for us and return a new handle of it.
+
+        Without `exchange`, whole pages are written from our first pool; with it, its pieces are. Each call returns a
+        separate handle. Raises RemoteProtocolError for invalid metadata or memory.
         """
         ...
 
     async def remove_peer(self, peer: PeerMemory) -> None:
-        """Forget a handle of `add_peer`; the caller has no write to it in flight."""
+        """Forget a handle of `add_peer`. The caller has no write to it in flight."""
         ...
 
     async def write(self, peer: PeerMemory, our_pages: PageIds, their_pages: PageIds) -> int:
-        """Write our pages over the peer's, pairwise; returns the bytes once they are in place at the peer.
+        """Write our pages over the peer's, pairwise. Returns the number of bytes once they are in place at the peer.
 
-        Raises TransferFailed. Cancelling does not stop the write: the call settles first, then re-raises.
+        Raises TransferFailed. Cancelling does not stop the write: the call waits for its end, then raises the
+        cancellation.
         """
         ...
 
     def check_address(self, address: str) -> None:
-        """Raise InvalidRequest for an address that cannot be dialled, whatever listens there."""
+        """Raise InvalidRequest if `address` is malformed. Opens no connection."""
         ...
 
     async def dial(self, address: str) -> Link:
-        """Open a link, challenge included. Raises DialFailed, RemoteProtocolError, or InvalidConfig for an address that
-        is none.
+        """Open a link and pass the challenge. Raises DialFailed, RemoteProtocolError, or InvalidConfig for a malformed
+        address.
         """
         ...
 
     async def listen(self, address: str, on_link: Callable[[Link], Awaitable[None]]) -> Listener:
-        """Open an endpoint; each link that passed the challenge runs `on_link` in a task that the listener owns."""
+        """Open an endpoint. Each link that passed the challenge runs `on_link` in a task owned by the listener."""
         ...
 
     async def wait_gone(self, instance: str, hello: wire.Hello) -> None:
-        """Return once that process is proven dead and our side has progressed for 100 ms since: none of its writes can
-        land any more. Never returns otherwise; may be cancelled.
+        """Return once that process is proven dead and our side has progressed for at least 100 ms since.
+
+        After that none of its writes can land. Never returns otherwise; may be cancelled.
         """
         ...
 
     async def close(self) -> None:
-        """Close what was started, after the last write has settled."""
+        """Close what `start` created, after the last write has ended."""
         ...
 
     def statistics(self) -> dict[str, int | float]:
-        """bytes_written, pages_written, writes, writes_failed, links."""
+        """Counters: bytes_written, pages_written, writes, writes_failed, links."""
         ...
 
 
 def check_memory(memory: PoolMemory) -> None:
-    """Judge the pool that a peer announced: whole, without overflow. Raises RemoteProtocolError.
-
-    Libraries below accept ranges that overflow, so that this is the only check there is.
-    """
+    """Validate the pool that a peer announced: complete, and without overflow. Raises RemoteProtocolError."""
+    # The transfer libraries accept ranges that overflow: no later check exists.
     if memory.kind not in ("DRAM", "VRAM") or memory.device < 0:
         raise RemoteProtocolError(f"peer announces memory of kind {memory.kind!r}, device {memory.device}")
     if not memory.segments or memory.page_count < 1:
@@ -265,7 +284,7 @@ def check_memory(memory: PoolMemory) -> None:
 
 
 def check_pages(pages: PageIds, memory: PoolMemory, *, whose: str) -> None:
-    """Judge page ids against a pool before an address is made of them. Raises RemoteProtocolError."""
+    """Validate page ids against a pool before addresses are computed from them. Raises RemoteProtocolError."""
     if pages and not 0 <= min(pages) <= max(pages) < memory.page_count:
         raise RemoteProtocolError(
             f"{whose} page ids reach {min(pages)} to {max(pages)}, the pool has {memory.page_count}"

@@ -154,7 +154,7 @@ class LoopbackLink:
             wire.body_length(frame[: wire.LENGTH.size], frame_bytes_max=self._frame_bytes_max)
             message = wire.decode_body(frame[wire.LENGTH.size :])
         except RemoteProtocolError as error:
-            self.blame()
+            self.report_offence()
             await self.close(str(error))
             raise
         if isinstance(message, wire.Bye):
@@ -162,12 +162,12 @@ class LoopbackLink:
             raise LinkClosed(self._cause, is_orderly=True)
         return message
 
-    def greeted(self) -> None:
-        """See `Link.greeted`."""
+    def mark_greeted(self) -> None:
+        """See `Link.mark_greeted`."""
         self._frame_bytes_max = wire.FRAME_BYTES_MAX
 
-    def blame(self) -> None:
-        """See `Link.blame`; whoever is in this process is refused by nobody, but counted."""
+    def report_offence(self) -> None:
+        """See `Link.report_offence`; whoever is in this process is refused by nobody, but counted."""
         if self.on_offence is not None:
             self.on_offence()
             self.on_offence = None

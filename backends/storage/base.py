@@ -179,3 +179,8 @@ def check_pairs(keys: Sequence[bytes], pages: PageIds, *, page_count: int, disti
         raise InvalidRequest(f"host pool has pages 0 to {page_count - 1}; page {page} (number {position}) is not one")
     if distinct_pages and len(distinct) != len(pages):
         raise InvalidRequest("storage was asked to read two keys into one page")
+
+
+def leading(flags: Sequence[bool]) -> int:
+    """Return the number of True flags before the first False one. Keys form a chain: pages after a gap are useless."""
+    return next((at for at, flag in enumerate(flags) if not flag), len(flags))

@@ -8,14 +8,13 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
-from tidekv.backends.keys.chain import pack_tokens
+from tidekv.backends.keys.chain import TOKEN_BYTES, namespace_seed, pack_tokens
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.decode.component_pages import component_pages_left
 from tidekv.engine.decode.growth import Growth, kept_tokens, pack_output
 from tidekv.engine.decode.runtime import Runtime
 from tidekv.engine.decode.storage_swap import CLEAR_S, check_storage
-from tidekv.engine.decode.token_record import TokenRecord
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest, join_namespaces
 from tidekv.states import events
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidConfig, InvalidRequest, RequestFailed
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from tidekv.states.core import Core
     from tidekv.transports.base import Transport
 
-TOKEN_BYTES = 4
 Tier = Literal["l1", "l2", "l3"]
 GENERATIONS_MAX = 1 << 16
 """Rooms that one request can open. Ids may be used again, generations of an id never."""
@@ -68,7 +66,7 @@ class DecodeEngine:
         on this machine, and the request is READY all the same. `ranks`: it is one of several engines that
         decide as one.
         """
-        self.config = checked(config, EngineConfig, "config", InvalidConfig)
+        self.config: EngineConfig = checked(config, EngineConfig, "config", InvalidConfig)
         self._runtime = Runtime(
             config,
             device=device,
@@ -132,25 +130,17 @@ class DecodeEngine:
         if len(self._core.queue) + self._calls.arriving(self._core) >= settings.queue_max:
             raise CapacityError(f"{settings.queue_max} requests wait for admission already; try again later")
         serial = self._serial = self._serial + 1
-        record = TokenRecord(
-            packed,
-            page_keys=self._runtime.page_keys,
-            namespace=join_namespaces(self.config.namespace, request.namespace),
-            addresses=request.prefills,
-            sends_prompt=request.send_prompt,
-            cache=request.cache,
-            known=self._runtime.known_digests,
-        )
+        namespace = join_namespaces(self.config.namespace, request.namespace)
+        prompt = self._runtime.prompt_keys.prompt(packed, namespace_seed(namespace))
         within_s = self.config.default_deadline_s if request.deadline_s is None else request.deadline_s
         now_s = self._driver.clock()
-        record.deadline_at_s = now_s + within_s
         arrival = events.RequestArrived(
             at_s=now_s,
             request_id=request.request_id,
             serial=serial,
-            keys=self._runtime.page_keys.of(packed),
+            keys=self._runtime.prompt_keys.page_keys.of(packed),
             prompt_tokens=tokens,
-            namespace=record.namespace,
+            namespace=namespace,
             prefill_count=len(request.prefills),
             deadline_at_s=now_s + within_s,
             priority=request.priority,
@@ -160,7 +150,7 @@ class DecodeEngine:
         )
         # From here on the id is live, and the core is told: both or neither, whatever raises in between.
         try:
-            outcome = self._calls.begin(request, record, serial=serial)
+            outcome = self._calls.begin(request, prompt, serial=serial, deadline_at_s=arrival.deadline_at_s)
             self._driver.post(arrival)
         except BaseException:
             self._calls.withdraw(request.request_id, serial=serial)
@@ -258,7 +248,7 @@ class DecodeEngine:
             raise
         return RetractedRequest(
             request=live.request,
-            packed_tokens=live.record.packed,
+            packed_tokens=live.prompt.packed,
             held_tokens=held_pages * self.layout.page_size,
         )
 
@@ -293,7 +283,7 @@ class DecodeEngine:
         """Tell the core of the tokens that have KV and of what is left of components; the record learns the tokens."""
         self._runtime.check_open()
         live = self._calls.ready(ready)
-        page_keys = self._runtime.page_keys
+        page_keys = self._runtime.prompt_keys.page_keys
         output = pack_output(output_tokens, vocabulary=self.config.vocabulary or None)
         tokens = kept_tokens(ready, output, page_size=self.layout.page_size)
         packed = ready.packed_tokens + output
@@ -303,7 +293,7 @@ class DecodeEngine:
         event = kind(at_s=at_s, request_id=ready.request_id, keys=keys, tokens=tokens, component_pages=left)
         done = self._calls.expect(ready)
         try:
-            live.record.grown(packed)
+            live.prompt.extend(packed)
             self._driver.post(event)
         except BaseException:
             self._calls.unexpect(ready)
@@ -400,7 +390,9 @@ class DecodeEngine:
         checked(namespace, PlainText, "namespace")
         joined = join_namespaces(self.config.namespace, namespace)
         state = self._core.state
-        device, host = (state.components or state.index).probe_prefix(joined, self._runtime.page_keys.of(packed))
+        device, host = (state.components or state.index).probe_prefix(
+            joined, self._runtime.prompt_keys.page_keys.of(packed)
+        )
         return {"l1": device * self.layout.page_size, "l2": host * self.layout.page_size}
 
     async def drain(self, timeout_s: float | None = None) -> list[str]:

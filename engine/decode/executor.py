@@ -1,6 +1,14 @@
 """Executor: each command becomes work on the tiers or a message to prefill, and each outcome one event.
 
-Nothing here decides. An effect never raises into the driver: what goes wrong is an outcome, with its words.
+It decides nothing and never raises into the driver: a failure is an outcome, with its text.
+
+The storage hit count of a request takes this way, and enters the core once:
+
+    storage engine `exists` ──▶ executor `_run_query` ──StorageAnswered──▶ driver ──▶ core `step` ──▶ storage admission
+    `StorageQuery` ──▶ restore `note_answer`, `fix_plan` ──▶ plan `PlanFetches.load`, whose loads are sources of READY
+
+Each component has a storage engine of its own, beside that of the full pages. The page of a component has the key of
+the full page at its position, so both stand for the same prompt.
 """
 
 from __future__ import annotations
@@ -8,27 +16,60 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, TypeAlias
 
-from tidekv.engine.decode.component_executor import ComponentExecutor
-from tidekv.engine.decode.storage_calls import CallsInFlight, leading, own_cancels_only
-from tidekv.engine.decode.token_record import TokenRecord
+from tidekv.backends.keys.chain import namespace_seed
+from tidekv.backends.storage.base import leading
+from tidekv.engine.decode.pending_calls import own_cancels_only
 from tidekv.states import commands, events
 from tidekv.states.errors import TidekvError
 
 if TYPE_CHECKING:
     from tidekv.backends.copies.copier import PageCopier
-    from tidekv.backends.keys.page_keys import PageKeys
+    from tidekv.backends.keys.prompt_keys import Prompt, PromptKeys
     from tidekv.backends.storage.base import Storage
-    from tidekv.engine.decode.known_digests import KnownDigests
-    from tidekv.engine.decode.token_record import Caller
+    from tidekv.engine.decode.pending_calls import PendingCalls
     from tidekv.states.commands import Command
     from tidekv.states.events import Event
     from tidekv.transports.decode.receiver import Receiver
 
 LOG = logging.getLogger("tidekv.engine")
+
+Query: TypeAlias = commands.QueryStorage | commands.QueryComponents
+Fetch: TypeAlias = commands.FetchPages | commands.FetchComponent
+Store: TypeAlias = commands.StorePages | commands.StoreComponent
+
+
+class CallsInFlight:
+    """Calls to one attached storage that have not ended."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.is_probed = False
+        """Whether a probe is in flight: a store that hangs is not probed again before that one has ended."""
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+
+    def begin(self, call: Awaitable[None]) -> Coroutine[object, object, None]:
+        """Count a call from now on until it ends; the caller runs what this returns."""
+        self.count += 1
+        self._quiet.clear()
+        return self._run(call)
+
+    async def _run(self, call: Awaitable[None]) -> None:
+        try:
+            await call
+        finally:
+            self.count -= 1
+            if not self.count:
+                self._quiet.set()
+
+    async def quiet(self) -> None:
+        """Wait until no call is in flight. Unbounded: the caller sets the deadline."""
+        await self._quiet.wait()
 
 
 class Executor:
@@ -37,7 +78,7 @@ class Executor:
     def __init__(
         self,
         *,
-        caller: Caller,
+        calls: PendingCalls,
         post: Callable[[Event], None],
         clock: Callable[[], float],
         spawn: Callable[[Awaitable[None], str], None],
@@ -45,14 +86,15 @@ class Executor:
         component_copiers: Mapping[str, PageCopier],
         receiver: Receiver,
         keys_put: Callable[[int], tuple[str, bytes]],
-        page_keys: PageKeys,
-        known: KnownDigests,
+        prompt_keys: PromptKeys,
         store_timeout_s: float,
         query_timeout_s: float,
     ) -> None:
-        self.storage: Storage | None = None
         self.raised = 0
-        self._caller = caller
+        self._storage: Storage | None = None
+        self._component_storages: Mapping[str, Storage] = {}
+        """By component; components that are not kept in storage have none."""
+        self._calls = calls
         self._post = post
         self._clock = clock
         self._spawn = spawn
@@ -60,15 +102,17 @@ class Executor:
         self._component_copiers = component_copiers
         self._receiver = receiver
         self._keys_put = keys_put
-        self._page_keys = page_keys
-        self._known = known
+        self._prompt_keys = prompt_keys
         self._store_timeout_s = store_timeout_s
         self._query_timeout_s = query_timeout_s
         self._in_flight = CallsInFlight()
         self._starters: dict[type[Command], Callable[..., None]] = {
             commands.QueryStorage: self._query,
+            commands.QueryComponents: self._query,
             commands.FetchPages: self._fetch,
+            commands.FetchComponent: self._fetch,
             commands.StorePages: self._store,
+            commands.StoreComponent: self._store,
             commands.ProbeStorage: self._probe,
             commands.CopyToDevice: self._copy_to_device,
             commands.CopyToHost: self._copy_to_host,
@@ -79,21 +123,12 @@ class Executor:
             commands.SendAbort: self._abort,
             commands.SendReceived: self._received,
         }
-        self.component_pages = ComponentExecutor(
-            caller=caller,
-            post=post,
-            clock=clock,
-            calls=self,
-            store_timeout_s=store_timeout_s,
-            query_timeout_s=query_timeout_s,
-        )
-        self._starters.update(self.component_pages.starters)
 
     def perform(self, command: Command) -> None:
         """Start a command. Raises nothing: a command that cannot be started has that as its outcome."""
         starter = self._starters.get(type(command))
         if starter is None:
-            self._caller.tell(command)
+            self._calls.tell(command)
             return
         try:
             starter(command)
@@ -114,12 +149,12 @@ class Executor:
                     )
                 )
 
-    def use(self, storage: Storage | None, component_pages: Mapping[str, Storage]) -> None:
-        """Send calls to this storage, and to these by component, from now on. Calls in flight go on where they are; the
-        core is not told of what they have stored there.
+    def use(self, storage: Storage | None, component_storages: Mapping[str, Storage]) -> None:
+        """Send calls to this storage, and to these by component, from now on. Calls in flight go on where they are;
+        the core is not sent what they have stored there.
         """
-        self.storage = storage
-        self.component_pages.storages = component_pages
+        self._storage = storage
+        self._component_storages = component_storages
         self._in_flight = CallsInFlight()
 
     @property
@@ -128,93 +163,133 @@ class Executor:
         return self._in_flight.count
 
     async def storage_is_quiet(self) -> None:
-        """Wait until no call to the storage in use is in flight."""
+        """Wait until no call to the storage in use is in flight. Unbounded: the caller sets the deadline."""
         await self._in_flight.quiet()
 
     # --- Storage ---
 
-    def _query(self, command: commands.QueryStorage) -> None:
-        record = self._caller.tokens_of(command.request_id)
-        self.use_storage(self._run_query(self.need_storage(), record, command), f"query {command.op}")
+    def _query(self, command: Query) -> None:
+        prompt = self._calls.live(command.request_id).prompt
+        # The storages of now: an exchange meanwhile must not mix the answers of two.
+        components = dict(self._component_storages) if isinstance(command, commands.QueryComponents) else {}
+        self._use_storage(self._run_query(self._storage_of(""), components, prompt, command), f"query {command.op}")
 
-    async def _run_query(self, storage: Storage, record: TokenRecord, command: commands.QueryStorage) -> None:
-        found, error = 0, ""
+    async def _run_query(
+        self, storage: Storage, components: Mapping[str, Storage], prompt: Prompt, command: Query
+    ) -> None:
+        found, error, here = 0, "", []
         try:
-            keys = await record.digests(command.first, command.count)
-            found = leading(await own_cancels_only(storage.exists(keys, timeout_s=self._query_timeout_s), "storage"))
+            # Components are looked up from some page of the caches on, full pages from the end of the caches.
+            begin = command.components_first if isinstance(command, commands.QueryComponents) else command.first
+            keys = await prompt.digests(begin, command.first + command.count - begin)
+            if command.count:
+                found = leading(await self._exist(storage, keys[command.first - begin :]))
+            # A request cannot go on behind the last full page, whatever is stored there.
+            keys = keys[: command.first + found - begin]
+            for name, engine in components.items():
+                here.append(events.StoredComponent(name, ranges_of(await self._exist(engine, keys), begin)))
         except Exception as raised:
-            error = self.words_of(command, raised)
-        self._post(events.StorageAnswered(at_s=self._clock(), op=command.op, found=found, error=error))
+            found, error, here = 0, self._text_of(command, raised), []
+        self._post(
+            events.StorageAnswered(
+                at_s=self._clock(), op=command.op, found=found, error=error, component_pages=tuple(here)
+            )
+        )
 
-    def _fetch(self, command: commands.FetchPages) -> None:
-        record = self._caller.tokens_of(command.request_id)
-        self.use_storage(self._run_fetch(self.need_storage(), record, command), f"fetch {command.op}")
+    async def _exist(self, storage: Storage, keys: Sequence[bytes]) -> list[bool]:
+        return await own_cancels_only(storage.exists(keys, timeout_s=self._query_timeout_s), "storage")
 
-    async def _run_fetch(self, storage: Storage, record: TokenRecord, command: commands.FetchPages) -> None:
+    def _fetch(self, command: Fetch) -> None:
+        prompt = self._calls.live(command.request_id).prompt
+        storage = self._storage_of(_component_of(command))
+        self._use_storage(self._run_fetch(storage, prompt, command), f"fetch {command.op}")
+
+    async def _run_fetch(self, storage: Storage, prompt: Prompt, command: Fetch) -> None:
         good, error = 0, ""
         try:
-            keys = await record.digests(command.first, len(command.host_pages))
+            if isinstance(command, commands.FetchPages):
+                keys = await prompt.digests(command.first, len(command.host_pages))
+            else:
+                first, last = command.positions[0], command.positions[-1]
+                known = await prompt.digests(first, last + 1 - first)
+                keys = [known[position - first] for position in command.positions]
             got = storage.get_into(keys, command.host_pages, timeout_s=command.timeout_s)
             good = leading(await own_cancels_only(got, "storage"))
         except Exception as raised:
-            error = self.words_of(command, raised)
+            error = self._text_of(command, raised)
         self._post(events.PagesFetched(at_s=self._clock(), op=command.op, good=good, error=error))
 
-    def _store(self, command: commands.StorePages) -> None:
-        record = self._caller.tokens_left(command.serial) if command.serial else self.record_put(command.op)
-        self.use_storage(self._run_store(self.need_storage(), record, command), f"store {command.op}")
+    def _store(self, command: Store) -> None:
+        if isinstance(command, commands.StorePages) and command.serial:
+            prompt = self._calls.tokens_left(command.serial)
+        else:
+            prompt = self._prompt_put(command.op)
+        storage = self._storage_of(_component_of(command))
+        self._use_storage(self._run_store(storage, prompt, command), f"store {command.op}")
 
-    def record_put(self, op: int) -> TokenRecord:
-        """The tokens behind a put whose request is long gone: they are the keys that the core knows the pages by."""
+    def _prompt_put(self, op: int) -> Prompt:
+        """Return the tokens behind a put whose request is gone, from the keys by which the core knows its pages."""
         namespace, keys = self._keys_put(op)
-        packed = self._page_keys.tokens_of(keys)
-        return TokenRecord(
-            packed,
-            page_keys=self._page_keys,
-            namespace=namespace,
-            addresses=(),
-            sends_prompt=False,
-            known=self._known,
-        )
+        packed = self._prompt_keys.page_keys.tokens_of(keys)
+        return self._prompt_keys.prompt(packed, namespace_seed(namespace))
 
-    async def _run_store(self, storage: Storage, record: TokenRecord, command: commands.StorePages) -> None:
+    async def _run_store(self, storage: Storage, prompt: Prompt, command: Store) -> None:
         stored, error = 0, ""
         try:
-            keys = await record.digests(command.first, len(command.host_pages))
+            keys = await prompt.digests(command.first, len(command.host_pages))
             put = storage.put_from(keys, command.host_pages, timeout_s=self._store_timeout_s)
             stored = leading(await own_cancels_only(put, "storage"))
-            if storage is not self.storage:
+            component = _component_of(command)
+            if storage is not (self._component_storages.get(component) if component else self._storage):
                 # Exchanged meanwhile: to the core, "stored" means in the storage that is in use.
                 stored = 0
         except Exception as raised:
-            error = self.words_of(command, raised)
+            error = self._text_of(command, raised)
         self._post(events.PagesStored(at_s=self._clock(), op=command.op, stored=stored, error=error))
 
     def _probe(self, command: commands.ProbeStorage) -> None:
-        self.use_storage(self._run_probe(self.need_storage(), command), f"probe {command.op}")
+        storage = self._storage_of("")
+        if self._in_flight.is_probed:
+            self._probed(command, f"{storage.uri} has not ended its last probe")
+            return
+        # The probe itself cannot be cut off. Its outcome can: what it brings later is for an operation that has ended.
+        slow = f"{storage.uri} did not end a probe within {self._store_timeout_s:g} s"
+        late = asyncio.get_running_loop().call_later(self._store_timeout_s, self._probed, command, slow)
+        self._in_flight.is_probed = True
+        self._use_storage(self._run_probe(storage, command, late, self._in_flight), f"probe {command.op}")
 
-    async def _run_probe(self, storage: Storage, command: commands.ProbeStorage) -> None:
+    async def _run_probe(
+        self, storage: Storage, command: commands.ProbeStorage, late: asyncio.TimerHandle, in_flight: CallsInFlight
+    ) -> None:
         error = ""
         try:
-            for engine in (storage, *self.component_pages.storages.values()):
+            for engine in (storage, *self._component_storages.values()):
                 await own_cancels_only(engine.probe(), "storage")
         except Exception as raised:
-            error = self.words_of(command, raised)
+            error = self._text_of(command, raised)
+        finally:
+            in_flight.is_probed = False
+            late.cancel()
+        self._probed(command, error)
+
+    def _probed(self, command: commands.ProbeStorage, error: str) -> None:
         self._post(events.StorageProbed(at_s=self._clock(), op=command.op, error=error))
 
-    def need_storage(self) -> Storage:
-        """The storage of full pages. Raises TidekvError where there is none."""
-        if self.storage is None:
-            raise TidekvError("no storage is attached")
-        return self.storage
+    def _storage_of(self, component: str) -> Storage:
+        """Return the storage of a component, or of full pages for "". Raises TidekvError if there is none."""
+        storage = self._component_storages.get(component) if component else self._storage
+        if storage is None:
+            held = f" that holds component {component!r}" if component else ""
+            raise TidekvError(f"no storage is attached{held}")
+        return storage
 
-    def use_storage(self, call: Awaitable[None], name: str) -> None:
-        """Run a call that storage is not quiet before the end of."""
+    def _use_storage(self, call: Awaitable[None], name: str) -> None:
+        """Run a call; storage is not quiet before it has ended."""
         self._spawn(self._in_flight.begin(call), name)
 
-    def words_of(self, command: Command, raised: Exception) -> str:
-        """What an outcome says of an exception."""
-        # An engine's own failures speak for themselves; anything else is a bug, whose traceback must not be lost.
+    def _text_of(self, command: Command, raised: Exception) -> str:
+        """Return the text of an outcome for an exception."""
+        # An engine's own failures explain themselves; anything else is a defect, whose traceback must not be lost.
         if isinstance(raised, TidekvError):
             return str(raised)
         self.raised += 1
@@ -251,30 +326,32 @@ class Executor:
     # --- The last resort ---
 
     def _recompute(self, command: commands.Recompute) -> None:
-        self._spawn(self._caller.recompute(command, self._recomputed), f"recompute {command.op}")
+        self._spawn(self._calls.recompute(command, self._recomputed), f"recompute {command.op}")
 
     def _recomputed(self, command: commands.Recompute, raised: Exception | None) -> None:
-        error = "" if raised is None else self.words_of(command, raised)
+        error = "" if raised is None else self._text_of(command, raised)
         self._post(events.Recomputed(at_s=self._clock(), op=command.op, error=error))
 
     # --- The hand-over ---
 
     def _promise(self, command: commands.SendPromise) -> None:
-        record = self._caller.tokens_of(command.request_id)
-        # A router brings the prompt to the first prefill, once; for any further room we do.
-        sends_prompt = record.sends_prompt or command.renewed
+        live = self._calls.live(command.request_id)
+        addresses = live.request.prefills
+        # A router brings the prompt to the first prefill, once; for any further room this engine does.
+        sends_prompt = live.request.send_prompt or command.renewed
         self._receiver.promise(
-            record.address_list[command.prefill],
+            addresses[command.prefill],
             command.request_id,
             command.generation,
             prompt_tokens=command.prompt_tokens,
             promised_tokens=command.promised_tokens,
             pages=command.pages,
-            tokens=record.packed if sends_prompt else None,
-            key_seed=record.key_seed,
+            tokens=live.prompt.packed if sends_prompt else None,
+            # None: these tokens must not be kept.
+            key_seed=live.prompt.seed if live.request.cache else None,
             component_pages=command.component_pages,
-            # A prefill that does not answer must leave the prefills behind it their share of the time.
-            patience_s=max(record.deadline_at_s - self._clock(), 0.0) / (len(record.address_list) - command.prefill),
+            # A prefill that does not answer leaves the prefills after it their share of the time.
+            patience_s=max(live.deadline_at_s - self._clock(), 0.0) / (len(addresses) - command.prefill),
         )
 
     def _extend(self, command: commands.SendExtend) -> None:
@@ -285,3 +362,20 @@ class Executor:
 
     def _received(self, command: commands.SendReceived) -> None:
         self._receiver.received(command.request_id, command.generation)
+
+
+def _component_of(command: Fetch | Store) -> str:
+    """Return the component whose pages a command moves; "" for full pages."""
+    return command.component if isinstance(command, commands.FetchComponent | commands.StoreComponent) else ""
+
+
+def ranges_of(flags: Sequence[bool], first: int) -> tuple[tuple[int, int], ...]:
+    """Return the ranges [begin, end) of positions whose flag is set; the first flag is that of position `first`."""
+    ranges = []
+    at = first
+    for is_here, run in groupby(flags):
+        end = at + sum(1 for _ in run)
+        if is_here:
+            ranges.append((at, end))
+        at = end
+    return tuple(ranges)

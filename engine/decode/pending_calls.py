@@ -4,33 +4,43 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from tidekv.engine.decode.component_pages import ready_component_pages
-from tidekv.engine.decode.storage_calls import own_cancels_only
-from tidekv.engine.decode.token_record import TokenRecord
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, Recompute, RecomputeJob
 from tidekv.states import commands
 from tidekv.states.commands import Command
-from tidekv.states.errors import PREFILL_CAUSES, BrokenInvariant, EngineClosed, InvalidRequest, RequestFailed
+from tidekv.states.errors import (
+    PREFILL_CAUSES,
+    BrokenInvariant,
+    EngineClosed,
+    InvalidRequest,
+    RequestFailed,
+    TidekvError,
+)
 from tidekv.states.validation import refusal
 
 if TYPE_CHECKING:
+    from tidekv.backends.keys.prompt_keys import Prompt
     from tidekv.states.core import Core
 
+T = TypeVar("T")
 FlushAnswer = dict[str, dict[str, int]]
 
 
 class LiveCall:
     """One request as its caller sees it: waiting, then READY, until it is given back."""
 
-    def __init__(self, request: DecodeRequest, record: TokenRecord, *, serial: int) -> None:
+    def __init__(self, request: DecodeRequest, prompt: Prompt, *, serial: int, deadline_at_s: float) -> None:
         self.request = request
-        self.record = record
+        self.prompt = prompt
+        """The tokens that the request's pages are computed from: at first its prompt, later with its output."""
         self.serial = serial
+        self.deadline_at_s = deadline_at_s
+        """Time, on the driver's clock, by which the request must be ready."""
         self.core_serial = serial
         """The number that the core knows its tokens by: the leader's, where there are ranks."""
         self.outcome: asyncio.Future[ReadyRequest] = asyncio.get_running_loop().create_future()
@@ -58,7 +68,7 @@ class PendingCalls:
         """Whoever is to know in whose context a request was asked for."""
         self._page_size = page_size
         self._live: dict[str, LiveCall] = {}
-        self._tokens_left: dict[int, TokenRecord] = {}
+        self._tokens_left: dict[int, Prompt] = {}
         self._ends: dict[str, asyncio.Future[int]] = {}
         self._flushes: dict[int, asyncio.Future[FlushAnswer]] = {}
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
@@ -74,13 +84,15 @@ class PendingCalls:
             commands.ForgetTokens: self._forget_tokens,
         }
 
-    def begin(self, request: DecodeRequest, record: TokenRecord, *, serial: int) -> asyncio.Future[ReadyRequest]:
+    def begin(
+        self, request: DecodeRequest, prompt: Prompt, *, serial: int, deadline_at_s: float
+    ) -> asyncio.Future[ReadyRequest]:
         """Make a request live. Raises InvalidRequest for an id that is live already, and what `on_begin` raises; then
         nothing is live.
         """
         if request.request_id in self._live:
             raise InvalidRequest(f"request {request.request_id!r} is live already; ids are unique until they end")
-        live = LiveCall(request, record, serial=serial)
+        live = LiveCall(request, prompt, serial=serial, deadline_at_s=deadline_at_s)
         if self.on_begin is not None:
             self.on_begin(request.request_id)
         self._live[request.request_id] = live
@@ -142,7 +154,7 @@ class PendingCalls:
     def expect(self, ready: ReadyRequest) -> asyncio.Future[int]:
         """A future for the answer to finish or retract; `unexpect` takes it back."""
         live = self.ready(ready)
-        self._tokens_left[live.core_serial] = live.record
+        self._tokens_left[live.core_serial] = live.prompt
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._ends[ready.request_id] = done
         return done
@@ -213,24 +225,24 @@ class PendingCalls:
         if self._ended:
             raise EngineClosed(self._ended)
 
-    # --- What effects ask ---
+    # --- For the executor ---
 
-    def tokens_of(self, request_id: str) -> TokenRecord:
-        """See `Caller`."""
-        return self._live[request_id].record
+    def live(self, request_id: str) -> LiveCall:
+        """Return the call of a live request."""
+        return self._live[request_id]
 
-    def tokens_left(self, serial: int) -> TokenRecord:
-        """See `Caller`."""
+    def tokens_left(self, serial: int) -> Prompt:
+        """Return the tokens that a finished request left."""
         return self._tokens_left[serial]
 
     def tell(self, command: Command) -> None:
-        """See `Caller`."""
+        """Take a command that is an answer to a caller."""
         self._tellers[type(command)](command)
 
     def recompute(
         self, command: commands.Recompute, end: Callable[[commands.Recompute, Exception | None], None]
     ) -> Coroutine[object, object, None]:
-        """See `Caller`."""
+        """Have the caller compute what no prefill can send; `end` is called with the outcome."""
         # Looked up now: when the work begins, the request may be gone, and its name another's.
         return self._recompute(self._live[command.request_id], command, end)
 
@@ -248,7 +260,7 @@ class PendingCalls:
             request=live.request,
             pages=np.array(command.pages, dtype=np.int32),
             start_token=command.first * self._page_size,
-            packed_tokens=live.record.packed,
+            packed_tokens=live.prompt.packed,
             component_pages=ready_component_pages(command.component_pages),
         )
         try:
@@ -268,13 +280,13 @@ class PendingCalls:
         live.ready = ReadyRequest(
             request_id=command.request_id,
             pages=np.array(command.pages, dtype=np.int32),
-            prompt_tokens=len(live.record.packed) // 4,
+            prompt_tokens=len(live.prompt.packed) // 4,
             first_token=first_token,
             aux=aux,
             # The caller's own: the command is still to be written down.
             sources=dict(command.sources),
-            length=len(live.record.packed) // 4,
-            packed_tokens=live.record.packed,
+            length=len(live.prompt.packed) // 4,
+            packed_tokens=live.prompt.packed,
             generation=command.generation,
             reserve=deque(command.reserve),
             component_pages=ready_component_pages(command.component_pages),
@@ -333,3 +345,16 @@ class PendingCalls:
 
     def _forget_tokens(self, command: commands.ForgetTokens) -> None:
         self._tokens_left.pop(command.serial, None)
+
+
+async def own_cancels_only(call: Awaitable[T], whose: str) -> T:
+    """Await a call into foreign code. Raises TidekvError if it cancels itself: only a cancellation of the awaiting task
+    may end an effect without an outcome.
+    """
+    try:
+        return await call
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise TidekvError(f"{whose} cancelled itself") from error

@@ -1,6 +1,6 @@
 """The parts of a running decode engine: started in order, stopped in the opposite order, whatever fails.
 
-Closing parts in order, each with a bound: what hangs does not keep the others from being closed.
+Closing of parts in order, each with a deadline: a part that hangs does not keep the others from being closed.
 
 One TaskGroup for all effects of an engine, in a task of its own.
 
@@ -22,10 +22,10 @@ from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.copies.lanes import CopyLanes
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
+from tidekv.backends.keys.prompt_keys import PromptKeys
 from tidekv.backends.page_layout import same_pages
 from tidekv.engine.decode.driver import Driver, Watcher
 from tidekv.engine.decode.executor import Executor
-from tidekv.engine.decode.known_digests import KnownDigests
 from tidekv.engine.decode.pending_calls import PendingCalls
 from tidekv.engine.decode.storage_swap import StorageInUse, check_storage
 from tidekv.engine.journal import Journal
@@ -56,7 +56,7 @@ class Closable(Protocol):
     """Something that can be closed."""
 
     def close(self) -> Coroutine[object, object, object]:
-        """End it."""
+        """Close the part."""
         ...
 
 
@@ -70,7 +70,7 @@ def begin_close(part: Closable) -> asyncio.Task[object]:
 async def close_in_order(
     parts: Sequence[Closable | asyncio.Task[object] | None], *, part_s: float, late_s: float
 ) -> list[Exception]:
-    """Close these parts, None among them left out; returns what closing them raised.
+    """Close these parts in order, skipping None; returns the errors that they raised.
 
     A part that takes longer than `part_s` is left behind, one that began to close before its turn after `late_s`. Both
     have `late_s` more when all others are closed.
@@ -206,8 +206,7 @@ class Runtime:
             raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
         check_components(components, device=device, host=host)
         self.config = config
-        self.page_keys = config.page_keys(device.layout.page_size)
-        self.known_digests = KnownDigests(self.page_keys)
+        self.prompt_keys = PromptKeys(config.page_keys(device.layout.page_size))
         self.core = Core(
             config.core_settings(
                 page_size=device.layout.page_size,
@@ -314,7 +313,7 @@ class Runtime:
         self.group = EffectGroup(self._break)
         await self.group.start()
         self.executor = Executor(
-            caller=self.calls,
+            calls=self.calls,
             post=self.front.post,
             clock=self.driver.clock,
             spawn=self.group.spawn,
@@ -322,8 +321,7 @@ class Runtime:
             component_copiers=self.component_copiers,
             receiver=self.receiver,
             keys_put=lambda op: self.core.keys_put(op),
-            page_keys=self.page_keys,
-            known=self.known_digests,
+            prompt_keys=self.prompt_keys,
             store_timeout_s=config.storage.store_timeout_s,
             query_timeout_s=config.storage.query_deadline_s,
         )
@@ -388,10 +386,11 @@ class Runtime:
         if self.broken is not None:
             return
         LOG.critical("the engine stops: it broke", exc_info=error)
-        self.front.stop()
         self.broken = error
         self.is_open = False
         self.calls.end_all(f"the engine broke: {type(error).__name__}: {error}")
+        # Last: with ranks it calls into the channel, which may be what broke.
+        self.front.stop()
 
     async def close(self) -> None:
         """Abort what is live, wait for what is in flight (bounded by `close_deadline_s`), and stop everything.

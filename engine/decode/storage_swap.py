@@ -64,12 +64,12 @@ def check_storage(storage: object) -> None:
 
 
 class StorageInUse:
-    """One storage engine or none, and those that were left and are not closed yet."""
+    """One storage engine or none, and the former ones that are not closed yet."""
 
     def __init__(self, parts: Engine, first: Storage | None) -> None:
         self.current: Storage | None = None
         self.component_pages: dict[str, Storage] = {}
-        """Beside it, by component, the engines of those that have host pages."""
+        """Beside it, by component, the engines of components that have host pages."""
         self.retired: list[Storage] = []
         self._runtime = parts
         self._first = first
@@ -77,7 +77,7 @@ class StorageInUse:
         self._leaving: set[asyncio.Task[None]] = set()
 
     def own_first(self) -> None:
-        """From here on the engine closes the storage that it was given."""
+        """Take over the storage that the engine was given: the engine closes it from now on."""
         self.current = self._first
 
     async def register_first(self) -> None:
@@ -128,7 +128,7 @@ class StorageInUse:
         return await _within(self.current.clear(), self.current.uri, "cleared", deadline_s)
 
     def abandon_leaving(self) -> None:
-        """Stop waiting for engines that were left and do not end: the engine's own end has closed what can be."""
+        """Cancel the ends of former engines that hang: the engine's own end has closed what can be closed."""
         for task in self._leaving:
             task.cancel()
 
@@ -198,7 +198,7 @@ class StorageInUse:
             )
 
     async def _leave(self, ending: Coroutine[object, object, None], engines: list[Storage], deadline_s: float) -> None:
-        """Let engines end that are not used any more, until the deadline; after it they end in the background.
+        """Run the end of unused engines until the deadline, and after that in the background.
 
         Raises what ending raises before the deadline.
         """
@@ -217,12 +217,12 @@ class StorageInUse:
     def _left(self, engines: Sequence[Storage], task: asyncio.Task[None]) -> None:
         self._leaving.discard(task)
         if not task.cancelled() and task.exception() is None:
-            # Anything else is closed once more by the engine's own end.
+            # After an error the engine's own end closes them once more.
             for engine in engines:
                 self.retired.remove(engine)
 
     def _begin_register(self, storage: Storage) -> asyncio.Task[dict[str, Storage]]:
-        """Open a storage in a task of its own: a store that hangs may not even settle when it is cancelled."""
+        """Open a storage in its own task: a store that hangs may not even settle when it is cancelled."""
         return asyncio.get_running_loop().create_task(self._register(storage), name=f"opening {storage.uri}")
 
     async def _register(self, storage: Storage) -> dict[str, Storage]:

@@ -59,12 +59,12 @@ class Seen(NamedTuple):
 
 
 class _Told:
-    """Published content of a node: the keys of its pages, their published hashes, and the media they are in."""
+    """Published content of a node: the hashes of its pages, the key of the last one, and the media they are in."""
 
-    __slots__ = ("digests", "hashes", "media")
+    __slots__ = ("hashes", "last_digest", "media")
 
     def __init__(self, digests: list[bytes], media: tuple[Medium, ...]) -> None:
-        self.digests = digests
+        self.last_digest = digests[-1]
         self.hashes = [hash_of(digest) for digest in digests]
         self.media = media
 
@@ -127,7 +127,7 @@ class KVEventTeller:
             first = end
 
     def _digests_of(self, node: Seen) -> list[bytes]:
-        above = self._told[node.parent_id].digests[-1] if node.parent_id else namespace_seed(node.namespace)
+        above = self._told[node.parent_id].last_digest if node.parent_id else namespace_seed(node.namespace)
         return self._page_keys.digests(self._page_keys.tokens_of(node.edge), prefix=above)
 
     def _tokens_of(self, keys: bytes) -> list[int]:

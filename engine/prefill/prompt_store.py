@@ -25,7 +25,9 @@ from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.keys.page_keys import PageKeys
+from tidekv.backends.keys.prompt_keys import PromptKeys
 from tidekv.backends.page_layout import same_pages
+from tidekv.backends.storage.base import leading
 from tidekv.states.errors import InvalidConfig, TidekvError
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
@@ -110,7 +112,7 @@ class PromptStore:
         self._storage = storage
         self._device = device
         self._host = host or HostPool.allocate(device.layout, min(device.num_pages, BOUNCE_PAGES))
-        self._page_keys = PageKeys(device.layout.page_size, bigrams=bigram_keys)
+        self._prompt_keys = PromptKeys(PageKeys(device.layout.page_size, bigrams=bigram_keys))
         identity = with_components(device.layout.identity(model), components)
         self._namespace = storage_namespace(identity, rank=rank, ranks=ranks)
         self._bounce = PagePool("bounce", self._host.num_pages)
@@ -161,7 +163,7 @@ class PromptStore:
 
     def keep(self, room: Room) -> None:
         """Start storing a finished prompt in the background. Raises nothing."""
-        count = min(len(room.pages), self._page_keys.count(room.prompt_tokens))
+        count = min(len(room.pages), self._prompt_keys.page_keys.count(room.prompt_tokens))
         if self._closing or not count or room.key_seed is None:
             return
         if room.tokens is None:
@@ -181,8 +183,7 @@ class PromptStore:
         assert room.tokens is not None
         assert room.key_seed is not None
         until_s = asyncio.get_running_loop().time() + self.settings.hold_s
-        # On a thread, because hashing a long prompt would stall the loop for milliseconds.
-        keys = await asyncio.to_thread(self._page_keys.digests, room.tokens, prefix=room.key_seed)
+        keys = await self._prompt_keys.prompt(room.tokens, room.key_seed).digests(0, len(pages))
         asking = self._tasks.spawn(self._count_present(keys), name=f"ask for {room.request_id}")
         await asyncio.wait([asking], timeout=self.settings.hold_s)
         if not asking.done():
@@ -212,7 +213,7 @@ class PromptStore:
             self._note_use(failed=True)
             return len(keys)
         self._note_use(failed=False)
-        present = next((at for at, flag in enumerate(flags) if not flag), len(flags))
+        present = leading(flags)
         self.counts["store_pages_present"] += present
         return present
 

@@ -126,7 +126,10 @@ class RankDriver:
             ) from None
 
     async def wait_formed(self) -> None:
-        """Wait until all ranks are there (again)."""
+        """Wait until all ranks are there (again).
+
+        Unbounded: the caller sets the deadline (`start` does); `close` ends it with a cancellation.
+        """
         await asyncio.shield(self._formed)
 
     async def leave(self, timeout_s: float) -> None:
@@ -170,8 +173,8 @@ class RankDriver:
         return self._driver.is_caught_up and not self._in_turn and not has_news
 
     def post(self, event: Event) -> None:
-        """Something happened on this rank, or a caller wants something: the others will hear of it. Raises
-        InvalidRequest for what rank 0 alone may ask.
+        """Take an event of this rank or a call of its callers into the next vote. Raises InvalidRequest, having changed
+        nothing, for calls that only rank 0 may make; any other exception breaks the engine.
         """
         if self._phase is Phase.CLOSED:
             return
@@ -190,8 +193,15 @@ class RankDriver:
             LOG.warning("rank %s: request %s: %s", self._group.rank, event.request_id, event.cause)
         elif isinstance(event, events.WriterLost):
             LOG.warning("rank %s: %s: %s", self._group.rank, event.writer, event.cause)
-        self._agreement.receive(event)
-        self._heard()
+        try:
+            self._agreement.receive(event)
+            self._heard()
+        except BaseException as error:
+            # The agreement may hold the event already, and the ranks would take it: raising it to a caller, which then
+            # withdraws its request, would leave an event without its id. So the engine breaks, and every call ends.
+            self._on_broken(error)
+            if not isinstance(error, Exception):
+                raise
 
     def take_now(self, event: Event) -> None:
         """Like `post`: no rank steps its core by itself, so that what follows from the event follows later."""

@@ -37,21 +37,29 @@ class Evictor:
         freed_count = 0
         queue, account, name = tier.queue, tier.account, tier.name
         slack = account.total // SLACK_PER_POOL
-        while freed_count < count and (node := queue.pop()) is not None:
-            surplus = freed_count + node.page_count - count
-            # Void pages are one piece for whoever waits for them.
-            if surplus > slack and not node.void:
-                self._tree.split(node, surplus, lower_stays=node.device is not None and node.host is not None)
-            self._tell(node, name)
-            freed_count += node.page_count
-            pages = tier.detach(node)
-            if freed is None:
-                freed = pages
-            else:
-                freed += pages
-            self._remove_if_bare(node)
-        if freed is not None:
-            account.from_cache(freed)
+        try:
+            while freed_count < count and (node := queue.pop()) is not None:
+                try:
+                    surplus = freed_count + node.page_count - count
+                    # Void pages are one piece for whoever waits for them.
+                    if surplus > slack and not node.void:
+                        self._tree.split(node, surplus, lower_stays=node.device is not None and node.host is not None)
+                    self._tell(node, name)
+                except BaseException:
+                    # A hook raised: this victim stays, and can be evicted as before.
+                    queue.push(node)
+                    raise
+                freed_count += node.page_count
+                pages = tier.detach(node)
+                if freed is None:
+                    freed = pages
+                else:
+                    freed += pages
+                self._remove_if_bare(node)
+        finally:
+            # Also after a raise: the victims so far have left the tree, and nothing else knows their pages.
+            if freed is not None:
+                account.from_cache(freed)
         return freed_count
 
     def drop(self, tier: Tier, node: Node) -> None:

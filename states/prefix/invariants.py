@@ -20,6 +20,7 @@ def check_index(tree: PageTree, device: DeviceTier, host: HostTier) -> None:
     for namespace, root in tree.roots.items():
         _require(root.is_root and root.parent is None and root.namespace == namespace, root, "is not that root")
         _require(not root.device and not root.host and root.depth_pages == 0, root, "is a root with pages")
+        _require(root.children or root.guarded or root.host_guarded, root, "is a root without children and receipts")
     for node in nodes:
         _check_links(node, tree.key_bytes)
         _check_copies(node)

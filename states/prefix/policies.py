@@ -121,29 +121,35 @@ class EvictionQueue:
         heap, line = self._heap, self._line
         while heap or line:
             # No two entries have the same number, so nodes themselves are never compared.
-            if line and (not heap or line[0] < heap[0]):
-                priority, node_id, node = line.popleft()
+            is_in_line = bool(line) and (not heap or line[0] < heap[0])
+            priority, node_id, node = line[0] if is_in_line else heap[0]
+            # Before the entry is taken out: a policy that raises loses no node.
+            is_ready = self._is_ready(node)
+            current = self._policy.priority(node) if is_ready else priority
+            if is_in_line:
+                line.popleft()
             else:
-                priority, node_id, node = heapq.heappop(heap)
-            if self._is_ready(node):
-                current = self._policy.priority(node)
-                if current == priority:
-                    self._queued.remove(node_id)
-                    return node
-                self._enter((current, node_id, node))
-            else:
+                heapq.heappop(heap)
+            if not is_ready:
                 self._queued.remove(node_id)
                 self._stale_count -= node.parent is None
+            elif current == priority:
+                self._queued.remove(node_id)
+                return node
+            else:
+                self._enter((current, node_id, node))
         return None
 
     def first(self, page_count: int) -> list[Node]:
         """List the ready nodes of the lowest priorities, until they hold so many pages. They stay in the queue."""
         nodes: list[Node] = []
-        while page_count > 0 and (node := self.pop()) is not None:
-            nodes.append(node)
-            page_count -= node.page_count
-        for node in nodes:
-            self.push(node)
+        try:
+            while page_count > 0 and (node := self.pop()) is not None:
+                nodes.append(node)
+                page_count -= node.page_count
+        finally:
+            for node in nodes:
+                self.push(node)
         return nodes
 
     def forget(self, node: Node) -> None:

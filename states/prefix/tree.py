@@ -30,15 +30,15 @@ class PageTree:
         self._next_id = 0
 
     def root(self, namespace: str) -> Node:
-        """Find the root of a namespace, or make it."""
-        root = self.roots.get(namespace)
-        if root is None:
-            root = self.roots[namespace] = make_root(self._new_id(), namespace)
-        return root
+        """Find the root of a namespace, or make one, which joins the tree with its first child or receipt (`require`).
+
+        A look at an unknown namespace therefore leaves nothing behind.
+        """
+        return self.roots.get(namespace) or make_root(self._new_id(), namespace)
 
     def require(self, node: Node) -> None:
-        """Raise BrokenInvariant where the node is not in the tree (any more)."""
-        # A root that was dropped for being empty may still be in somebody's hands as the end of a match: it comes back.
+        """Raise BrokenInvariant if the node is not in the tree (any more). A root joins it."""
+        # A root without children and receipts is not kept. It may still be the end of a match, which is used now.
         if node.parent is None and (not node.is_root or self.roots.setdefault(node.namespace, node) is not node):
             raise BrokenInvariant(f"{node} is not in the tree")
 
@@ -52,6 +52,8 @@ class PageTree:
         copy yet, which the caller mends at once.
         """
         end = len(keys)
+        if parent.parent is None:
+            self.require(parent)
         node = Node(
             self._new_id(),
             namespace=parent.namespace,

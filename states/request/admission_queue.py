@@ -1,7 +1,7 @@
-"""The queue of requests that wait for device pages: priorities with ageing, and no head-of-line blocking.
+"""The queue of requests that wait for device pages: priorities with ageing, bounded head-of-line blocking.
 
-Within a priority the order is that of arrival. A request that does not fit lets smaller ones pass, a bounded number of
-times; then all behind it wait until it fits.
+Requests of the same priority are in order of arrival. Smaller requests may pass one that does not fit `passes_max`
+times; after that, all requests behind it wait until it fits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Queue:
-    """Requests in PREALLOC."""
+    """The requests in PREALLOC."""
 
     def __init__(self, settings: CoreSettings) -> None:
         self._settings = settings
@@ -32,12 +32,12 @@ class Queue:
             yield from level
 
     def add(self, request: Request) -> None:
-        """Wait. A request that was here before gets its old place by arrival."""
+        """Add a request, in order of arrival: one that returns to the queue gets its former place."""
         insort(self._levels.setdefault(request.priority, []), request, key=lambda waiting: waiting.arrival)
         self._count += 1
 
     def remove(self, request: Request) -> None:
-        """No longer wait: granted or gone."""
+        """Remove a request that was admitted or has ended."""
         level = self._levels[request.priority]
         level.remove(request)
         self._count -= 1
@@ -45,10 +45,12 @@ class Queue:
             del self._levels[request.priority]
 
     def candidates(self, now_s: float) -> list[Request]:
-        """Requests to look at now, in order; none behind a request that has been passed too often."""
+        """Return at most `admission_scan_max` requests to try, in order; none behind one passed too often."""
         if len(self._levels) == 1:
+            # One priority: the order is that of arrival and needs no comparison of ranks.
             (level,) = self._levels.values()
             return self._until_passed(level[: self._settings.admission_scan_max])
+        # Merge the levels by rank. Within a level the first waiting request has the highest rank, since it is oldest.
         heads = dict.fromkeys(self._levels, 0)
         chosen: list[Request] = []
         while heads and len(chosen) < self._settings.admission_scan_max:

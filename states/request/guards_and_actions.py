@@ -1,9 +1,10 @@
-"""Guards of the request machine, and those of its actions that span several rule objects.
+"""Guards of the request machine, and the actions that span several rule objects.
 
-A guard asks the request and changes nothing. An action may raise: the request is then in the state that it was in, and
-`TransitionRaised` follows. Most rows of the table name a method of the object that does the work, for example
-`Restore.fix_plan`; here are the actions that no single object could do: what a landed chunk means for rooms and loads,
-the ways back to the queue, and the ways to fail.
+Guards read the request and change nothing. If an action raises, the request stays in its state and the core fires
+`TransitionRaised`.
+
+Most rows of the table name a method of the object that does the work, for example `Restore.fix_plan`. `Actions` has the
+others: a landed chunk concerns rooms and loads, and a request that fails or returns to the queue leaves all of them.
 """
 
 from __future__ import annotations
@@ -40,19 +41,20 @@ if TYPE_CHECKING:
 
 
 def has_not_asked(request: Request, event: Event) -> bool:
-    """Storage was not asked since the request waits for admission."""
+    """Whether storage has not been asked since the request entered the queue."""
     return not request.has_asked
 
 
 def can_plan(request: Request, event: Event) -> bool:
-    """It has no plan yet, and waits for no answer of storage."""
+    """Whether the request has no plan yet and storage has answered its query, if there was one."""
     return not request.is_planned and not request.query_op
 
 
 def waits_for_storage(request: Request, event: Event) -> bool:
-    """It is planned, and a fetch of its plan has not landed."""
+    """Whether the request is planned and a fetch of its plan has not landed."""
     if not request.is_planned:
         return False
+    # This guard and the next one run on every event of a request; a plain loop is faster than `any`.
     for load in request.loads:
         if load.stage is Stage.FETCHING:
             return True
@@ -60,7 +62,7 @@ def waits_for_storage(request: Request, event: Event) -> bool:
 
 
 def waits_for_copies(request: Request, event: Event) -> bool:
-    """It is planned, and a copy to the device is under way, or a failed load has no sharer yet that extends into it."""
+    """Whether the request is planned, and a copy to the device is under way or a failed load is not extended yet."""
     if not request.is_planned:
         return False
     for load in request.loads:
@@ -70,38 +72,38 @@ def waits_for_copies(request: Request, event: Event) -> bool:
 
 
 def is_planned(request: Request, event: Event) -> bool:
-    """The promise has been given, or the caller was asked to compute."""
+    """Whether prefill has the promise, or the caller was asked to compute the rest."""
     return request.is_planned
 
 
 def needs_no_storage(request: Request, event: Event) -> bool:
-    """Every fetch has landed, or was cut."""
+    """Whether every fetch has landed or was given up."""
     return not waits_for_storage(request, event)
 
 
 def needs_no_local_tier(request: Request, event: Event) -> bool:
-    """Only prefill's writes are waited for."""
+    """Whether the request waits for prefill's writes only."""
     return not waits_for_storage(request, event) and not waits_for_copies(request, event)
 
 
 def has_everything(request: Request, event: Event) -> bool:
-    """Every load has ended, every span is written, and the first token is here."""
+    """Whether every load has ended, every span is written, and the first token has arrived."""
     is_written = request.recomputed or (request.room is not None and request.room.is_complete)
     return is_written and not request.loads and not request.waits_for_components
 
 
 def can_recompute(request: Request, event: Event) -> bool:
-    """The caller can compute the rest itself, and was not asked yet."""
+    """Whether the caller can compute the rest of the prompt and was not asked yet."""
     return request.can_recompute and not request.recomputes
 
 
 def has_failed(request: Request, event: Recomputed) -> bool:
-    """The caller could not compute the rest."""
+    """Whether the caller's computation failed."""
     return bool(event.error)
 
 
 def can_fall_back(request: Request, event: Event) -> bool:
-    """It is the first or second raise: there are tiers left to give up."""
+    """Whether this is the first or second exception, so that there are tiers left to give up."""
     return request.raised <= 2
 
 
@@ -109,7 +111,7 @@ def can_fall_back(request: Request, event: Event) -> bool:
 
 
 class Actions:
-    """Actions of one core that span several rule objects."""
+    """Actions of the request machine that span several rule objects of one core."""
 
     def __init__(
         self,
@@ -135,36 +137,40 @@ class Actions:
     # --- The hand-over ---
 
     def land_chunk(self, request: Request, event: ChunkLanded) -> None:
-        """Note pages that have come; they may complete a load that other requests wait for as well."""
+        """Note pages that have landed; they may complete a load that other requests wait for as well."""
         assert request.room is not None
         load = self._rooms.load_filled_by(request.room, event)
         if load is not None:
+            # Before the chunk is noted: if this raises, the room's cursors are unchanged and the chunk is not lost.
             self._loads.filled(load)
         self._rooms.land(request.room, event)
         self._shared_transfers.note_landed(request)
         self._stop_waiting(request)
 
     def land_aux(self, request: Request, event: AuxLanded) -> None:
-        """Note the first token from one rank."""
+        """Note that the first token has arrived from one rank."""
         assert request.room is not None
         self._rooms.land_aux(request.room, event.rank)
         self._shared_transfers.note_landed(request)
         self._stop_waiting(request)
 
     def _stop_waiting(self, request: Request) -> None:
-        """Give up fetches that prefill, which has brought everything else, outruns; the policy says which."""
+        """Give up remaining fetches once prefill has sent everything else, if the policy prefers prefill for them."""
         policy = self._state.settings.prefetch
         if policy in ("best_effort", "soonest") and request.room is not None and request.room.is_complete:
             self._loads.transfer_is_done(request, keep=self._fetches_to_keep(request) if policy == "soonest" else 0)
 
     def _fetches_to_keep(self, request: Request) -> int:
-        """How many fetches of a request bring their pages sooner than prefill would now."""
+        """Return how many fetches, from the first on, are expected to land sooner than prefill could send the pages."""
         now_s, page_s = self._state.now_s, self._storage.source_load.page_s
         fetches = request.fetches
         if fetches and page_s and now_s - fetches[0].begun_at_s > fetches[0].queued_pages * page_s:
-            # The first should have landed by now: storage is no faster than that, for this plan and the next ones.
+            # The first fetch is later than the estimate predicts. Its age is a lower bound on the time that storage
+            # takes per page: use it here, and note it for later plans. Without this, a stalled storage would keep the
+            # estimate of its better days until the fetch ends.
             self._storage.note_throughput(begun_at_s=fetches[0].begun_at_s, pages=fetches[0].queued_pages)
             page_s = (now_s - fetches[0].begun_at_s) / fetches[0].queued_pages
+        # A fetch lands when everything queued before it has been read, but not sooner than its own pages take from now.
         lands_s = [
             max(load.begun_at_s + load.queued_pages * page_s - now_s, load.page_count * page_s) for load in fetches
         ]
@@ -176,18 +182,18 @@ class Actions:
     # --- Back to the queue ---
 
     def has_another_prefill(self, request: Request, event: Event) -> bool:
-        """Not every prefill was tried as often as the settings allow."""
+        """Whether some prefill was tried less often than `attempts_per_prefill`."""
         return request.attempts + 1 < request.prefill_count * self._attempts_per_prefill
 
     def start_over(self, request: Request, event: PagesLost) -> None:
-        """Give everything back and wait for other pages, in a new generation."""
+        """Give everything back and return to the queue in a new generation."""
         self._state.count("sent_back")
         request.trouble = event.cause
         self._restore.leave(request, settled=False)
         self._requeue(request)
 
     def try_next_prefill(self, request: Request, event: PrefillLost) -> None:
-        """Start over with the next prefill of the list."""
+        """Return to the queue; the next generation uses the next prefill of the list."""
         self._state.count("prefill_retries")
         request.trouble = f"{event.cause}: {event.detail}"
         self._restore.leave(request, settled=event.settled)
@@ -195,7 +201,7 @@ class Actions:
         self._requeue(request)
 
     def ask_caller(self, request: Request, event: PrefillLost) -> None:
-        """Start over without prefill: the caller computes what the device does not have."""
+        """Return to the queue; in the next generation the caller computes what the device does not have."""
         self._state.count("recomputes")
         request.trouble = f"{event.cause}: {event.detail}"
         self._restore.leave(request, settled=event.settled)
@@ -207,7 +213,7 @@ class Actions:
         self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:
-        """The request waits for admission, for the first time or again."""
+        """Add the request to the queue, for the first time or again."""
         self._queue.add(request)
         request.has_asked = False
         self._state.dirty[request] = None
@@ -216,24 +222,25 @@ class Actions:
     # --- The ends ---
 
     def fail_by_raise(self, request: Request, event: TransitionRaised) -> None:
-        """A bug of tidekv or of a component: there is no tier left to fall back to."""
+        """Fail after an exception: no tier is left to fall back to."""
         self._fail(request, "internal error", event.detail)
 
     def fail_by_prefill(self, request: Request, event: PrefillLost) -> None:
-        """No prefill can or will send the rest."""
+        """Fail because the room is lost, every prefill was tried, and the caller cannot compute the rest."""
         self._fail(request, event.cause, event.detail, settled=event.settled)
 
     def fail_by_recompute(self, request: Request, event: Recomputed) -> None:
-        """The last resort did not help either."""
+        """Fail because the caller could not compute the rest."""
+        # The computation has ended, so `leave` must not keep the pages for it.
         request.recompute_op = 0
         self._fail(request, "recompute failed", event.error)
 
     def fail_by_deadline(self, request: Request, event: DeadlinePassed) -> None:
-        """The caller's time is up."""
+        """Fail because the caller's deadline has passed."""
         self._fail(request, "deadline", f"in {request.state.value}")
 
     def fail_by_abort(self, request: Request, event: AbortRequested) -> None:
-        """The caller does not want it any more."""
+        """Fail because the caller aborted the request."""
         self._fail(request, event.cause, f"in {request.state.value}")
 
     def _fail(self, request: Request, cause: str, detail: str, *, settled: bool = False) -> None:

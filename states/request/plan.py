@@ -1,20 +1,18 @@
-"""A plan in the making: how much of a prompt loads bring, and what is left for prefill. Plain values, no rules.
+"""The part of a plan that storage provides: query, adoption of look-ahead reads, fetches.
 
-Adoption of reads that were begun ahead: a planned request waits for them as loads.
-
-AheadRun, under way         ──adopt──▶ a load that is FETCHING, by the same operation
-AheadRun, landed, no parent ──adopt──▶ a load that is COPYING from the run's host pages, which are free after that
-
-What of a plan storage brings: the question to storage, and the loads by fetch that follow from its answer.
-
-A plan is cut in three by where its pages are when it is made; this file is about the second part:
+A plan divides the prompt's pages in three; this module is about the second part:
 
     [0, host_end)            in device and host memory: `tidekv.states.request.restore`
-    [host_end, promised)     reads ahead that are adopted, then fetches of what storage said it has
-    [promised, page_count)   prefill's
+    [host_end, promised)     look-ahead reads that the plan adopts, then fetches of pages that storage has
+    [promised, page_count)   sent by prefill
 
-With components the answer is needed before anything is reserved, and tells of the tails in storage as well; the end of
-the plan is decided by then: `tidekv.states.components.storage`.
+The plan adopts look-ahead reads as loads, so that no page is read twice:
+
+    AheadRun under way               ──adopt──▶ load in FETCHING, with the same operation
+    AheadRun landed, not in the tree ──adopt──▶ load in COPYING from the run's host pages, which are freed after it
+
+With components, the answer of storage is needed before pages are reserved and covers component pages as well. The end
+of the plan is fixed at that time: `tidekv.states.components.storage`.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Plan:
-    """A plan while it is made: how far the loads reach, where that ends, and the pages that are left."""
+    """A plan in progress: the loads so far, where they end, and the device pages left for the rest."""
 
     __slots__ = ("end", "host_node", "loads", "node", "own")
 
@@ -52,7 +50,7 @@ class Plan:
         self.loads: list[Load] = []
 
     def add(self, load: Load, node: Node, page_count: int) -> None:
-        """One more load, which took so many of the pages and ends at `node`."""
+        """Append a load that uses the next `page_count` pages of `own` and ends at `node`."""
         self.loads.append(load)
         self.node = node
         self.end += page_count
@@ -60,7 +58,7 @@ class Plan:
 
 
 class Adoption:
-    """Turns reads ahead into loads, and back."""
+    """Turns look-ahead reads into loads, and back on rollback."""
 
     def __init__(self, state: CoreState, storage: StorageAdmission, loads: Loads) -> None:
         self._state = state
@@ -70,9 +68,13 @@ class Adoption:
     def adopt(
         self, run: AheadRun, parent: Node, keys: bytes, pages: PageIds, *, deadline_s: float, undo: Rollback
     ) -> Load:
-        """Make a read a load of a new child of `parent`, into `pages`, the caller's until now. `undo` takes it back."""
+        """Turn a read into a load of a new child of `parent`.
+
+        The load takes over the device pages `pages` from the caller. `undo` reverses the adoption.
+        """
         state = self._state
         load = Load(first=run.first, tier="l3", stage=Stage.FETCHING)
+        # Registered before the first change, since `_disown` also handles a partial adoption.
         undo.callback(self._disown, load, run, None if run.is_landed else state.operations[run.op])
         load.nodes.append(state.index.insert_pending(parent, run.request.namespace, keys, pages, load))
         load.host_pages = run.host_pages
@@ -80,6 +82,7 @@ class Adoption:
         if run.is_landed:
             self._loads.start_copy(load)
         else:
+            # The read continues under its operation number; only the owner of the outcome changes.
             load.op = run.op
             load.begun_at_s, load.queued_pages = run.begun_at_s, run.queued_pages
             fetch = state.operations[load.op] = LoadFetch(self._loads, self._storage, load)
@@ -88,17 +91,17 @@ class Adoption:
         return load
 
     def _disown(self, load: Load, run: AheadRun, read: Operation | None) -> None:
-        """Rollback an adoption, in the step that it was made in: the read is its request's again."""
+        """Reverse an adoption in the step that made it: the read belongs to the look-ahead again."""
         load.host_pages = page_ids()
         self._storage.fetching.pop(load, None)
         self._loads.abandon(load)
         if read is not None:
-            # The very same object: its deadline is still in the heap.
+            # Restore the same object: its deadline is still in the heap and is matched by identity.
             self._state.operations[run.op] = read
 
 
 class PlanFetches:
-    """The part of a restore that asks storage and fetches from there."""
+    """Queries storage for a request and starts the fetches of its plan."""
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class PlanFetches:
         self._adoption = adoption
 
     def ask(self, request: Request) -> None:
-        """Ask storage for what neither device nor host has, unless that is too little."""
+        """Query storage for the pages that neither device nor host has, unless they are below the threshold."""
         state = self._state
         first = sum(state.index.probe_prefix(request.namespace, request.keys))
         count = request.full_pages - first
@@ -129,7 +132,7 @@ class PlanFetches:
         state.emit(QueryStorage(op=request.query_op, request_id=request.request_id, first=first, count=count))
 
     def adopt_reads(self, request: Request, plan: Plan, undo: Rollback) -> int:
-        """Go on with the reads that were begun ahead, as far as they fit the plan; returns how many."""
+        """Adopt look-ahead reads that continue the plan without a gap; return their number."""
         adopted = 0
         width = self._state.settings.key_bytes
         left_s = request.deadline_at_s - self._state.now_s
@@ -145,7 +148,10 @@ class PlanFetches:
         return adopted
 
     def load(self, request: Request, plan: Plan, undo: Rollback) -> None:
-        """Start fetches of what storage said it has, as far as host pages can be had."""
+        """Start fetches of the pages that storage reported, as limits and host memory allow.
+
+        Counts the pages that are not fetched in `l3_declined_pages` and notes the reason in `request.declined`.
+        """
         state = self._state
         settings = state.settings
         if request.component_pages is not None:
@@ -157,6 +163,7 @@ class PlanFetches:
         allowed = self._storage.allowance(count, deadline_s) if self._storage.is_usable else 0
         threshold = max(settings.prefetch_threshold_tokens, 1)
         if count * settings.page_size < threshold:
+            # The answer starts after the plan's end if pages before it were evicted since storage was asked.
             beyond = request.stored_found if request.stored_first > plan.end else 0
             request.declined = ("out_of_reach", beyond) if beyond else ("below_threshold", max(count, 0))
             return
@@ -177,7 +184,7 @@ class PlanFetches:
         self._fetch_to(request, plan, found_to, deadline_s, undo)
 
     def _load_to_boundary(self, request: Request, plan: Plan, boundary: int, undo: Rollback) -> None:
-        """With components, where the plan ends was decided with the grant, and so was how much may be fetched."""
+        """Start the fetches up to `boundary`: with components, the grant has fixed the plan's end and the limits."""
         state = self._state
         beyond = request.stored_first + request.stored_found - max(boundary, request.stored_first)
         if beyond > 0:
@@ -195,9 +202,10 @@ class PlanFetches:
             first_key = request.keys[plan.end * width : (plan.end + 1) * width]
             pages = state.make_host_room(min(settings.fetch_run_pages, found_to - plan.end))
             if not pages or first_key in plan.node.children:
-                # No host memory, or a void run of the same prompt is still in the way: the transfer brings the rest.
+                # No host memory, or a node in RECLAIMING with the same keys is still in the tree. Prefill sends the
+                # rest.
                 state.count("l3_declined_pages", found_to - plan.end)
-                # What a limit had taken away is not to be had either.
+                # Add the pages that a limit has declined before: the reason is stored once, for all of them.
                 missing = found_to - plan.end + request.declined[1]
                 request.declined = ("in_the_way" if pages else "no_host_page", missing)
                 return

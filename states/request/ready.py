@@ -1,4 +1,4 @@
-"""What a READY request may still ask for: growth, finish, retract, drop. And flush, which is of no request."""
+"""Calls on READY requests: growth, finish, retract, drop. Also flush, which concerns no request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Serving:
-    """What a READY request may still ask for."""
+    """Actions of the request machine in READY, and flush."""
 
     def __init__(self, state: CoreState, restore: Restore, backups: Backups) -> None:
         self._state = state
@@ -24,10 +24,13 @@ class Serving:
         self._backups = backups
 
     def grow(self, request: Request, event: GrowthTaken) -> None:
-        """Pages of the reserve went into use; refill it, with what is wanted at once on top."""
+        """Move the pages that the caller took from the reserve to `own`, and refill the reserve.
+
+        The refill includes the pages `wanted` at once. It gets what eviction can free, possibly nothing.
+        """
         state = self._state
         taken, request.reserve = request.reserve[: event.page_count], request.reserve[event.page_count :]
-        # New arrays, not longer ones: commands that were given hold the old ones.
+        # New arrays instead of extended ones: earlier commands refer to the old arrays.
         request.own = request.own + taken
         request.table = request.table + taken
         short = state.settings.growth_reserve_pages + event.wanted - len(request.reserve)
@@ -39,7 +42,7 @@ class Serving:
         state.emit(GiveReserve(request_id=request.request_id, pages=pages))
 
     def finish(self, request: Request, event: FinishRequested) -> None:
-        """Keep prompt and output, back them up, give everything back."""
+        """Keep prompt and output in the cache, back them up, give everything back."""
         inserted = self._keep_all(request, event)
         self._back_up(request, retracts=False)
         self._restore.leave(request, settled=True)
@@ -47,20 +50,20 @@ class Serving:
         self._state.forget(request)
 
     def retract(self, request: Request, event: RetractRequested) -> None:
-        """Like finish, but what reaches host memory is held there until the request is resumed or dropped."""
+        """Like finish, but hold the backup in host memory until the request is resumed or dropped."""
         self._keep_all(request, event)
         self._back_up(request, retracts=True)
         self._restore.leave(request, settled=True)
         self._state.forget(request)
 
     def drop(self, request: Request, event: AbortRequested) -> None:
-        """Give everything back; what the prompt brought to the cache stays there."""
+        """Give everything back; the prompt's pages stay in the cache."""
         self._restore.leave(request, settled=True)
         self._state.emit(ReportDropped(request_id=request.request_id))
         self._state.forget(request)
 
     def flush(self, event: FlushRequested) -> None:
-        """Drop every unlocked page of these tiers."""
+        """Drop every unlocked page of these tiers from the cache."""
         dropped: dict[str, int] = {}
         spared: dict[str, int] = {}
         for tier in event.tiers:

@@ -1,13 +1,13 @@
-"""What the core remembers of a request: the request, and everything that hangs on it.
+"""The request record, and the records that belong to a request.
 
-    Request ──▶ Load            a run of the tree's device pages that something fills, shared with other requests
-            ──▶ Room ──▶ Span   what prefill was asked to write
-            ──▶ Ahead           what is fetched while the request waits for device pages
-            ──▶ RequestTails    pages of components, and their fetches from storage (TailFetch)
+    Request ──▶ Load               device pages of the tree whose contents are on their way; requests share loads
+            ──▶ Room ──▶ Span      pages that prefill was asked to write
+            ──▶ Ahead              host pages fetched while the request waits for device pages
+            ──▶ RequestComponents  pages of components, and their fetches from storage (ComponentFetch)
 
-These records name one another, in both directions, so they share a module. They hold facts and answer questions about
-themselves; the rules that change them are in the module of each concept (`loads`, `rooms`, `lookahead`,
-`request_components`, `component_storage`, `restore`).
+The records refer to one another in both directions, so they share a module. They hold facts and derived properties
+only. The rules that change them are in the modules of each concept: `loads`, `handover`, `components`, and `restore`,
+`plan` and `ready` beside this one.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 
 DECLINED = {
-    "storage_left_alone": "storage may not be asked any more",
-    "out_of_reach": "what is in front of them in the prompt has left the caches",
+    "storage_left_alone": "storage is not usable at the moment",
+    "out_of_reach": "the pages before them in the prompt have left the caches",
     "below_threshold": "they are too few to be worth a fetch",
-    "limit": "a limit on fetches left too little",
-    "slower": "the transfer brings them sooner",
-    "no_host_page": "host memory was short",
-    "in_the_way": "the remains of another load of the same prompt were in the way",
-    "no_component": "there is no whole tail of every component to go on from",
+    "limit": "the limits on fetches leave too few of them",
+    "slower": "the transfer is expected to bring them sooner",
+    "no_host_page": "host memory has no free page",
+    "in_the_way": "pages of an earlier load of the same prompt are still being reclaimed",
+    "no_component": "storage lacks component pages to resume from at that boundary",
 }
-"""Why a plan does not fetch pages that storage has: name and meaning."""
+"""Reasons why a plan does not fetch pages that storage has, by name."""
 
 
 class State(enum.Enum):
-    """Where a request waits. `tidekv.states.request.table` says what it owns there."""
+    """What a request waits for. `tidekv.states.request.table` lists what it owns in each state."""
 
     PREALLOC = "PREALLOC"
     MATCH = "MATCH"
@@ -53,14 +53,15 @@ class State(enum.Enum):
 
 
 class Request:
-    """One request, from its arrival until the caller gave everything back. Compared by identity.
+    """One request, from its arrival until it has given everything back. Compared by identity.
 
-    The prompt's pages, once the plan is fixed:
+    Owners of the prompt's pages once the plan is fixed:
 
-        [0, promised)            owned by the tree, locked by `lock`; some may still be under load (`loads`)
-        [promised, page_count)   `own`: ours, written by prefill (span 0 of the room)
+        [0, promised)            the tree, locked by `lock`; contents of some are still on their way (`loads`)
+        [promised, page_count)   the request, as `own`; prefill writes them (span 0 of the room)
 
-    From READY on, full pages of the prompt belong to the tree as well; `own` keeps the pages that are not in it.
+    With shared transfers, the full pages of the second part are in the tree as well, under a load. From READY on, the
+    tree owns the full pages of a cached prompt, and `own` keeps the pages that are not in the tree.
     """
 
     __slots__ = (
@@ -125,7 +126,7 @@ class Request:
         self.cache = event.cache
         self.can_recompute = event.can_recompute
         self.recomputes = False
-        """No prefill is left: the caller computes what the device does not have."""
+        """Whether no prefill is left and the caller computes the pages that are not on the device."""
         self.arrived_at_s = event.at_s
         self.arrival = arrival
         self.page_count = page_count
@@ -140,22 +141,22 @@ class Request:
         self.short_version = -1
         self.query_op = 0
         self.has_asked = False
-        """Whether storage was asked since it waits for admission, or need not be."""
+        """Whether `ask_storage` has run since the request last entered the queue."""
         self.stored_first = 0
         self.stored_found = 0
         self.stored_components: tuple[StoredComponent, ...] = ()
         self.ahead: Ahead | None = None
-        """What is fetched for it while it waits for device pages."""
+        """Reads from storage that were started while it waits for device pages."""
         self.component_limit = 0
-        """What it uses of cached components: 0 all, 1 nothing of storage, 2 nothing that is to be loaded from the host
-        either, 3 nothing.
+        """Cached components that it may use: 0 all, 1 none from storage, 2 neither from storage nor by a copy from the
+        host, 3 none.
         """
         self.trouble = ""
-        """Why it fell back last, in words. Nothing is decided by it, nor by `declined`."""
+        """Cause of the last fallback, as text for reports. No decision depends on it, nor on `declined`."""
         self.forget_plan()
 
     def forget_plan(self) -> None:
-        """Start over with nothing held: the state of a request that waits for admission."""
+        """Reset all fields of a plan, as for a request that waits for admission. Frees nothing."""
         self.lock: Receipt | None = None
         self.pin: Receipt | None = None
         self.own: PageIds = page_ids()
@@ -165,57 +166,57 @@ class Request:
         self.room: Room | None = None
         self.component_pages: RequestComponents | None = None
         self.stored_end = 0
-        """With components: where it goes on from with what storage brings; 0: where the caches end."""
+        """With components, the page boundary to which storage extends the restore. 0 means the end of the caches."""
         self.stored_cause = ""
-        """Why storage does not bring more than that: one of `DECLINED`."""
+        """Key of `DECLINED`: why storage does not extend it further."""
         self.recompute_op = 0
         self.recomputed = False
         self.matched = 0
         self.promised = 0
         self.declined: tuple[str, int] = ("", 0)
-        """Why so many pages that storage has are not fetched: one of `DECLINED`, or nothing."""
+        """Key of `DECLINED` and the number of pages that storage has and the plan does not fetch."""
         self.source_pages = {"l1": 0, "l2": 0, "l3": 0, "transfer": 0}
 
     @property
     def waits_for_admission(self) -> bool:
-        """Whether it waits in the queue, and holds nothing."""
+        """Whether it is in the queue and holds no device pages."""
         return self.state is State.PREALLOC
 
     @property
     def is_ready(self) -> bool:
-        """Whether the restore is over, and the caller has the pages."""
+        """Whether the restore has ended and the caller uses the pages."""
         return self.state is State.READY
 
     @property
     def is_beyond_plan(self) -> bool:
-        """Whether it waits for what its plan has started."""
+        """Whether it has left MATCH and waits for the operations of its plan."""
         return self.state in (State.PREFETCH, State.LOCAL_RESTORE, State.TRANSFER)
 
     @property
     def restore_limit(self) -> int:
-        """What the fallback leaves of the plan: 0 all tiers, 1 no storage, 2 neither storage nor host."""
+        """Tiers that the plan may not use after fallbacks: 0 all allowed, 1 no storage, 2 neither storage nor host."""
         return 2 if self.recomputes else min(self.raised, 2)
 
     @property
     def fetches_components(self) -> bool:
-        """Whether pages of components are on their way from storage."""
+        """Whether pages of components are being fetched from storage."""
         return self.component_pages is not None and any(
             fetch.stage is ComponentStage.FETCHING for fetch in self.component_pages.fetches
         )
 
     @property
     def waits_for_components(self) -> bool:
-        """Whether copies of its components are under way."""
+        """Whether copies or fetches of its components are under way."""
         return self.component_pages is not None and self.component_pages.copies > 0
 
     @property
     def fetches(self) -> list[Load]:
-        """Loads of its plan that storage has not brought yet, in the order of their pages."""
+        """Loads of its plan that are still in stage FETCHING, in page order."""
         return [load for load in self.loads if load.stage is Stage.FETCHING]
 
     @property
     def is_planned(self) -> bool:
-        """Whether prefill, or the caller itself, was asked for what the local tiers do not have."""
+        """Whether the plan is fixed: prefill, or the caller itself, was asked for the rest of the prompt."""
         return self.room is not None or self.recompute_op > 0 or self.recomputed
 
     def __repr__(self) -> str:
@@ -226,7 +227,7 @@ class Request:
 
 
 class Stage(enum.Enum):
-    """Where the bytes of a load are on their way."""
+    """Where the contents of a load come from next. `tidekv.states.loads.loads` draws the transitions."""
 
     FETCHING = "FETCHING"
     COPYING = "COPYING"
@@ -236,19 +237,22 @@ class Stage(enum.Enum):
 
 
 LOAD_CAUSES = {
-    "fetch_short": "the fetch from storage failed or was short",
-    "fetch_late": "the fetch from storage was late",
-    "transfer_done": "the transfer was done before the fetch from storage, and the policy waits no longer",
+    "fetch_short": "the fetch from storage failed or returned fewer pages",
+    "fetch_late": "the fetch from storage missed its deadline",
+    "transfer_done": "the transfer ended before the fetch from storage, and the policy does not wait for the fetch",
     "copy_failed": "the copy from host to device failed",
     "sender_left": "the request whose transfer was to bring them has left",
-    "sender_slow": "the transfer of another request, which was to bring them, brought nothing for too long",
+    "sender_slow": "the transfer of another request, which was to bring them, stalled for too long",
     "rule_raised": "a rule of the core raised",
 }
-"""Why a load fails and its pages are asked of prefill: name and meaning. Nothing is decided by it."""
+"""Reasons why a load failed and prefill was asked for its pages, by name. No decision depends on them."""
 
 
 class Load:
-    """A run of pages of the tree under load. Pages [first, first + page_count) of every prompt that shares it."""
+    """A run of device pages of the tree whose contents are on their way, of one or more nodes in path order.
+
+    They are pages [first, first + page_count) of every prompt that shares the load.
+    """
 
     __slots__ = (
         "begun_at_s",
@@ -276,25 +280,27 @@ class Load:
         self.stage = stage
         self.op = 0
         self.begun_at_s = 0.0
-        """When its fetch began, with so many pages under way, its own included."""
+        """When its fetch began."""
         self.queued_pages = 0
+        """Pages of all fetches under way when its fetch began, its own included."""
         self.cause = ""
-        """One of `LOAD_CAUSES`, if it failed."""
+        """Key of `LOAD_CAUSES` if it failed."""
         self.pin: Receipt | None = None
+        """Pin on its nodes in host memory, if these are the source of its copy."""
         self.host_pages: PageIds = page_ids()
-        """Host pages that the tree does not own: where a fetch lands, until they can join the tree."""
+        """Host pages that belong to the load, not to the tree: the destination of its fetch."""
         self.sharers: dict[Request, int] = {}
-        """The requests that wait for it, and for how many of its pages, counted from the first."""
+        """Requests that wait for the load, each with the number of leading pages that it needs."""
         self.filler: Request | None = None
-        """The request whose room fills it."""
+        """The request whose room brings the pages, in stage RECEIVING."""
         self.span: Span | None = None
-        """The delta of the filler that it is a part of. None if it is filled by an extend, or by no room."""
+        """For a shared transfer, span 0 of the filler's room. None for an extend, and outside of RECEIVING."""
         self.landed = 0
-        """Up to which page its span had landed when a request began to wait for nothing else."""
+        """End of the landed part of `span` when the watch on a stalled transfer was last set."""
 
     @property
     def page_count(self) -> int:
-        """Pages under load."""
+        """Number of pages of all its nodes."""
         count = 0
         for node in self.nodes:
             count += node.page_count
@@ -302,7 +308,7 @@ class Load:
 
     @property
     def device_pages(self) -> PageIds:
-        """The pages that are being filled."""
+        """Device pages of all its nodes: the destination."""
         pages = page_ids()
         for node in self.nodes:
             assert node.device is not None
@@ -310,7 +316,7 @@ class Load:
         return pages
 
     def split(self, upper: Node, lower: Node) -> None:
-        """The index split one of the nodes."""
+        """Insert `upper` before `lower`: the index has split one of the nodes."""
         at = self.nodes.index(lower)
         self.nodes.insert(at, upper)
 
@@ -319,7 +325,7 @@ class Load:
 
 
 class Span:
-    """Pages [first, first + count) of the prompt that a room asked for; the cursor of each rank only grows."""
+    """Pages [first, first + count) of the prompt that a room asked for. The cursor of each rank only grows."""
 
     __slots__ = ("asked_at_s", "count", "cursors", "ended", "first", "load", "queued_pages")
 
@@ -327,8 +333,9 @@ class Span:
         self, first: int, count: int, load: Load | None, *, asked_at_s: float = 0.0, queued_pages: int = 0
     ) -> None:
         self.asked_at_s = asked_at_s
-        """When it was asked for, with so many pages under way from prefill, its own included."""
+        """When it was asked for."""
         self.queued_pages = queued_pages
+        """Pages that prefill owed at that time, its own included. 0 if its throughput is not measured."""
         self.first = first
         self.count = count
         self.load = load
@@ -345,18 +352,18 @@ class Span:
         )
 
     def landed(self, ranks: int) -> int:
-        """Up to which page of the prompt it has come from every rank."""
+        """End of the part that has landed from every rank, as a page of the prompt."""
         return self.first + self.count - self.pages_missing(ranks)
 
     def pages_missing(self, ranks: int) -> int:
-        """Pages that have not come from every rank."""
+        """Number of pages that have not landed from every rank."""
         if not ranks:
             return self.count
         return self.first + self.count - min(self.cursors.get(rank, self.first) for rank in range(ranks))
 
 
 class Room:
-    """One hand-over of one generation of a request."""
+    """The hand-over of one generation of a request."""
 
     __slots__ = ("aux_from", "generation", "is_aborted", "lost", "prefill", "ranks", "request", "spans", "writer")
 
@@ -370,22 +377,22 @@ class Room:
         self.aux_from: set[int] = set()
         self.is_aborted = False
         self.lost: list[Load] = []
-        """Loads that it was filling when its request left."""
+        """Loads that it was filling when its request left; they are reclaimed when the room has no writer."""
 
     @property
     def key(self) -> RoomKey:
-        """What frames of this room carry, beside this process's own instance and epoch."""
+        """Request id and generation: what frames of this room carry beside this process's instance and epoch."""
         return (self.request.request_id, self.generation)
 
     def span_of(self, event: ChunkLanded) -> Span | None:
-        """The span that a chunk is for; None where this room asked for no such span, or not from that rank."""
+        """Return the span that a chunk belongs to; None if the room has no such span or rank."""
         known = 0 <= event.span < len(self.spans) and 0 <= event.rank < self.ranks
         return self.spans[event.span] if known else None
 
     @property
     def is_written(self) -> bool:
-        """Whether the last chunk of every span has come from every rank: its pages have no writer any more."""
-        # Every guard asks this: a plain loop takes half of what `all` does.
+        """Whether every rank has sent the last chunk of every span, so that the pages have no writer any more."""
+        # Guards evaluate this on every event; a plain loop takes half the time of `all`.
         ranks = self.ranks
         if not ranks:
             return False
@@ -396,7 +403,7 @@ class Room:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the room has brought all that was asked for, aux included."""
+        """Whether all spans and the aux records of all ranks have landed."""
         return len(self.aux_from) == self.ranks and self.is_written
 
 
@@ -404,7 +411,7 @@ class Room:
 
 
 class AheadRun:
-    """One read ahead: `host_pages` are the run's until they join the tree."""
+    """One look-ahead read. It owns `host_pages` until they join the tree or it is adopted by a load."""
 
     __slots__ = ("begun_at_s", "first", "host_pages", "is_landed", "op", "queued_pages", "request")
 
@@ -419,7 +426,7 @@ class AheadRun:
 
 
 class Ahead:
-    """What is fetched ahead for one request that waits."""
+    """The look-ahead reads of one waiting request. `tidekv.states.loads.look_ahead` explains the fields."""
 
     __slots__ = ("attachment", "first", "joined", "pin", "runs", "taken")
 
@@ -430,14 +437,14 @@ class Ahead:
         self.pin: Receipt | None = None
         self.runs: list[AheadRun] = []
         self.taken = 0
-        """Pages of the common bound that it uses."""
+        """Pages that it uses of `lookahead_pages_max`."""
 
 
 # --- Components ---
 
 
 class RequestComponents:
-    """The tails of one request, or of one that has left while copies into its pages are under way."""
+    """The component pages of one request. Outlives the request while copies into these pages are under way."""
 
     __slots__ = (
         "boundary",
@@ -456,38 +463,38 @@ class RequestComponents:
 
     def __init__(self, request: Request, reserved: Reserved) -> None:
         self.request: Request | None = request
-        """None: it has left."""
+        """None if the request has left."""
         self.reserved = reserved
         self.boundary = reserved.boundary
         self.lock: ComponentReceipt | None = reserved.lock
         self.pin: ComponentReceipt | None = reserved.pin
         self.copies = 0
-        """Copies and fetches under way that the request waits for."""
+        """Number of copies and fetches under way that the request waits for."""
         self.fetches: dict[ComponentFetch, None] = {}
-        """What is to come from storage, and is not on the device."""
+        """Fetches from storage whose pages are not on the device yet."""
         self.fetched_pages = 0
-        """Full pages that are to come from storage."""
+        """Number of full KV pages that are fetched from storage."""
         self.own = {name: tail.own for name, tail in reserved.component_pages.items()}
         self.firsts: dict[str, int] = {}
         self.tables: dict[str, PageIds] = {}
-        """By component, the pages of its tail at the prompt's end, at positions from `firsts` on."""
+        """By component, its pages at the prompt's end, at positions from `firsts` on."""
         self.remote: dict[str, PageIds] = {}
-        """Those of `own` that prefill may write to."""
+        """By component, the pages of `own` that prefill may write to."""
 
     def give_up_remote(self) -> dict[str, PageIds]:
-        """Take out the pages that prefill may write to: they are the caller's."""
+        """Remove the pages that prefill may write to and return them; the caller of this method owns them."""
         remote, self.remote = self.remote, {}
         self.own = {name: without(pages, remote.get(name, ())) for name, pages in self.own.items()}
         return remote
 
     @property
     def table(self) -> tuple[ComponentTable, ...]:
-        """The table of each component for the request's caller."""
+        """The page table of each component, for the request's caller."""
         return tuple(ComponentTable(name, self.firsts[name], self.tables[name], own) for name, own in self.own.items())
 
 
 class ComponentStage(enum.Enum):
-    """Where a tail from storage is on its way."""
+    """Progress of a fetch of component pages."""
 
     RESERVED = "RESERVED"
     FETCHING = "FETCHING"
@@ -495,9 +502,7 @@ class ComponentStage(enum.Enum):
 
 
 class ComponentFetch:
-    """Pages of one component that a request gets from storage. The host pages are its own, the device pages the
-    request's.
-    """
+    """A fetch of one component's pages from storage. It owns the host pages; the request owns the device pages."""
 
     __slots__ = (
         "begun_at_s",

@@ -1,15 +1,16 @@
-"""Restoring a prompt: the grant, the plan, the commit, and giving everything back.
+"""The restore of a prompt: grant, plan, commit, and giving everything back.
 
-The methods that take an event are actions of the request machine; `tidekv.states.request.table` says when each of them
-runs. A prompt's pages while the plan is made:
+Methods that take an event are actions of the request machine; `tidekv.states.request.table` shows when they run. The
+plan cuts the prompt's pages into four parts:
 
-    [0, matched)             in device memory (L1), locked; some of it under another request's load
-    [matched, host_end)      in host memory (L2), pinned: loads by copy
-    [host_end, promised)     in storage (L3), as it answered: loads by fetch, then copy
-    [promised, page_count)   the delta: prefill writes it (span 0 of the room); where transfers are shared, its full
-                             pages are in the tree meanwhile (`tidekv.states.loads.shared_transfers`)
+    [0, matched)             in device memory (L1), locked; a part may still be loading for another request
+    [matched, host_end)      in host memory (L2), pinned; loaded by copy
+    [host_end, promised)     in storage (L3), according to its answer; loaded by fetch, then copy
+    [promised, page_count)   the delta: prefill writes it (span 0 of the room). With shared transfers, its full pages
+                             are in the tree meanwhile (`tidekv.states.loads.shared_transfers`)
 
-Deciding comes first and is free to raise; index and accounts change after that.
+Any step may raise. `grant` and `commit` leave what they took in fields of the request, where `leave` finds it;
+`fix_plan` takes back its own changes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class Recomputation:
-    """Operation: the caller computes the rest of a prompt. Its end is an event of the request."""
+    """Operation: the caller computes the rest of a prompt. Its outcome becomes an event of the request."""
 
     __slots__ = ("_state", "request")
 
@@ -56,18 +57,18 @@ class Recomputation:
         self.request = request
 
     def ended(self, event: Outcome, error: str) -> None:
-        """The rest of the prompt is in place, or never will be."""
+        """Queue the outcome for the request machine."""
         self._state.answers[self.request] = Recomputed(at_s=event.at_s, op=event.op, error=error)
 
     def late(self) -> None:
-        """It has no deadline but the request's."""
+        """Never called: the deadline of the request is the only one."""
 
     def abandon(self) -> None:
-        """It holds nothing: the pages are the request's."""
+        """Do nothing: the pages belong to the request."""
 
 
 class LateRecomputation:
-    """Operation: a caller's computation whose request has left. It keeps its device pages until it has ended."""
+    """Operation: a caller's computation that has outlived its request. Owns the device pages that it still writes."""
 
     __slots__ = ("_rules", "_state", "component_pages", "device_pages")
 
@@ -78,14 +79,14 @@ class LateRecomputation:
         self.component_pages: RequestComponents | None = request.component_pages
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Nothing writes to the pages any more."""
+        """Free the pages: the caller does not write to them any more."""
         self.abandon()
 
     def late(self) -> None:
-        """It has no deadline."""
+        """Never called: only the end of the computation makes the pages safe to reuse."""
 
     def abandon(self) -> None:
-        """Free the pages. Can be called again if it raises."""
+        """Free the pages. Can be called again after an exception."""
         self._state.device.give_back(self.device_pages)
         self.device_pages = page_ids()
         if self.component_pages is not None and self._rules is not None:
@@ -94,7 +95,7 @@ class LateRecomputation:
 
 
 class Restore:
-    """The steps of a restore."""
+    """Actions of the request machine from PREALLOC to READY, and the grant."""
 
     def __init__(
         self,
@@ -117,11 +118,12 @@ class Restore:
         self._component_pages = component_pages
         self._backups = backups
         self._insertions = 0
+        """Number of insertions so far. `grant` skips a request that did not fit if nothing was inserted since."""
 
     # --- PREALLOC ---
 
     def ask_storage(self, request: Request, event: StorageDue) -> None:
-        """Ask storage for what neither device nor host has, while the request waits, unless that is too little."""
+        """Query storage, while the request waits, for the pages that neither device nor host has."""
         request.has_asked = True
         self._ask_storage(request)
 
@@ -134,7 +136,7 @@ class Restore:
             self._component_pages.storage.query(request)
 
     def note_answer(self, request: Request, event: StorageAnswered) -> None:
-        """Keep what storage has answered; no pages if it is too late with its answer."""
+        """Note the answer of storage; an error or a late answer counts as no pages."""
         if event.error:
             self._state.count("l3_queries_failed")
         request.stored_components = event.component_pages
@@ -142,20 +144,24 @@ class Restore:
         request.stored_found = max(0, min(event.found, request.full_pages - request.stored_first))
         self._state.ahead_due = True
         if self._component_pages is not None:
-            # With components a request is not admitted before the answer.
+            # With components, `grant` waits for the answer: try admission again.
             self._state.pages_freed = True
 
     def grant(self, request: Request) -> bool:
-        """Match, lock and reserve in one step: all of it, or nothing and False. After a raise, `leave` gives back what
-        was taken so far.
+        """Match the prompt, lock the match, and reserve device pages for the rest. All of it, or nothing and False.
+
+        After an exception, `leave` gives back what was taken so far.
         """
         state = self._state
         if self._component_pages is not None and self._component_pages.storage.waits_for_answer(request):
             return False
         available = state.device.free + state.index.device_evictable
         if request.short_version == self._insertions and available < request.short_need:
+            # It did not fit before, and without insertions its match cannot have grown. Skips matching every waiting
+            # request again whenever some pages are freed.
             return False
         match = self._match(request)
+        # Lock before making room: eviction must not take the pages just matched.
         request.lock = state.index.lock(match.device_node)
         needed = request.page_count - match.device_pages + state.settings.growth_reserve_pages
         has_room = state.make_device_room(needed)
@@ -169,38 +175,48 @@ class Restore:
         pages = state.device.take(needed)
         reserved = needed - state.settings.growth_reserve_pages
         request.own, request.reserve = pages[:reserved], pages[reserved:]
+        # The pin keeps the host part from eviction until `fix_plan` starts its copies.
         request.pin = state.index.pin(match.host_node)
         request.matched = match.device_pages
+        # Pages that another request is loading count as matched; this request waits for the same loads.
         for load, page_count in self._loads_on(match.device_node).items():
             self._loads.share(load, request, page_count)
         if self._component_pages is None and match.device_pages + match.host_pages < request.stored_first:
+            # The caches have lost pages since storage was asked, so its answer starts too late in the prompt.
             self._ask_storage(request)
         return True
 
     def _grant_without_components(self, request: Request) -> bool:
-        """Pools of components are short. That others give something back is waited for, if there are any."""
+        """Grant again with fewer cached components, or return False to wait until other requests free theirs."""
         assert self._component_pages is not None
         return self._component_pages.does_with_less(request) and self.grant(request)
 
     # --- MATCH ---
 
     def fix_plan(self, request: Request, event: PlanDue) -> None:
-        """Cut the prompt into runs by source, start the loads, and send the promise. A raise leaves all as it was."""
+        """Fix the plan: start the loads of local tiers and ask prefill, or the caller, for the rest.
+
+        After an exception everything is as before, commands included.
+        """
         state = self._state
+        # Match again: loads of other requests may have ended, failed or been added since the grant.
         match = self._match(request)
         if self._component_pages is not None and not self._component_pages.serves(request, match):
             state.preempted[request] = "the caches no longer have what was granted"
             return
-        # Others may have extended the match since the grant; what was reserved for that part is given back.
+        # The match may have grown since the grant. The pages reserved for that part are not needed. It cannot have
+        # shrunk, since it is locked.
         surplus = len(request.own) - (request.page_count - match.device_pages)
-        assert surplus >= 0, "what was locked is still there"
+        assert surplus >= 0, "the locked match is shorter than at the grant"
         assert request.lock is not None and request.pin is not None
         plan = Plan(match, request.own[surplus:])
         request.declined = ("", 0)
         shared = self._loads_on(plan.node)
-        said, adopted = len(state.out), 0
+        commands_before, adopted = len(state.out), 0
+        # Every change below registers its reversal first or at once: an exception anywhere must leave no load without
+        # an owner and no command for an operation that does not exist.
         with Rollback() as undo:
-            undo.callback(lambda: state.out.__delitem__(slice(said, None)))
+            undo.callback(lambda: state.out.__delitem__(slice(commands_before, None)))
             if request.restore_limit < 2:
                 self._load_from_host(request, plan, undo)
             if request.restore_limit < 1:
@@ -211,6 +227,7 @@ class Restore:
                     return
                 self._component_pages.begin(request, plan.node, undo)
             published = self._shared.publish(request, plan, undo)
+            # Take the longer lock before releasing the shorter one, so that no page is evictable in between.
             lock = state.index.lock(plan.node if published is None else published.nodes[-1])
             undo.callback(state.index.unlock, lock)
             state.index.unlock(request.lock)
@@ -218,19 +235,21 @@ class Restore:
             state.index.unpin(request.pin)
             undo.callback(self._pin_again, request, request.pin.node)
             state.device.give_back(request.own[:surplus])
-            # The pages given back last are taken first: these very pages.
+            # The pool takes the pages given back last first, so this returns the same pages.
             undo.callback(state.device.take, surplus)
             op = self._ask_for_rest(request, plan, lock)
             undo.keep()
+        # Only field and dictionary updates from here on: the request takes over what the plan has started.
         self._lookahead.adopted(request, adopted)
         request.lock, request.pin, request.own = lock, None, plan.own
         request.matched, request.promised, request.recompute_op = match.device_pages, plan.end, op
         for load, page_count in (*shared.items(), *((load, load.page_count) for load in plan.loads)):
             self._loads.share(load, request, page_count)
             if load.stage is Stage.FAILED:
+                # It may have had no sharer with an open room. This request has one now: look for a filler again.
                 state.failed_loads[load] = None
         waiting = sum(load.sharers[request] for load in request.loads)
-        # What others' transfers have brought since the grant is among them already.
+        # Loads that ended between grant and plan have counted their pages already; the rest is from L1.
         request.source_pages["l1"] += plan.end - waiting - sum(request.source_pages.values())
         if published is not None:
             request.own = plan.own[published.page_count :]
@@ -238,11 +257,14 @@ class Restore:
         if plan.loads or published is not None:
             self._insertions += 1
         if request.ahead is not None:
-            # What was fetched ahead is held by loads now, or of no use.
+            # The plan's loads hold what they use of the look-ahead; the remainder can be released.
             state.ahead_over[request] = None
 
     def _ask_for_rest(self, request: Request, plan: Plan, lock: Receipt) -> int:
-        """Promise to prefill what the plan covers, or ask the caller for the rest; returns the operation of that."""
+        """Open a room for the pages after the plan's end, or ask the caller to compute them.
+
+        Returns the operation of the computation, or 0 for a room.
+        """
         state = self._state
         if not request.recomputes:
             component_pages = None if self._component_pages is None else self._component_pages.promise(request)
@@ -265,7 +287,11 @@ class Restore:
         return op
 
     def _match(self, request: Request) -> MatchResult:
-        """What the index has of the prompt. A request that recomputes shares no loads: it cannot extend into them."""
+        """Return the cached part of the prompt.
+
+        For a request that recomputes, the match ends before the first load: it has no room to extend into a load that
+        fails.
+        """
         if self._component_pages is not None:
             return self._component_pages.match(request)
         match = self._state.index.match(request.namespace, request.keys)
@@ -281,9 +307,10 @@ class Restore:
         return MatchResult(leaf.depth_pages, 0, leaf, leaf)
 
     def _lock_at(self, request: Request, node: Node) -> None:
-        """Move the lock of a request."""
+        """Move the lock of a request to `node`."""
         index = self._state.index
-        assert request.lock is not None, "a request whose pages are kept has locked them"
+        assert request.lock is not None, "a request whose pages are kept has no lock"
+        # New lock first: the common part of both paths must not be evictable in between.
         lock = index.lock(node)
         try:
             index.unlock(request.lock)
@@ -299,7 +326,7 @@ class Restore:
         request.pin = self._state.index.pin(node)
 
     def _loads_on(self, leaf: Node) -> dict[Load, int]:
-        """The loads that the path to `leaf` runs through, with how many pages of each lie on it."""
+        """Return the loads on the path to `leaf`, each with the number of its pages on that path."""
         loads: dict[Load, int] = {}
         for node in self._state.index.path(leaf):
             load = node.load
@@ -309,7 +336,10 @@ class Restore:
         return loads
 
     def _load_from_host(self, request: Request, plan: Plan, undo: Rollback) -> None:
-        """Start copies of the matched host pages, in runs of whole nodes that one tier has brought."""
+        """Start copies of the matched host pages, in runs of whole nodes from the same tier.
+
+        A run ends at `copy_run_pages`, and where pages that were fetched ahead begin or end: these count as L3.
+        """
         run: list[Node] = []
         ahead = request.ahead
         path = [node for node in self._state.index.path(plan.host_node) if node.depth_pages > plan.end]
@@ -328,29 +358,31 @@ class Restore:
     # --- TRANSFER ---
 
     def note_recomputed(self, request: Request, event: Recomputed) -> None:
-        """The caller has computed the rest of the prompt: it is in place."""
+        """Note that the caller has computed the rest of the prompt."""
         request.recompute_op = 0
         request.recomputed = True
 
     # --- READY ---
 
     def commit(self, request: Request, event: Progressed) -> None:
-        """All pages are here: the prompt joins the cache, and the caller gets the page table. After a raise, `leave`
-        gives everything back.
+        """Enter the prompt in the cache and report the page table to the caller: all pages have arrived.
+
+        After an exception, `leave` gives everything back.
         """
-        # Before ReportReady: a raise after that would give the caller a second end of the same request.
+        # Everything that can raise comes before ReportReady: after it, a failure would report a second end of the
+        # same request. The retracted copy of the request is restored now, so its host pages can go.
         self._backups.release_retracted(request.request_id)
         state = self._state
         settings = state.settings
         assert request.lock is not None
         source = "recompute" if request.recomputed else "transfer"
         sources = {tier: pages * settings.page_size for tier, pages in request.source_pages.items()}
-        # Only the last page can be filled in part, and it is never cached then.
+        # Tokens in `own`. Only the last page can be filled in part, and such a page is always in `own`.
         rest = len(request.own) * settings.page_size - (request.page_count * settings.page_size - request.prompt_tokens)
         sources[source] = sources.get(source, 0) + rest
         request.table = state.index.device_path(request.lock.node) + request.own
         assert len(request.table) == request.page_count
-        # What is shared already is in the tree, and was from the plan on.
+        # A published delta is in the tree and locked already, since the plan.
         if request.cache and request.full_pages > request.lock.node.depth_pages:
             self.keep(request, request.keys)
         state.index.note_served(request.lock.node)
@@ -369,18 +401,19 @@ class Restore:
         )
 
     def keep(self, request: Request, keys: bytes, component_pages: tuple[ComponentLeft, ...] = ()) -> int:
-        """Insert the request's pages under `keys` (full pages, from the first on) in the cache.
+        """Insert the request's pages in the cache under `keys`, the keys of its full pages from the first on.
 
-        Where the cache has other pages for the same tokens the request goes over to those. Its lock moves to the end
-        of what was inserted; `own` keeps the pages that could not be. Returns how many pages are new to the cache. What
-        the caller leaves of components goes with them.
+        If the cache has other pages for the same tokens, the request uses those and frees its own. Its lock moves to
+        the end of the inserted path; `own` keeps the pages that are not in the tree. `component_pages` are inserted
+        with them. Returns the number of pages that are new to the cache.
         """
         state = self._state
         count = len(keys) // state.settings.key_bytes
         inserted = state.index.insert(request.namespace, keys, request.table[:count])
         kept = inserted.rejected + request.own[max(0, len(request.own) - (len(request.table) - count)) :]
         request.table = inserted.pages + request.table[count:]
-        # What is ours still: said before anything else, so that a raise from here on loses no page.
+        # Set `own` to all that the tree did not take before the next call that can raise: `leave` frees what is in
+        # `own`, so no page is lost and none is freed twice.
         request.own = inserted.duplicates + kept
         state.device.give_back(inserted.duplicates)
         request.own = kept
@@ -394,11 +427,14 @@ class Restore:
     # --- Leaving ---
 
     def leave(self, request: Request, *, settled: bool) -> None:
-        """Give everything back, or to the quarantine where prefill may still write; the request holds nothing now.
+        """Give everything back; pages that prefill may still write to go to the quarantine.
 
-        Where this raised, it can be called again, and goes on from there.
+        `settled` means that prefill does not write to them any more. Can be called again after an exception, and
+        continues from there: every step clears the field that it has given back.
         """
         state = self._state
+        # Loads before the room: a load that this room fills keeps its pages until the room has no writer, and finds
+        # the room by the request.
         self._lookahead.drop(request)
         self._shared.leave(request, settled=settled)
         for load in list(request.loads):
@@ -406,7 +442,8 @@ class Restore:
         if request.room is not None:
             self._rooms.leave(request.room, settled=settled)
         elif request.recompute_op:
-            # The caller's own computation writes to these pages until it says that it has ended.
+            # The caller's computation writes to these pages until its outcome arrives. Freed now, they could belong
+            # to another request by then.
             state.operations[request.recompute_op] = LateRecomputation(state, self._component_pages, request)
             request.own, request.recompute_op, request.component_pages = page_ids(), 0, None
         else:
@@ -428,7 +465,10 @@ class Restore:
         state.pages_freed = True
 
     def fall_back(self, request: Request, event: TransitionRaised) -> None:
-        """A transition raised: trust fewer tiers. The first time no storage, the second time no host memory either."""
+        """Give up a tier after an exception: storage the first time, host memory as well the second time.
+
+        `Request.restore_limit` applies this to the next plan; fetches of the current plan are cut here.
+        """
         self._state.count("fallbacks_by_raise")
         request.trouble = event.detail
         self._lookahead.drop(request)

@@ -1,57 +1,77 @@
-"""The request machine: every rule about the state of a request is in this file.
+"""The request machine: every rule about the state of a request.
 
 Theory of operation
 ===================
 
-A request enters in PREALLOC and leaves the restore in READY or in FAILED. The state says where the request *waits*;
-what runs meanwhile is more: the transfer runs from the end of MATCH on, beside PREFETCH and LOCAL_RESTORE, so that
-the time to ready is the longest of the three and not their sum.
+A request starts in PREALLOC and ends its restore in READY or FAILED. The state names what the request *waits* for, not
+everything that runs. The transfer from prefill starts at the end of MATCH and runs in parallel with PREFETCH and
+LOCAL_RESTORE, so the time to ready is the longest of the three, not their sum.
 
     state          waits for                     owns
-    PREALLOC       device pages                  a place in the queue; a question to storage may be under way
-    MATCH          the answer of storage         pages for [matched, page_count), a lock on the L1 path, a pin on the
-                                                 L2 path, a share in every load that the path runs through
-    PREFETCH       a fetch from storage          the lock on [0, promised), shares in loads, own pages
-                                                 [promised, page_count), an open room
+    PREALLOC       device pages                  a place in the queue; a query to storage, and host pages that are
+                                                 fetched ahead, if there are any
+    MATCH          the answer of storage         device pages for [matched, page_count), a lock on the matched device
+                                                 path (L1), a pin on the matched host path (L2), a share in every load
+                                                 on that device path, the reserve
+    PREFETCH       a fetch from storage          a lock on [0, promised), shares in loads, device pages for
+                                                 [promised, page_count), an open room, the reserve
     LOCAL_RESTORE  a copy from host to device    the same
-    TRANSFER       prefill                       the same
-    READY          the caller                    the lock, own pages (those not in the tree), a reserve to grow by
+    TRANSFER       prefill                       the same; the operation of the caller instead of the room, if the
+                                                 caller computes the rest
+    READY          the caller                    a lock on the prompt's path, its pages that are not in the tree, the
+                                                 reserve
     FAILED         nothing                       nothing; pages that prefill may still write to are in the quarantine
 
-Facts come in as events. A row says which event is legal where, which action runs (`before`), and where it leads
-(`dest`; None stays). An event without a row is an `IllegalEvent`: nothing happens but the report. Rows of one event and
-source are tried in order; the first whose guard (`only_if`) holds is taken. Fallible work is done in `before`, so that
-a raise leaves the request in the state that it was in.
+The reserve is a set of device pages held back for the tokens that the request will generate.
 
-Guards and actions are called with the request and the event. An action is a method of the object that does the work
-(`Restore`, `Serving`, `Rooms`), or one of `Actions` if it spans several; `build_machine` binds it to the object of its
-core. Guards are functions of the request.
+Rows
+----
 
-The plan is fixed once, at the end of MATCH, by `plan`: what is on the host is copied, what storage has is fetched and
-then copied, and the rest is promised away to prefill: "do not send the first n tokens". After that the request moves
-on by `Progressed` only, which asks what it still waits for:
+Facts arrive as events. A row lists the states in which an event is legal, the action that runs (`before`) and the state
+that follows (`dest`; None keeps the state). An event without a row is an `IllegalEvent` and changes nothing. Rows of
+the same event and source are tried in order; the first whose guard (`only_if`) holds is taken. Everything that can
+raise runs in `before`, so an exception leaves the request in the state that it was in.
 
-- a load in stage FETCHING is waited for in PREFETCH, one in COPYING (or still to be extended) in LOCAL_RESTORE, one
-  that a room fills in TRANSFER, as are the spans of its own room and the aux record with the first token;
-- a load that the room of another request fills is waited for like one of its own room (see
-  `tidekv.states.loads.shared_transfers`);
-- a load that fails is no event of the request: its pages are asked of prefill by *extend*, a new span of a sharer's
-  room, and the request keeps waiting. This is why no tier can fail a request.
+Guards are functions of the request and the event. Actions are methods, called with the request and the event, of the
+object that does the work (`Restore`, `Serving`, `Rooms`), or of `Actions` if the work spans several of them.
+`build_machine` binds them to the objects of one core.
 
-Fallbacks go along rows, too. A raise in MATCH, PREFETCH or LOCAL_RESTORE cuts the plan to L1 + L2 the first time, to
-L1 + transfer the second time, and fails the request the third time; in PREALLOC and TRANSFER there is nothing to cut.
-A room that is lost (`PrefillLost`: prefill refused it, failed, or is out of reach) sends the request back to the queue,
-in a new generation, with the next prefill of its list, until every one was tried as often as the settings say. After
-the last of them, a caller that can compute the rest itself is asked to, on what the device has: that is waited for in
-TRANSFER, too. Pages that are lost to another writer send a request back as well (`PagesLost`). A request that goes back
-holds nothing.
+The restore
+-----------
 
-Three internal events are fired at a request whenever something happened that may move it on, in this order, if the
-table has a row for them in its state: `StorageDue`, `PlanDue`, `Progressed`. Guards keep them from doing work twice.
+`Restore.fix_plan` fixes the plan once, at the end of MATCH. Pages in host memory are copied, pages in storage are
+fetched and then copied, and prefill is promised that it need not send these first `promised` pages: it sends the rest.
+After that only `Progressed` moves the request, depending on what is missing:
 
-READY ends the restore. Finishing, retracting or aborting a READY request leads to no other state: it gives everything
-back and is forgotten. Outcomes that come for a request that is gone never reach this table: the core settles their
-pages and counts them.
+- A load in stage FETCHING keeps the request in PREFETCH. A load that is COPYING, or that has FAILED and has no request
+  yet that extends into it, keeps it in LOCAL_RESTORE. TRANSFER waits for loads that are RECEIVING, for the spans of the
+  request's own room, and for the aux record with the first token.
+- A load that receives its pages from another request's room counts like one of the request's own room (see
+  `tidekv.states.loads.shared_transfers`).
+- The failure of a load is not an event of the request. A sharer of the load asks its prefill for the pages by *extend*,
+  a new span of its room, and the request keeps waiting. For this reason no tier can fail a request.
+
+Fallback
+--------
+
+- An exception in MATCH, PREFETCH or LOCAL_RESTORE first limits the plan to L1, L2 and transfer, the second time to L1
+  and transfer, and fails the request the third time. In PREALLOC and TRANSFER there is no tier left to give up.
+- A lost room (`PrefillLost`: prefill refused it, failed, or is out of reach) returns the request to the queue in a new
+  generation, with the next prefill of its list, until each was tried `attempts_per_prefill` times. After the last
+  attempt, a caller that can compute the rest of the prompt itself receives that command; TRANSFER waits for it.
+- A request whose pages were lost to another writer returns to the queue as well (`PagesLost`).
+
+A request that returns to the queue holds nothing.
+
+The core fires three internal events at a request after every change that may let it move on, in this order, if the
+table has a row for them in its state: `StorageDue`, `PlanDue`, `Progressed`. Guards prevent repeated work.
+
+The end
+-------
+
+READY ends the restore. Finishing, retracting or aborting a READY request has no next state: the request gives
+everything back and is forgotten. The outcome of an operation whose request is gone never reaches this table; the core
+settles its pages and counts it.
 
 States are compared in this module, in `request`, `machine` and `guards_and_actions`, and nowhere else in `states/`.
 """
@@ -77,7 +97,7 @@ from tidekv.states.request.restore import Restore
 if TYPE_CHECKING:
     from tidekv.states.request.request import Request
 
-# Called with the request and the event; a method is bound to the object of its core first.
+# Called with the request and the event. Methods are bound to the objects of a core by `build_machine`.
 Action: TypeAlias = Callable[..., None]
 Guard: TypeAlias = Callable[..., bool]
 
@@ -89,7 +109,7 @@ LIVE = (PREALLOC, *RESTORING)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rule: on `event`, in a state of `source`, if `only_if`: run `before`, then be in `dest` (None: stay)."""
+    """One rule: on `event` in a state of `source`, if `only_if` holds, run `before` and go to `dest` (None: stay)."""
 
     event: type[Event]
     source: tuple[State, ...]
@@ -99,7 +119,7 @@ class Row:
 
 
 TRANSITIONS = (
-    # The way through.
+    # The restore.
     Row(events.StorageDue, (PREALLOC,), None, before=Restore.ask_storage, only_if=guards.has_not_asked),
     Row(events.StorageAnswered, (PREALLOC, MATCH), None, before=Restore.note_answer),
     Row(events.Granted, (PREALLOC,), MATCH),
@@ -110,7 +130,7 @@ TRANSITIONS = (
     Row(events.Progressed, (PREFETCH,), LOCAL_RESTORE, only_if=guards.needs_no_storage),
     Row(events.Progressed, (LOCAL_RESTORE,), TRANSFER, only_if=guards.needs_no_local_tier),
     Row(events.Progressed, (TRANSFER,), READY, before=Restore.commit, only_if=guards.has_everything),
-    # The hand-over, which runs beside the local restore.
+    # The hand-over, which runs in parallel with the local restore.
     Row(events.PromiseSent, WITH_ROOM, None, before=Rooms.note_writer),
     Row(events.ChunkLanded, WITH_ROOM, None, before=Actions.land_chunk),
     Row(events.AuxLanded, WITH_ROOM, None, before=Actions.land_aux),
@@ -133,12 +153,12 @@ TRANSITIONS = (
     Row(events.PrefillLost, WITH_ROOM, PREALLOC, before=Actions.ask_caller, only_if=guards.can_recompute),
     Row(events.Recomputed, (TRANSFER,), FAILED, before=Actions.fail_by_recompute, only_if=guards.has_failed),
     Row(events.Recomputed, (TRANSFER,), None, before=Restore.note_recomputed),
-    # The ends.
+    # Failure.
     Row(events.TransitionRaised, (*LIVE, READY), FAILED, before=Actions.fail_by_raise),
     Row(events.PrefillLost, WITH_ROOM, FAILED, before=Actions.fail_by_prefill),
     Row(events.DeadlinePassed, LIVE, FAILED, before=Actions.fail_by_deadline),
     Row(events.AbortRequested, LIVE, FAILED, before=Actions.fail_by_abort),
-    # After the restore.
+    # After the restore. The deadline is that of the restore, so it has no effect any more.
     Row(events.DeadlinePassed, (READY,), None),
     Row(events.GrowthTaken, (READY,), None, before=Serving.grow),
     Row(events.FinishRequested, (READY,), None, before=Serving.finish),
@@ -148,14 +168,15 @@ TRANSITIONS = (
 
 
 def build_machine(rules: Iterable[object], machine_class: type[Machine] = ShortMachine) -> Machine:
-    """The one machine that all requests of a core share; `rules` are the objects whose methods the rows name.
+    """Build the machine that all requests of a core share. `rules` are the objects whose methods the rows name.
 
-    Models are not registered with it: a request is triggered directly, `machine.events["Granted"].trigger(request,
-    request, event)`. Any machine class of the library can be built from the table; they differ in cost only.
+    Requests are not registered as models. They are passed to each trigger instead:
+    `machine.events["Granted"].trigger(request, request, event)`. The table also builds the library's plain `Machine`;
+    it behaves the same and costs more (see `tidekv.states.request.machine`).
     """
     owners = {type(rule).__name__: rule for rule in rules}
 
-    def bound(function: Callable[..., Any] | None) -> list[Callable[..., Any]]:  # Any: a guard's answer, or nothing.
+    def bound(function: Callable[..., Any] | None) -> list[Callable[..., Any]]:  # Any: a guard's bool, or None.
         if function is None:
             return []
         owner, _, name = function.__qualname__.rpartition(".")
@@ -180,8 +201,8 @@ def build_machine(rules: Iterable[object], machine_class: type[Machine] = ShortM
     )
 
 
-def _method(owner: object, name: str) -> Callable[[Request, Event], Any]:  # Any: a guard's answer, or nothing.
-    """A method of a rule object, looked up when it is called: a test may have replaced it since."""
+def _method(owner: object, name: str) -> Callable[[Request, Event], Any]:  # Any: a guard's bool, or None.
+    """Bind a method by name. It is looked up per call, so that tests can replace it on the object."""
     return lambda request, event: getattr(owner, name)(request, event)
 
 
@@ -192,7 +213,7 @@ for _row in TRANSITIONS:
 
 def takes(request: Request, kind: type[Event]) -> bool:
     """Whether the table has a row for events of this kind in the request's state."""
-    # In a tuple: it finds a member of an enum without hashing it.
+    # `in` on a tuple compares identities first; a set would hash the enum member, which is slower.
     return request.state in _SOURCES[kind]
 
 
@@ -202,7 +223,7 @@ PROGRESS_GUARDS: dict[State, tuple[Guard, ...]] = {
     )
     for state in State
 }
-"""What must hold for a request in this state to move on."""
+"""By state, the guards of its `Progressed` rows: a request moves on when one of them holds."""
 
 
 # --- The diagram ---
@@ -212,11 +233,11 @@ GROUPS = {
     "RESTORING": ("any state from MATCH to TRANSFER", RESTORING),
     "WITH_ROOM": ("PREFETCH, LOCAL_RESTORE or TRANSFER", WITH_ROOM),
 }
-"""Sets of states that rows share, the largest first: the diagram has one arrow for all states of a set."""
+"""Sets of states that rows share, largest first. The diagram draws one arrow for all states of a set."""
 
 
 def diagram() -> str:
-    """The machine as a Mermaid state diagram, drawn from the table."""
+    """Return the machine as a Mermaid state diagram, drawn from the table."""
     arrows: dict[tuple[str, str], dict[str, None]] = {}
     for row in TRANSITIONS:
         if row.dest is not None:
@@ -224,7 +245,7 @@ def diagram() -> str:
             for source in _grouped(row.source):
                 arrows.setdefault((source, row.dest.value), {})[label.replace("_", " ")] = None
     lines = ["stateDiagram-v2"]
-    # No composite states: Mermaid draws no arrow between inner states of different ones.
+    # No composite states: Mermaid cannot draw arrows between inner states of different composites.
     lines += [f'    state "{words}" as {name}' for name, (words, _) in GROUPS.items()]
     lines.append("    [*] --> PREALLOC : RequestArrived")
     lines += [f"    {source} --> {dest} : {', '.join(labels)}" for (source, dest), labels in arrows.items()]
@@ -232,7 +253,7 @@ def diagram() -> str:
 
 
 def _grouped(states: tuple[State, ...]) -> list[str]:
-    """Names of the largest group that these states hold, and of the states beside it."""
+    """Return the name of the largest group within `states`, then the names of the remaining states."""
     for name, (_, group) in GROUPS.items():
         if set(group) <= set(states):
             return [name, *(state.value for state in states if state not in group)]

@@ -20,7 +20,7 @@ from rich.console import Console
 from tests.support.waits import LIMIT_S
 from tidekv.engine.trace import plots
 
-BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
+ROOT = Path(__file__).resolve().parent.parent.parent
 GROUPS = {"index", "keys", "engine", "transfer", "restore", "planner", "paper", "cuda", "sessions", "scaling"}
 
 
@@ -51,7 +51,7 @@ def test_every_target_has_a_bound_and_a_program_or_a_reason() -> None:
         assert bool(target.measurement) != bool(target.not_measured), target.name
         assert bool(target.measurement) == bool(target.figure), target.name
         if target.measurement:
-            program = BENCHMARKS / f"{programs[target.measurement].program}.py"
+            program = ROOT / f"{programs[target.measurement].program.replace('.', '/')}.py"
             assert 'if __name__ == "__main__":' in program.read_text(), program
     assert {target.measurement for target in targets if target.measurement} == set(programs)
 
@@ -124,9 +124,12 @@ def test_a_recording_that_is_not_there_is_named_as_missing(tmp_path: Path) -> No
     assert "2 missing" in said
 
 
-def test_a_program_that_fails_or_is_late_keeps_what_it_measured(tmp_path: Path) -> None:
+def test_a_program_that_fails_or_is_late_keeps_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measurements = module("measurements")
-    program = tmp_path / "program.py"
+    program = tmp_path / "broken_program.py"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"])))
     program.write_text(
         "import json, sys, time\n"
         "found = {'figures': {'a': 1.5}, 'words': {}, 'missing': {'b': 'no such thing'}, 'notes': []}\n"
@@ -138,7 +141,7 @@ def test_a_program_that_fails_or_is_late_keeps_what_it_measured(tmp_path: Path) 
 
     def outcome(budget_s: float, *words: str) -> object:
         measurement = measurements.Measurement(
-            program=str(program), budget_s=budget_s, arguments=lambda _, file: [*words, str(file)]
+            program=program.stem, budget_s=budget_s, arguments=lambda _, file: [*words, str(file)]
         )
         return measurements.run(measurement, options)
 
@@ -153,26 +156,27 @@ def test_a_program_that_fails_or_is_late_keeps_what_it_measured(tmp_path: Path) 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["when it measures", "before it is told that this has begun"])
 def test_who_ends_the_whole_run_ends_the_program_that_measures(tmp_path: Path, is_late: bool) -> None:
-    begun, measuring = tmp_path / "begun", tmp_path / "measuring.py"
+    begun, measuring = tmp_path / "begun", tmp_path / "measuring.py"  # Run as `-m measuring`.
     os.mkfifo(begun)
     measuring.write_text(
         "import os, sys, time\nwith open(sys.argv[-1], 'w') as begun: begun.write(str(os.getpid()))\ntime.sleep(3600)\n"
     )
     program = (
-        "import measurements, all_targets, sys, time\n"
-        "begun, measuring = sys.argv.pop(), sys.argv.pop()\n"
+        "import sys, time\n"
+        "from benchmarks import all_targets, measurements\n"
+        "begun = sys.argv.pop()\n"
         "class Late(measurements.subprocess.Popen):\n"
         "    def __init__(self, *arguments, **options):\n"
         "        super().__init__(*arguments, **options)\n"
         "        time.sleep(1.0)\n"
         f"if {is_late}: measurements.subprocess.Popen = Late\n"
         "measurements.MEASUREMENTS['multiturn'] = measurements.Measurement(\n"
-        "    program=measuring, budget_s=3600, arguments=lambda _, file: [begun]\n"
+        "    program='measuring', budget_s=3600, arguments=lambda _, file: [begun]\n"
         ")\n"
         "all_targets.main()\n"
     )
-    arguments = [sys.executable, "-c", program, "--only", "multiturn", str(measuring), str(begun)]
-    path = os.pathsep.join((str(BENCHMARKS), os.environ["PYTHONPATH"]))
+    arguments = [sys.executable, "-c", program, "--only", "multiturn", str(begun)]
+    path = os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))
     told = os.open(begun, os.O_RDONLY | os.O_NONBLOCK)
     with subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": path}) as whole:
         # Readable when the program has written its process id.

@@ -15,8 +15,6 @@ import torch
 
 from tidekv.backends.copies.pieces import PieceShape
 
-BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
-
 
 @pytest.fixture
 def gpu() -> ModuleType:

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import multiturn
+from benchmarks.__main__ import app as bench
 from tidekv import InvalidConfig
 from tidekv.engine.cli.main import app
 from tidekv.engine.trace import plots
@@ -73,7 +74,7 @@ def test_bench_writes_a_plot_beside_its_table(tmp_path: Path, monkeypatch, suffi
     ways = {name: [multiturn.RoundHits(100, SOURCES)] * multiturn.ROUNDS for name in ("output kept", "not kept")}
     monkeypatch.setattr(multiturn, "run_both_ways", lambda: ways)
     path = tmp_path / f"plot.{suffix}"
-    done = CliRunner().invoke(app, ["bench", "multiturn", "--plot", str(path)], catch_exceptions=False)
+    done = CliRunner().invoke(bench, ["multiturn", "--plot", str(path)], catch_exceptions=False)
     assert done.exit_code == 0
     assert "Hit rate by round" in done.output
     assert path.read_bytes().startswith(start)
@@ -83,7 +84,7 @@ def test_bench_writes_a_plot_beside_its_table(tmp_path: Path, monkeypatch, suffi
 def test_bench_of_tiers_measures_and_draws_every_way(tmp_path: Path) -> None:
     path = tmp_path / "tiers.svg"
     done = subprocess.run(
-        [sys.executable, "-m", "tidekv", "bench", "tiers", "--plot", str(path)], capture_output=True, text=True
+        [sys.executable, "-m", "benchmarks", "tiers", "--plot", str(path)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     for way in ("memcpy", "L2 → L1", "L1 → L2", "L3 → L2", "L2 → L3", "prefill → L1"):

@@ -86,7 +86,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_none_is_a_link(source: Pa
     with zipfile.ZipFile(wheel) as archive:
         held = {info.filename: info.file_size for info in archive.infolist() if ".dist-info/" not in info.filename}
     assert set(held) == files_of(source)
-    assert held["tidekv/engine/seeing/timeline.html"] > 1000
+    assert held["tidekv/engine/trace/timeline.html"] > 1000
     assert "tidekv/py.typed" in held
 
 

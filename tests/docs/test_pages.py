@@ -1,4 +1,4 @@
-"""What docs/ names exists: commands, options, metrics, errors, messages. What exists is named. Snippets run."""
+"""Names in docs/ (commands, options, metrics, errors, messages) exist, all of them are documented, and snippets run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import click
 import pytest
 import typer
 
+from benchmarks.__main__ import app as bench
 from tidekv.engine.cli.main import app
 from tidekv.engine.config import load
 from tidekv.engine.config.engine_config import EngineConfig, JournalOptions, StorageOptions
@@ -50,7 +51,7 @@ def first_cells(text: str) -> list[str]:
 
 
 def commands(group: click.Command = GROUP, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every command that does something, by its words."""
+    """Every command without subcommands, as words."""
     if not hasattr(group, "commands"):
         yield before
         return
@@ -81,8 +82,10 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 
 
 def test_every_command_is_listed_and_no_other() -> None:
-    listed = {tuple(cell.split()[1:]) for cell in first_cells(text_of("commands.md"))}
-    assert listed == set(commands())
+    (of_package, of_checkout) = text_of("commands.md").split("In a checkout")
+    assert {tuple(cell.split()[1:]) for cell in first_cells(of_package)} == set(commands())
+    benchmarks = typer.main.get_command(bench)
+    assert {tuple(cell.split()) for cell in first_cells(of_checkout)} == set(commands(benchmarks))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -101,7 +104,7 @@ def test_options_of_the_configuration_exist(page: Path) -> None:
 
 
 def families() -> set[str]:
-    """The names of all metrics, as the collector's source has them: some are only there in a running engine."""
+    """Names of all metrics, from the collector's source: some exist only in a running engine."""
     source = Path(sys.modules[MetricsCollector.__module__].__file__ or "").read_text()
     return set(re.findall(r'"(tidekv_[a-z0-9_]+)"', source))
 
@@ -166,16 +169,16 @@ def test_the_diagram_of_states_is_the_tables() -> None:
 
 
 @pytest.mark.nixl
-def test_the_program_of_the_quick_start_prints_what_is_said(tmp_path: Path) -> None:
+def test_the_program_of_the_quick_start_prints_what_the_page_shows(tmp_path: Path) -> None:
     text = text_of("quickstart.md")
     (program,) = blocks(text, "python")
-    (said,) = blocks(text, "text")
+    (shown,) = blocks(text, "text")
     (tmp_path / "both.py").write_text(program)
     done = subprocess.run(
         [sys.executable, "both.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == said
+    assert done.stdout == shown
 
 
 def test_the_file_and_the_snippet_of_the_configuration_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

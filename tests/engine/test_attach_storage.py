@@ -370,3 +370,19 @@ async def test_a_store_that_hangs_while_it_is_cleared_ends_the_call_at_its_deadl
             hung.release.set()
             with pytest.raises(InvalidRequest, match="timeout_s"):
                 await pair.engine.detach_storage(timeout_s=float("nan"))
+
+
+async def test_a_probe_that_hangs_fails_at_its_deadline_and_is_not_repeated_before_it_has_ended(make_pair) -> None:
+    hung = Hung("memory:?capacity=1MiB", "exists", "probe")
+    limits = {"query_deadline_s": 0.05, "store_timeout_s": 0.05, "breaker_failures": 1, "breaker_backoff_s": 0.01}
+    async with make_pair(storage=hung, breaker_backoff_max_s=0.02, **limits) as pair:
+        with hung:
+            await pair.finish(await pair.restore("r1", PROMPT), PROMPT, [1])
+            async with asyncio.timeout(60):
+                await pair.engine._calls.wait_until(lambda: pair.core().get("l3_probes_failed", 0) >= 3)
+            # The query and one probe.
+            assert pair.engine._runtime.executor.storage_calls == 2
+            hung.release.set()
+            await pair.engine._calls.wait_until(lambda: pair.core().get("l3_breaker_closed", 0) == 1)
+            await pair.engine.wait_settled()
+            await pair.assert_nothing_held()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -22,7 +23,7 @@ async def test_the_prefill_behind_a_hung_one_serves_the_request_in_time(make_pai
         hung = LoopbackTransport("hung", pair.network)
         listener = await hung.listen("hung", never_hello)
         ready = await pair.engine.restore(
-            DecodeRequest(request_id="r1", tokens=PROMPT, prefill=["hung", "prefill"], prompt="send", deadline_s=6.0)
+            replace(pair.request("r1", PROMPT, deadline_s=6.0), prefill=["hung", "prefill"])
         )
         assert pair.wrong_pages(ready, PROMPT) == []
         assert pair.core()["prefill_retries"] == 1

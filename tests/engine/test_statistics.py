@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tidekv.states.books import COUNTERS
 
 from tidekv.engine.prefill import prompt_store
+from tidekv.states.core_state import COUNTERS
 from tidekv.transports.decode import receiver
 from tidekv.transports.prefill import sender
 
@@ -27,7 +27,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 def test_every_counter_of_the_core_is_listed_and_no_other() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "states").rglob("*.py"))
-    assert set(re.findall(r"books\.count\(\s*\"(\w+)\"", sources)) == set(COUNTERS)
+    assert set(re.findall(r"\bcount\(\s*\"(\w+)\"", sources)) == set(COUNTERS)
 
 
 @pytest.mark.parametrize("module", [receiver, sender, prompt_store])

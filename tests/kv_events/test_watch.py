@@ -27,7 +27,7 @@ class ByteTeller(KVEventTeller):
     """For cores whose tokens are bytes: a page's key is as wide as the page has tokens."""
 
     def _digests_of(self, node: Seen) -> list[bytes]:
-        before = self._told[node.parent_id].digests[-1] if node.parent_id else node.namespace.encode()
+        before = self._told[node.parent_id].last_digest if node.parent_id else node.namespace.encode()
         found = []
         for start in range(0, len(node.edge), self._key_bytes):
             before = sha256(before + node.edge[start : start + self._key_bytes]).digest()

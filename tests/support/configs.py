@@ -32,4 +32,4 @@ def engine_config(**options: object) -> EngineConfig:
         ((group, name),) = places
         changes.setdefault(group, {})[name] = value
     built = {group: msgspec.structs.replace(groups[group], **fields) for group, fields in changes.items()}
-    return EngineConfig(**plain, **built)
+    return EngineConfig(**plain, **built)  # type: ignore[arg-type]  # msgspec checks the fields.

@@ -58,8 +58,8 @@ class Ends:
         listener = await self.listen(**options)
         ours = await self.dial(listener.address, **options)
         theirs = await self.links.get()
-        ours.greeted()
-        theirs.greeted()
+        ours.mark_greeted()
+        theirs.mark_greeted()
         return ours, theirs
 
     async def close(self) -> None:
@@ -104,7 +104,7 @@ def watch_writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_what_nobody_waits_for_is_written_with_what_follows_in_order(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(connection, "BATCH_DELAY_S", 60.0)
     ours, theirs = await ends.pair()
     written = watch_writes(monkeypatch)
     ours.send(wire.Received(room=ROOM))
@@ -412,7 +412,7 @@ async def test_large_frames_wait_for_their_share_of_the_budget(ends: Ends, monke
     size = len(wire.encode_frame(large)) - wire.LENGTH.size
     ours.send(large)
     assert await theirs.receive() == large
-    theirs.greeted()
+    theirs.mark_greeted()
     ours.send(large)
     ours.send(wire.Ping(sent_at=1.0))
     assert await theirs.receive() == large
@@ -480,7 +480,7 @@ async def test_an_address_of_the_network_needs_a_secret_or_certificates(ends: En
     async def nothing(link: Link) -> None:
         await link.close()
 
-    with pytest.raises(InvalidConfig, match="without a secret every program that reaches it"):
+    with pytest.raises(InvalidConfig, match="without a secret, every program that reaches it"):
         await control.listen(address, nothing, ControlOptions())
     listening = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     with pytest.raises(InvalidConfig, match="allow_no_secret"):
@@ -545,3 +545,10 @@ async def test_a_listener_that_proves_another_secret_is_told_as_that(ends: Ends)
         await ends.dial(f"{host}:{port}", secret="s")
     assert failed.value.cause is PrefillCause.WRONG_SECRET
     server.close()
+
+
+async def test_a_host_that_lost_power_is_noticed_by_the_kernel_of_both_ends(ends: Ends) -> None:
+    for link in await ends.pair():
+        connection = link._writer.get_extra_info("socket")
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == control.KEEPALIVE_S

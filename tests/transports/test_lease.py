@@ -226,3 +226,29 @@ def test_many_rooms_are_named_in_several_pings() -> None:
     assert [room for batch in named for room in batch] == rooms
     longest = tuple(("\U0001f600" * wire.NAME_CHARACTERS_MAX, 2**63 - 1) for _ in range(wire.ROOMS_NAMED_MAX))
     assert len(wire.encode_frame(wire.Ping(sent_at=1.0, rooms=longest))) < wire.FRAME_BYTES_MAX
+
+
+async def test_a_rank_that_has_received_all_need_not_name_the_room_for_the_others(world, decode) -> None:
+    now_s = 0.0
+    prefill = await world.prefill(lease_s=10.0, clock=lambda: now_s)
+    other = type(decode)(world, "decode-1")
+    await other.start()
+    links = []
+    for rank, dialler in enumerate((decode, other)):
+        greeting = msgspec.structs.replace(dialler.hello(), rank=rank, ranks=2, kv_heads_total=1)
+        links.append(await dialler.dial(prefill.address, greeting))
+        promise = dialler.promise(dialler.room())
+        links[rank].send(msgspec.structs.replace(promise, rank=rank, ranks=2, group="g"))
+    room = await prefill.room("r1")
+    links[0].send(wire.Received(room=decode.room()))
+    now_s = 9.0
+    # The first link's ping comes behind its Received, and names nothing.
+    for link, dialler, rooms in ((links[0], decode, ()), (links[1], other, (("r1", 0),))):
+        link.send(wire.Ping(sent_at=0.0, rooms=rooms))
+        assert isinstance(await dialler.hear(link), wire.Ping)
+    now_s = 18.0
+    prefill.sender.check_leases()
+    assert room.outcome is None
+    now_s = 19.0
+    prefill.sender.check_leases()
+    assert room.outcome == "lease ended"

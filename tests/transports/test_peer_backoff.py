@@ -15,7 +15,7 @@ from tidekv.states.errors import InvalidConfig, LinkClosed, PeerMismatch, Remote
 from tidekv.transports.base import Link
 from tidekv.transports.control import connection, wire
 from tidekv.transports.control.connection import ControlOptions
-from tidekv.transports.control.peer_backoff import BackoffLimits, PeerBackoff, is_offence, whose
+from tidekv.transports.control.peer_backoff import BackoffLimits, PeerBackoff, is_offence, offence_key
 
 CERTIFICATE = Path(__file__).parent / "localhost.pem"
 STRICT = BackoffLimits(forgiven=1, pause_s=50.0, pause_s_max=100.0)
@@ -91,10 +91,10 @@ def test_limits_must_make_sense(wrong: dict[str, float]) -> None:
 
 
 def test_a_host_with_one_ipv6_address_has_all_of_its_network() -> None:
-    assert whose("2001:db8:1:2::1") == whose("2001:db8:1:2:ffff::9") != whose("2001:db8:1:3::1")
-    assert whose("::ffff:10.0.0.5") == whose("10.0.0.5") == "10.0.0.5"
-    assert whose("fe80::1%eth0") == whose("fe80::2")
-    assert whose("no address") == "no address"
+    assert offence_key("2001:db8:1:2::1") == offence_key("2001:db8:1:2:ffff::9") != offence_key("2001:db8:1:3::1")
+    assert offence_key("::ffff:10.0.0.5") == offence_key("10.0.0.5") == "10.0.0.5"
+    assert offence_key("fe80::1%eth0") == offence_key("fe80::2")
+    assert offence_key("no address") == "no address"
 
 
 def test_another_configuration_is_no_offence() -> None:
@@ -152,7 +152,7 @@ async def test_wrong_secrets_are_refused_for_a_while_without_a_word(links: async
         assert listener.statistics()["offences"] == 2
         # From now on its address gets no greeting any more, not even with the right secret.
         assert await send_raw(listener.address, b"") == b""
-        with pytest.raises(TransferFailed, match="refuses us"):
+        with pytest.raises(TransferFailed, match="refuses this address"):
             await connection.dial(listener.address, ControlOptions(secret="s"))
         assert listener.statistics() == {
             "links_refused": 2,
@@ -182,7 +182,7 @@ async def test_malformed_frames_behind_the_challenge_count_once_a_link(links: as
             link._writer.write(b"\x01\0\0\0\xc1" * 3)
             with pytest.raises(LinkClosed, match="frame"):
                 await link.receive()
-            (await links.get()).blame()
+            (await links.get()).report_offence()
             assert listener.statistics()["offences"] == offences
             await link.close()
         with pytest.raises(TransferFailed):

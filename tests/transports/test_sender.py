@@ -186,10 +186,10 @@ async def test_a_hello_that_lies_is_refused(world, decode, field: str, said: str
 
 async def test_memory_that_overflows_is_refused_whatever_the_transport_checks(decode) -> None:
     good = decode.hello()
-    handshake.judge_hello(good, good)
+    handshake.check_hello(good, good)
     segments = tuple(replace(segment, address=2**64 - 8) for segment in good.memory.segments)
     with pytest.raises(RemoteProtocolError, match="out of bounds"):
-        handshake.judge_hello(good, replace(good, memory=replace(good.memory, segments=segments)))
+        handshake.check_hello(good, replace(good, memory=replace(good.memory, segments=segments)))
 
 
 async def test_decode_may_give_a_room_up(world, decode) -> None:

@@ -1,19 +1,18 @@
-"""The control connection: framed messages over TCP or TLS, behind a challenge.
+"""Control connection: framed messages over TCP or TLS, behind a challenge.
 
-Before anything of the peer is decoded, both ends prove that they know the shared secret:
+Before any message of the peer is decoded, both ends prove that they know the shared secret:
 
     dialler  → listener   magic, version, nonce d
     listener → dialler    magic, version, nonce l
     dialler  → listener   HMAC(secret, "dial"   ‖ d ‖ l)
     listener → dialler    HMAC(secret, "listen" ‖ d ‖ l)
 
-The dialler proves first, so that nobody gets a proof by merely connecting, and the role in the proof keeps one from
-being played back. The challenge authenticates the ends, not the frames: on a network that is not private, use TLS.
+The dialler proves first, so a mere connection obtains no proof, and the role inside the proof prevents a replay in the
+other direction. The challenge authenticates the ends, not the frames: on a network that is not private, use TLS.
 
-What is said on one link until it is written: one system call for all of a turn.
-
-In each call the kernel wakes the peer up, which then often runs at once, in our place. So frames that nobody waits for
-have none of their own: they go with the next that somebody waits for, or after a moment, and always in order.
+Outgoing frames of one loop iteration are written with one system call (`Outbox`). The kernel wakes the peer in each
+call, and the peer then often runs at once on this core. Frames that are not urgent therefore wait up to `BATCH_DELAY_S`
+for the next urgent frame. Order is always kept.
 """
 
 from __future__ import annotations
@@ -44,50 +43,52 @@ from tidekv.states.errors import (
 from tidekv.states.validation import host_and_port
 from tidekv.transports.base import DialFailed, Link
 from tidekv.transports.control import wire
-from tidekv.transports.control.peer_backoff import BackoffLimits, PeerBackoff, is_offence, whose
+from tidekv.transports.control.peer_backoff import BackoffLimits, PeerBackoff, is_offence, offence_key
 from tidekv.transports.tasks import OwnedTasks
 
-PATIENCE_S = 0.002
-"""So long a frame that nobody waits for may wait for others."""
+BATCH_DELAY_S = 0.002
+"""Maximum seconds that a frame without urgency waits for further frames."""
 
 
 class Outbox:
-    """The frames of one stream. Every method is called on the loop."""
+    """Outgoing frames of one stream. Every method is called on the loop."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._frames: list[bytes] = []
         self._frames_bytes = 0
-        self._is_called = False
+        self._is_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that the peer, or our own kernel, has not taken yet."""
+        """Bytes not yet taken over by the kernel."""
         return self._writer.transport.get_write_buffer_size() + self._frames_bytes
 
     def put(self, frame: bytes, *, is_urgent: bool) -> None:
-        """Have a frame written in this turn of the loop, or, where it is not urgent, with the next that is."""
+        """Write a frame in this loop iteration if it is urgent, otherwise with the next urgent one or after
+        `BATCH_DELAY_S`.
+        """
         self._frames.append(frame)
         self._frames_bytes += len(frame)
-        if self._is_called:
+        if self._is_scheduled:
             return
         if is_urgent:
-            self._is_called = True
+            self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self.write)
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(PATIENCE_S, self.write)
+            self._timer = asyncio.get_running_loop().call_later(BATCH_DELAY_S, self.write)
 
     def write(self) -> None:
-        """Write everything now."""
+        """Write all waiting frames now."""
         frames = self._frames
         self.clear()
         if frames:
             self._writer.writelines(frames)
 
     def clear(self) -> None:
-        """Write nothing of what waits."""
-        self._frames, self._frames_bytes, self._is_called = [], 0, False
+        """Drop all waiting frames."""
+        self._frames, self._frames_bytes, self._is_scheduled = [], 0, False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -98,23 +99,27 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 GREETING_BYTES = len(MAGIC) + 2 + NONCE_BYTES
 CLOSE_S = 1.0
+KEEPALIVE_S = 20
+"""Seconds of silence before the kernel's first keep-alive probe, and between its probes."""
+KEEPALIVES_MISSED_MAX = 3
 BACKLOG = 128
 SMALL_FRAME_BYTES = 64 * 1024
-"""A frame up to this size fits into the buffer that each stream has anyway: no budget counts it."""
+"""Maximum size of a frame that fits into the buffer of each stream: frame budgets do not count it."""
 FRAME_S = 30.0
 """Seconds in which a larger frame must arrive, from its length to its last byte."""
-# Where the process has no descriptor left, those who wait to be accepted wait for so long.
 ACCEPT_PAUSE_S = 0.5
+"""Seconds for which accepting stops if the process has no descriptor or memory left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlOptions:
-    """The secret and the limits of control links. The contexts turn TLS on for dialling and for listening.
+    """Secret and limits of control links. The TLS contexts turn TLS on for dialling and for listening.
 
-    `handshake_s` bounds all that comes before the first message: TLS and the challenge. `links_max`, and
-    `links_per_address_max` for one address, count the links that are still in it, too. Until the Hello of the other end
-    is accepted its frames have at most `hello_bytes_max`. A listener holds at most `greeting_bytes_max` of unfinished
-    frames of links in that phase, and `unfinished_bytes_max` of all others, beside `SMALL_FRAME_BYTES` of each link.
+    `handshake_s` bounds everything before the first message: TLS and the challenge. `links_max`, and
+    `links_per_address_max` for one address, also count links that are still in that phase. Until the Hello of the other
+    end is accepted its frames have at most `hello_bytes_max`. A listener holds at most `greeting_bytes_max` of
+    unfinished frames of links before their Hello, and `unfinished_bytes_max` of all others, in addition to
+    `SMALL_FRAME_BYTES` per link.
     """
 
     secret: str = ""
@@ -133,7 +138,7 @@ class ControlOptions:
 
 
 class FrameBudget:
-    """Bytes of unfinished frames that the links of one listener may hold together. A link waits for its share."""
+    """Bytes of unfinished frames that all links of one listener may hold. A link waits until its frame fits."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_left = bytes_max
@@ -141,17 +146,19 @@ class FrameBudget:
 
     @asynccontextmanager
     async def reserve(self, size: int) -> AsyncIterator[None]:
-        """Hold `size` bytes inside the block; waits, first come first served, until they are there."""
+        """Hold `size` bytes inside the block. Waits for them in order of arrival."""
         if self._waiting or size > self._bytes_left:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((size, turn))
             try:
                 await turn
             except asyncio.CancelledError:
+                # `_give_back` may have granted the bytes in the same loop iteration as the cancellation.
                 if turn.done() and not turn.cancelled():
                     self._give_back(size)
                 else:
                     self._waiting.remove((size, turn))
+                    # The next in line may need fewer bytes and fit now.
                     self._give_back(0)
                 raise
         else:
@@ -170,8 +177,9 @@ class FrameBudget:
 
 
 class FrameBudgets:
-    """The budgets of one listener: one for links before their Hello, one for all others, so that strangers cannot use
-    up what peers need.
+    """Budgets of one listener: one for links before their Hello, one for all others.
+
+    Two budgets, so that connections without an accepted Hello cannot exhaust the bytes that peers need.
     """
 
     def __init__(self, options: ControlOptions) -> None:
@@ -193,7 +201,7 @@ class ControlLink:
         on_offence: Callable[[], None] | None = None,
         budgets: FrameBudgets | None = None,
     ) -> None:
-        """`budgets`: those of the listener; a link that was dialled has its own."""
+        """`budgets` are those of the listener; None: the link was dialled and has its own."""
         self.peer_label = peer_label
         self._budgets = budgets or FrameBudgets(options)
         self._is_greeted = False
@@ -206,7 +214,7 @@ class ControlLink:
 
     @property
     def leaves_host(self) -> bool:
-        """Whether the other end is on another machine, as far as addresses tell."""
+        """Whether the other end is on another machine, judged by the addresses of both ends."""
         ours, theirs = (self._writer.get_extra_info(name) for name in ("sockname", "peername"))
         return bool(theirs) and theirs[0] != ours[0] and not ip_address(theirs[0].partition("%")[0]).is_loopback
 
@@ -230,11 +238,11 @@ class ControlLink:
             self._end(f"{self.peer_label} did not finish a frame within {FRAME_S} s")
             raise LinkClosed(self._cause) from error
         except (asyncio.IncompleteReadError, OSError) as error:
-            said = str(error) if isinstance(error, OSError) else "without a word"
-            self._end(f"{self.peer_label} closed the connection: {said}")
+            cause = str(error) if isinstance(error, OSError) else "without a cause"
+            self._end(f"{self.peer_label} closed the connection: {cause}")
             raise LinkClosed(self._cause) from error
         except RemoteProtocolError as error:
-            self.blame()
+            self.report_offence()
             await self.close(str(error))
             raise
         if isinstance(message, wire.Bye):
@@ -242,12 +250,12 @@ class ControlLink:
             raise LinkClosed(self._cause, is_orderly=True)
         return message
 
-    def greeted(self) -> None:
-        """See `Link.greeted`."""
+    def mark_greeted(self) -> None:
+        """See `Link.mark_greeted`."""
         self._is_greeted = True
 
-    def blame(self) -> None:
-        """See `Link.blame`."""
+    def report_offence(self) -> None:
+        """See `Link.report_offence`."""
         on_offence, self._on_offence = self._on_offence, None
         if on_offence is not None:
             on_offence()
@@ -256,6 +264,7 @@ class ControlLink:
         """See `Link.close`."""
         if self._cause is None:
             self._outbox.write()
+            # Set before the first await: a concurrent `send` or `receive` must find the link closed.
             self._cause = f"closed by us: {cause}"
             farewell = wire.encode_frame(wire.Bye(cause=wire.brief(cause)))
             if self._writer.transport.get_write_buffer_size() + len(farewell) <= self._options.outgoing_bytes_max:
@@ -270,13 +279,14 @@ class ControlLink:
         length = wire.body_length(prefix, frame_bytes_max=limit)
         if length <= SMALL_FRAME_BYTES:
             return wire.decode_body(await self._reader.readexactly(length))
+        # The bytes are reserved before they are read, and held until the frame is decoded or has failed.
         budget = self._budgets.greeted if is_greeted else self._budgets.greeting
         async with asyncio.timeout(FRAME_S), budget.reserve(length):
             body = await self._reader.readexactly(length)
         return wire.decode_body(body)
 
     def _end(self, cause: str) -> None:
-        """Nothing more can be said: drop the connection with all that waits in it. The first cause stays."""
+        """Abort the connection and drop the frames that wait in it. The first cause is kept."""
         if self._cause is None:
             self._cause = cause
         self._outbox.clear()
@@ -284,10 +294,10 @@ class ControlLink:
 
 
 class ControlListener:
-    """An endpoint on a TCP port; see `Listener`.
+    """Endpoint on a TCP port; see `Listener`.
 
-    It accepts by itself, so that a stranger counts from its first packet on: a server that is given a TLS context tells
-    nobody of those who never finish its handshake.
+    It accepts connections itself instead of using `asyncio.start_server`: with a TLS context that server does not
+    report connections that never finish the handshake, so they would escape the limits.
     """
 
     def __init__(self, on_link: Callable[[Link], Awaitable[None]], options: ControlOptions) -> None:
@@ -303,8 +313,10 @@ class ControlListener:
         self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
 
     async def open(self, address: str) -> None:
-        """Start to listen on every address that the host has. Raises InvalidConfig, also for an address of the network
-        at which every program could connect.
+        """Listen on every address that the host name resolves to.
+
+        Raises InvalidConfig, also for an address of the network at which every program could connect without
+        authentication.
         """
         host, port = parse_address(address)
         loop = asyncio.get_running_loop()
@@ -316,6 +328,7 @@ class ControlListener:
                 listening = socket.create_server(place, family=family, backlog=BACKLOG)
                 self._sockets.append(listening)
                 listening.setblocking(False)
+                # With port 0 the first socket gets a free port; the other address families must use the same one.
                 port = listening.getsockname()[1]
         except OSError as error:
             self._close_sockets()
@@ -344,7 +357,7 @@ class ControlListener:
         if self._options.secret or asks_for_certificates or self._options.allow_no_secret or _are_loopback(hosts):
             return
         raise InvalidConfig(
-            f"cannot listen on {address}: without a secret every program that reaches it could read and write this "
+            f"cannot listen on {address}: without a secret, every program that reaches it could read and write this "
             "worker's memory. Set a secret, require client certificates, listen on 127.0.0.1, or pass allow_no_secret"
         )
 
@@ -354,14 +367,14 @@ class ControlListener:
         self._sockets.clear()
 
     def _accept_waiting(self, listening: socket.socket) -> None:
-        """Take in all who wait, one backlog at once."""
+        """Accept all waiting connections, at most one backlog per call."""
         for _ in range(BACKLOG):
             try:
                 connection, where = listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionError):
                 return
             except OSError:
-                # Out of descriptors or memory. The loop would call here again and again.
+                # Out of descriptors or memory. The socket stays readable, so the loop would spin here without a pause.
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listening.fileno())
                 resume = partial(loop.add_reader, listening.fileno(), self._accept_waiting, listening)
@@ -371,7 +384,7 @@ class ControlListener:
             self._accept(connection, str(where[0]), int(where[1]))
 
     def _accept(self, connection: socket.socket, host: str, port: int) -> None:
-        address = whose(host)
+        address = offence_key(host)
         if len(self._tasks) >= self._options.links_max:
             self._counts["links_over_limit"] += 1
         elif self._peer_backoff.pause_left_s(address) > 0:
@@ -381,7 +394,7 @@ class ControlListener:
         else:
             self._links_by_address[address] += 1
             task = self._tasks.spawn(self._serve(connection, host, port), name="link")
-            # In the callback: a task that is cancelled before its first step runs nothing.
+            # In the callback, not in `_serve`: a task cancelled before its first step runs nothing of its body.
             task.add_done_callback(lambda _: self._forget(connection, address))
             return
         connection.close()
@@ -402,10 +415,10 @@ class ControlListener:
             if writer is not None:
                 writer.transport.abort()
             if isinstance(error, TransferFailed | RemoteProtocolError | asyncio.IncompleteReadError | OSError):
-                # A stranger: port scanners and wrong secrets are counted, and get no word beyond our greeting.
+                # Port scanners and wrong secrets are counted, and get no reply beyond our greeting.
                 self._counts["links_refused"] += 1
                 if _is_failed_challenge(error):
-                    self._peer_backoff.note(whose(host))
+                    self._peer_backoff.note(offence_key(host))
                 return
             raise
         link = ControlLink(
@@ -413,7 +426,7 @@ class ControlListener:
             writer,
             peer_label=format_address(host, port),
             options=self._options,
-            on_offence=partial(self._peer_backoff.note, whose(host)),
+            on_offence=partial(self._peer_backoff.note, offence_key(host)),
             budgets=self._budgets,
         )
         try:
@@ -423,17 +436,20 @@ class ControlListener:
 
 
 async def dial(address: str, options: ControlOptions) -> ControlLink:
-    """Open a link to `address` ("host:port"). Raises InvalidConfig for the address, DialFailed if nothing answers or
-    the secrets differ, PeerMismatch for another version of the protocol.
+    """Open a link to `address` ("host:port") and pass the challenge.
+
+    Raises InvalidConfig for a malformed address, DialFailed if nothing answers or the secrets differ, PeerMismatch for
+    another version of the protocol.
     """
     host, port = parse_address(address)
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(options.handshake_s):
             reader, writer = await asyncio.open_connection(host, port, ssl=options.dial_tls)
-            _send_at_once(writer)
+            _set_up(writer)
             await _prove(reader, writer, options.secret)
     except BaseException as error:
+        # BaseException: a cancelled dial must close its connection, too.
         if writer is not None:
             writer.transport.abort()
         if isinstance(error, DialFailed):
@@ -443,7 +459,7 @@ async def dial(address: str, options: ControlOptions) -> ControlLink:
         if isinstance(error, asyncio.IncompleteReadError):
             raise DialFailed(
                 PrefillCause.UNREACHABLE,
-                f"{address} closed before the challenge: it has too many links, or refuses us for a while",
+                f"{address} closed before the challenge: it has too many links, or refuses this address after offences",
             ) from error
         if isinstance(error, OSError):
             raise DialFailed(_cause_of(error), f"cannot reach {address}: {error}") from error
@@ -454,14 +470,14 @@ async def dial(address: str, options: ControlOptions) -> ControlLink:
 
 
 async def listen(address: str, on_link: Callable[[Link], Awaitable[None]], options: ControlOptions) -> ControlListener:
-    """Listen on `address` ("host:port", port 0 for any). Raises InvalidConfig."""
+    """Listen on `address` ("host:port", port 0 for any free one). The caller closes it. Raises InvalidConfig."""
     listener = ControlListener(on_link, options)
     await listener.open(address)
     return listener
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[v6]:port". Raises InvalidConfig."""
+    """Return host and port of "host:port" or "[v6]:port". Raises InvalidConfig."""
     return host_and_port(address, "address", InvalidConfig, any_port=True)
 
 
@@ -471,8 +487,9 @@ def format_address(host: str, port: int) -> str:
 
 
 async def is_loopback(address: str) -> bool:
-    """Whether `address` ("host:port") can be reached from this machine only. A name that does not resolve yet may be
-    anywhere. Raises InvalidConfig for what is not an address.
+    """Whether `address` ("host:port") can be reached from this machine only.
+
+    False for a name that does not resolve now, since it may be anywhere. Raises InvalidConfig for a malformed address.
     """
     host, port = parse_address(address)
     try:
@@ -504,7 +521,7 @@ async def _prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sec
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str) -> None:
-    _send_at_once(writer)
+    _set_up(writer)
     ours = secrets.token_bytes(NONCE_BYTES)
     writer.write(_greeting(ours))
     theirs = _nonce_of(await reader.readexactly(GREETING_BYTES))
@@ -531,16 +548,22 @@ def _proof(secret: str, role: bytes, dialler: bytes, listener: bytes) -> bytes:
     return hmac.digest(secret.encode(), MAGIC + role + dialler + listener, "sha256")
 
 
-def _send_at_once(writer: asyncio.StreamWriter) -> None:
-    """Small frames must not wait for the acknowledgement of the one before."""
+def _set_up(writer: asyncio.StreamWriter) -> None:
+    """Set the socket options of a connection that this end has just opened or accepted."""
     connection = cast("socket.socket", writer.get_extra_info("socket"))
+    # Without Nagle's algorithm: small frames must not wait for the acknowledgement of the frame before.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A host that lost power closes no connection: without probes its links would count against its quota for ever.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVES_MISSED_MAX)
 
 
 async def _streams(
     connection: socket.socket, tls: ssl.SSLContext | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """The accepting end of a connection, as `asyncio.open_connection` makes the dialling one."""
+    """Streams of an accepted connection, made as `asyncio.open_connection` makes those of a dialled one."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(loop=loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
@@ -549,10 +572,11 @@ async def _streams(
 
 
 def _is_failed_challenge(error: Exception) -> bool:
-    """Whether a stranger did wrong: who leaves without a word may only have looked whether the port is open."""
+    """Whether a failed handshake counts as an offence."""
     match error:
-        case asyncio.IncompleteReadError(partial=said):
-            return bool(said)
+        case asyncio.IncompleteReadError(partial=received):
+            # A connection closed without a byte may be a check whether the port is open.
+            return bool(received)
         case OSError():
             return isinstance(error, TimeoutError | ssl.SSLError)
         case RemoteProtocolError():
@@ -563,7 +587,7 @@ def _is_failed_challenge(error: Exception) -> bool:
 def _cause_of(error: OSError) -> PrefillCause:
     match error:
         case socket.gaierror():
-            # "Try again" is said by a resolver that does not know, not of a name that does not exist.
+            # EAI_AGAIN means that the resolver got no answer, not that the name does not exist.
             return PrefillCause.UNREACHABLE if error.errno == socket.EAI_AGAIN else PrefillCause.UNKNOWN_HOST
         case ConnectionRefusedError():
             return PrefillCause.CONNECTION_REFUSED
@@ -579,5 +603,5 @@ async def _wait_closed(writer: asyncio.StreamWriter) -> None:
     except TimeoutError:
         writer.transport.abort()
     except OSError:
-        # The connection broke while it was being closed: it is closed.
+        # The connection broke while it was being closed: it is closed now.
         return

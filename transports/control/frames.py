@@ -1,6 +1,6 @@
-"""How messages become frames on a stream: a little-endian u32 length, then one msgpack value, decoded strictly.
+"""Frames on a stream: a little-endian u32 length, then one msgpack value, decoded strictly.
 
-A length is judged before a byte is set aside for it. Nothing is ever unpickled or evaluated.
+A length is checked before any buffer is allocated for it. Nothing is ever unpickled or evaluated.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from tidekv.states.errors import RemoteProtocolError
 
 LENGTH = struct.Struct("<I")
 ERROR_CHARACTERS_MAX = 300
-"""Maximum length of what a decoder says about a frame: it may quote the peer."""
+"""Maximum length of a decoder's error text, which may quote the peer."""
 
 Message = TypeVar("Message")
 
 
 def frame(body: bytes) -> bytes:
-    """The frame of an encoded message."""
+    """Return the frame of an encoded message."""
     return LENGTH.pack(len(body)) + body
 
 
 def body_length(prefix: bytes, *, frame_bytes_max: int) -> int:
-    """The length that a frame's first four bytes announce. Raises RemoteProtocolError where it is out of bounds."""
+    """Return the length that a frame's first four bytes announce. Raises RemoteProtocolError if it is out of bounds."""
     if len(prefix) != LENGTH.size:
         raise RemoteProtocolError(f"a frame starts with {LENGTH.size} bytes of length, got {len(prefix)}")
     (length,) = LENGTH.unpack(prefix)
@@ -35,11 +35,10 @@ def body_length(prefix: bytes, *, frame_bytes_max: int) -> int:
 
 
 def one_line(text: str, *, characters_max: int) -> str:
-    """Text as one line for logs: what is not printable is escaped, and what is too long is cut. Text that went through
-    it is left as it is.
+    """Return text as one printable line for logs: unprintable characters escaped, cut to `characters_max`. Idempotent.
 
-    A peer chooses some of the words that we log: a newline in them would forge an entry, an escape sequence would
-    reach the terminal.
+    A peer chooses part of the text that is logged: a newline in it would forge an entry, an escape sequence would reach
+    the terminal.
     """
     if not text.isprintable():
         # Cut first: escapes are up to ten times as long.
@@ -51,7 +50,7 @@ def one_line(text: str, *, characters_max: int) -> str:
 
 
 def decode(decoder: msgspec.msgpack.Decoder[Message], body: bytes) -> Message:
-    """The message of one frame's body. Raises RemoteProtocolError, whatever the bytes are."""
+    """Return the message of one frame's body. Raises RemoteProtocolError for any other bytes."""
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""The first message of each side: how it is made, and how the other side's is judged.
+"""First message of each side: how it is made, and how the other side's is checked.
 
-What has to be equal is compared field by field, so that a refusal names the field. Must never let a peer through whose
-pages are not laid out like ours: its writes would be bytes in wrong places.
+Values that must be equal are compared field by field, so that a refusal names the field. A peer whose pages are laid
+out differently must never pass: its writes would put bytes into wrong places.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tidekv.transports import base, components, process, slices
 from tidekv.transports.control import wire
 
 HELLO_S = 5.0
-"""Seconds in which a listener expects the Hello. A dialler waits no longer than for any other sign of life."""
+"""Seconds in which a listener expects the Hello. A dialler waits for it as long as for any other message."""
 OF_ALL_GROUPS = ("groups", "page_bytes", "piece_bytes")
-"""Fields of an identity that follow from all groups of a page: the group that is to blame is named before them."""
+"""Fields of an identity derived from all layer groups: compared after the groups, so the differing group is named."""
 
 
 def make_hello(
@@ -34,8 +34,10 @@ def make_hello(
     component_memory: Mapping[str, PoolMemory] | None = None,
     heartbeat_s: float = 0.0,
 ) -> wire.Hello:
-    """Our Hello; `memory` and that of components must be registered with the transport already. `kv_heads_total`: see
-    `slices.holding`. `heartbeat_s`: seconds between our pings, 0 if we only answer those of the other end.
+    """Return our Hello. `memory` and that of components must be registered with the transport already.
+
+    For `kv_heads_total` see `slices.holding`. `heartbeat_s` is the interval of our pings in seconds; 0: we only answer
+    pings.
     """
     return wire.Hello(
         version=wire.VERSION,
@@ -55,35 +57,37 @@ def make_hello(
 
 
 async def receive_hello(link: base.Link) -> wire.Hello:
-    """The peer's Hello, which must be its first message. Raises LinkClosed or RemoteProtocolError."""
+    """Return the peer's Hello, which must be its first message. Raises LinkClosed or RemoteProtocolError."""
     message = await link.receive()
     if not isinstance(message, wire.Hello):
         raise RemoteProtocolError(f"{link.peer_label} began with {type(message).__name__} instead of Hello")
     return message
 
 
-def judge_hello(ours: wire.Hello, theirs: wire.Hello) -> None:
-    """Raise PeerMismatch with the first field that differs, RemoteProtocolError for memory that is not sound."""
+def check_hello(ours: wire.Hello, theirs: wire.Hello) -> None:
+    """Raise PeerMismatch with the first field that differs, RemoteProtocolError for invalid memory or ranks."""
     _must_equal("version", ours.version, theirs.version)
     _must_equal("stages", ours.stages, theirs.stages)
     if theirs.ranks % theirs.stages or not theirs.rank < theirs.ranks:
         raise RemoteProtocolError(
-            f"peer says that it is rank {theirs.rank} of {theirs.ranks} in {theirs.stages} stages"
+            f"peer announces itself as rank {theirs.rank} of {theirs.ranks} in {theirs.stages} stages"
         )
-    _judge_lease(ours, theirs)
-    _judge_pages(ours, theirs)
+    _check_lease(ours, theirs)
+    _check_page_layout(ours, theirs)
     _must_equal("kv_heads_total", slices.total_of(ours), slices.total_of(theirs))
     base.check_memory(theirs.memory)
-    _judge_components(ours, theirs)
+    _check_components(ours, theirs)
 
 
 def lease_of(ours: wire.Hello, theirs: wire.Hello) -> float:
-    """Seconds for which prefill keeps a room that decode does not name: neither end has to bear more than it said."""
+    """Seconds for which prefill keeps a room that decode does not name: the shorter lease of both ends."""
     return min(ours.lease_s, theirs.lease_s)
 
 
-def _judge_lease(ours: wire.Hello, theirs: wire.Hello) -> None:
-    """Each ping must come before the lease that the one before it renewed is over."""
+def _check_lease(ours: wire.Hello, theirs: wire.Hello) -> None:
+    """Require a ping interval below the lease, so each ping arrives before the lease renewed by the previous one
+    expires.
+    """
     lease_s = lease_of(ours, theirs)
     if max(ours.heartbeat_s, theirs.heartbeat_s) >= lease_s:
         raise PeerMismatch(
@@ -93,38 +97,38 @@ def _judge_lease(ours: wire.Hello, theirs: wire.Hello) -> None:
         )
 
 
-def _judge_pages(ours: wire.Hello, theirs: wire.Hello, *, of: str = "") -> None:
-    """Compare the pages of both, those of a component named by `of`."""
-    # Ranks may hold more heads or fewer at the other end: all that follows from their number is compared as if not.
+def _check_page_layout(ours: wire.Hello, theirs: wire.Hello, *, of: str = "") -> None:
+    """Compare the page layouts of both sides; `of` names the component, if they are of one."""
+    # Ranks of the other end may hold more or fewer heads: sizes are compared after scaling to our number of heads.
     identity, pieces = slices.in_heads_of(theirs, ours)
     names = [info.name for info in msgspec.structs.fields(Identity) if info.name not in (*OF_ALL_GROUPS, "components")]
     for name in names:
         _must_equal(name + of, getattr(ours.identity, name), getattr(identity, name))
-    _judge_groups(ours.identity.groups, identity.groups, of=of)
+    _check_groups(ours.identity.groups, identity.groups, of=of)
     for name in OF_ALL_GROUPS:
         _must_equal(name + of, getattr(ours.identity, name), getattr(identity, name))
-    # The identity says what the layout should be, the memory what really lies there; a write pairs the pieces up.
+    # The identity describes the intended layout, the memory the actual one, whose pieces a write pairs up.
     _must_equal("memory pieces" + of, _pieces(ours.memory), pieces)
 
 
-def _judge_components(ours: wire.Hello, theirs: wire.Hello) -> None:
-    """Both must have the same components: without its window, or its state, a model cannot go on where it stopped."""
+def _check_components(ours: wire.Hello, theirs: wire.Hello) -> None:
+    """Require the same components on both sides: without its window or state a model cannot continue the sequence."""
     here, there = components.components_of(ours), components.components_of(theirs)
     for name in {**here, **there}:
         of = f" of component {name!r}"
         if name not in here or name not in there:
-            _must_equal(f"component {name!r}", _in_words(here.get(name)), _in_words(there.get(name)))
+            _must_equal(f"component {name!r}", _summary(here.get(name)), _summary(there.get(name)))
         for field in ("kind", "window_tokens"):
             _must_equal(field + of, getattr(here[name], field), getattr(there[name], field))
         if not all(components.is_divided_like_pages(hello, name) for hello in (ours, theirs)):
-            # Its bytes are not those of heads, or lie otherwise: only ranks that hold the same can exchange them.
+            # Its heads are not partitioned as those of the pages: only ranks with equal shares can exchange it.
             _must_equal(f"ranks (it cannot be divided){of}", ours.ranks, theirs.ranks)
             _must_equal(f"kv_heads (it cannot be divided){of}", ours.identity.kv_heads, theirs.identity.kv_heads)
-        _judge_pages(components.hello_of(ours, name), components.hello_of(theirs, name), of=of)
+        _check_page_layout(components.hello_of(ours, name), components.hello_of(theirs, name), of=of)
         base.check_memory(theirs.components[name])
 
 
-def _in_words(component: ComponentIdentity | None) -> str:
+def _summary(component: ComponentIdentity | None) -> str:
     if component is None:
         return "absent"
     size = f"{sum(component.piece_bytes)} bytes"
@@ -135,8 +139,8 @@ def _in_words(component: ComponentIdentity | None) -> str:
     )
 
 
-def _judge_groups(ours: tuple[GroupIdentity, ...], theirs: tuple[GroupIdentity, ...], *, of: str) -> None:
-    """Every page of both sides must hold the same groups: a page without draft KV is not one that has it."""
+def _check_groups(ours: tuple[GroupIdentity, ...], theirs: tuple[GroupIdentity, ...], *, of: str) -> None:
+    """Require the same layer groups in every page: a page without draft KV cannot replace one that has it."""
     here, there = ({group.name: group for group in groups} for groups in (ours, theirs))
     for name in {**here, **there}:
         if name not in here or name not in there:

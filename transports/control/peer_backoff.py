@@ -1,9 +1,9 @@
-"""Who breaks the protocol again and again is kept away for a growing while.
+"""Growing refusal time for addresses that break the protocol repeatedly.
 
-Offences are kept by address: whoever fails the challenge, or sends what is no message, has no other name. A few cost
-nothing, for a secret that is being changed and a frame that met a bug; each one after that doubles the pause. Asking
-during a pause does not prolong it, so that a neighbor behind the same address is not kept out for ever. Memory is
-bounded: who offended longest ago is forgotten first.
+Offences are counted by address: a peer that fails the challenge, or sends a malformed frame, has no other identity. The
+first few are free, to allow for a secret rotation or a bug; each further one doubles the pause. Connection attempts
+during a pause do not prolong it, so another peer behind the same address is not refused for ever. Memory is bounded:
+the address with the oldest last offence is forgotten first.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from tidekv.states.errors import InvalidConfig, PeerMismatch, RemoteProtocolErro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackoffLimits:
-    """What offences cost: the pauses begin at `pause_s`, behind `forgiven` offences, and double up to `pause_s_max`.
+    """Cost of offences: pauses begin at `pause_s`, after `forgiven` offences, and double up to `pause_s_max`. In
+    seconds.
 
-    An address that was quiet for `memory_s` begins anew. At most `addresses_max` addresses are remembered.
+    The count of an address restarts after `memory_s` without an offence. At most `addresses_max` addresses are
+    remembered.
     """
 
     forgiven: int = 3
@@ -43,20 +45,20 @@ class _Offender:
 
 
 class PeerBackoff:
-    """The addresses that offended lately. `offences` counts all there were."""
+    """Recent offences by address. `offences` counts all since the start."""
 
     def __init__(self, *, clock: Callable[[], float], limits: BackoffLimits | None = None) -> None:
         self.offences = 0
         self._clock = clock
         self._limits = limits or BackoffLimits()
-        # In the order of their last offence.
+        # In order of the last offence.
         self._known: dict[str, _Offender] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
     def note(self, address: str) -> None:
-        """One offence of this address."""
+        """Count one offence of this address."""
         limits, now_s = self._limits, self._clock()
         self.offences += 1
         offender = self._known.pop(address, None)
@@ -66,7 +68,7 @@ class PeerBackoff:
         offender.last_s = now_s
         beyond = offender.offences - limits.forgiven
         if beyond > 0:
-            # The exponent is bounded too: an offender of many years must not overflow a float.
+            # Without a bound on the exponent, thousands of offences would overflow a float.
             pause_s = limits.pause_s * 2.0 ** min(beyond - 1, 64)
             offender.refused_until_s = now_s + min(pause_s, limits.pause_s_max)
         self._known[address] = offender
@@ -74,18 +76,20 @@ class PeerBackoff:
             del self._known[next(iter(self._known))]
 
     def pause_left_s(self, address: str) -> float:
-        """How long this address is still to be refused; 0 where it is welcome."""
+        """Seconds for which this address is still refused; 0 if it is not."""
         offender = self._known.get(address)
         return 0.0 if offender is None else max(0.0, offender.refused_until_s - self._clock())
 
 
 def is_offence(error: Exception) -> bool:
-    """Whether a peer that caused this broke the protocol. One that is configured in another way did not."""
+    """Whether this error means that the peer broke the protocol. A peer with another configuration did not."""
     return isinstance(error, RemoteProtocolError) and not isinstance(error, PeerMismatch)
 
 
-def whose(host: str) -> str:
-    """Under which name the offences of a host count: who has one IPv6 address has all of its /64."""
+def offence_key(host: str) -> str:
+    """Key under which the offences of a host count. An IPv6 host counts by its /64, the usual size of one
+    allocation.
+    """
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,10 +1,10 @@
-"""The words of the hand-over: every message that crosses the control connection, and how it becomes bytes.
+"""Messages of the hand-over: every message that crosses the control connection, and its encoding.
 
 A frame is a little-endian u32 length and one msgpack array `[tag, field, …]`. Decoding is strict: a wrong type, a
-number out of range, a field too many, a page list that is not whole, all are a `RemoteProtocolError`, and nothing of
-the frame is used. Nothing is ever unpickled or evaluated, and a length is judged before a byte is set aside for it.
+number out of range, an extra field, or an incomplete page list raises `RemoteProtocolError`, and nothing of the frame
+is used. Nothing is ever unpickled or evaluated, and a length is checked before any buffer is allocated for it.
 
-This file must never do I/O, and must never change the meaning of a field without a new `VERSION`.
+This module does no I/O. A change of a field's meaning requires a new `VERSION`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ NAME_CHARACTERS_MAX = 512
 LENGTH = frames.LENGTH
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Generation = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # It grows with every request that decode takes.
+Generation = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # Grows with every request that decode accepts.
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARACTERS_MAX)]
 Cause = Annotated[str, msgspec.Meta(max_length=CAUSE_CHARACTERS_MAX)]
 SECONDS_MAX = 1e9
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
 ROOMS_NAMED_MAX = 2048
-"""Maximum number of rooms in one Ping: with the longest ids it is half a frame."""
+"""Maximum number of rooms in one Ping: with the longest ids they fill half a frame."""
 PackedPages = Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
-AuxFields: TypeAlias = dict[str, Any]  # The embedder's own msgpack values: logprobs, seeds; we only carry them.
+AuxFields: TypeAlias = dict[str, Any]  # Msgpack values of the embedder (logprobs, seeds), passed through unchanged.
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
@@ -44,10 +44,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """The key of one hand-over, in every frame that belongs to it.
+    """Key of one hand-over, in every message that belongs to it.
 
-    `instance` is the decode worker's name and `epoch` what makes this start of its process unique; joined by a dash
-    they are the `instance` of its transport and of its Hello. A request that is tried again has a higher generation.
+    `instance` is the decode worker's name and `epoch` is unique to this start of its process; joined by a dash they are
+    the `instance` of its transport and of its Hello. A retried request has a higher generation.
     """
 
     instance: Name
@@ -57,10 +57,10 @@ class Room(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_un
 
 
 class ProcessMark(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """What tells one process from every other, so that its death can be proven by whoever runs on the same host.
+    """Identity of one process, so that another process on the same host can prove its death.
 
-    `host` names the boot of the machine and the process namespace, `started` is the start time in kernel ticks: a pid
-    alone may have been given away again.
+    `host` names the boot of the machine and the process namespace. `started` is the start time in kernel ticks: the
+    kernel reuses pids.
     """
 
     host: Annotated[str, msgspec.Meta(max_length=512)]
@@ -69,10 +69,10 @@ class ProcessMark(msgspec.Struct, frozen=True, kw_only=True, array_like=True, fo
 
 
 class ComponentRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """What decode asks for of one component: pages at positions from `first` on, up to the prompt's end.
+    """Pages of one component that decode requests: positions from `first` to the prompt's end.
 
-    `pages` are their destinations, in decode's pool of this component. Empty: decode has all that it needs of it. None:
-    this prefill rank writes nothing to that decode rank, and only compares.
+    `pages` are their destinations in decode's pool of this component. Empty: decode has all that it needs of it. None:
+    this prefill rank writes nothing to that decode rank, and only compares the promise.
     """
 
     component: Name
@@ -84,12 +84,13 @@ class ComponentRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=Tru
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """Who speaks, what its pages look like and where they lie. Both sides send one, before anything else.
+    """The sender's identity, page layout and memory. Each side sends one, before anything else.
 
-    `kv_heads_total` is how many KV heads the model has; 0: as many as all ranks hold together. The identity says how
-    many this rank holds. Ranks are counted stage by stage: with 2 `stages` of 4 ranks, the second has ranks 4 to 7.
-    `components` says where the pages of each component of the identity lie, by its name. `lease_s` is how long prefill
-    keeps a room that decode does not name; the shorter one of both ends counts, and decode must ping more often.
+    `kv_heads_total` is the number of KV heads of the model; 0: as many as all ranks hold together. The identity has the
+    number that this rank holds. Ranks are counted stage by stage: with 2 `stages` of 4 ranks, the second has ranks 4 to
+    7. `components` holds the memory of each component of the identity, by name. `lease_s` is the time in seconds for
+    which prefill keeps a room that decode does not name; the shorter one of both ends applies, and decode must ping
+    more often. `heartbeat_s` is the sender's ping interval in seconds; 0: it only answers pings.
     """
 
     version: Count
@@ -107,22 +108,22 @@ class Hello(Message, frozen=True, tag="hello"):
     heartbeat_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        if (told := sorted(self.components)) != (named := [component.name for component in self.identity.components]):
-            raise ValueError(f"memory is told of the components {told}, the identity has {named}")
+        given, named = sorted(self.components), [component.name for component in self.identity.components]
+        if given != named:
+            raise ValueError(f"memory is given for the components {given}, the identity has {named}")
         if not all(component.groups for component in self.identity.components):
             raise ValueError("a component has at least one group of layers")
 
 
 class Promise(Message, frozen=True, tag="promise"):
-    """Decode has `decode_prefix_len` tokens; the rest of the prompt goes to `pages`: this is span 0.
+    """Decode holds `decode_prefix_len` tokens and requests the rest of the prompt into `pages`: this is span 0.
 
-    Every rank of a decode instance promises the room to every prefill rank, under the name of their `group`; the room
-    opens when all have promised the same. `pages` is None where this prefill rank writes nothing to that decode rank,
-    and only compares; empty, it is a full hit. `component_pages` names every component once, of each what is asked for
-    beside the pages, to be in place before the last chunk of span 0. None: the worker has no components.
-    `tokens` is None where prefill has them from elsewhere; empty bytes are a different thing, and wrong here.
-    `key_seed` is what the storage keys of the prompt's pages begin with: empty, or 32 bytes of its namespace; None: the
-    prompt must be kept nowhere.
+    Every rank of a decode instance promises the room to every prefill rank, with the name of their `group`; the room
+    opens once all have promised the same. `pages` is None if this prefill rank writes nothing to that decode rank and
+    only compares; empty, it is a full hit. `component_pages` names every component once, with the pages requested of
+    it, which must be in place before the last chunk of span 0. None: the worker has no components. `tokens` is None if
+    prefill has the prompt from elsewhere; empty bytes are invalid. `key_seed` starts the storage keys of the prompt's
+    pages: empty, or the 32 bytes of its namespace; None: the prompt must not be stored.
     """
 
     room: Room
@@ -140,9 +141,11 @@ class Promise(Message, frozen=True, tag="promise"):
         _check_packed(self.pages or b"")
         if not self.rank < self.ranks:
             raise ValueError(f"there is no rank {self.rank} of {self.ranks}")
-        for tail in self.component_pages or ():
-            if (tail.pages is None) != (self.pages is None):
-                raise ValueError(f"pages are given of the prompt, or of component {tail.component!r}, and not of both")
+        for request in self.component_pages or ():
+            if (request.pages is None) != (self.pages is None):
+                raise ValueError(
+                    f"pages must be given for both the prompt and component {request.component!r}, or for neither"
+                )
         if self.tokens is not None and len(self.tokens) != 4 * self.prompt_tokens:
             raise ValueError(f"tokens are {len(self.tokens)} bytes, {self.prompt_tokens} tokens have 4 bytes each")
         if self.key_seed is not None and len(self.key_seed) not in (0, 32):
@@ -150,7 +153,7 @@ class Promise(Message, frozen=True, tag="promise"):
 
 
 class Extend(Message, frozen=True, tag="extend"):
-    """Pages [first, first + len(pages) / 4) of the prompt are wanted as well, into `pages`."""
+    """Request for further pages [first, first + len(pages) / 4) of the prompt, into `pages`."""
 
     room: Room
     span: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -162,7 +165,7 @@ class Extend(Message, frozen=True, tag="extend"):
 
 
 class Chunk(Message, frozen=True, tag="chunk"):
-    """Pages [first, first + count) of the prompt are in place, for this span; `last` ends the span."""
+    """Pages [first, first + count) of the prompt are in place for this span; `last` ends the span."""
 
     room: Room
     rank: Count
@@ -173,7 +176,7 @@ class Chunk(Message, frozen=True, tag="chunk"):
 
 
 class ComponentSent(Message, frozen=True, tag="component_sent"):
-    """The tail of this component that was asked for is in place, as far as this rank writes it."""
+    """The requested pages of this component are in place, as far as this rank writes them."""
 
     room: Room
     rank: Count
@@ -181,7 +184,7 @@ class ComponentSent(Message, frozen=True, tag="component_sent"):
 
 
 class Aux(Message, frozen=True, tag="aux"):
-    """The first token and what belongs to it; `cached` says how many tokens prefill itself had, by source."""
+    """The first token and its data. `cached` is the number of tokens that prefill had cached, by source."""
 
     room: Room
     rank: Count
@@ -191,7 +194,7 @@ class Aux(Message, frozen=True, tag="aux"):
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """Prefill cannot serve this span any more: nothing of it was or will be written."""
+    """Prefill can no longer serve this span: nothing of it was or will be written."""
 
     room: Room
     span: Count
@@ -202,7 +205,7 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """This side gave the room up. Prefill says it at once, and Drained when no write is in flight any more."""
+    """The sender ended the room. Prefill sends it at once, and Drained when no write is in flight."""
 
     room: Room
     cause: Cause
@@ -212,7 +215,7 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 class Abort(Message, frozen=True, tag="abort"):
-    """Stop writing to this room, and say Drained when no write of it is in flight."""
+    """Stop writing to this room, and send Drained when no write of it is in flight."""
 
     room: Room
 
@@ -231,8 +234,10 @@ class Received(Message, frozen=True, tag="received"):
 
 
 class Ping(Message, frozen=True, tag="ping"):
-    """The sender lives; `sent_at` is its own clock. Decode names its live rooms at the other end by request id and
-    generation, in several pings if there are many: prefill renews their leases, and those of no others.
+    """Sign of life; `sent_at` is the sender's own clock.
+
+    Decode names its live rooms at the other end by request id and generation, in several pings if there are many:
+    prefill renews the leases of these rooms and of no others.
     """
 
     sent_at: Annotated[float, msgspec.Meta(ge=0)]
@@ -240,7 +245,7 @@ class Ping(Message, frozen=True, tag="ping"):
 
 
 class Bye(Message, frozen=True, tag="bye"):
-    """The speaker closes the link, and why. Links use it themselves; their users never see it."""
+    """The sender closes the link, for this cause. Links send and consume it themselves; their users never see it."""
 
     cause: Cause
 
@@ -257,7 +262,7 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 
 def pack_pages(pages: PageIds) -> bytes:
-    """Page ids as they travel: little-endian i32."""
+    """Return page ids in their wire form: little-endian i32."""
     if sys.byteorder == "little":
         return pages.tobytes()
     swapped = array("i", pages)
@@ -266,7 +271,7 @@ def pack_pages(pages: PageIds) -> bytes:
 
 
 def unpack_pages(packed: bytes) -> PageIds:
-    """The page ids of a message, owned by the caller."""
+    """Return the page ids of a message. The caller owns the array."""
     pages = array("i")
     pages.frombytes(packed)
     if sys.byteorder != "little":
@@ -275,19 +280,20 @@ def unpack_pages(packed: bytes) -> PageIds:
 
 
 def brief(cause: str) -> str:
-    """A cause that fits into a message, on one line."""
+    """Return a cause on one line, cut to what a message may hold."""
     return frames.one_line(cause, characters_max=CAUSE_CHARACTERS_MAX)
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidRequest for a request id that the other end would not take."""
+    """Raise InvalidRequest for a request id that the other end would refuse."""
     if not 1 <= len(name) <= NAME_CHARACTERS_MAX or not name.isprintable():
-        raise InvalidRequest(f"{name[:40]!r} is no name: 1 to {NAME_CHARACTERS_MAX} printable characters are")
+        raise InvalidRequest(f"{name[:40]!r} is no name: a name has 1 to {NAME_CHARACTERS_MAX} printable characters")
 
 
 def encode_frame(message: Message, *, frame_bytes_max: int = FRAME_BYTES_MAX) -> bytes:
-    """The frame of a message, length first. Raises LocalProtocolError over the limit, InvalidRequest for values that
-    msgpack has no form for.
+    """Return the frame of a message, length first.
+
+    Raises LocalProtocolError over the limit, InvalidRequest for values that msgpack cannot encode.
     """
     try:
         body = _encoder.encode(message)
@@ -301,19 +307,19 @@ def encode_frame(message: Message, *, frame_bytes_max: int = FRAME_BYTES_MAX) ->
 
 
 def body_length(prefix: bytes, *, frame_bytes_max: int = FRAME_BYTES_MAX) -> int:
-    """The length that a frame's first four bytes announce, judged before anything is read or set aside for it."""
+    """Return the length that a frame's first four bytes announce. Raises RemoteProtocolError if it is out of bounds."""
     return frames.body_length(prefix, frame_bytes_max=frame_bytes_max)
 
 
 def decode_body(body: bytes) -> AnyMessage:
-    """The message of one frame's body. Raises RemoteProtocolError, whatever the bytes are."""
+    """Return the message of one frame's body. Raises RemoteProtocolError for any other bytes."""
     message = frames.decode(_decoder, body)
     _check_names(message)
     return message
 
 
 def _check_names(message: AnyMessage) -> None:
-    """Raise RemoteProtocolError for a name that would forge lines in a log. Our own are checked where they are made."""
+    """Raise RemoteProtocolError for a name that would forge lines in a log. Our own names are checked when made."""
     match message:
         case Ping() | Bye():
             return
@@ -328,7 +334,7 @@ def _check_names(message: AnyMessage) -> None:
 
 
 def _clean_cause(message: Refused | Failed | Bye) -> None:
-    """Make the cause fit for logs, at both ends: it may quote anything, and the other end may be hostile."""
+    """Replace the cause by its one-line form, at both ends: it may quote anything, and the other end may be hostile."""
     if (clean := brief(message.cause)) != message.cause:
         msgspec.structs.force_setattr(message, "cause", clean)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tidekv.transports.decode.prefill_link import PrefillLink
 
 RoomKey: TypeAlias = tuple[str, int]
-FrameOfRoom: TypeAlias = "wire.Chunk | wire.TailSent | wire.Aux | wire.Refused | wire.Failed"
+FrameOfRoom: TypeAlias = "wire.Chunk | wire.ComponentSent | wire.Aux | wire.Refused | wire.Failed"
 
 
 class DecodeRoom:

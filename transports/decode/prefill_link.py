@@ -163,9 +163,9 @@ class PrefillLink(Generic[Part]):
         try:
             link.send(ours)
             theirs = await hello.receive_hello(link)
-            hello.judge_hello(ours, theirs)
+            hello.check_hello(ours, theirs)
             transport.check_metadata(theirs.instance, theirs.metadata)
-            link.greeted()
+            link.mark_greeted()
         except BaseException as error:
             await link.close(str(error))
             raise

@@ -1,14 +1,14 @@
-"""NIXL's agent as this package uses it: its bindings behind a small, typed surface that cannot be misused.
+"""NIXL's agent behind a small, typed interface.
 
-The wrapper that NIXL ships fixes the progress thread's pause to zero, which burns a core, and releases handles from
-finalizers, which may be in flight; so the bindings beneath it are used. What this file holds to:
+The wrapper shipped with NIXL fixes the progress thread's pause to zero, which occupies a core, and releases handles in
+finalizers, possibly while they are in flight. So this module uses the bindings beneath it, by these rules:
 
-- a request is released only when it has ended, and is not touched after that (NIXL would crash);
-- after `close` nothing reaches NIXL any more: what was in flight ends in TransferFailed;
-- every error of NIXL leaves here as TransferFailed, with NIXL's own as its cause.
+- a request is released only after its end, and not used after that (NIXL would crash);
+- after `close` no call reaches NIXL: what was in flight ends in TransferFailed;
+- every error of NIXL is raised as TransferFailed, with NIXL's own as its cause.
 
 All calls may block (a post copies on shared memory): never call them on the event loop. They may come from several
-threads, the agent is strict about its locks.
+threads: the agent runs with NIXL's strict locking.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tidekv.states.types import PoolMemory, Segment
 from tidekv.transports.nixl.layout import extents, strided_rows
 from tidekv.transports.nixl.plan import Part
 
-LISTEN_DELAY_US = 100_000  # Of the listener thread, which is off.
+LISTEN_DELAY_US = 100_000  # A required argument without effect: the listener thread is off.
 
 
 class PeerDisconnected(TransferFailed):
@@ -32,17 +32,17 @@ class PeerDisconnected(TransferFailed):
 
 
 class NixlAgent:
-    """One agent with its backends and its sleeping progress thread. Making one takes up to half a second."""
+    """One agent with its backends and its progress thread. The constructor takes up to half a second."""
 
     def __init__(self, name: str, *, backends: Mapping[str, Mapping[str, str]], progress_delay_us: int) -> None:
-        """Raises InvalidConfig where NIXL is not installed, TransferFailed where a backend does not start."""
+        """Raises InvalidConfig if NIXL is not installed, TransferFailed if a backend does not start."""
         self._nixl: Any = _bindings()  # NIXL's bindings have no type information.
         self.name = name
         nixl = self._nixl
         config = nixl.nixlAgentConfig(
             True, False, 0, nixl.NIXL_THREAD_SYNC_STRICT, 1, progress_delay_us, LISTEN_DELAY_US, False
         )
-        # Looked up once: each post asks for these, and does so with empty caches.
+        # Looked up once: every post compares with these, right after a copy that has evicted the caches.
         self._success, self._in_progress = nixl.NIXL_SUCCESS, nixl.NIXL_IN_PROG
         try:
             self._agent: Any = nixl.nixlAgent(name, config)
@@ -52,42 +52,45 @@ class NixlAgent:
             self._call(f"backend {backend} cannot be started", "createBackend", backend, dict(options))
 
     def plugins(self) -> list[str]:
-        """The plugins that NIXL has found, started or not."""
+        """Return the names of the plugins that NIXL found, started or not."""
         return list(self._call("no list of plugins", "getAvailPlugins"))
 
     def register(self, memory: PoolMemory) -> None:
-        """Let NIXL and our peers reach a pool."""
+        """Make a pool readable and writable for NIXL and our peers."""
         rows = np.array([(start, size, memory.device) for start, size in extents(memory)], dtype=np.uint64)
         descriptors = self._nixl.nixlRegDList(self._kind(memory.kind), rows)
         self._call("the pool cannot be registered", "registerMem", descriptors, [])
 
     def metadata(self) -> bytes:
-        """What a peer's `load_peer` takes: our addresses and what is registered now."""
+        """Return the bytes that a peer passes to `load_peer`: our addresses and the memory registered now."""
         return bytes(self._call("no metadata", "getLocalMD"))
 
     def load_peer(self, blob: bytes) -> str:
-        """Make a peer known; returns the name that the blob really holds. The blob must be authentic: NIXL may crash
-        over a mangled one.
+        """Load a peer and return the name that the blob contains.
+
+        The blob must be authentic: NIXL may crash over a mangled one.
         """
         name: bytes = self._call("the peer's metadata cannot be loaded", "loadRemoteMD", blob)
         return name.decode(errors="replace")
 
     def forget_peer(self, name: str) -> None:
-        """Disconnect from a peer and drop what was loaded of it."""
+        """Disconnect from a peer and drop its loaded metadata."""
         self._call(f"{name} cannot be removed", "invalidateRemoteMD", name)
 
     def prepare(self, pieces: tuple[Segment, ...], *, kind: str, device: int, owner: str | None = None) -> int:
-        """Prepare a list over all pieces of a pool, ours or that of peer `owner`; returns its handle."""
-        whose = self._nixl.NIXL_INIT_AGENT if owner is None else owner
+        """Prepare a list over all pieces of a pool, ours or that of peer `owner`. Returns its handle, for
+        `release_list`.
+        """
+        agent = self._nixl.NIXL_INIT_AGENT if owner is None else owner
         rows = strided_rows(pieces, device)
-        return int(self._call("a list cannot be prepared", "prepXferDlist", whose, self._kind(kind), rows, []))
+        return int(self._call("a list cannot be prepared", "prepXferDlist", agent, self._kind(kind), rows, []))
 
     def release_list(self, handle: int) -> None:
-        """Give a prepared list back; requests made of it must have ended."""
+        """Release a prepared list. Requests made of it must have ended."""
         self._call("a list cannot be released", "releasedDlistH", handle)
 
     def write_request(self, ours: int, theirs: int, part: Part) -> Request:
-        """Make a write of one part between two prepared lists; it is not posted yet."""
+        """Make a write of one part between two prepared lists, not posted yet. The caller releases it."""
         write = self._nixl.NIXL_WRITE
         handle = self._call(
             "a write cannot be made", "makeXferReq", write, ours, part.ours, theirs, part.theirs, b"", [], False
@@ -95,7 +98,9 @@ class NixlAgent:
         return Request(self, int(handle))
 
     def read_request(self, ours: int, theirs: int) -> Request:
-        """Make a read of the first descriptor of their list over the first of ours; it is not posted yet."""
+        """Make a read of the first descriptor of their list into the first of ours, not posted yet. The caller releases
+        it.
+        """
         first = np.zeros(1, dtype=np.int32)
         read = self._nixl.NIXL_READ
         handle = self._call("a read cannot be made", "makeXferReq", read, ours, first, theirs, first, b"", [], False)
@@ -111,11 +116,11 @@ class NixlAgent:
         self._agent = None
 
     def post(self, handle: int) -> bool:
-        """Post a request, for `Request` only; True when it is already done."""
+        """Post a request, for `Request` only. Returns True if it is already done."""
         return self._is_done(self._call("a post failed", "postXferReq", handle, b""))
 
     def check(self, handle: int) -> bool:
-        """Ask a posted request, for `Request` only; True when it is done."""
+        """Poll a posted request, for `Request` only. Returns True if it is done."""
         return self._is_done(self._call("a transfer failed", "getXferStatus", handle))
 
     def release(self, handle: int) -> None:
@@ -127,13 +132,13 @@ class NixlAgent:
             return True
         if status == self._in_progress:
             return False
-        raise TransferFailed(f"NIXL answered {status}")
+        raise TransferFailed(f"NIXL returned {status}")
 
     def _kind(self, kind: str) -> Any:  # NIXL's own enumeration.
         return {"DRAM": self._nixl.DRAM_SEG, "VRAM": self._nixl.VRAM_SEG}[kind]
 
     def _call(self, failure: str, method: str, *arguments: Any) -> Any:  # The bindings have no types.
-        # One reference for the length of the call: `close` may drop the agent from another thread meanwhile.
+        # A local reference for the duration of the call: `close` may drop the agent from another thread meanwhile.
         agent = self._agent
         if agent is None:
             raise TransferFailed(f"{failure}: agent {self.name} is closed")
@@ -144,7 +149,7 @@ class NixlAgent:
 
 
 class Request:
-    """One transfer of NIXL, from its making to its release; belongs to the thread that posts it."""
+    """One transfer of NIXL, from its creation to its release. Used only on the thread that posts it."""
 
     def __init__(self, agent: NixlAgent, handle: int) -> None:
         self._agent = agent
@@ -152,22 +157,26 @@ class Request:
         self._in_flight = False
 
     def post(self) -> bool:
-        """Start it; True when it is already done. Raises TransferFailed when it ended in an error."""
-        return self._ask(self._agent.post)
+        """Start the transfer. Returns True if it is already done. Raises TransferFailed if it ended in an error."""
+        return self._track(self._agent.post)
 
     def check(self) -> bool:
-        """True when it is done. Raises TransferFailed when it ended in an error; either way it may be released."""
-        return self._ask(self._agent.check)
+        """Return True if the transfer is done. Raises TransferFailed if it ended in an error. After either it may be
+        released.
+        """
+        return self._track(self._agent.check)
 
     def release(self) -> None:
-        """Give it back to NIXL, which must not happen before its end. Harmless on a closed agent."""
+        """Release the transfer after its end. Does nothing on a closed agent. Raises LocalProtocolError while it is in
+        flight.
+        """
         if self._in_flight:
             raise LocalProtocolError("a NIXL request is released while it is in flight")
         handle, self._handle = self._handle, None
         if handle is not None and not self._agent.is_closed:
             self._agent.release(handle)
 
-    def _ask(self, call: Callable[[int], bool]) -> bool:
+    def _track(self, call: Callable[[int], bool]) -> bool:
         if self._handle is None:
             raise LocalProtocolError("a NIXL request is used after its release")
         self._in_flight = True
@@ -181,9 +190,8 @@ class Request:
 
 
 def _raise_translated(failure: str, error: Exception) -> NoReturn:
-    """Raise what a call of NIXL raised as an error of ours. Its errors have no base of their own, so they are known by
-    the module that defines them.
-    """
+    """Raise an exception of NIXL as TransferFailed or PeerDisconnected."""
+    # NIXL's exceptions have no common base class; their module identifies them.
     if not (isinstance(error, RuntimeError) or type(error).__module__.startswith("nixl")):
         raise error
     kind = PeerDisconnected if type(error).__name__ == "nixlRemoteDisconnectError" else TransferFailed
@@ -191,7 +199,7 @@ def _raise_translated(failure: str, error: Exception) -> NoReturn:
 
 
 def _bindings() -> Any:  # NIXL has no type information.
-    """Import NIXL, quiet unless its environment, which it reads once, says otherwise: our errors tell what happened."""
+    """Import NIXL with its logs off, unless its environment sets a level: our errors carry its messages."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     try:

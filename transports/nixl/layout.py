@@ -1,11 +1,11 @@
-"""Where NIXL finds the pieces of pages: pure arithmetic over two pools.
+"""Positions of page pieces in NIXL's prepared lists: pure arithmetic over two pools.
 
-A prepared list of NIXL covers a whole pool; descriptor `segment * page_count + page` is one piece of one page. A write
-names its descriptors by such indices on both sides. NIXL merges neighbours of the list that are consecutive in memory
-on both sides, so it matters in which order they stand:
+A prepared list covers a whole pool; descriptor `segment * page_count + page` is one piece of one page. A write names
+its descriptors by such indices on both sides. NIXL merges neighbours of the list that are consecutive in memory on both
+sides, so the order of descriptors matters:
 
-    segments   a page's pieces that touch each other in both pools are one piece (a page-first pool has one segment)
-    pages      in the order of their ids on our side, each with its partner: `nixl_plan` sees to that
+    segments   pieces of a page that touch in both pools are joined (a page-first pool has one segment)
+    pages      ascending by our ids, each with its partner: see `plan.paired_pages`
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ DESCRIPTORS_MAX = 2**31 - 1
 
 
 def pair_segments(ours: PoolMemory, theirs: PoolMemory) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
-    """The pieces of both pools, pairwise of one size, with those joined that touch in both.
+    """Return the pieces of both pools, pairwise equal in size; pieces that touch in both pools are joined.
 
-    Raises PeerMismatch where the pages of the pools are not made of the same pieces, RemoteProtocolError where the
-    peer's pool has more pieces than an index can name.
+    Raises PeerMismatch if the pages of the pools have different pieces, RemoteProtocolError if the peer's pool has more
+    pieces than an index can name.
     """
     sizes = [tuple(segment.piece_bytes for segment in memory.segments) for memory in (ours, theirs)]
     if sizes[0] != sizes[1]:
@@ -41,15 +41,17 @@ def pair_segments(ours: PoolMemory, theirs: PoolMemory) -> tuple[tuple[Segment, 
 
 
 def strided_rows(pieces: tuple[Segment, ...], device: int) -> npt.NDArray[np.uint64]:
-    """A prepared list's input: one row [address, length, device, stride, count] a segment."""
+    """Return a prepared list's input: one row [address, length, device, stride, count] per segment; uint64, [segments,
+    5].
+    """
     rows = [(p.address, p.piece_bytes, device, p.stride_bytes, p.page_count) for p in pieces]
     return np.array(rows, dtype=np.uint64)
 
 
 def extents(memory: PoolMemory) -> list[tuple[int, int]]:
-    """The ranges (address, length) to register: each segment's, with overlapping ones made one.
+    """Return the ranges (address, length) to register: one per segment, with overlapping ranges merged.
 
-    Segments that merely touch stay apart: they may be two allocations, which a device registers one by one.
+    Ranges that only touch stay separate: they may be two allocations, which a device registers one by one.
     """
     ranges = sorted(
         (s.address, s.address + s.stride_bytes * (s.page_count - 1) + s.piece_bytes) for s in memory.segments
@@ -64,7 +66,7 @@ def extents(memory: PoolMemory) -> list[tuple[int, int]]:
 
 
 def check_ours(memory: PoolMemory) -> None:
-    """Judge our own pool as a peer would. Raises InvalidRequest."""
+    """Validate our own pool by the rules for a peer's. Raises InvalidRequest."""
     try:
         check_memory(memory)
     except RemoteProtocolError as error:

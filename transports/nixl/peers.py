@@ -1,8 +1,8 @@
-"""The peers that one NIXL agent knows, and the prepared lists over their pools.
+"""Peers known to one NIXL agent, and the prepared lists over their pools.
 
-A peer may be added several times (it dialled again, and its old link is not cleared away yet): each time gives a handle
-with lists of its own, and NIXL forgets the peer with the last of them. NIXL takes one change at a time here. What is
-done with a handle must have ended before the handle is removed.
+A peer may be added several times (it dialled again before its old link was cleared away): each time returns a handle
+with its own lists, and NIXL forgets the peer with the last handle. Changes are made one at a time. Operations on a
+handle must have ended before the handle is removed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from tidekv.transports.nixl.writes import Lane
 
 @dataclass(slots=True, eq=False)
 class NixlPeer:
-    """A peer's pool as NIXL knows it, with the list of ours that fits it piece by piece, or part by part."""
+    """A peer's pool as registered in NIXL, with the list of our pool that matches it pairwise, by pieces or parts of
+    them.
+    """
 
     instance: str
     memory: PoolMemory
@@ -47,10 +49,10 @@ class _Known:
 
 
 class NixlPeers:
-    """Adds and removes peers of one agent; on the event loop, with NIXL's part in a thread."""
+    """Adds and removes peers of one agent: called on the event loop, with NIXL's part in a thread."""
 
     def __init__(self, agent: NixlAgent, ours: PoolMemory, *, timeout_s: float) -> None:
-        """`ours` is written from where an exchange names no other of our pools."""
+        """`ours` is the source of writes if an exchange names no other of our pools."""
         self._agent = agent
         self._ours = ours
         self._timeout_s = timeout_s
@@ -60,12 +62,14 @@ class NixlPeers:
     async def add(
         self, instance: str, metadata: bytes, memory: PoolMemory, exchange: Exchange | None = None
     ) -> NixlPeer:
-        """Make a peer's pool reachable. Raises RemoteProtocolError for what is not sound, TransferFailed where NIXL
-        refuses; either changes nothing. Cancelling undoes it.
+        """Make a peer's pool reachable and return a handle, which the caller passes to `remove`.
+
+        Raises RemoteProtocolError for an invalid name, metadata or memory, TransferFailed if NIXL refuses; either
+        leaves nothing behind, and so does a cancellation.
         """
         check_memory(memory)
         if instance == self._agent.name:
-            raise RemoteProtocolError(f"peer calls itself {instance}, which is our own name")
+            raise RemoteProtocolError(f"peer has the name {instance}, which is our own")
         exchange = exchange or Exchange(ours=self._ours, theirs=memory)
         pieces = pair_segments(*exchange)
         blob = unwrap(metadata, expected_name=instance)
@@ -73,6 +77,7 @@ class NixlPeers:
             known = self._known.get(instance)
             if known is not None and known.blob != blob:
                 raise RemoteProtocolError(f"{instance} comes with other metadata than before: a restart has a new name")
+            # A list and not a return value: after a cancellation the handle is still needed, to be unloaded.
             made: list[NixlPeer] = []
             load = partial(self._load, made, instance, blob, memory, exchange.ours, pieces, is_known=known is not None)
             try:
@@ -85,7 +90,7 @@ class NixlPeers:
             return made[0]
 
     async def remove(self, peer: NixlPeer) -> None:
-        """Forget a handle, once its last write has ended. Raises LocalProtocolError where it was removed before."""
+        """Forget a handle, once its last write has ended. Raises LocalProtocolError if it was removed before."""
         if peer.is_removed:
             raise LocalProtocolError(f"peer {peer.instance} is removed twice")
         peer.is_removed = True
@@ -109,7 +114,7 @@ class NixlPeers:
         *,
         is_known: bool,
     ) -> None:
-        """Let NIXL load the peer and prepare both lists, all or nothing; in a thread."""
+        """Load the peer into NIXL and prepare both lists, all or nothing; runs in a thread."""
         agent = self._agent
         with contextlib.ExitStack() as undo:
             if not is_known:

@@ -1,10 +1,10 @@
-"""A write as descriptors: which pages go where, checked, in an order that merges well, cut into parts.
+"""A write as descriptors: page pairs, checked, in an order that merges well, cut into parts.
 
-    pages that a caller names ── paired_pages: sound, in the order of our ids ──▶ WritePlan ── part by part ──▶ NIXL
+    pages of the caller ── paired_pages: checked, ascending by our ids ──▶ WritePlan ── part by part ──▶ NIXL
 
-What does not change from one write to the next is made once for a peer (`Numbering`): planning a write takes the event
-loop, and the pages of a small one are copied within a few hundred microseconds. Posting blocks the posting thread for
-as long as the copy takes, which is why a plan has parts.
+Data that does not change between writes is made once per peer (`Numbering`): planning runs on the event loop, and
+copying the pages of a small write takes only a few hundred microseconds. Posting blocks the posting thread for as long
+as the copy takes, which is why a plan has parts.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tidekv.states.errors import InvalidRequest, RemoteProtocolError
 from tidekv.states.types import PageIds, Segment
 
 Indices = npt.NDArray[np.int32]
-SCATTERED_WEIGHT = 2  # Of a descriptor that NIXL copies alone, when neighbours, which it merges, weigh 1.
-JOINT_SHARE = 2  # Of a part: what several writes are joined to, who all wait for the last of them.
+SCATTERED_WEIGHT = 2  # Weight of a descriptor that NIXL cannot merge; adjacent descriptors, which it merges, weigh 1.
+JOINT_SHARE = 2  # A joined request has at most 1/JOINT_SHARE of a part's bytes: its writes all wait for its end.
 PAGE_ID_BYTES = 4
-HIGH = 1 if np.little_endian else 0  # Where the upper half of a number of 64 bits stands, of its two.
+HIGH = 1 if np.little_endian else 0  # Index of the upper 32 bits in a 64-bit number viewed as two int32.
 
 
 class Part(NamedTuple):
-    """One request's worth of a write: descriptors of our list, of the peer's, and what they weigh."""
+    """One request's worth of a write: descriptors of our list and of the peer's, pairwise, and their total bytes."""
 
     ours: Indices
     theirs: Indices
@@ -34,16 +34,16 @@ class Part(NamedTuple):
 
 
 class Numbering:
-    """How the descriptors of two prepared lists are numbered: `segment * page_count + page`, on either side."""
+    """Numbering of the descriptors of two prepared lists: `segment * page_count + page`, on either side."""
 
     def __init__(self, pieces: tuple[Segment, ...], *, our_page_count: int, their_page_count: int) -> None:
-        """`pieces` are the segments of one side: those of the other have the same sizes."""
+        """`pieces` are the segments of one side; those of the other have the same sizes."""
         sizes = [piece.piece_bytes for piece in pieces]
         self.our_page_count = our_page_count
         self.their_page_count = their_page_count
         self.segment_count = len(sizes)
         self.largest_bytes = max(sizes)
-        # A segment more, of nothing, in which a plan's last part ends.
+        # One extra segment of zero bytes: the end of a plan's last part falls into it.
         self.piece_bytes = (*sizes, 0)
         self.bytes_before = (0, *accumulate(sizes))
         segments = np.arange(len(sizes), dtype=np.int64)
@@ -53,10 +53,11 @@ class Numbering:
         self._run: Indices = np.frombuffer(self._pages, dtype=np.int32)
 
     def run(self, pages: PageIds, page_count: int) -> Indices | None:
-        """The same pages in memory that does not change, if they are neighbours in ascending order of a pool of that
-        many; at least one.
+        """Return the same pages as a view of immutable memory, if they are consecutive, ascending and in a pool of
+        `page_count`.
 
-        Told by comparing bytes with all pages of a pool, which costs a tenth of what NumPy takes to look at them.
+        None otherwise. `pages` has at least one id. Compared as bytes with the list of all page ids, which takes a
+        tenth of the time of NumPy operations on them.
         """
         count, first = len(pages), pages[0]
         end = first + count
@@ -67,27 +68,27 @@ class Numbering:
         return self._run[first:end]
 
     def is_run(self, pages: Indices) -> bool:
-        """True of what `run` has returned."""
+        """True for a result of `run`."""
         return pages.base is self._run
 
 
 class WritePlan:
-    """The descriptors of one write, made part by part by whoever posts them.
+    """The descriptors of one write, made part by part on the thread that posts them.
 
-    A request of some 4,096 scattered descriptors copies slower than two of 2,048, by 6 % to 22 % where pages have
-    4 KiB; so these weigh twice as much as neighbours, for which a request can hardly be too long.
+    Measured: with scattered 4 KiB pages one request of 4,096 descriptors copies 6 % to 22 % slower than two of 2,048.
+    So scattered descriptors weigh twice as much as adjacent ones, for which longer requests are hardly slower.
     """
 
     def __init__(
         self, numbering: Numbering, our_pages: Indices, their_pages: Indices, *, part_bytes: int, part_descriptors: int
     ) -> None:
-        """The pages are those of `paired_pages`, at least one; they must stay as they are. `part_descriptors` is the
-        weight that a part may have.
+        """The pages are those of `paired_pages`, at least one; they must not change. `part_descriptors` is the maximum
+        weight of a part, `part_bytes` its maximum size.
         """
         self._numbering = numbering
         are_neighbours = numbering.is_run(our_pages) and numbering.is_run(their_pages)
         self.weight = 1 if are_neighbours else SCATTERED_WEIGHT
-        """Of each descriptor."""
+        """Weight of each descriptor."""
         self._joint_bytes = part_bytes // JOINT_SHARE
         self._part_descriptors = part_descriptors
         self._our_pages = our_pages
@@ -97,7 +98,7 @@ class WritePlan:
         self.part_count = -(-self._total // self._step)
 
     def part(self, index: int) -> Part:
-        """Make part `index` of `part_count`."""
+        """Return part `index` of `part_count`."""
         if self._total == len(self._our_pages) and self.part_count == 1:
             return Part(self._our_pages, self._their_pages, self._total * self._numbering.largest_bytes)
         first = index * self._step
@@ -111,7 +112,7 @@ class WritePlan:
         return Part(ours, theirs, self._bytes_before(end) - self._bytes_before(first))
 
     def may_join(self, size_bytes: int, weight: int) -> bool:
-        """True if a request of that size and weight is no more than parts of several writes may be together."""
+        """True if a request of that size and weight is within the limit for parts of several writes."""
         return size_bytes <= self._joint_bytes and weight <= self._part_descriptors
 
     def _bytes_before(self, position: int) -> int:
@@ -121,10 +122,10 @@ class WritePlan:
 
 
 def joined(parts: list[Part]) -> Part:
-    """Parts of several writes as one, in their order; at least one."""
+    """Return parts of several writes as one part, in their order; at least one."""
     if len(parts) == 1:
         return parts[0]
-    # Not by NumPy, whose longer copies may let go of the interpreter: the thread that posts would have to wait for it.
+    # Not by NumPy: its longer copies release the GIL, and the posting thread would have to wait to get it back.
     ours, theirs, sizes = zip(*parts, strict=True)
     return Part(
         np.frombuffer(b"".join(ours), dtype=np.int32), np.frombuffer(b"".join(theirs), dtype=np.int32), sum(sizes)
@@ -134,11 +135,10 @@ def joined(parts: list[Part]) -> Part:
 def paired_pages(
     our_pages: PageIds, their_pages: PageIds, *, numbering: Numbering, peer: str
 ) -> tuple[Indices, Indices]:
-    """Both lists, pairwise in the order of our ids, in memory that nobody changes, once they are known to name pages
-    that exist.
+    """Return both lists, pairwise, ascending by our ids, in memory that does not change; all ids are checked.
 
-    Raises InvalidRequest for what the caller got wrong: lists of two lengths, no page of our pool, one destination
-    twice. Raises RemoteProtocolError for a page that the peer's pool does not have.
+    Raises InvalidRequest for errors of the caller: lists of different lengths, a page outside our pool, a destination
+    named twice. Raises RemoteProtocolError for a page outside the peer's pool.
     """
     count = len(our_pages)
     if count != len(their_pages):
@@ -154,11 +154,12 @@ def paired_pages(
     if not count:
         return sources, targets
     if not _are_distinct(targets, numbering.their_page_count):
-        raise _objection(sources, targets, numbering, peer)
+        raise _error_of(sources, targets, numbering, peer)
     if _ascends(sources):
         ours, theirs = sources.copy(), targets.copy()
     else:
-        # Sorted as one number each, which takes a fourth of the time of sorting their places; theirs is not negative.
+        # Each pair is sorted as one 64-bit number: a fourth of the time of argsort. Targets are not negative (checked),
+        # so the low half does not disturb the order of the high half.
         pairs = np.empty(count, dtype=np.int64)
         halves = pairs.view(np.int32)
         halves[HIGH::2] = sources
@@ -166,12 +167,14 @@ def paired_pages(
         pairs.sort()
         ours, theirs = halves[HIGH::2].copy(), halves[1 - HIGH :: 2].copy()
     if ours[0] < 0 or ours[-1] >= numbering.our_page_count:
-        raise _objection(sources, targets, numbering, peer)
+        raise _error_of(sources, targets, numbering, peer)
     return ours, theirs
 
 
 def _descriptors(offsets: Indices, pages: Indices, first: int, end: int) -> Indices:
-    """Numbers `first` up to `end` of all pages of the first segment, then all of the second, and so on."""
+    """Return descriptors `first` up to `end`, counted over all pages of the first segment, then of the second, and so
+    on.
+    """
     count = len(pages)
     top, bottom = first // count, (end - 1) // count + 1
     first, end = first - top * count, end - top * count
@@ -188,7 +191,7 @@ def _ascends(pages: Indices) -> bool:
 
 
 def _are_distinct(pages: Indices, page_count: int) -> bool:
-    """True if all pages are of a pool of that many, and none is named twice."""
+    """True if all pages are in a pool of `page_count`, and none occurs twice."""
     if not _ascends(pages):
         pages = pages.copy()
         pages.sort()
@@ -197,10 +200,10 @@ def _are_distinct(pages: Indices, page_count: int) -> bool:
     return bool(pages[0] >= 0 and pages[-1] < page_count)
 
 
-def _objection(
+def _error_of(
     sources: Indices, targets: Indices, numbering: Numbering, peer: str
 ) -> InvalidRequest | RemoteProtocolError:
-    """What is wrong with pages of which it is known that something is."""
+    """Return the error for page lists that failed a check of `paired_pages`."""
     count = numbering.our_page_count
     stray = sources[(sources < 0) | (sources >= count)]
     if stray.size:

@@ -1,7 +1,7 @@
-"""Hearing from NIXL that a peer on another host is gone: by reading one byte of it now and then.
+"""Detection that a peer on another host is gone, by reading one byte of its memory at intervals.
 
-A read is used because it disturbs nobody: a notification would stay in the peer's memory for ever, since nobody there
-takes it. A peer that hangs leaves its one read pending, and is not gone.
+A read leaves nothing behind at the peer; notifications would pile up in its memory, since it never takes any. A hung
+peer leaves its read pending, and does not count as gone.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PROBE_INTERVAL_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """Those who wait for one peer to be gone, and what they wait for."""
+    """Probing of one peer: its result, and the number of waiting callers."""
 
     gone: asyncio.Future[None]
     waiters: int = 0
 
 
 class Presence:
-    """Asks for peers of one agent whether NIXL still reaches them; nothing runs while nobody waits."""
+    """Probes whether NIXL still reaches peers of one agent. Nothing runs without a waiting caller."""
 
     def __init__(self, agent: NixlAgent, peers: NixlPeers, poller: Poller, *, timeout_s: float) -> None:
         self._agent = agent
@@ -45,9 +45,9 @@ class Presence:
         self._tasks = OwnedTasks("presence of peers")
 
     async def wait_disconnected(self, instance: str, metadata: bytes, memory: PoolMemory) -> None:
-        """Return once NIXL reports the peer as disconnected. May be cancelled: a read in flight is settled by us.
+        """Return once NIXL reports the peer as disconnected. May be cancelled: the watch ends its read in flight.
 
-        Raises TransferFailed where the agent is closed.
+        Raises TransferFailed if the agent is closed.
         """
         watch = self._watches.get(instance)
         if watch is None:
@@ -61,20 +61,20 @@ class Presence:
         watch.gone.result()
 
     async def close(self) -> None:
-        """End the watches; the agent must be closed, which ends the reads that hang."""
+        """End the watches. The agent must be closed already, which ends the reads that hang."""
         await self._tasks.close()
 
     async def _follow(self, watch: _Watch, instance: str, metadata: bytes, memory: PoolMemory) -> None:
-        """Probe a peer until it is gone or nobody waits any more, and tell the waiters."""
+        """Probe a peer until it is gone or no caller waits, and set the watch's result."""
         try:
             while watch.waiters and not watch.gone.done():
                 try:
                     await self._probe(watch, instance, metadata, memory)
                 except (TransferFailed, RemoteProtocolError) as error:
-                    # Whatever else goes wrong proves nothing about the peer: ask again, as long as there is an agent.
+                    # Any other error proves nothing about the peer: probe again, as long as the agent is open.
                     if self._agent.is_closed:
                         watch.gone.set_exception(error)
-                        watch.gone.exception()
+                        watch.gone.exception()  # Retrieved here: every waiter may have been cancelled.
                         return
                 await asyncio.sleep(PROBE_INTERVAL_S)
         finally:
@@ -82,7 +82,7 @@ class Presence:
             watch.gone.cancel()
 
     async def _probe(self, watch: _Watch, instance: str, metadata: bytes, memory: PoolMemory) -> None:
-        """Add the peer and ask for it until it is gone, which the watch is told, or nobody waits any more."""
+        """Add the peer and read from it until it is gone, which sets the watch's result, or no caller waits."""
         peer = await self._peers.add(instance, metadata, memory)
         try:
             ours, theirs = await call_in_thread(
@@ -101,7 +101,7 @@ class Presence:
             await self._peers.remove(peer)
 
     def _prepare(self, peer: NixlPeer) -> tuple[int, int]:
-        """Lists of one byte: ours, made once, and the peer's first."""
+        """Return prepared lists of one byte: ours, made once, and the peer's first byte."""
         if self._landing_list is None:
             piece = Segment(address=self._landing.ctypes.data, piece_bytes=1, stride_bytes=1, page_count=1)
             self._agent.register(PoolMemory(segments=(piece,), page_count=1))

@@ -1,13 +1,14 @@
-"""The transport between processes and hosts: bulk data by NIXL, control links by `control`.
+"""Transport between processes and hosts: bulk data by NIXL, control links by `control`.
 
     write ── checks, plan ──▶ poller's thread: post, check, release part by part ──▶ bytes are in place ──▶ Chunk
-                              (small writes to one peer that wait together are one request)
+                              (small waiting writes to one peer are joined into one request)
 
-DONE at the writer means that the bytes are in place at the target, so the target takes no notification from NIXL: all
-it runs is a progress thread that sleeps (`progress_delay_us`). Whoever gets our metadata can read and write this
-process on TCP and shared memory; it leaves this file only by `metadata`, which is sent over a link after its challenge.
+DONE at the writer means that the bytes are in place at the target, so the target takes no notification from NIXL: it
+runs only a progress thread that sleeps between rounds (`progress_delay_us`). A process with our metadata can read and
+write this process on TCP and shared memory; the metadata leaves this module only through `metadata`, which is sent over
+a link after its challenge.
 
-NIXL cannot cancel. A write to a peer that hangs ends when the peer goes on, dies, or this transport is closed.
+NIXL cannot cancel. A write to a hung peer ends when the peer continues or dies, or when this transport is closed.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ from tidekv.transports.nixl.writes import Lane, PartedWrite
 
 LOG = logging.getLogger("tidekv.transports")
 UCX_ONLY: Mapping[str, Mapping[str, str]] = MappingProxyType({"UCX": MappingProxyType({})})
-# UCX checks no key on TCP: a process that reaches one of its ports reads and writes the memory of this one.
+# UCX checks no key on TCP: a process that reaches one of its ports can read and write the memory of this one.
 UCX_ON_LOOPBACK = "NET_DEVICES=lo"
 UCX_DEVICES_VARIABLE = "UCX_NET_DEVICES"
 NAME_CHARACTERS_MAX = 256
-# Posting copies on shared memory: this much keeps the poller's thread for 8 to 13 ms. What is done between two copies
-# takes 0.2 ms there, with caches that the copies have emptied: of parts a fourth as large it would be 5 % of the time.
+# Posting copies on shared memory: one part occupies the poller's thread for 8 to 13 ms. The work between two copies
+# takes 0.2 ms, since the copies have evicted the caches: with parts a fourth as large it would be 5 % of the time.
 PART_BYTES = 32 * 1024 * 1024
-# Of neighbours; of others half as many, see `WritePlan`.
+# For adjacent pages; half as many for scattered ones, see `WritePlan`.
 PART_DESCRIPTORS = 4096
-# What a dead writer had buffered lands within this time of our own progress, which sleeps between its rounds.
+# Bytes buffered by a dead writer land within this time of our own progress, which sleeps between its rounds.
 LANDING_S = 0.1
 LANDING_ROUNDS = 5
 
@@ -68,13 +69,13 @@ Name = Annotated[
 
 
 class NixlTransport:
-    """A `Transport` over one NIXL agent. Made at once; `start` makes the agent, in a thread.
+    """A `Transport` over one NIXL agent. The constructor is cheap; `start` makes the agent, in a thread.
 
     `backends` maps names of NIXL plugins to their options. `secret` and the TLS contexts are those of the control
-    links: prefill listens under `listen_tls`, decode dials under `dial_tls`, and both must know `secret`. A listening
-    context that requires certificates takes no decode worker without one. The bulk data is not under TLS.
+    links: prefill listens under `listen_tls`, decode dials under `dial_tls`, and both must have the same `secret`. A
+    listening context that requires certificates accepts no decode worker without one. The bulk data is not encrypted.
 
-    After a restart the same `name` gives another `instance`, which NIXL needs: old names cannot be reused.
+    After a restart the same `name` gives another `instance`, which NIXL needs: it cannot reuse names.
     """
 
     def __init__(
@@ -95,16 +96,18 @@ class NixlTransport:
         dials: Iterable[str] = (),
         allow_no_secret: bool = False,
     ) -> None:
-        """Raises InvalidConfig. `data_network` says where UCX opens ports: "loopback" on this machine only, "any" on
-        every network device, RDMA included; "auto" "any" if this worker listens on an address of the network or one of
-        `dials`, the prefill workers that it will dial, is on another machine; otherwise "loopback". Devices named in
-        `UCX_NET_DEVICES` or in `backends` take precedence. `call_timeout_s` bounds each call that sets something up,
-        such as a backend; `close_timeout_s` is how long `close` waits for writes before it destroys the agent under
-        them.
+        """Raises InvalidConfig.
 
-        A prefill worker takes at most `links_max` control links, `links_per_address_max` of one address, and refuses
-        addresses for a while that break the protocol more often than `offences` allows. Without a secret or required
-        client certificates it listens on loopback only, unless `allow_no_secret`.
+        `data_network` selects the devices on which UCX opens ports: "loopback" on this machine only, "any" on every
+        network device, RDMA included. "auto" is "any" if this worker listens on an address of the network or if one of
+        `dials`, the prefill workers that it will dial, is on another machine; otherwise "loopback". Devices named in
+        `UCX_NET_DEVICES` or in `backends` take precedence. `call_timeout_s` bounds each set-up call, such as starting a
+        backend. `close_timeout_s` is the number of seconds that `close` waits for writes before it destroys the agent
+        under them.
+
+        A prefill worker accepts at most `links_max` control links, `links_per_address_max` of one address, and refuses
+        an address for a growing time if it breaks the protocol more often than `offences` allows. Without a secret or
+        required client certificates it listens on loopback only, unless `allow_no_secret`.
         """
         checked(name, Name, "name", InvalidConfig)
         checked(secret, Text, "secret", InvalidConfig)
@@ -142,8 +145,9 @@ class NixlTransport:
         self._counts = dict.fromkeys(("bytes_written", "pages_written", "writes", "writes_failed", "links"), 0)
 
     async def start(self, *, poller: Poller, listen: str = "") -> None:
-        """Make the agent. `listen` is the address that this worker is going to listen on, if it does. Raises
-        InvalidConfig if NIXL is missing, TransferFailed if a backend does not start or hangs.
+        """Make the agent. `listen` is the address that this worker will listen on, if any.
+
+        Raises InvalidConfig if NIXL is missing, TransferFailed if a backend does not start or hangs.
         """
         if self._poller is not None or self._is_closed:
             raise LocalProtocolError(f"transport {self.name} is started twice, or after its end")
@@ -153,11 +157,12 @@ class NixlTransport:
         self._agent = await call_in_thread(make, what="making a NIXL agent", timeout_s=self._call_timeout_s)
 
     async def register(self, memory: PoolMemory, *components: PoolMemory) -> None:
-        """Let NIXL reach our pools, which must live until `close` has returned. Raises InvalidRequest for a pool that
-        is not sound, TransferFailed where NIXL refuses.
+        """Register our pools with NIXL. Their memory must live until `close` has returned.
+
+        Raises InvalidRequest for an invalid pool, TransferFailed if NIXL refuses.
         """
         if self._peers is not None:
-            raise LocalProtocolError(f"transport {self.name} has its pools already: it takes them once")
+            raise LocalProtocolError(f"transport {self.name} has its pools already: call `register` once")
         agent = self._started()
         for pool in (memory, *components):
             check_ours(pool)
@@ -173,7 +178,9 @@ class NixlTransport:
         self._presence = Presence(agent, self._peers, self._required_poller(), timeout_s=self._call_timeout_s)
 
     def metadata(self) -> bytes:
-        """What an authenticated peer needs for `add_peer`: our name, and NIXL's addresses and keys in clear."""
+        """Return the bytes that an authenticated peer passes to `add_peer`: our name, and NIXL's addresses and keys in
+        clear.
+        """
         if not self._metadata:
             raise LocalProtocolError(f"transport {self.name} has no metadata before its pool is registered")
         return self._metadata
@@ -185,25 +192,27 @@ class NixlTransport:
     async def add_peer(
         self, instance: str, metadata: bytes, memory: PoolMemory, exchange: Exchange | None = None
     ) -> NixlPeer:
-        """Make a peer's pool writable for us, from our first pool or that of the exchange; each call gives a handle of
-        its own. Raises RemoteProtocolError for a name, metadata or memory that is not sound (PeerMismatch where its
-        pages have other pieces), TransferFailed where NIXL refuses. Nothing is changed then.
+        """Make a peer's pool writable for us, from our first pool or that of the exchange. Each call returns a separate
+        handle.
+
+        Raises RemoteProtocolError for an invalid name, metadata or memory (PeerMismatch if its pages have other
+        pieces), TransferFailed if NIXL refuses. After an error nothing has changed.
         """
         return await self._registered().add(instance, metadata, memory, exchange)
 
     async def remove_peer(self, peer: PeerMemory) -> None:
-        """Forget a handle of `add_peer`, after the last write to it has ended. Closing has forgotten all of them."""
+        """Forget a handle of `add_peer`, after the last write to it has ended. Does nothing after `close`."""
         if not self._is_closed:
             await self._registered().remove(_ours(peer))
 
     async def write(self, peer: PeerMemory, our_pages: PageIds, their_pages: PageIds) -> int:
-        """Write our pages over the peer's, pairwise; returns the bytes once they are in place at the peer.
+        """Write our pages over the peer's, pairwise. Returns the number of bytes once they are in place at the peer.
 
         Raises InvalidRequest for a page that is not ours or a destination named twice, RemoteProtocolError for a page
-        that the peer does not have (nothing was written), TransferFailed when NIXL fails or the peer is gone: part of
-        the pages may be written then, and no write of this call is in flight any more. A small write that had to wait
-        is joined with others to the same peer that did, and ends, or fails, with them. A cancelled call posts nothing
-        more and settles before it re-raises, which for a peer that hangs may take for ever.
+        that the peer does not have (nothing was written), TransferFailed if NIXL fails or the peer is gone: part of the
+        pages may be written then, and no write of this call is in flight. A small write that has to wait is joined with
+        other waiting writes to the same peer, and ends or fails with them. A cancelled call posts nothing more and
+        raises the cancellation after its writes in flight have ended, which for a hung peer may take for ever.
         """
         self._registered()
         target = _ours(peer)
@@ -244,11 +253,13 @@ class NixlTransport:
         return await control.listen(address, counted, self._control)
 
     async def wait_gone(self, instance: str, hello: wire.Hello) -> None:
-        """Return once the peer's process is proven dead and our agent has progressed since: nothing of it lands now.
+        """Return once the peer's process is proven dead and our agent has progressed since: none of its writes can land
+        then.
 
-        On this host the kernel proves it. For another host (or another transport of this very process) it is NIXL's
-        report that the connection broke, which is as good as the peer's network stack: a partition that breaks
-        connections looks the same. Never returns otherwise. Raises TransferFailed once this transport is closed.
+        For a process on this host the kernel proves it. For another host (or another transport of this process) the
+        proof is NIXL's report that the connection broke, which is as reliable as the peer's network stack: a partition
+        that breaks connections looks the same. Never returns otherwise. Raises TransferFailed once this transport is
+        closed.
         """
         self._registered()
         if process.is_judged_here(hello.process):
@@ -256,13 +267,14 @@ class NixlTransport:
         else:
             assert self._presence is not None, "presence is made with the peers"
             await self._presence.wait_disconnected(instance, hello.metadata, hello.memory)
+        # Bytes of the dead process may still sit in our receive buffers until the progress thread has run.
         await asyncio.sleep(max(LANDING_S, LANDING_ROUNDS * self._progress_delay_us * 1e-6))
 
     async def close(self) -> None:
-        """End the writes and destroy the agent. Links and listeners belong to who opened them.
+        """End the writes and destroy the agent. Links and listeners are closed by their callers.
 
-        Writes get `close_timeout_s` to settle; what still hangs then ends in TransferFailed, and on TCP nothing of it
-        lands any more. The poller must still run.
+        Writes get `close_timeout_s` seconds to end; writes that still hang then end in TransferFailed, and on TCP
+        nothing of them lands afterwards. The poller must still run.
         """
         if self._is_closed:
             return
@@ -275,18 +287,20 @@ class NixlTransport:
         await call_in_thread(agent.close, what="closing the NIXL agent", timeout_s=self._call_timeout_s)
         if self._presence is not None:
             await self._presence.close()
+        # The agent is gone, so the poller's next check fails each remaining write.
         if self._writes:
             await asyncio.wait(self._writes)
 
     def statistics(self) -> dict[str, int | float]:
-        """Counts since the start: `bytes_written` (in place at a peer, those of failed writes too), `pages_written` and
-        `writes` (whole ones), `writes_failed`, `links` (opened); and `writes_in_flight` now.
+        """Counts since the start: `bytes_written` (in place at a peer, those of failed writes included),
+        `pages_written` and `writes` (complete writes), `writes_failed`, `links` (opened); and `writes_in_flight` now.
         """
         return {**self._counts, "writes_in_flight": len(self._writes)}
 
     async def _choose_devices(self, listen: str) -> Mapping[str, Mapping[str, str]]:
-        """The backends, with UCX on loopback if nothing of the network has to reach it. NIXL reads the choice when it
-        makes the backend, so that several agents of one process can differ; the environment would be one for all.
+        """Return the backends, with UCX restricted to loopback if no peer on the network needs to reach it.
+
+        The choice is a backend option and not an environment variable: several agents of one process can then differ.
         """
         options = self._backends.get("UCX")
         if options is None or os.environ.get(UCX_DEVICES_VARIABLE) or _names_devices(options):
@@ -306,8 +320,8 @@ class NixlTransport:
         return {**self._backends, "UCX": {**options, "engine_config": ",".join(configured)}}
 
     async def _carry_out(self, plan: WritePlan, target: NixlPeer) -> int:
-        """Let a write have its turns and wait for its end, accounting for what it wrote whichever way it ends; the
-        bytes.
+        """Queue a write in its peer's lane and wait for its end. Counts and returns its bytes; counts them also on
+        failure.
         """
         drive = target.drive
         if drive is None:
@@ -348,12 +362,12 @@ class NixlTransport:
 
 
 def _names_devices(options: Mapping[str, str]) -> bool:
-    """Whether options of the UCX backend say which network devices it uses."""
+    """Whether options of the UCX backend name its network devices."""
     return bool(options.get("device_list")) or "NET_DEVICES=" in options.get("engine_config", "")
 
 
 def _stop(write: PartedWrite, lane: Lane, drive: Drive) -> None:
-    """Have a write end as soon as nothing of it is in flight."""
+    """Make a write end as soon as nothing of it is in flight."""
     lane.stop(write)
     drive.wake()
 

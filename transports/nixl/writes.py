@@ -1,7 +1,7 @@
-"""Writes on their way through NIXL: what the poller's thread posts, asks and releases.
+"""Writes in progress through NIXL: the requests that the poller's thread posts, checks and releases.
 
-Nothing here may be called from any other thread, but for `Lane.enter` and `Lane.stop`. Nothing is cancelled: a stopped
-write posts no further part and ends when the parts that are in flight have.
+Only `Lane.enter` and `Lane.stop` may be called from another thread. Nothing is cancelled: a stopped write posts no
+further part and ends when its parts in flight have ended.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ REQUESTS_IN_FLIGHT_MAX = 4
 
 
 class Lane:
-    """The way of our writes to one peer's pool, a `Stream`: parts of those that wait together go as one request.
+    """Queue of our writes to one peer's pool, a `Stream`: parts of waiting writes are joined into one request.
 
         waiting   A of parts a0 a1 a2, B of b0, C of c0
-        requests  [a0], then [b0 c0] where both together are small enough, [a1], [a2]
+        requests  [a0], then [b0 c0] if both together are small enough, [a1], [a2]
 
-    On shared memory NIXL copies while it posts, so one big request would keep the poller's thread from everybody else:
-    a write goes part by part, and each one that waits has its turn before any has its next. What is done between two
-    copies finds caches that the copies have emptied, so that each line costs: joined, small writes pay for it once.
+    On shared memory NIXL copies while it posts, so one big request would block the poller's thread for all other users:
+    a write goes part by part, and every waiting write has one turn before any has its next. Code that runs between two
+    copies finds its caches evicted, so every line of it is expensive: joined small writes pay for it once.
 
-    A request that fails is the failure of each write that has a part in it: NIXL does not say which page it was.
+    A request that fails fails every write with a part in it: NIXL does not report which page it was.
     """
 
     def __init__(self, agent: NixlAgent, *, our_list: int, their_list: int) -> None:
@@ -43,18 +43,18 @@ class Lane:
         self._any_dead = False
 
     def enter(self, write: PartedWrite) -> None:
-        """Let a write have its turns, after those who wait already; on the event loop, and wake the drive after it."""
+        """Queue a write behind the waiting ones. Call on the event loop, then wake the drive."""
         self._waiting.append(write)
 
     def stop(self, write: PartedWrite) -> None:
-        """Post nothing more of a write; on the event loop, and wake the drive after it."""
+        """Post nothing more of a write. Call on the event loop, then wake the drive."""
         write.is_stopped = True
         self._any_dead = True
 
-    def advance(self, tell: Callable[[Ended], None]) -> Turn:
-        """Collect what was posted, and post the next request. At most one: others have their turn between two.
+    def advance(self, resolve: Callable[[Ended], None]) -> Turn:
+        """Collect the requests in flight, then post at most one: other streams have their turn between two posts.
 
-        Whoever waits for what has ended is told before a post, which may block.
+        Ended writes are passed to `resolve` before a post, which may block.
         """
         if self._in_flight:
             self._in_flight = [joint for joint in self._in_flight if not self._is_over(joint, joint.request.check)]
@@ -63,48 +63,50 @@ class Lane:
             self._drop_dead()
         has_moved = bool(self._ended)
         if has_moved:
-            self._tell(tell)
+            self._resolve(resolve)
         if len(self._in_flight) < REQUESTS_IN_FLIGHT_MAX:
             joint, self._made = self._made or self._make(), None
             if joint is not None:
                 has_moved = True
                 if not self._is_over(joint, joint.request.post):
                     self._in_flight.append(joint)
-                # Later, once the loop has been woken, this thread would have to wait for the interpreter.
+                # Made now and not in the next turn: once the loop is awake, this thread would have to wait for the GIL.
                 self._made = self._make()
             if self._ended:
                 has_moved = True
-                self._tell(tell)
+                self._resolve(resolve)
         if self.is_empty:
             return Turn.EMPTY
         return Turn.MOVED if has_moved else Turn.WAITING
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing waits, is made or is in flight."""
+        """True if no write waits, and no request is made or in flight."""
         return not (self._waiting or self._made or self._in_flight)
 
-    def _tell(self, tell: Callable[[Ended], None]) -> None:
+    def _resolve(self, resolve: Callable[[Ended], None]) -> None:
         ended, self._ended = self._ended, []
-        tell(ended)
+        resolve(ended)
 
     def _drop_dead(self) -> None:
-        """End those that wait though nothing more of them may be posted."""
+        """End the waiting writes that were stopped or have failed."""
         if self._made is not None and not all(write.is_live for write in self._made.writes):
             self._unmake(self._made)
-        for write in list(self._waiting):
+        for write in list(self._waiting):  # A copy: the event loop appends at any time, and the body removes.
             if not write.is_live:
                 self._waiting.remove(write)
                 self._end(write)
 
     def _end(self, write: PartedWrite) -> None:
-        """Have a write told of its end, unless parts of it are in flight or it was told."""
+        """Queue a write's end for `resolve`, unless parts of it are in flight or it was queued before."""
         if not write.parts_in_flight and not write.is_over:
             write.is_over = True
             self._ended.append((write.future, write.error))
 
     def _take(self) -> tuple[list[PartedWrite], list[Part]]:
-        """The next part of the first that waits, and of those behind it as far as they fit."""
+        """Take the next part of the first waiting write, and of the writes behind it as far as they fit into one
+        request.
+        """
         writes: list[PartedWrite] = []
         parts: list[Part] = []
         rest: list[PartedWrite] = []
@@ -129,7 +131,7 @@ class Lane:
         return writes, parts
 
     def _make(self) -> _Joint | None:
-        """Make the next request, if anybody waits."""
+        """Make the next request, if a write waits."""
         if not self._waiting:
             return None
         writes, parts = self._take()
@@ -142,7 +144,7 @@ class Lane:
             return None
 
     def _unmake(self, joint: _Joint) -> None:
-        """Give a request back that was not posted; its writes are again the first that wait."""
+        """Release a request that was not posted, and put its writes back at the head of the queue."""
         self._made = None
         for write, part in zip(reversed(joint.writes), reversed(joint.parts), strict=True):
             if write.return_part(part):
@@ -154,7 +156,9 @@ class Lane:
             joint.writes[0].fail(error)
 
     def _is_over(self, joint: _Joint, ask: Callable[[], bool]) -> bool:
-        """Ask a request; release it where it has ended, and settle its writes. Of several errors the first is kept."""
+        """Post or check a request by `ask`; if it has ended, release it and settle its writes. The first of several
+        errors counts.
+        """
         error: TransferFailed | None = None
         try:
             if not ask():
@@ -176,14 +180,14 @@ class Lane:
             if error is not None:
                 self._any_dead = True
                 write.fail(error)
-                # Each has an error of its own: whoever raises one writes its way into it.
-                error = _again(error)
+                # One copy per write: raising an exception adds the raiser's traceback to it.
+                error = _copy_of(error)
             if write.settle_part(part.size_bytes if done else 0):
                 self._end(write)
 
 
 class _Joint(NamedTuple):
-    """A request, and whose parts are in it."""
+    """A request, and the writes and parts in it, pairwise."""
 
     request: Request
     writes: list[PartedWrite]
@@ -191,9 +195,10 @@ class _Joint(NamedTuple):
 
 
 class PartedWrite:
-    """A plan that is carried out part by part, in turns with the others of its lane; `future` hears of its end.
+    """A plan carried out part by part, in turns with the other writes of its lane; `future` is resolved at its end.
 
-    Its first part is made with it, on the event loop: that works beside the copies of others, and this thread between.
+    The constructor makes the first part on the event loop, in parallel with copies of other writes; the poller's thread
+    could make it only between copies.
     """
 
     __slots__ = ("_left", "_made", "bytes_done", "error", "future", "is_over", "is_stopped", "parts_in_flight", "plan")
@@ -211,25 +216,25 @@ class PartedWrite:
 
     @property
     def is_live(self) -> bool:
-        """True unless nothing more of it may be posted."""
+        """True while further parts may be posted."""
         return not self.is_stopped and self.error is None
 
     def next_part(self) -> Part:
-        """The part that is posted next; there must be one left."""
+        """Return the part to post next; there must be one left."""
         part = self._made
         if part is None:
             part = self._made = self.plan.part(self.plan.part_count - self._left)
         return part
 
     def take_part(self) -> bool:
-        """The lane posts the part of `next_part`; True where that was not the last."""
+        """Mark the part of `next_part` as posted. Returns True if further parts are left."""
         self._made = None
         self._left -= 1
         self.parts_in_flight += 1
         return self._left > 0
 
     def return_part(self, part: Part) -> bool:
-        """A part that was taken was not posted; True where others wait behind it."""
+        """Undo `take_part` for a part that was not posted. Returns True if further parts were left behind it."""
         others = self._left > 0
         self._made = part
         self._left += 1
@@ -237,21 +242,21 @@ class PartedWrite:
         return others
 
     def fail(self, error: TransferFailed) -> None:
-        """Post nothing more, and tell this unless something else is to be told."""
+        """Post nothing more, and end with this error unless there is an earlier one."""
         if self.error is None:
             self.error = error
 
     def settle_part(self, size_bytes: int) -> bool:
-        """A part that was taken has ended: so much of it is in place. True where that was the end of the write."""
+        """Record the end of a posted part, with its bytes in place. Returns True if the write has ended with it."""
         self.parts_in_flight -= 1
         self.bytes_done += size_bytes
         return not self.parts_in_flight and (not self._left or not self.is_live)
 
 
 class Probe:
-    """A Pollable that reads one byte of a peer into memory that nobody uses, to hear whether NIXL still finds the peer.
+    """A Pollable that reads one byte of a peer into unused memory, to detect whether NIXL still reaches the peer.
 
-    Reading disturbs nobody and leaves nothing behind at the peer, as a notification that it never takes would.
+    A read leaves nothing behind at the peer, unlike a notification, which the peer would never take.
     """
 
     rounds = 0
@@ -267,18 +272,18 @@ class Probe:
         return self._request.post()
 
     def check(self) -> bool:
-        """True when the byte is here. Raises PeerDisconnected."""
-        assert self._request is not None, "a probe is asked before it is posted"
+        """Return True if the byte has arrived. Raises PeerDisconnected."""
+        assert self._request is not None, "a probe is checked before it is posted"
         return self._request.check()
 
     def release(self) -> None:
-        """Give the read back."""
+        """Release the read."""
         if self._request is not None:
             self._request.release()
 
 
-def _again(error: TransferFailed) -> TransferFailed:
-    """The same error for somebody else."""
-    again = type(error)(*error.args)
-    again.__cause__ = error
-    return again
+def _copy_of(error: TransferFailed) -> TransferFailed:
+    """Return an equal error of its own, with `error` as its cause."""
+    copy = type(error)(*error.args)
+    copy.__cause__ = error
+    return copy

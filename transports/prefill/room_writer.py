@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -127,7 +127,7 @@ class DecodePeer:
         self.lease_s = lease_s
         self.is_lost = False
         self.rooms = 0
-        self.room_writers: dict[tuple[str, int], RoomWriter] = {}
+        self.room_writers: dict[tuple[str, int], RoomWriter[Any]] = {}
         """Its live rooms, by request id and generation."""
 
 

@@ -215,14 +215,14 @@ class Sender:
         try:
             link.send(ours)
             theirs = await self._receive_hello(link)
-            handshake.judge_hello(ours, theirs)
+            handshake.check_hello(ours, theirs)
             self._transport.check_metadata(theirs.instance, theirs.metadata)
             target = await make_target(self._transport, ours=ours, theirs=theirs)
-            link.greeted()
+            link.mark_greeted()
         except (TransferFailed, RemoteProtocolError) as error:
             self.counts["hellos_refused"] += 1
             if is_offence(error):
-                link.blame()
+                link.report_offence()
             await link.close(str(error))
             return
         peer = DecodePeer(link, theirs, target, lease_s=handshake.lease_of(ours, theirs))
@@ -237,7 +237,7 @@ class Sender:
             cause = str(error)
             is_lost = not (isinstance(error, LinkClosed) and error.is_orderly)
             if is_offence(error):
-                link.blame()
+                link.report_offence()
         finally:
             self.counts["links_lost"] += is_lost
             peer.is_lost = True

@@ -15,7 +15,7 @@ import torch
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.layout import KVLayout
-from tidekv.backends.storage.base import Storage
+from tidekv.backends.storage.base import Storage, leading
 from tidekv.engine.integrations.loop_thread import LoopThread
 from tidekv.states.types import page_ids
 
@@ -59,8 +59,7 @@ class StorageThread:
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """Return the number of keys, from the first on, that storage probably has."""
-        found = self._loop.call(self._storage.exists(keys, timeout_s=self._timeout_s))
-        return found.index(False) if False in found else len(found)
+        return leading(self._loop.call(self._storage.exists(keys, timeout_s=self._timeout_s)))
 
     def get(self, keys: Sequence[bytes], take: Callable[[int, torch.Tensor], None]) -> list[bool]:
         """Read pages; calls `take(number, tensor)` for each verified one.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.layout import KVLayout
-from tidekv.backends.storage.base import Storage
+from tidekv.backends.storage.base import Storage, leading
 from tidekv.engine.integrations.loop_thread import LoopThread
 from tidekv.engine.integrations.storage_guard import StorageGuard
 
@@ -69,7 +69,7 @@ class PrefixLookup:
             count = 0
         else:
             self._guard.succeeded()
-            count = min(_leading(task.result()) for task in asked)
+            count = min(leading(task.result()) for task in asked)
         finally:
             self._asking.discard(task)
         return count
@@ -80,7 +80,3 @@ class PrefixLookup:
             await storage.close()
         while self._asking:
             await asyncio.wait(self._asking)
-
-
-def _leading(found: Sequence[bool]) -> int:
-    return list(found).index(False) if False in found else len(found)

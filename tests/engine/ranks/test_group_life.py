@@ -44,6 +44,33 @@ async def test_a_rank_whose_core_breaks_stops_all_by_its_number(world) -> None:
             await member.life.aclose()
 
 
+async def test_a_raise_after_the_agreement_took_a_call_breaks_the_engine_and_leaves_no_event_without_its_id(
+    world,
+) -> None:
+    address = world.free_address()
+    members = [world.Rank(rank, 2, address) for rank in range(2)]
+    await asyncio.gather(*(member.enter() for member in members))
+    channel = members[1].engine._runtime.ranks._channel
+    wish = channel.wish
+
+    def raise_once() -> None:
+        channel.wish = wish
+        raise RuntimeError("planted")
+
+    channel.wish = raise_once
+    async with asyncio.timeout(LIMIT_S):
+        ends = await asyncio.gather(
+            *(member.restore("a", world.PROMPT) for member in reversed(members)), return_exceptions=True
+        )
+    assert [str(end) for end in ends] == ["the engine broke: RuntimeError: planted", str(ends[1])]
+    assert "rank 1 broke" in str(ends[1])
+    assert all(isinstance(end, EngineClosed) for end in ends)
+    assert members[1].engine._calls.live_ids() == []
+    for member, what in zip(members, (RankBroken, RuntimeError), strict=True):
+        with pytest.raises(what):
+            await member.life.aclose()
+
+
 async def test_ranks_that_keep_different_pages_stop_with_the_name_of_what_differs(world) -> None:
     address = world.free_address()
     members = [world.Rank(rank, 2, address) for rank in range(2)]

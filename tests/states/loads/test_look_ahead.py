@@ -343,3 +343,15 @@ def test_host_pages_of_any_keys_join_any_tree(prompts: list[bytes], keys: bytes)
         found += above.host
     assert found == pages
     index.check()
+
+
+def test_look_ahead_that_is_declined_leaves_no_namespace_behind() -> None:
+    rig = Rig(device_pages=24, host_pages=16, lookahead_pages_max=100, fetch_run_pages=3, fetch_pages_in_flight_max=3)
+    rig.attach_storage()
+    rig.make_ready("big", BIG)
+    rig.arrive("first", TOKENS)
+    rig.answer(rig.take(commands.QueryStorage), 8)
+    for number in range(10):
+        rig.arrive(f"r{number}", TOKENS, namespace=f"tenant {number}")
+        rig.answer(rig.take(commands.QueryStorage), 8)
+    assert set(rig.core.state.index.tree.roots) == {""}

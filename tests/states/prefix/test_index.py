@@ -120,9 +120,9 @@ def test_namespaces_never_meet_and_empty_ones_go(bench: Bench) -> None:
     # The end of a match may be locked after its namespace went: it comes back, unless another one took its place.
     index.unlock(index.lock(match.device_node))
     second = index.match("adapter", keys(1)).device_node
+    index.insert_pending(second, "adapter", keys(1), bench.device.take(1))
     with pytest.raises(BrokenInvariant, match="not in the tree"):
         index.lock(match.device_node)
-    index.insert_pending(second, "adapter", keys(1), bench.device.take(1))
     bench.check()
     index.flush("device")
     assert not index.tree.roots
@@ -239,7 +239,7 @@ def test_refused_insert_enters_nothing(bench: Bench) -> None:
 def test_empty_prompt_is_found_and_inserted_as_nothing(bench: Bench) -> None:
     match = bench.index.match("", b"")
     assert match.device_node.is_root and match.device_pages == 0
-    assert bench.index.insert("", b"", page_ids()).node is match.device_node
+    assert bench.index.insert("", b"", page_ids()).node.is_root
     bench.check()
 
 
@@ -344,3 +344,17 @@ def test_a_receipt_of_another_tree_is_refused_and_both_stay_as_they_are(bench: B
     bench.index.unpin(pin)
     for each in (bench, other):
         each.check()
+
+
+def test_a_look_at_a_namespace_that_nothing_is_kept_of_leaves_nothing_behind() -> None:
+    index = PrefixIndex(key_bytes=4, device=PagePool("device", 4), host=PagePool("host", 4))
+    match = index.match("a", bytes(8))
+    assert index.insert("b", b"", page_ids()).inserted_count == 0
+    with pytest.raises(BrokenInvariant):
+        index.insert("c", bytes(4), page_ids([1]))
+    assert index.tree.roots == {}
+    receipt = index.lock(match.device_node)
+    assert set(index.tree.roots) == {"a"}
+    index.check()
+    index.unlock(receipt)
+    assert index.tree.roots == {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tidekv.states.pages.page_pool import PagePool
@@ -116,6 +118,59 @@ def test_hooks_hear_of_every_tier_before_the_pages_go() -> None:
     cache.index.flush("host")
     assert cache.gone == [("device", [1]), ("host", [1])]
     assert cached == [2, 1]
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_hook_that_raises_at_one_victim_leaks_no_page_of_it_nor_of_those_before(tier: TierName, at: int) -> None:
+    cache = Cache()
+    for first in (1, 4, 7):
+        node = cache.put(first, first + 1, first + 2)
+        cache.index.give_host(node, cache.host.take(3))
+    seen: list[Node] = []
+
+    def hook(node: Node, tier: TierName) -> None:
+        seen.append(node)
+        if len(seen) == at:
+            raise RuntimeError("the hook is broken")
+
+    cache.index.on_evict.append(hook)
+    with pytest.raises(RuntimeError, match="the hook is broken"):
+        cache.index.flush(tier)
+    cache.index.check()
+    pool = cache.device if tier == "device" else cache.host
+    pool.check()
+    assert (pool.free, pool.cached) == (48 - 9 + 3 * (at - 1), 9 - 3 * (at - 1))
+    assert cache.index.flush(tier) == (9 - 3 * (at - 1), 0)
+    assert pool.free == 48
+
+
+class RaisesOnce(EvictionPolicy):
+    """Raises when it is asked for the second time after it is armed."""
+
+    def __init__(self) -> None:
+        self.left = 0
+
+    def priority(self, node: Node) -> tuple[int, ...]:
+        if self.left:
+            self.left -= 1
+            if not self.left:
+                raise RuntimeError("the policy is broken")
+        return (node.tick,)
+
+
+@pytest.mark.parametrize("call", [lambda index: index.evict_device(3), lambda index: index.first_to_go("device", 3)])
+def test_a_policy_that_raises_loses_no_node(call: Callable[[PrefixIndex], object]) -> None:
+    policy = RaisesOnce()
+    cache = Cache(policy)
+    for token in (1, 2, 3):
+        cache.put(token)
+    policy.left = 2
+    with pytest.raises(RuntimeError, match="the policy is broken"):
+        call(cache.index)
+    cache.index.check()
+    cache.index.flush("device")
+    assert cache.device.free == 48
 
 
 @pytest.mark.parametrize(

@@ -253,3 +253,17 @@ def test_ranks_agree_on_the_cause_of_a_failed_room(make_ranks, kind: type[events
     told = ranks.take(commands.ReportFailed)
     assert told.cause == cause.value
     assert "rank 2" in told.detail
+
+
+def test_aux_from_a_writer_that_the_room_does_not_have_changes_nothing(make_ranks) -> None:
+    ranks = make_ranks(2)
+    ranks.arrive()
+    ranks.turn()
+    ranks.sent(0, 1)
+    ranks.turn()
+    for writer in (1, -1):
+        ranks.room(events.AuxLanded, rank=writer)
+        assert ranks.turn().events == []
+    ranks.room(events.AuxLanded, rank=0)
+    ranks.turn()
+    assert ranks.types() == ["AuxLanded"]

@@ -32,9 +32,9 @@ async def test_metadata_that_is_not_the_peers_is_refused(pair: Any) -> None:
         damaged[index] ^= 1
         with pytest.raises(RemoteProtocolError):
             await writer.add_peer(target.instance, bytes(damaged), memory)
-    with pytest.raises(RemoteProtocolError, match="the peer says it is 'else-0'"):
+    with pytest.raises(RemoteProtocolError, match=r"the peer.s Hello names 'else-0'"):
         await writer.add_peer("else-0", blob, memory)
-    with pytest.raises(RemoteProtocolError, match="our own name"):
+    with pytest.raises(RemoteProtocolError, match="which is our own"):
         await writer.add_peer(writer.instance, writer.metadata(), pair.writer.pool.memory)
     # A well-made envelope around the blob of an agent with another name, which is a peer of ours already.
     with pytest.raises(RemoteProtocolError, match="holds that of agent"):

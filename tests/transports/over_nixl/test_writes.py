@@ -284,7 +284,7 @@ async def test_calls_out_of_order_are_refused(poller: PollerThread) -> None:
     with pytest.raises(InvalidRequest, match="cannot be registered"):
         await transport.register(msgspec.structs.replace(pool.memory, page_count=3))
     await transport.register(pool.memory)
-    with pytest.raises(LocalProtocolError, match="takes them once"):
+    with pytest.raises(LocalProtocolError, match="call `register` once"):
         await transport.register(pool.memory)
     await transport.close()
 

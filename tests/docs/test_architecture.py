@@ -1,0 +1,52 @@
+"""docs/architecture.md names modules and packages that exist, and its reading path is short."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PATH_LINES_MAX = 2500
+PATH = [(name, int(lines)) for name, lines in re.findall(r"^\| \d+ \| `([^`]+)` \| (\d+) \|", PAGE, re.MULTILINE)]
+
+
+def line_count(name: str) -> int:
+    return len((ROOT / name).read_text().splitlines())
+
+
+def test_the_reading_path_is_short_enough_to_be_read() -> None:
+    assert len(PATH) >= 5
+    assert sum(line_count(name) for name, _ in PATH) <= PATH_LINES_MAX
+
+
+@pytest.mark.parametrize(("name", "stated"), PATH)
+def test_stated_number_of_lines_is_about_that_of_the_module(name: str, stated: int) -> None:
+    assert line_count(name) == pytest.approx(stated, rel=0.25, abs=40)
+
+
+def test_every_module_and_package_that_the_page_names_exists() -> None:
+    named = re.findall(
+        r"`((?:states|backends|transports|engine|benchmarks|tools|tests|examples|deploy|src)/[\w/.]*)`", PAGE
+    )
+    assert len(named) > 40
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_every_package_is_in_the_layout_table() -> None:
+    packages = {
+        init.parent.relative_to(ROOT).as_posix()
+        for folder in ("states", "backends", "transports", "engine")
+        for init in (ROOT / folder).glob("*/__init__.py")
+    }
+    assert not [package for package in packages if f"`{package}`" not in PAGE]
+
+
+def test_every_name_that_the_page_takes_from_the_core_exists() -> None:
+    words = "\n".join((ROOT / name).read_text() for name, _ in PATH)
+    words += "".join((ROOT / "states" / name).read_text() for name in ("events.py", "commands.py"))
+    request = PAGE.partition("## One request")[2].partition("## Layout")[0]
+    for name in re.findall(r"`(?:\w+\.)?(\w+)`", request):
+        assert re.search(rf"\b{name}\b", words), name
