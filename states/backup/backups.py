@@ -1,14 +1,19 @@
-"""Backups: what finished requests leave in device memory goes on to the host and to storage.
+"""Backups: writing what finished requests leave on the device to the host and to storage.
 
-A backup walks the path of a finished request from the root: the first stretch that has no host copy is copied to fresh
-host pages, under a device receipt; when the copy is done the host pages join the tree, and whatever of the path is on
-the host but not in storage is put there, under a host receipt. Host pages are taken as far as eviction gives them: a
-backup that finds no room stops there, and nothing else suffers.
+A backup walks the path of a finished request from the root. The first run of pages without a host copy is copied to new
+host pages; after the copy these join the tree. Then the pages of the path that are on the host but not in storage are
+put there. A backup takes as many host pages as eviction can free: if there are too few it stops there, and nothing else
+suffers.
 
-With write-back (`tidekv.states.backup.write_back`) a finished request is not backed up. Copies and puts begin by
-themselves, for leaves that are about to be evicted, and each ends after its one step.
+Ownership. From its start until the copy has ended, a backup holds a device receipt for the path, so no page under copy
+can be evicted, and a host receipt for the part of the path that is on the host already. It owns the new host pages
+until they join the tree. A put owns no pages: a host receipt protects those that it reads until it has ended. The host
+pages of a retracted request are protected by one more receipt, until the request resumes or is dropped.
 
-Ranges are counted in pages from the root, never in nodes: nodes split while a copy runs.
+With write-back (`tidekv.states.backup.write_back`) a finished request is not backed up. Copies and puts start for
+leaves that are about to be evicted, and each backup ends after its one step.
+
+Ranges are counted in pages from the root, never in nodes, because nodes may split while a copy is in flight.
 """
 
 from __future__ import annotations
@@ -33,12 +38,13 @@ if TYPE_CHECKING:
 
 STORE_DEADLINE_S = 60.0
 AHEAD_MAX = 4
-"""Copies ahead of eviction under way at once, and as many puts. What they hold cannot be evicted meanwhile."""
+"""Maximum copies ahead of eviction in flight, and as many puts. What they hold cannot be evicted meanwhile."""
 
 
 class Backup:
-    """Operation: what is under way for the path of one finished or retracted request, or (no request) of a leaf that is
-    about to be evicted: a copy to the host, a put to storage, or the wait before a put.
+    """Operation: the current step of a backup, which is a copy to the host, a put to storage, or the wait before a put.
+
+    The path is that of a finished or retracted request or, without a request, that of a leaf about to be evicted.
     """
 
     __slots__ = (
@@ -63,9 +69,9 @@ class Backup:
         self.serial = 0 if request is None else request.serial
         self.leaf = leaf
         self.copies_ahead = False
-        """Whether it copies what is about to be evicted, for no request."""
+        """Whether it copies, for no request, pages that are about to be evicted."""
         self.brought = False
-        """Whether some page has another copy by it."""
+        """Whether a page has got another copy by this backup."""
         self.retracts = retracts
         self.lock: Receipt | None = None
         self.pin: Receipt | None = None
@@ -75,23 +81,23 @@ class Backup:
         self.storing = False
 
     def ended(self, event: Outcome, error: str) -> None:
-        """The pages are on the host, and go on to storage; or they are in storage."""
+        """Continue with the put after a copy; end after a put."""
         if self.storing:
             self._backups.stored(self, self._backups.storage.put_ended(event))
         else:
             self._backups.copied(self, error)
 
     def late(self) -> None:
-        """A put that waited for fetches waits no more; a copy or put under way is counted."""
+        """Start a put that still waits for fetches; count a copy or put in flight as late."""
         self._backups.is_late(self)
 
     def abandon(self) -> None:
-        """The backup ends as it is."""
+        """End the backup at its current state."""
         self._backups.abandon(self)
 
 
 class Backups:
-    """All backups of a core, and what retracted requests hold in host memory."""
+    """All backups of a core, and the host pages that retracted requests hold."""
 
     def __init__(self, state: CoreState, storage: StorageAdmission, component_pages: ComponentBackups | None) -> None:
         self._state = state
@@ -99,9 +105,9 @@ class Backups:
         self._component_pages = component_pages
         self._live: dict[Backup, None] = {}
         self.waiting: dict[Backup, None] = {}
-        """Puts that give way to fetches, in order."""
+        """Puts that wait for fetches to end, oldest first."""
         self._retracted: dict[str, tuple[Receipt, Callable[[], None]] | None] = {}
-        """By request: what it holds in host memory, and how that is given back."""
+        """By request: the receipt of its host pages, and the call that gives it back. None: it holds nothing."""
         self._retracting: dict[str, Backup] = {}
 
     def __len__(self) -> int:
@@ -112,16 +118,16 @@ class Backups:
 
     @property
     def held(self) -> list[Receipt]:
-        """The receipts of retracted requests."""
+        """Receipts of retracted requests."""
         return [held[0] for held in self._retracted.values() if held is not None]
 
     @property
     def retracted_requests(self) -> int:
-        """Requests whose KV is held in host memory until they are resumed."""
+        """Number of requests whose KV is held in host memory until they are resumed."""
         return len(self._retracted)
 
     def begin(self, request: Request, leaf: Node, *, retracts: bool = False) -> None:
-        """Back up the path that ends at `leaf`. With `retracts`, hold it in host memory and tell the caller."""
+        """Back up the path that ends at `leaf`. With `retracts`, hold it in host memory and report that."""
         if self._state.settings.write == "back" and not retracts:
             self._state.renew_write_credit()
             self._state.emit(ForgetTokens(serial=request.serial))
@@ -132,12 +138,13 @@ class Backups:
         self._start(backup, self._begin)
 
     def copy_ahead(self, leaf: Node) -> None:
-        """Copy to the host what the path to `leaf` has on the device only, unless too much is under way already, or a
-        part of the same.
+        """Copy to the host the pages of the path to `leaf` that are only on the device.
+
+        Does nothing if too many copies ahead are in flight, or one of them covers a part of the same pages.
         """
         path = self._state.index.path(leaf)
         if any(node.void or node.load is not None for node in path):
-            # What is above it is not there yet, or will never be.
+            # The pages above the leaf are still under load, or will never arrive.
             return
         head = next((node for node in path if node.host is None), None)
         ahead = [backup for backup in self._live if backup.copies_ahead]
@@ -150,12 +157,12 @@ class Backups:
         self._start(backup, self._begin)
 
     def put_ahead(self, leaf: Node) -> None:
-        """Put the path to `leaf`, all of which is on the host, in storage, unless too much is under way already."""
+        """Put the path to `leaf`, which is on the host completely, in storage, unless too many puts are in flight."""
         if sum(not (backup.serial or backup.copies_ahead) for backup in self._live) < AHEAD_MAX:
             self._start(Backup(self, None, leaf), self._begin_put)
 
     def keys_put(self, op: int) -> tuple[str, bytes]:
-        """Namespace and keys, from the first page on, of what the put `op` of no request, or of a tail, puts."""
+        """Namespace and keys, from the first page on, for a put without a request or of component pages."""
         backup = self._state.operations[op]
         assert isinstance(backup, Backup | ComponentPut)
         return backup.leaf.namespace, b"".join(node.edge for node in self._state.index.path(backup.leaf))
@@ -172,7 +179,7 @@ class Backups:
     def _begin(self, backup: Backup) -> None:
         leaf = backup.leaf
         backup.lock = self._state.index.lock(leaf)
-        # What is on the host already must stay there: a copy can only join the tree below its parent's.
+        # The part that is on the host must stay there: copied pages can only join the tree below their parent's.
         self._pin(backup, self._host_leaf(leaf))
         backup.first, count = self._without_host(leaf)
         count = self._state.make_host_room(count)
@@ -184,7 +191,7 @@ class Backups:
             self._copied(backup)
 
     def copied(self, backup: Backup, error: str) -> None:
-        """The copy to the host is over; with an error its pages are garbage and given back."""
+        """Let the copied pages join the tree; with an error they hold garbage and are given back."""
         if error:
             self._state.count("backups_failed")
             self._state.host.give_back(backup.host_pages)
@@ -194,7 +201,7 @@ class Backups:
         self._copied(backup)
 
     def stored(self, backup: Backup, stored: int) -> None:
-        """Storage has the first `stored` of the pages that it was given."""
+        """Mark the first `stored` of the put pages as stored, and start the puts of their component pages."""
         self._state.count("pages_stored", stored)
         end = backup.first + stored
         for node, first in self._ranges(backup.leaf):
@@ -206,7 +213,7 @@ class Backups:
         self._end(backup)
 
     def abandon(self, backup: Backup) -> None:
-        """A step of the backup raised, and nothing of it is in flight: it ends as it is. Can be called again."""
+        """End a backup of which a step raised, with nothing in flight. Safe to call again after a raise."""
         state = self._state
         state.count("backups_failed")
         state.operations.pop(backup.op, None)
@@ -214,12 +221,12 @@ class Backups:
         state.host.give_back(backup.host_pages)
         backup.host_pages = page_ids()
         if backup.retracts:
-            self._tell_retracted(backup, None)
+            self._report_retracted(backup, None)
         self._unlock(backup)
         self._end(backup)
 
     def release_retracted(self, request_id: str) -> None:
-        """Release what a retracted request holds in host memory, or is about to hold."""
+        """Release the host pages that a retracted request holds, or is about to hold."""
         backup = self._retracting.pop(request_id, None)
         if backup is not None:
             backup.retracts = False
@@ -229,7 +236,7 @@ class Backups:
         self._retracted.pop(request_id, None)
 
     def is_late(self, backup: Backup) -> None:
-        """A copy or put is late: it keeps its receipts until it ends, and is counted. One that waited waits no more."""
+        """Start a put that still waits; count a put or copy in flight as late. It keeps its receipts until it ends."""
         if backup in self.waiting:
             self.put_now(backup)
             return
@@ -238,7 +245,7 @@ class Backups:
             self.storage.note(failed=True)
 
     def put_now(self, backup: Backup) -> None:
-        """Wait for fetches no longer."""
+        """Start a waiting put although fetches are in flight."""
         del self.waiting[backup]
         self._state.operations.pop(backup.op, None)
         self._state.run_guarded(partial(self._put, backup), recover=backup.abandon)
@@ -262,7 +269,7 @@ class Backups:
                 continue
             ours = backup.host_pages[: node.page_count]
             if node.host is not None:
-                # Another request's backup of the same path was faster.
+                # Another backup of the same path has finished before this one.
                 self._state.host.give_back(ours)
             else:
                 # The host may have had room for a part of this node only.
@@ -274,10 +281,11 @@ class Backups:
     def _copied(self, backup: Backup) -> None:
         state = self._state
         host_leaf = self._host_leaf(backup.leaf)
+        # Component pages first: their copies lock the path before this backup gives up its own lock.
         if self._component_pages is not None and host_leaf is not None:
             self._component_pages.begin(host_leaf)
         if backup.retracts:
-            self._tell_retracted(backup, host_leaf)
+            self._report_retracted(backup, host_leaf)
         puts = self.storage.is_usable and state.settings.write != "back"
         self._pin(backup, host_leaf if puts else None)
         self._unlock(backup)
@@ -290,6 +298,7 @@ class Backups:
 
     def _put_in_turn(self, backup: Backup) -> None:
         state = self._state
+        # Waiting puts hold host pages too, so they count like those in flight.
         others = bool(self.waiting) or any(other.storing for other in self._live)
         if not self.storage.may_put_beside(others):
             self._end(backup)
@@ -318,8 +327,9 @@ class Backups:
         self._state.pages_freed = True
         self._state.write_due |= backup.brought
 
-    def _tell_retracted(self, backup: Backup, host_leaf: Node | None) -> None:
+    def _report_retracted(self, backup: Backup, host_leaf: Node | None) -> None:
         held = 0 if host_leaf is None else host_leaf.depth_pages
+        # If the report raises, the caller never learns of the held pages: nothing may be held then.
         with Rollback() as undo:
             pin = None if host_leaf is None else self._pin_retracted(host_leaf)
             if pin is not None:
@@ -331,7 +341,7 @@ class Backups:
         backup.retracts = False
 
     def _pin_retracted(self, leaf: Node) -> tuple[Receipt, Callable[[], None]]:
-        """Hold what the host has down to `leaf`, and what it has, or is about to have, of components there."""
+        """Protect the host pages down to `leaf`, and the present and future component pages of that boundary."""
         index, components = self._state.index, self._state.components
         if components is None:
             pin = index.pin(leaf)
@@ -346,7 +356,9 @@ class Backups:
         self._state.pages_freed = True
 
     def _pin(self, backup: Backup, node: Node | None) -> None:
-        """Hold the host pages down to `node` from now on, and no others."""
+        """Protect the host pages down to `node` from now on, and no others."""
+        # The new receipt comes first: pages under both must not become evictable in between. If giving back the old one
+        # raises, the backup is left with exactly that one.
         index = self._state.index
         pin = None if node is None else index.pin(node)
         if backup.pin is not None:
@@ -361,11 +373,11 @@ class Backups:
     # --- Ranges of a path ---
 
     def _ranges(self, leaf: Node) -> list[tuple[Node, int]]:
-        """The nodes of a path with the page at which each begins."""
+        """The nodes of a path, each with the number of its first page."""
         return [(node, node.depth_pages - node.page_count) for node in self._state.index.path(leaf)]
 
     def _without_host(self, leaf: Node) -> tuple[int, int]:
-        """Where the path stops being on the host, and how many pages are missing there."""
+        """The first page of the path that is not on the host, and the number of pages missing from there on."""
         for node, first in self._ranges(leaf):
             if node.host is None:
                 return first, leaf.depth_pages - first
@@ -380,15 +392,14 @@ class Backups:
         return found
 
     def _without_storage(self, leaf: Node) -> tuple[int, PageIds]:
-        """Host pages of the path from its first node on that is not in storage, as far as the policy writes them; what
-        is there already is put again.
-        """
+        """Host pages to put: those of the path from its first node without storage on, as far as the policy allows."""
         settings = self._state.settings
         first_missing = -1
         pages = page_ids()
         if leaf.depth_pages * settings.page_size < settings.write_tokens_min:
             return 0, pages
         for node, first in self._ranges(leaf):
+            # One put covers one run of pages; stored nodes behind a missing one are put again.
             if first_missing < 0 and self._state.index.tree.is_stored(node):
                 continue
             if settings.write == "selective" and node.served < settings.write_hits_min:

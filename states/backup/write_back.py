@@ -1,27 +1,30 @@
-"""Write-back: what is cached goes to the next tier only when it is about to be evicted, and before it is.
+"""Write-back: pages are copied to the next tier only when they are about to be evicted, and before they are.
 
-Eviction never waits: it frees a page at once, whether there is another copy of it or not, because a page that is being
-copied cannot be handed out. So copies are made ahead of it. Of each pool a share (`write_back_ahead`) is kept free, or
-*clean*: it would be evicted next, and has another copy.
+Eviction never waits. It frees a page at once, whether another copy exists or not, because a page under copy cannot be
+handed out. So the copies are made ahead of it. In each pool a share (`write_back_ahead`) is kept free or *clean*: next
+to be evicted, with another copy.
 
     device pool   [ in use, or recently used       | clean: also on the host, or in storage | free ]
     host pool     [ in use, or recently used       | clean: also in storage                 | free ]
                                                    ^ eviction begins at the right      ahead ^
 
-When pages are taken, or a request has finished, the leaves that eviction would take first are looked at, as many as
-fill what the free pages leave of the share. One without another copy is copied, with all above it that has none either:
+When pages are taken or a request has finished, `look` examines the leaves that eviction would take first: as many as
+fill the part of the share that is not free. A leaf without another copy is copied, with everything above it that has
+none either:
 
-- on the device: by a backup of its path that ends with the copy to the host. Closure holds, since a backup walks from
-  the root; no page under copy can be evicted, since a backup holds a device receipt until the copy's event;
-- on the host: by a put of its path to storage, under a host receipt. Its request is long gone: the tokens that name its
-  pages are the keys of the path (`Core.keys_put`).
+- on the device by a backup of its path that ends after the copy to the host. Copies stay closed under ancestors,
+  because a backup walks from the root. No page under copy can be evicted, because a backup holds a device receipt
+  until the copy has ended;
+- on the host by a put of its path to storage, under a host receipt. Its request may have ended long ago: the put's page
+  names come from the keys of the path (`Core.keys_put`).
 
-To copy to the host may evict other copies there, whose pages would be copied again, and so on for ever where the host
-is too small for the share. So each time that pages are taken or left, no more may be copied than the share has.
+A copy to the host may evict other copies there, whose pages would then be copied again, without end if the host is too
+small for the share. So each time that pages are taken or left, at most as many pages as the share has may be copied
+(`write_credit`).
 
-A pool whose free pages are the whole share is not looked at: what is not in need of room is written nowhere, and is
-lost with the process. Eviction that comes faster than copies drops pages; they are counted, by tier. A copy or put that
-brought nothing (no host page, an error, a policy against it) is not followed by another before something else happens.
+While a whole share is free, nothing is examined: pages that need no room are written nowhere, and are lost with the
+process. Eviction that is faster than the copies drops pages; they are counted by tier. A copy or put without a result
+(no host page, an error, a forbidding policy) is not followed by another before something else happens.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class WriteBack:
-    """Finds what is to be copied before it is evicted."""
+    """Finds the pages to copy before they are evicted."""
 
     def __init__(self, state: CoreState, storage: StorageAdmission, backups: Backups) -> None:
         self._state = state
@@ -47,11 +50,13 @@ class WriteBack:
         state.index.on_evict.append(self._note_eviction)
 
     def look(self) -> None:
-        """Begin the copies and puts that are due. Can be called again where it raised."""
+        """Start the copies and puts that are due. Safe to call again after a raise."""
         state = self._state
         state.write_due = False
         if state.settings.write != "back" or not state.settings.host_pages:
             return
+        # A page needs a copy in either of the other tiers before it leaves the device, and one in storage before it
+        # leaves the host.
         for node in self._first_to_go("device") if state.write_credit > 0 else ():
             if node.host is None and not state.index.tree.is_stored(node):
                 self._backups.copy_ahead(node)
@@ -62,7 +67,7 @@ class WriteBack:
                 self._backups.put_ahead(node)
 
     def _first_to_go(self, tier: TierName) -> list[Node]:
-        """The leaves that eviction takes first, as many as fill what is not free of the share."""
+        """The leaves that eviction takes first, as many as fill the part of the share that is not free."""
         account = self._state.device if tier == "device" else self._state.host
         short = int(account.total * self._state.settings.write_back_ahead) - account.free
         return self._state.index.first_to_go(tier, short) if short > 0 else []

@@ -121,7 +121,7 @@ class ComponentRestore:
             component_pages.tables[name] = matched.table + remote if components[name].is_shared else matched.table
         holes = {name: matched.stored[0] for name, matched in reserved.component_pages.items() if matched.stored[0]}
         if holes and not request.stored_end:
-            raise BrokenInvariant(f"the caches serve {request} at page {reserved.boundary}, but lack {holes}")
+            raise BrokenInvariant(f"the caches serve {request} at page {reserved.boundary}, but no tier holds {holes}")
         if not self.storage.reserve(component_pages):
             # As for full pages, a request does not wait for host memory.
             self.leave(request)

@@ -1,8 +1,8 @@
-"""What the ranks of a decode instance promised for one room: prefill compares it before it sends anything.
+"""Comparison of what the ranks of a decode instance promised for one room, before prefill sends anything.
 
-Every decode rank tells every prefill rank what it promised. Ranks that promised different lengths would be sent
-different parts of the prompt: all would believe that they are complete, and one would serve pages that nobody wrote.
-Nothing is trimmed to fit: the room is refused, with both numbers. Pure: no I/O, no time.
+Every decode rank sends its promise to every prefill rank. If the ranks promised different lengths, they would be sent
+different parts of the prompt: all would consider themselves complete, and one would serve pages that were never
+written. Prefill trims nothing to fit: it refuses the room, and the cause names both values. Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 
 class RankPromise(msgspec.Struct, frozen=True):
-    """What one rank promised."""
+    """The promise of one rank."""
 
     rank: int
     ranks: int
@@ -19,11 +19,11 @@ class RankPromise(msgspec.Struct, frozen=True):
     promised_tokens: int
     key_seed: bytes | None = None
     component_pages: tuple[tuple[str, int], ...] | None = None
-    """By component the position from which on its tail is asked for. None: the rank has no components."""
+    """By component, the position from which its pages are requested. None: the rank has no components."""
 
 
 class PromiseCheck:
-    """The pledges of one room, as they come."""
+    """The promises received so far for one room."""
 
     __slots__ = ("_first", "_ranks")
 
@@ -33,25 +33,25 @@ class PromiseCheck:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has pledged."""
+        """Whether every rank has promised."""
         return self._first is not None and len(self._ranks) == self._first.ranks
 
     def take(self, rank_promise: RankPromise) -> str:
-        """Note one; returns in words how it differs from what was pledged before, nothing where it does not."""
+        """Record a promise. Returns a description of its difference from the first one, "" if there is none."""
         first = self._first = self._first or rank_promise
         if not 0 <= rank_promise.rank < rank_promise.ranks or rank_promise.rank in self._ranks:
-            return f"rank {rank_promise.rank} of {rank_promise.ranks} cannot promise, or has promised before"
+            return f"rank {rank_promise.rank} of {rank_promise.ranks} is out of range, or has promised before"
         self._ranks.add(rank_promise.rank)
         return difference(first, rank_promise)
 
 
 def difference(one: RankPromise, other: RankPromise) -> str:
-    """How two pledges of one room differ, in words; nothing where they do not."""
+    """A description of the difference between two promises of one room, "" if there is none."""
     for names, template in (
-        (("ranks",), "{0} says that the instance has {1} ranks"),
+        (("ranks",), "{0} counts {1} ranks in the instance"),
         (("promised_tokens", "prompt_tokens"), "{0} promised {1} of {2} tokens"),
-        (("key_seed",), "{0} names the storage keys of the prompt by {1!r}"),
-        (("component_pages",), "{0} asks for tails of components from positions {1} on"),
+        (("key_seed",), "{0} has the key seed {1!r} for the prompt"),
+        (("component_pages",), "{0} requests component pages from positions {1} on"),
     ):
         values = [[getattr(rank_promise, name) for name in names] for rank_promise in (one, other)]
         if values[0] != values[1]:
@@ -59,5 +59,5 @@ def difference(one: RankPromise, other: RankPromise) -> str:
                 template.format(f"rank {rank_promise.rank}", *value)
                 for rank_promise, value in zip((one, other), values, strict=True)
             ]
-            return f"the ranks of this room did not promise the same: {', '.join(values_by_rank)}"
+            return f"the ranks of this room made different promises: {', '.join(values_by_rank)}"
     return ""

@@ -1,8 +1,8 @@
-"""What decode asked for in one room, and what prefill has said of it: every chunk is judged against its span.
+"""The receiving side of a room: the requested spans, and the check of every reported chunk against them.
 
-Chunks of a span follow one another without gap or overlap and end exactly at its end, and the tails of components that
-were asked for are said before the last chunk of span 0; control frames come in order, so anything else is a bug of the
-peer. This file must never do I/O.
+Chunks of a span follow one another without gap or overlap and end exactly at its end. The component pages that were
+requested are reported before the last chunk of span 0. Control frames arrive in order, so anything else is a bug of the
+peer. Performs no I/O.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tidekv.states.errors import LocalProtocolError, RemoteProtocolError
 
 
 class _ExpectedSpan(msgspec.Struct):
-    """One span: pages [first, end) are wanted, [first, cursor) have landed."""
+    """One requested span: pages [first, cursor) have landed, [cursor, end) have not."""
 
     cursor: int
     end: int
@@ -23,51 +23,49 @@ class _ExpectedSpan(msgspec.Struct):
 
 
 class ReceiverRoom:
-    """One room at the receiving side."""
+    """The receiving side of one room."""
 
     def __init__(self, *, first: int, count: int, component_pages: Iterable[str] = ()) -> None:
         """Span 0 is pages [first, first + count) of the prompt; `component_pages` names the requested components."""
         self.has_aux = False
         self._component_pages = set(component_pages)
-        """Components whose tail was asked for and is not here yet."""
+        """Requested components that have not landed yet."""
         self._spans = {0: _ExpectedSpan(first, first + count)}
 
     def extend(self, span: int, first: int, count: int) -> None:
-        """A further span is asked for. Raises LocalProtocolError for a number that was used."""
+        """Request a further span. Raises LocalProtocolError if the number was used before."""
         if span in self._spans:
-            raise LocalProtocolError(f"span {span} was asked for already")
+            raise LocalProtocolError(f"span {span} was requested already")
         self._spans[span] = _ExpectedSpan(first, first + count)
 
     def land(self, *, span: int, first: int, count: int, last: bool) -> None:
-        """Prefill says that a chunk is in place. Raises RemoteProtocolError, and then nothing is changed."""
+        """Accept prefill's report of a chunk. Raises RemoteProtocolError, and then changes nothing."""
         expected = self._spans.get(span)
-        said = f"chunk [{first}, {first + count}) of span {span}"
+        chunk = f"chunk [{first}, {first + count}) of span {span}"
         if expected is None:
-            raise RemoteProtocolError(f"{said} was never asked for, or was refused")
+            raise RemoteProtocolError(f"{chunk} was never requested, or was refused")
         if expected.ended:
-            raise RemoteProtocolError(f"{said} comes after the span's last one")
+            raise RemoteProtocolError(f"{chunk} comes after the span's last one")
         if first != expected.cursor or first + count > expected.end:
-            raise RemoteProtocolError(
-                f"{said} does not follow in what is left of it: [{expected.cursor}, {expected.end})"
-            )
+            raise RemoteProtocolError(f"{chunk} does not continue at its cursor: [{expected.cursor}, {expected.end})")
         if last and first + count != expected.end:
-            raise RemoteProtocolError(f"{said} is said to be the last; the span ends at {expected.end}")
+            raise RemoteProtocolError(f"{chunk} is marked as the last; the span ends at {expected.end}")
         if last and span == 0 and self._component_pages:
             raise RemoteProtocolError(
-                f"{said} is said to be the last; the tail of {min(self._component_pages)!r} was not sent"
+                f"{chunk} is marked as the last; the pages of {min(self._component_pages)!r} were not sent"
             )
         expected.cursor += count
         expected.ended = last
 
     def land_component(self, component: str) -> None:
-        """Prefill says that the tail of a component is in place. Raises RemoteProtocolError, and changes nothing."""
+        """Accept prefill's report of a component's pages. Raises RemoteProtocolError, and then changes nothing."""
         if component not in self._component_pages:
-            raise RemoteProtocolError(f"the tail of component {component!r} was not asked for, or was sent before")
+            raise RemoteProtocolError(f"the pages of component {component!r} were not requested, or were sent before")
         self._component_pages.remove(component)
 
     def refuse(self, span: int) -> None:
-        """Prefill will not serve a span. Raises RemoteProtocolError for one that was not asked for or has begun."""
+        """Remove a span that prefill refuses. Raises RemoteProtocolError if it was not requested or is complete."""
         expected = self._spans.get(span)
         if expected is None or expected.ended:
-            raise RemoteProtocolError(f"span {span} is refused, but it was not asked for or is complete")
+            raise RemoteProtocolError(f"span {span} is refused, but was not requested or is complete")
         del self._spans[span]

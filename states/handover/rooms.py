@@ -1,8 +1,18 @@
-"""Rooms: what prefill was asked to write for a request, how far it has come, and which writers may still write.
+"""Rooms: the pages that prefill writes for a request, their progress, and the writers that may still write.
 
-A room's pages are under remote write from the promise until every span's last chunk has landed. A request that leaves
-before that leaves its pages here, in the quarantine, until every writer of the room has said Drained or is proven dead.
-Time alone frees nothing: NIXL has no cancel.
+A *room* is one hand-over of one generation of a request. A *span* is a run of prompt pages that the room requests: span
+0 is the part that was not promised, each *extend* adds another. Ownership of the pages under remote write:
+
+    live room                       the request owns those of span 0 (`request.own`, `RequestComponents.remote`); the
+                                    tree holds those of later spans, in nodes under a load
+    received                        the same: the writers have finished
+    left, no writer can be active   the request's pages become free at once, and the loads are reclaimed
+    left, a writer may be active    quarantine: a `Draining` holds the request's pages, which are *draining*; the nodes
+                                    of its loads stay in the tree, void, and their pages are draining, too
+    every writer has confirmed      the pages of the `Draining` become free, and its loads are reclaimed
+    (Drained) or is proven dead
+
+No time-out ever frees a page, because NIXL cannot cancel a write.
 """
 
 from __future__ import annotations
@@ -25,18 +35,18 @@ if TYPE_CHECKING:
 
 
 class Draining:
-    """What a left room still holds: pages that a writer may write to."""
+    """Pages of a left room, in quarantine until no writer can write to them any more."""
 
     __slots__ = ("component_pages", "drained", "loads", "pages", "ranks", "writer")
 
     def __init__(self, room: Room) -> None:
         self.writer = room.writer
         self.ranks = room.ranks
-        """0: the promise was not sent, as far as is known; then the first answer counts for all ranks."""
+        """Writers that must confirm. 0 if it is unknown whether the promise was sent: then one answer is enough."""
         self.drained: set[int] = set()
         self.pages: PageIds = page_ids()
         self.component_pages: dict[str, PageIds] = {}
-        """Pages of components, by name."""
+        """Component pages, by component."""
         self.loads = room.lost
 
 
@@ -57,22 +67,22 @@ class Rooms:
 
     @property
     def source_load(self) -> SourceLoad:
-        """How fast prefill brings pages, and how many are under way from there."""
+        """Measured speed of prefill, and the number of pages under way from there."""
         missing = sum(span.pages_missing(room.ranks) for room in self._live.values() for span in room.spans)
         return SourceLoad(self._throughput.page_s(self._state.now_s), missing)
 
     @property
     def quarantine(self) -> list[Draining]:
-        """What left rooms still hold."""
+        """Left rooms that still hold pages."""
         return list(self._draining.values())
 
     @property
     def draining_rooms(self) -> int:
-        """Left rooms whose writers have not confirmed yet."""
+        """Number of left rooms whose writers have not all confirmed."""
         return len(self._draining)
 
     def live(self, request_id: str, generation: int) -> Room | None:
-        """The live room of that name, if there is one."""
+        """The live room of this request and generation, or None."""
         return self._live.get((request_id, generation))
 
     def open(
@@ -83,7 +93,7 @@ class Rooms:
         own: PageIds,
         component_pages: tuple[ComponentPages, ...] | None = None,
     ) -> None:
-        """Open the room of a planned request: what is promised is not sent, its own pages are span 0."""
+        """Open the room of a planned request. Span 0 are its own pages; promised pages are not sent."""
         room = Room(request, prefill=request.attempts % request.prefill_count)
         room.spans.append(self._span(promised, len(own), None))
         self._state.emit(
@@ -102,7 +112,7 @@ class Rooms:
         request.room = room
 
     def extend(self, room: Room, load: Load) -> None:
-        """Take back a part of the promise: the pages of `load`, which no local writer touches any more."""
+        """Withdraw a part of the promise: prefill writes the pages of `load`. No local writer is left."""
         self._state.emit(
             SendExtend(
                 request_id=room.request.request_id,
@@ -117,14 +127,14 @@ class Rooms:
 
     def _span(self, first: int, count: int, load: Load | None) -> Span:
         if self._state.settings.prefetch != "soonest" or not count:
-            # The policy does not need its speed, or it has no pages to measure it by.
+            # The policy does not use the speed of prefill, or there are no pages to measure it with.
             return Span(first, count, load)
         return Span(
             first, count, load, asked_at_s=self._state.now_s, queued_pages=self.source_load.queued_pages + count
         )
 
     def load_filled_by(self, room: Room, event: ChunkLanded) -> Load | None:
-        """Tell the load that this chunk, once it is noted, completes."""
+        """The load that this chunk completes, or None. Call it before `land`."""
         span = room.span_of(event)
         if span is None or span.load is None or not event.last or not span.continues(event):
             return None
@@ -132,10 +142,10 @@ class Rooms:
         return span.load if is_end and len(span.ended) + 1 == room.ranks else None
 
     def land(self, room: Room, event: ChunkLanded) -> None:
-        """Note a chunk.
+        """Record a chunk.
 
-        A chunk that was noted before is counted and changes nothing; one from beyond the cursor, or of no span that
-        was asked for, cannot come from a peer whose frames the receiver has checked, and is counted as well.
+        A chunk that was recorded before is counted and changes nothing. So is one that begins beyond the cursor or
+        belongs to no requested span; the receiver checks every frame, so these cannot come from a peer.
         """
         span = room.span_of(event)
         if span is None:
@@ -153,26 +163,29 @@ class Rooms:
                 self._state.count("chunks_foreign")
 
     def land_aux(self, room: Room, rank: int) -> None:
-        """Note the first token from one rank; a rank that the room does not have is counted and changes nothing."""
+        """Record that the first token came from one rank. An unknown rank is counted and changes nothing."""
         if 0 <= rank < room.ranks:
             room.aux_from.add(rank)
         else:
             self._state.count("frames_foreign")
 
     def receive(self, room: Room) -> None:
-        """All of the room is here: prefill may free its pages."""
+        """Close the complete room and report that to prefill, which may then free its pages."""
         self._state.emit(SendReceived(request_id=room.request.request_id, generation=room.generation))
         del self._live[room.key]
         room.request.room = None
 
     def leave(self, room: Room, *, settled: bool) -> None:
-        """Leave a room before its end. Its own pages go to the quarantine, with the loads that it was filling; or they
-        are free if they have no writer. It can be called again if it raised.
+        """Leave a room before its end.
+
+        If no writer can be active (`settled`, or all spans are written), the pages become free and the loads that the
+        room was filling are reclaimed. Otherwise both go to the quarantine. Safe to call again after a raise.
         """
         request = room.request
         if not settled and not room.is_aborted:
             self._state.emit(SendAbort(request_id=request.request_id, generation=room.generation))
             room.is_aborted = True
+        # Only the component pages that prefill writes go with the room; the others leave with the request.
         if settled or room.is_written:
             if request.component_pages is not None and self._state.components is not None:
                 self._state.components.give_back(request.component_pages.remote)
@@ -192,7 +205,7 @@ class Rooms:
         del self._live[room.key]
 
     def drained(self, request_id: str, generation: int, rank: int) -> None:
-        """A writer has confirmed. With the last of them the pages are free."""
+        """Record that a writer has confirmed the end of its writes. The last confirmation frees the pages."""
         draining = self._draining.get((request_id, generation))
         if draining is None:
             self._state.count("frames_late")
@@ -200,17 +213,18 @@ class Rooms:
         if draining.ranks and not 0 <= rank < draining.ranks:
             self._state.count("frames_foreign")
             return
+        # With `ranks` 0 it is unknown whether the promise was sent, and the first answer stands for all ranks.
         draining.drained.add(rank)
         if len(draining.drained) >= draining.ranks:
             self._settle((request_id, generation))
 
     def note_writer(self, request: Request, event: PromiseSent) -> None:
-        """Note which peer writes to the room, and how many ranks it has."""
+        """Record the peer that writes to the room, and the number of its ranks."""
         assert request.room is not None
         request.room.writer, request.room.ranks = event.writer, event.ranks
 
     def note_late_writer(self, event: PromiseSent) -> None:
-        """The same, for a room that its request has left already."""
+        """Record the writer of a room that its request has already left."""
         draining = self._draining.get((event.request_id, event.generation))
         if draining is not None:
             draining.writer, draining.ranks = event.writer, event.ranks
@@ -220,12 +234,12 @@ class Rooms:
         return [room for room in self._live.values() if room.writer == writer]
 
     def writer_dead(self, writer: str) -> None:
-        """Nothing of this peer can write any more: what it kept in the quarantine is free."""
+        """Free everything in quarantine because of this peer, which is proven dead."""
         for key in [key for key, draining in self._draining.items() if draining.writer == writer]:
             self._settle(key)
 
     def settle_unsent(self, request_id: str, generation: int) -> None:
-        """The room of a request that has left turned out never to have reached a writer, or to be drained."""
+        """Free the pages of a left room whose promise reached no writer, or that turned out to be drained."""
         if (request_id, generation) in self._draining:
             self._settle((request_id, generation))
 

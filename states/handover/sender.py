@@ -1,27 +1,25 @@
-"""What prefill sends for one room, and when: the pages of each span as they get computed, each exactly once.
+"""The sending side of a room: when prefill writes which pages, and when it reports them to decode.
 
-A span is a run of prompt pages that decode wants written to pages of its own. Span 0 is what was not promised, the
-others are asked for by Extend. In each span one cursor grows:
+A span is a run of prompt pages that decode wants written to pages of its own. Span 0 is the part that was not promised,
+Extend requests the others. Each page is written exactly once. A cursor per span divides it:
 
-    [first, said)       written, and decode was told
-    [said, cursor)      being written, or written behind a write that is not done yet
-    [cursor, computed)  may be written now
-    [computed, end)     prefill has not computed it yet
+    [first, reported)    written, and reported to decode
+    [reported, cursor)   being written, or written behind a write that has not ended
+    [cursor, computed)   may be written now
+    [computed, end)      not computed by prefill yet
 
-A chunk is said only after its write, and in the order of the pages. The last one of a span, empty if need be, is said
-only when prefill has finished: it is what decode waits for. That of span 0 is said only when the tails of components
-are in place as well (`tidekv.states.handover.sender`). When a room stops, nothing new starts, and it is drained
-once nothing is in flight. This file must never do I/O and never know time.
+A chunk is reported only after its write, in the order of the pages. The last chunk of a span, which may be empty, is
+reported only when prefill has finished: decode waits for it. That of span 0 is reported only when all requested
+component pages are in place as well. After a stop nothing new starts, and the room is drained once no write is in
+flight.
 
-What prefill sends of components for one room: the tails that decode asked for, each whole and once.
+Component pages are the last pages of a prompt in the pool of a component, up to the end of the prompt: for a window the
+pages that cover it, for a state one snapshot. Decode requests the positions that it lacks; a request without pages
+requests nothing. Prefill has component pages only after it has computed the whole prompt, so it hands them over at
+once. They are written in parts, and reported when the last part is in place.
 
-A tail is the last pages of a prompt in a component's own pool, up to the prompt's end: of a window those that cover it,
-of a state one record. Decode says where each begins for it; what it has of a window already it does not ask for, and a
-tail of no pages asks for nothing. Prefill has a tail only when it has computed the whole prompt, so it is handed over
-at once; it is written in parts, and said when the last of them is in place.
-
-The last chunk of span 0 is what decode waits for, so that must never be said before all tails that were asked for are.
-This file must never do I/O and never know time.
+Ownership: prefill's pages stay with its engine, which keeps them until decode has received the room or the room is
+drained; decode's pages stay with decode's request. This module performs no I/O and knows no time.
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ from tidekv.states.types import PageIds, page_ids
 
 
 class ComponentRequest(msgspec.Struct, frozen=True):
-    """What decode wants of one component: pages at positions [first, first + page_count) of the prompt, the last of
-    which is the prompt's last page. No pages: it has all that it needs.
+    """The pages of one component that decode requests: positions [first, first + page_count) of the prompt, which end
+    with its last page. No pages: decode has all that it needs.
     """
 
     component: str
@@ -47,7 +45,7 @@ class ComponentRequest(msgspec.Struct, frozen=True):
 
 
 class ComponentPart(msgspec.Struct, frozen=True):
-    """Pages of one component at positions from `first` on, ours and decode's."""
+    """One write: pages of one component at positions from `first` on, prefill's and decode's."""
 
     component: str
     first: int
@@ -56,7 +54,7 @@ class ComponentPart(msgspec.Struct, frozen=True):
 
 
 class _ComponentTransfer(msgspec.Struct):
-    """One tail: of its pages `posted` are being written or in place, `landed` are in place."""
+    """Progress of one component: `posted` pages are being written or in place, `landed` pages are in place."""
 
     requested: ComponentPages
     ours: PageIds | None = None
@@ -70,29 +68,30 @@ class _ComponentTransfer(msgspec.Struct):
 
 
 class SenderComponents:
-    """The tails of one room at the sending side."""
+    """Component pages of one room, at the sending side."""
 
     def __init__(self, requested: Iterable[ComponentPages], *, page_count: int) -> None:
-        """Take over what decode asked for of a prompt of so many pages. Raises RemoteProtocolError where that
-        contradicts itself.
+        """Take over the requests for a prompt of `page_count` pages.
+
+        Raises RemoteProtocolError if they contradict each other or the prompt.
         """
         self._component_pages: dict[str, _ComponentTransfer] = {}
         for one in requested:
             name, count = one.component, len(one.pages)
             if name in self._component_pages:
-                raise RemoteProtocolError(f"decode asks twice for the tail of component {name!r}")
+                raise RemoteProtocolError(f"decode requests the pages of component {name!r} twice")
             if count and one.first + count != page_count:
                 raise RemoteProtocolError(
-                    f"decode gave {count} pages for the tail of component {name!r} at positions from {one.first} on,"
+                    f"decode gave {count} pages of component {name!r} at positions from {one.first} on,"
                     f" which does not end with the prompt of {page_count} pages"
                 )
             if len(set(one.pages)) != count:
-                raise RemoteProtocolError(f"decode names a page of component {name!r} twice: a content would be lost")
+                raise RemoteProtocolError(f"decode names a page of component {name!r} twice: one content would be lost")
             self._component_pages[name] = _ComponentTransfer(one)
 
     @property
     def requested(self) -> dict[str, ComponentRequest]:
-        """What was asked for, by component."""
+        """The requested pages, by component."""
         return {
             name: ComponentRequest(name, transfer.requested.first, len(transfer.requested.pages))
             for name, transfer in self._component_pages.items()
@@ -100,7 +99,7 @@ class SenderComponents:
 
     @property
     def unsent(self) -> list[str]:
-        """Components whose tail was asked for and not handed over yet."""
+        """Components whose pages were requested and have not been handed over yet."""
         return [
             name
             for name, transfer in self._component_pages.items()
@@ -109,14 +108,14 @@ class SenderComponents:
 
     @property
     def are_landed(self) -> bool:
-        """Whether everything that was asked for is in place."""
+        """Whether all requested pages are in place."""
         return all(transfer.is_landed for transfer in self._component_pages.values())
 
     def send(self, component: str, pages: PageIds) -> None:
-        """Prefill has the tail of a component: one page for each position that was asked for.
+        """Hand over a component's pages: one for each requested position.
 
-        Repeating it is harmless, and so is handing over what nobody asked for. Raises InvalidRequest, and then nothing
-        is changed.
+        A repetition changes nothing, nor do pages of a component that was not requested. Raises InvalidRequest, and
+        then changes nothing.
         """
         transfer = self._component_pages.get(component)
         if transfer is None:
@@ -127,22 +126,22 @@ class SenderComponents:
             return
         if len(pages) != len(requested.pages):
             raise InvalidRequest(
-                f"{len(pages)} pages of component {component!r} were given; decode asks for {len(requested.pages)}, at"
+                f"{len(pages)} pages of component {component!r} were given; decode requests {len(requested.pages)}, at"
                 f" positions [{requested.first}, {requested.first + len(requested.pages)})"
             )
         if transfer.ours not in (None, pages):
-            raise InvalidRequest(f"the tail of component {component!r} was sent before, as other pages")
+            raise InvalidRequest(f"other pages of component {component!r} were sent before")
         transfer.ours = pages[:]
 
     def can_write(self) -> bool:
-        """True where `next_part` has something."""
+        """Whether `next_part` has a write."""
         return any(
             transfer.ours is not None and transfer.posted < len(transfer.ours)
             for transfer in self._component_pages.values()
         )
 
     def next_part(self, *, pages_max: int) -> ComponentPart | None:
-        """The next write, of at most so many pages; it is in flight from now on, until `settle`."""
+        """The next write, of at most `pages_max` pages. It is in flight until `settle`."""
         for name, transfer in self._component_pages.items():
             if transfer.ours is not None and transfer.posted < len(transfer.ours):
                 part = slice(transfer.posted, transfer.posted + pages_max)
@@ -153,11 +152,11 @@ class SenderComponents:
         return None
 
     def land(self, part: ComponentPart) -> None:
-        """A part is in place."""
+        """Record that a part is in place."""
         self._component_pages[part.component].landed += len(part.our_pages)
 
     def take_landed(self) -> list[str]:
-        """Components whose tail decode can be told of now; each is given out once."""
+        """Components whose pages can be reported to decode now; each is returned once."""
         here = [
             name
             for name, transfer in self._component_pages.items()
@@ -172,7 +171,7 @@ SPANS_MAX = 1024
 
 
 class WriteJob(msgspec.Struct, frozen=True):
-    """Write `our_pages` over `their_pages`: pages [first, first + len(our_pages)) of the prompt, for one span."""
+    """One write for a span: `our_pages` over `their_pages`, pages [first, first + len(our_pages)) of the prompt."""
 
     span: int
     first: int
@@ -181,7 +180,7 @@ class WriteJob(msgspec.Struct, frozen=True):
 
 
 class ChunkReady(msgspec.Struct, frozen=True):
-    """Decode can be told that pages [first, first + count) of the prompt are in place for this span."""
+    """A report for decode: pages [first, first + count) of the prompt are in place for this span."""
 
     span: int
     first: int
@@ -190,14 +189,14 @@ class ChunkReady(msgspec.Struct, frozen=True):
 
 
 class SpanRefused(msgspec.Struct, frozen=True):
-    """A span can never be served."""
+    """A report for decode: a span will not be served."""
 
     span: int
     cause: str
 
 
 class _Posted(msgspec.Struct):
-    """A chunk between its posting and its telling."""
+    """A chunk between the start of its write and its report."""
 
     first: int
     count: int
@@ -206,7 +205,7 @@ class _Posted(msgspec.Struct):
 
 
 class _Span(msgspec.Struct):
-    """One run of pages that decode wants; see the drawing above."""
+    """One requested run of pages; see the drawing above."""
 
     number: int
     first: int
@@ -221,7 +220,7 @@ class _Span(msgspec.Struct):
 
 
 class SenderRoom:
-    """One room at the sending side."""
+    """The sending side of one room."""
 
     def __init__(
         self,
@@ -232,7 +231,7 @@ class SenderRoom:
         pages: PageIds,
         component_pages: Iterable[ComponentPages] = (),
     ) -> None:
-        """Take a promise over. Raises RemoteProtocolError where it contradicts itself."""
+        """Take over a promise. Raises RemoteProtocolError if it contradicts itself."""
         self.prompt_tokens = prompt_tokens
         self.decode_prefix_len = decode_prefix_len
         self.page_size = page_size
@@ -259,12 +258,12 @@ class SenderRoom:
 
     @property
     def is_drained(self) -> bool:
-        """No write is in flight and none will start."""
+        """Whether no write is in flight and none will start."""
         return self.stopped is not None and self.in_flight == 0
 
     @property
     def is_complete(self) -> bool:
-        """All that was asked for so far is in place and decode was told."""
+        """Whether all that was requested so far is in place and reported."""
         return (
             self.finished
             and self.component_pages.are_landed
@@ -273,19 +272,19 @@ class SenderRoom:
 
     @property
     def computed_pages(self) -> int:
-        """Pages of the prompt that are remembered, from the first on."""
+        """Number of leading prompt pages that prefill has handed over."""
         return len(self._ours)
 
     @property
     def computed(self) -> PageIds:
-        """The pages that are remembered, from the prompt's first on; the list is the caller's."""
+        """The handed over pages, from the first page of the prompt on; a new list."""
         return self._ours[:]
 
     def remember(self, pages: PageIds, *, start_token: int, end_token: int | None = None) -> None:
-        """Prefill has computed the tokens from `start_token` to `end_token` (the end of `pages` by default).
+        """Take pages over: prefill has computed tokens [start_token, end_token), by default to the end of `pages`.
 
-        Chunks come in the order of the prompt; repeating one is harmless. A page that is not full yet is left to the
-        next chunk, unless it ends the prompt. Raises InvalidRequest, and then nothing is changed.
+        Chunks follow the order of the prompt; repeating one changes nothing. A page that is not full is left to the
+        next chunk, unless it ends the prompt. Raises InvalidRequest, and then changes nothing.
         """
         reach = min(start_token + len(pages) * self.page_size, self.prompt_tokens)
         end_token = reach if end_token is None else end_token
@@ -302,39 +301,44 @@ class SenderRoom:
                 f"{len(pages)} pages for tokens [{start_token}, {end_token}) do not fit a prompt of"
                 f" {self.prompt_tokens} tokens"
             )
+        # The last page of the prompt may be partial: nothing follows that could fill it.
         whole = end_token == self.prompt_tokens
         end = self.page_count if whole else end_token // self.page_size
+        # A repetition must name the same pages: the first ones may be under a write already.
         known = pages[: max(0, min(len(self._ours), end) - first)]
         if known != self._ours[first : first + len(known)]:
             raise InvalidRequest(f"pages from token {start_token} were sent before, as other pages")
         self._ours.extend(pages[len(known) : max(len(known), end - first)])
 
     def send_component_pages(self, component: str, pages: PageIds) -> None:
-        """Prefill has the tail of a component. Raises InvalidRequest, and then nothing is changed."""
+        """Take over the pages of a component. Raises InvalidRequest, and then changes nothing."""
         if self.finished:
-            raise InvalidRequest(f"the room is finished: the tail of component {component!r} can no longer be sent")
+            raise InvalidRequest(f"the room is finished: pages of component {component!r} can no longer be sent")
         self.component_pages.send(component, pages)
 
     def extend(self, span: int, first: int, pages: PageIds) -> None:
-        """Decode wants pages [first, first + len(pages)) as well; repeating a number is harmless.
+        """Take over decode's request for pages [first, first + len(pages)); repeating a number changes nothing.
 
-        Raises RemoteProtocolError for pages outside the prompt, and for a number that meant something else before.
+        Raises RemoteProtocolError for pages outside the prompt, and for a number that was used for other pages.
         """
         known = self._spans.get(span)
         if known is not None:
             if (known.first, known.pages) != (first, pages):
-                raise RemoteProtocolError(f"decode gave span {span} a second meaning")
+                raise RemoteProtocolError(f"decode requested span {span} twice, as different pages")
             return
         if len(self._spans) >= SPANS_MAX:
-            raise RemoteProtocolError(f"decode asks for more than {SPANS_MAX} spans in one room")
+            raise RemoteProtocolError(f"decode requests more than {SPANS_MAX} spans in one room")
         self._open(span, first, pages)
+        # A finished room without any pages is a full hit: there is nothing to serve this span with.
         if self.finished and pages and not self._ours:
             self._refuse(self._spans[span])
 
     def finish(self) -> None:
-        """Prefill has sent all that it will. Raises InvalidRequest, and changes nothing, where it still owes pages of
-        the prompt or the tail of a component; LocalProtocolError when called twice. Of a full hit no page need be sent
-        at all: an Extend of it is refused then.
+        """Record that prefill has handed over everything.
+
+        Raises InvalidRequest, and changes nothing, if pages of the prompt or of a component are missing;
+        LocalProtocolError if called twice. For a full hit prefill need not hand over any page; then an Extend is
+        refused.
         """
         if self.finished:
             raise LocalProtocolError("the room is finished already")
@@ -342,21 +346,22 @@ class SenderRoom:
         if sent < self.page_count and (sent or self._spans[0].pages):
             raise InvalidRequest(f"the room cannot finish: pages [{sent}, {self.page_count}) were never sent")
         if owed := self.component_pages.unsent:
-            raise InvalidRequest(f"the room cannot finish: the tail of component {owed[0]!r} was never sent")
+            raise InvalidRequest(f"the room cannot finish: the pages of component {owed[0]!r} were never sent")
         self.finished = True
         for span in [span for span in self._spans.values() if span.pages and not sent]:
             self._refuse(span)
 
     def stop(self, cause: str) -> bool:
-        """Start nothing any more; what was not told is never told. False when it was stopped before."""
+        """Start no writes and report nothing any more. Returns False if already stopped."""
         if self.stopped is not None:
             return False
+        # A stopped room ends as a whole: refusals of single spans would follow its own end.
         self.stopped = cause
         self._refusals.clear()
         return True
 
     def can_write(self) -> bool:
-        """True where `next_job` has something."""
+        """Whether `next_job` has a write."""
         if self.stopped is not None:
             return False
         return self.component_pages.can_write() or any(
@@ -364,7 +369,7 @@ class SenderRoom:
         )
 
     def next_job(self, *, pages_max: int) -> WriteJob | ComponentPart | None:
-        """The next write, of at most so many pages; it is in flight from now on, until `settle`."""
+        """The next write, of at most `pages_max` pages. It is in flight until `settle`."""
         if self.stopped is not None:
             return None
         for span in self._spans.values():
@@ -376,12 +381,13 @@ class SenderRoom:
                 self.in_flight += 1
                 theirs = span.pages[first - span.first : end - span.first]
                 return WriteJob(span.number, first, self._ours[first:end], theirs)
+        # Full pages first: component pages delay only the last chunk of span 0.
         part = self.component_pages.next_part(pages_max=pages_max)
         self.in_flight += part is not None
         return part
 
     def settle(self, job: WriteJob | ComponentPart, *, landed: bool) -> None:
-        """A write has ended; only one that landed may ever be told."""
+        """Record the end of a write. Only writes that landed are reported later."""
         assert self.in_flight > 0, "a write settles once"
         self.in_flight -= 1
         if not landed:
@@ -395,17 +401,19 @@ class SenderRoom:
                 posted.landed = True
 
     def take_chunks(self) -> list[ChunkReady]:
-        """What decode can be told now, in order; each is given out once. Of each span at most one: those that landed
-        together are told together, and the empty last one, mostly, with the pages before it.
+        """Chunks that can be reported to decode now, in order; each is returned once.
+
+        Chunks of a span that have landed together are merged into one; that usually includes the empty last one.
         """
         chunks: list[ChunkReady] = []
         if self.stopped is not None:
             return chunks
         for span in self._spans.values():
             if self.finished and not span.ended and span.cursor == span.end:
-                # All was posted before it was known to be the last: an empty chunk says so.
+                # All pages were posted before prefill finished: an empty chunk marks the end.
                 span.ended = True
                 span.posted.append(_Posted(span.end, 0, last=True, landed=True))
+            # A chunk is reported only after those before it, and the last one of span 0 only after the components.
             landed: list[_Posted] = []
             while span.posted and span.posted[0].landed:
                 if span.posted[0].last and span.number == 0 and not self.component_pages.are_landed:
@@ -417,29 +425,29 @@ class SenderRoom:
         return chunks
 
     def take_component_pages(self) -> list[str]:
-        """The components of whose tails decode can be told now, before any chunk of `take_chunks`; each once."""
+        """Components whose pages can be reported now, before any chunk of `take_chunks`; each is returned once."""
         return [] if self.stopped is not None else self.component_pages.take_landed()
 
     def take_refusals(self) -> list[SpanRefused]:
-        """Spans that will never be served; each is given out once."""
+        """Spans that will not be served; each is returned once."""
         refusals, self._refusals = self._refusals, []
         return refusals
 
     def _open(self, number: int, first: int, pages: PageIds) -> None:
         if not 0 <= first <= first + len(pages) <= self.page_count:
             raise RemoteProtocolError(
-                f"decode wants pages [{first}, {first + len(pages)}) of a prompt of {self.page_count} pages"
+                f"decode requests pages [{first}, {first + len(pages)}) of a prompt of {self.page_count} pages"
             )
         if len(set(pages)) != len(pages):
-            raise RemoteProtocolError(f"decode names a page twice in span {number}: one of its contents would be lost")
+            raise RemoteProtocolError(f"decode names a page twice in span {number}: one content would be lost")
         self._spans[number] = _Span(number, first, pages, cursor=first)
 
     def _writable_end(self, span: _Span) -> int:
-        """How far a span can be written now."""
+        """The end of the pages that can be written now."""
         return min(span.end, len(self._ours))
 
     def _refuse(self, span: _Span) -> None:
-        """Give up a span of which nothing was written; repeating its Extend repeats the answer."""
-        assert span.cursor == span.first, "nothing of a refused span is ever written"
+        """Give up a span of which nothing was written. A repeated Extend is refused again."""
+        assert span.cursor == span.first, "a span is refused before any of its pages is written"
         del self._spans[span.number]
-        self._refusals.append(SpanRefused(span.number, f"prefill sent {len(self._ours)} pages of this room only"))
+        self._refusals.append(SpanRefused(span.number, f"prefill sent only {len(self._ours)} pages of this room"))

@@ -1,7 +1,12 @@
-"""Recount of ownership over the whole core: no page without an owner, none with two, no lost receipt.
+"""Recount of ownership over the whole core: every page has exactly one owner, and no receipt is lost.
 
-The accounts know the condition of each page, the index its own nodes. The audit asks every request, load, backup, room
-and operation what it holds, and compares. O(everything); it changes nothing.
+The page pools record the state of each page, the index its own nodes. The audit collects what every request, load,
+backup, room and operation holds, and compares. It visits everything and changes nothing.
+
+Owners of device pages: a request (`own`, `reserve`), a recomputation whose request has left, the index (cached), the
+quarantine of a left room and void nodes (draining). Owners of host pages: a load, a backup, a read ahead, a late fetch,
+the index. Owners of component pages: `RequestComponents`, component fetches and backups, late fetches, the quarantine,
+the index.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Parts(Protocol):
-    """The parts of a core that own something."""
+    """The parts of a core that own pages, receipts or operations."""
 
     settings: CoreSettings
     state: CoreState
@@ -52,7 +57,7 @@ class Parts(Protocol):
 
 
 def audit_core(core: Parts) -> None:
-    """Raise BrokenInvariant, in words, at the first contradiction found."""
+    """Raise BrokenInvariant at the first contradiction found."""
     core.state.index.check()
     core.state.device.check()
     core.state.host.check()
@@ -67,7 +72,7 @@ def audit_core(core: Parts) -> None:
     for request in core.state.requests.values():
         _check_request(core, request)
         can_move = any(guard(request, progressed) for guard in PROGRESS_GUARDS[request.state])
-        _require(not can_move, f"{request} could move on, and was not looked at")
+        _require(not can_move, f"{request} could move on, but was not visited")
     state = core.state
     _require(
         not (
@@ -82,16 +87,19 @@ def audit_core(core: Parts) -> None:
         "a step left work",
     )
     waiting = {request for request in core.state.requests.values() if request.waits_for_admission}
-    _require(set(core.queue) == waiting and len(core.queue) == len(waiting), "the queue is not who waits for admission")
+    _require(
+        set(core.queue) == waiting and len(core.queue) == len(waiting),
+        "the queue does not hold exactly the requests that wait for admission",
+    )
 
 
-def _require(condition: object, words: str) -> None:
+def _require(condition: object, contradiction: str) -> None:
     if not condition:
-        raise BrokenInvariant(words)
+        raise BrokenInvariant(contradiction)
 
 
 def _loads_of(core: Parts) -> dict[Load, None]:
-    """Every load that still holds something: live, or void and waiting for a writer or for what lies below it."""
+    """Every load that still holds something: live, or void and waiting for a writer or for the nodes below it."""
     loads = dict.fromkeys(core.loads)
     operations = core.state.operations.values()
     loads.update(dict.fromkeys(one.load for one in operations if isinstance(one, LoadFetch | LoadCopy | ShareWatch)))
@@ -120,7 +128,7 @@ def _check_device_pages(core: Parts) -> None:
 
 
 def _component_pages_of(core: Parts) -> list[RequestComponents]:
-    """The tails of requests, and those that requests have left while something still writes to them."""
+    """Component pages of requests, and those of left requests that an operation still writes to."""
     component_pages = {request.component_pages: None for request in core.state.requests.values()}
     for owner in core.state.operations.values():
         if isinstance(owner, ComponentCopy | LateRecomputation):
@@ -147,9 +155,9 @@ def _check_components(core: Parts) -> None:
     }
     late = [owner for owner in operations if isinstance(owner, LateFetch)]
     for held in _component_pages_of(core):
-        _require(held.copies == copies[held], f"{held.request} waits for {held.copies} copies of its tails")
+        _require(held.copies == copies[held], f"{held.request} waits for {held.copies} copies of component pages")
         waiting = [fetch for fetch in held.fetches if fetch.stage is not ComponentStage.RESERVED]
-        _require(all(fetches.get(fetch.op) is fetch for fetch in waiting), "a tail waits for nothing")
+        _require(all(fetches.get(fetch.op) is fetch for fetch in waiting), "a component fetch waits for no operation")
     backups = [owner for owner in operations if isinstance(owner, ComponentBackup)]
     for name in components.components:
         owned, draining, on_host = page_ids(), page_ids(), page_ids()
@@ -158,7 +166,7 @@ def _check_components(core: Parts) -> None:
             for fetch in held.fetches:
                 on_host += fetch.host_pages if fetch.component == name else page_ids()
         for left in core.rooms.quarantine:
-            # None at all, where they were free already when the rest of the room went to the quarantine.
+            # Missing, if they were free already when the rest of the room went to the quarantine.
             draining += left.component_pages.get(name, page_ids())
         for backup in backups:
             on_host += backup.fresh if backup.component == name else page_ids()
@@ -183,15 +191,18 @@ def _check_host_pages(core: Parts, loads: dict[Load, None]) -> None:
 
 
 def _check_pages(account: PagePool, owned: PageIds, draining: PageIds) -> None:
-    for pages, condition, count in (
+    for pages, page_state, count in (
         (owned, PageState.OWNED, account.owned),
         (draining, PageState.DRAINING, account.draining),
     ):
-        words = condition.name.lower()
+        state_name = page_state.name.lower()
         twice = [page for page, owners in Counter(pages).items() if owners > 1]
         _require(not twice, f"{account.name} pages {twice} have two owners")
-        _require(account.holds(pages, condition), f"an owner of {words} {account.name} pages has others, too")
-        _require(len(pages) == count, f"{count} {account.name} pages are {words}, owners know of {len(pages)}")
+        _require(
+            account.holds(pages, page_state),
+            f"an owner of {state_name} {account.name} pages has pages in another state",
+        )
+        _require(len(pages) == count, f"{count} {account.name} pages are {state_name}, their owners have {len(pages)}")
 
 
 def _check_receipts(core: Parts, loads: dict[Load, None]) -> None:
@@ -208,14 +219,14 @@ def _check_receipts(core: Parts, loads: dict[Load, None]) -> None:
         elif isinstance(owner, ComponentPut) and owner.pin is not None:
             receipts.append(owner.pin.full)
     held = [receipt for receipt in receipts if receipt is not None]
-    _require(not any(receipt.released for receipt in held), "a receipt is held that was given back")
+    _require(not any(receipt.released for receipt in held), "a receipt that was given back is still held")
     _require(len(set(map(id, held))) == len(held), "a receipt has two holders")
     device: Counter[Node] = Counter(receipt.node for receipt in held if receipt.kind == "device")
     host: Counter[Node] = Counter(receipt.node for receipt in held if receipt.kind == "host")
     index = core.state.index
     for node in (*index.nodes(), *index.tree.roots.values()):
-        _require(node.anchored == device.pop(node, 0), f"{node} has device receipts that nobody holds, or lacks some")
-        _require(node.host_anchored == host.pop(node, 0), f"{node} has host receipts that nobody holds, or lacks some")
+        _require(node.anchored == device.pop(node, 0), f"{node} counts other device receipts than are held")
+        _require(node.host_anchored == host.pop(node, 0), f"{node} counts other host receipts than are held")
     _require(not device and not host, "receipts are held for nodes that are not in the tree")
 
 
@@ -224,7 +235,7 @@ def _check_loads(core: Parts, loads: dict[Load, None]) -> None:
     void: set[Node] = set()
     for node in core.state.index.nodes():
         if node.load is not None:
-            _require(node.load in loads and node in node.load.nodes, f"{node} is under a load that does not know it")
+            _require(node.load in loads and node in node.load.nodes, f"{node} is under a load that does not list it")
             under[node.load] += 1
         if node.void:
             void.add(node)
@@ -235,19 +246,25 @@ def _check_loads(core: Parts, loads: dict[Load, None]) -> None:
                 void.discard(node)
             _require(load.lock is None and not load.sharers, "a void load has a lock or sharers")
         else:
-            _require(load in set(core.loads), "a load is not void, but forgotten")
-            _require(under[load] == len(load.nodes), "a load names nodes that are not under it")
-            _require(load.nodes[0].depth_pages - load.nodes[0].page_count == load.first, "a load is not where it says")
+            _require(load in set(core.loads), "a load is not void, but missing among the loads")
+            _require(under[load] == len(load.nodes), "a load lists nodes that are not under it")
+            _require(
+                load.nodes[0].depth_pages - load.nodes[0].page_count == load.first,
+                "a load does not begin at its first node",
+            )
         for request, count in load.sharers.items():
             _require(0 < count <= load.page_count, f"{request} shares {count} pages of a load")
-            _require(load in request.loads, f"{request} does not know of a load that it shares")
+            _require(load in request.loads, f"{request} does not list a load that it shares")
         _require(load.filler is None or load.filler in load.sharers, "the filler of a load does not share it")
-        _require((load.stage is Stage.RECEIVING) == (load.filler is not None), "a load is filled by nobody")
+        _require(
+            (load.stage is Stage.RECEIVING) == (load.filler is not None),
+            "a load is received without a filler, or has a filler without being received",
+        )
         if load.span is not None:
             room = None if load.filler is None else load.filler.room
             is_open = room is not None and room.spans[0] is load.span
-            _require(is_open and load.first >= load.span.first, "a shared transfer is of no open room")
-    _require(not void, f"{void} are void for no load")
+            _require(is_open and load.first >= load.span.first, "a shared transfer belongs to no open room")
+    _require(not void, f"{void} are void without a load")
 
 
 def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
@@ -255,23 +272,32 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
     for op, owner in core.state.operations.items():
         if isinstance(owner, StorageQuery | Recomputation):
             request = owner.request
-            _require(core.state.requests.get(request.request_id) is request, f"an operation is of {request}, now gone")
-            _require(op in (request.query_op, request.recompute_op), f"{request} does not know of its question")
+            _require(
+                core.state.requests.get(request.request_id) is request,
+                f"an operation belongs to {request}, which is gone",
+            )
+            _require(op in (request.query_op, request.recompute_op), f"{request} does not refer to its operation")
         elif isinstance(owner, LoadFetch | LoadCopy | ShareWatch):
-            _require(owner.load in loads and owner.load.op == op, "an operation is of a load that does not know it")
+            _require(
+                owner.load in loads and owner.load.op == op, "an operation belongs to a load that does not refer to it"
+            )
         elif isinstance(owner, Backup):
-            _require(owner in backups, "an operation is of a backup that is over")
+            _require(owner in backups, "an operation belongs to a backup that is over")
         elif isinstance(owner, AheadRead):
             run = owner.run
-            _require(run in runs and run.op == op, "an operation is of a read ahead that does not know it")
-            _require(not run.is_landed, "a read ahead has landed, and is waited for")
+            _require(run in runs and run.op == op, "an operation belongs to a read ahead that does not refer to it")
+            _require(not run.is_landed, "a read ahead has landed, but its operation is in flight")
     fetching = {load for load in core.loads if load.stage is Stage.FETCHING}
     operations = core.state.operations
     of_components = {one.fetch for one in operations.values() if isinstance(one, ComponentRead)}
     _require(
-        all(fetch.stage is ComponentStage.FETCHING for fetch in of_components), "a tail that is read is not FETCHING"
+        all(fetch.stage is ComponentStage.FETCHING for fetch in of_components),
+        "a component fetch that is read is not FETCHING",
     )
-    _require(set(core.storage.fetching) == fetching | of_components, "it is not known which loads wait for a fetch")
+    _require(
+        set(core.storage.fetching) == fetching | of_components,
+        "storage counts other loads than those that wait for a fetch",
+    )
     reading = [run for run in runs if not run.is_landed]
     late = [owner for owner in core.state.operations.values() if isinstance(owner, LateFetch)]
     in_flight = sum(load.page_count for load in fetching) + sum(len(fetch.host_pages) for fetch in of_components)
@@ -298,17 +324,20 @@ def _check_request(core: Parts, request: Request) -> None:
     has_components = holds and core.state.components is not None
     _require(
         has_components == (request.component_pages is not None),
-        f"{request} has tails without a grant, or none with one",
+        f"{request} has component pages without a grant, or none with one",
     )
     is_planned = request.is_beyond_plan or request.is_ready
-    _require(not is_planned or request.ahead is None, f"{request} has its plan, and still holds what was fetched ahead")
+    _require(not is_planned or request.ahead is None, f"{request} has its plan, but still holds pages fetched ahead")
     _require(all(request in load.sharers for load in request.loads), f"{request} waits for a load that is over")
     if request.is_ready:
         _require(request.room is None and not request.loads, f"{request} still waits for something")
     else:
         _require(request.is_planned == request.is_beyond_plan, f"{request} has no room, or one too early")
     if request.waits_for_admission:
-        _require(not request.own and not request.reserve and not request.loads, f"{request} waits and holds pages")
+        _require(
+            not request.own and not request.reserve and not request.loads,
+            f"{request} waits for admission, but holds pages",
+        )
     if request.lock is None or request.is_ready:
         return
     path = core.state.index.path(request.lock.node)
@@ -322,7 +351,9 @@ def _check_request(core: Parts, request: Request) -> None:
         f"{request} shares {request_loads}, its path runs through {dict(shared)}",
     )
     end = request.lock.node.depth_pages
-    _require(end + len(request.own) == request.page_count, f"{request} does not have its prompt's pages once each")
+    _require(
+        end + len(request.own) == request.page_count, f"{request} does not have every page of its prompt exactly once"
+    )
     if request.room is not None:
         span = request.room.spans[0]
         _require(request.promised == span.first <= end, f"{request} promised {request.promised} pages of {end}")
@@ -330,4 +361,4 @@ def _check_request(core: Parts, request: Request) -> None:
         _require(is_shared, f"{request} has {end} pages in the tree, and promised {request.promised}")
         _require(core.rooms.live(*request.room.key) is request.room, f"the room of {request} is not live")
         known = sum(request.source_pages.values()) + sum(shared.values())
-        _require(known == end, f"{request} knows the sources of {known} pages of {end}")
+        _require(known == end, f"{request} counts the sources of {known} pages of {end}")

@@ -1,4 +1,4 @@
-"""The core in numbers: what there is now, and what has happened since the start."""
+"""Statistics of the core: current amounts, and counters since the start."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
 
 def operations_in_flight(core: Parts) -> int:
-    """Operations under way, but for the breaker's own."""
+    """Number of operations in flight, without the one of the circuit breaker."""
     return len(core.state.operations) - core.storage.is_open
 
 
 def count_core(core: Parts) -> dict[str, int]:
-    """Requests by state, pages by pool and condition, what is in flight, and every counter of the state."""
+    """Requests by state, pages by pool and page state, amounts in flight, and all counters."""
     state = core.state
     states = dict.fromkeys((f"requests_{kind.value.lower()}" for kind in (*LIVE, READY)), 0)
     for request in state.requests.values():
         states[f"requests_{request.state.value.lower()}"] += 1
     pools = {
-        f"{account.name}_{condition}": getattr(account, condition)
+        f"{account.name}_{page_state}": getattr(account, page_state)
         for account in (state.device, state.host)
-        for condition in ("free", "owned", "cached", "draining", "total")
+        for page_state in ("free", "owned", "cached", "draining", "total")
     }
     return {
         **states,
@@ -55,8 +55,8 @@ def _count_components(core: Parts) -> dict[str, int]:
     for name in components.components:
         for tier in (components.device[name], components.host[name]):
             account = tier.account
-            for condition in ("free", "owned", "cached", "draining", "total"):
-                numbers[f"{name}_{tier.name}_{condition}"] = getattr(account, condition)
+            for page_state in ("free", "owned", "cached", "draining", "total"):
+                numbers[f"{name}_{tier.name}_{page_state}"] = getattr(account, page_state)
             numbers[f"{name}_{tier.name}_evictable"] = tier.evictable
             numbers[f"{name}_{tier.name}_protected"] = tier.protected
     return numbers

@@ -1,21 +1,21 @@
-"""Agreement: from what each rank of a decode instance has seen to the events that all of their cores take.
+"""Agreement of the ranks of a decode instance on the events that all of their cores take.
 
-The core is a function of its events. Ranks that feed their cores the same events in the same order can therefore never
-diverge; this file makes that sequence. It stands between the outcomes of a rank and its core:
+The core is a function of its events: ranks that feed their cores the same events in the same order never diverge. This
+module makes that sequence. It stands between the outcomes of a rank and its core:
 
-    outcomes, calls ──hear──▶ words of this rank ──one vote (MIN)──▶ answers ──decide──▶ events for the core
+    outcomes, calls ──receive──▶ slots of this rank ──vote (MIN)──▶ reduced slots ──decide──▶ events for the core
 
-A turn goes like this. The leader (rank 0) opens it by a frame: its number, the leader's clock, and the calls that the
-leader's callers made, in their order. Every rank casts its words, whatever happens on it; nothing rank-local decides
-whether it takes part. When the reduced words are here, every rank derives the same events from them, and steps its core
-through all of these before it takes the next frame. What the core does opens new questions, so that all ranks know of
-the same questions in the same order: slots, operation numbers and generations need no further agreement.
+A turn has four steps. The leader (rank 0) opens it with a frame: its number, the leader's clock, and the calls of the
+leader's callers in their order. Every rank casts its slots, whatever happens on it; nothing local to a rank decides
+whether it takes part. From the reduced slots every rank derives the same events. It steps its core through all of them
+before it takes the next frame. The commands of the core open new vote items, so all ranks have the same items in the
+same order: slots, operation numbers and generations need no further agreement.
 
-Turns are opened when some rank has news, never by the clock alone: while nothing changes nothing is voted on, and in
-the last turn before silence the ranks agree that they are idle and compare everything they keep.
+A turn is opened if a rank has news, or if the core or a held call has a deadline; while nothing changes there are no
+votes. In the last turn before silence the ranks agree that they are idle, and compare everything that they keep.
 
-A rank whose engine broke still votes: it says so, and all ranks stop alike. Ranks whose parts differ stop with the
-names of those parts.
+A rank whose engine broke still votes: its header names it, and all ranks stop alike. Ranks whose state differs stop
+with the names of the differing parts.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 LEADER = 0
 HOLD_S = 10.0
-"""So long a call waits for the callers of all ranks."""
+"""Seconds for which a call waits for the callers of all ranks."""
 SOLE_FACTS = ("broken", "idle", "storage", "leaving")
 """Header slots that are not pairs: the lowest broken rank, whether all ranks are idle, the storage that all ranks have
 (0: none, 1: for full pages, 2: for component pages too), whether all ranks want to end.
 """
 COMPARED = ("epoch", "turn", "slots")
-"""What is compared in front of the parts of the fingerprint."""
+"""Compared in front of the parts of the state digest."""
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):
@@ -58,33 +58,33 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
     turn: int
     at_s: float
     slots: int
-    """Slots of this vote."""
+    """Number of slots of this vote."""
     whole: bool = False
-    """Compare everything: the leader sees nothing in flight."""
+    """Whether to compare everything, because the leader has nothing in flight."""
     calls: tuple[events.AnyEvent, ...] = ()
-    """Calls in the leader's order, without keys. Those that concern the whole group are made by the leader alone."""
+    """Calls in the leader's order, without keys. Only the leader makes those that concern the whole group."""
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What a vote decided."""
+    """The result of a vote."""
 
     events: list[events.Event]
-    """For the core, in this order."""
+    """Events for the core, in this order."""
     refusals: list[Refusal]
-    """Calls that the core will not hear of: tell their callers."""
+    """Calls that the core does not take; their callers receive the refusal."""
     is_idle: bool
     """Whether nothing is in flight on any rank."""
     all_leave: bool
 
 
 class Agreement:
-    """The votes of one rank. Pure: frames and vectors are carried by others."""
+    """The votes of one rank. Pure: its driver carries frames and vectors."""
 
     def __init__(self, core: Core, *, rank: int, epoch: int = 0, hold_s: float = HOLD_S) -> None:
         self.rank = rank
         self.epoch = epoch
         self.turn = 0
-        """The turn that was opened last."""
+        """The last decided turn."""
         self.is_leaving = False
         self.has_broken = False
         self.is_whole = True
@@ -94,9 +94,9 @@ class Agreement:
         self._vote_vector = VoteVector()
         self._state_digest = StateDigest(core)
         self.compared = (*COMPARED, *self._state_digest.parts)
-        """What each vote compares, by name."""
+        """Names of what each vote compares."""
         self.header_slots = len(SOLE_FACTS) + 2 * len(self.compared)
-        """Slots in front of those of the questions."""
+        """Slots in front of those of the vote items."""
         self._opening: Opening | None = None
         self._number = 0
         self._operations: dict[int, OperationVote | ComponentVote] = {}
@@ -106,40 +106,40 @@ class Agreement:
         self._own_calls: dict[CallName, Call] = {}
         """Calls of this rank's callers that the leader has not named."""
         self._unnamed: list[Event] = []
-        """Only the leader's: what the next frame will name."""
+        """Calls that the leader's next frame will name."""
         self._refusals: list[Refusal] = []
         self._storage = self._agreed_storage = 0
         self._has_news = False
         self.outcomes_unknown = 0
-        """Outcomes that nobody asked for any more."""
+        """Outcomes that no vote item waits for."""
 
     @property
     def has_news(self) -> bool:
-        """Whether this rank knows something that the others have to hear."""
+        """Whether this rank has something that the others must learn in a vote."""
         return self._has_news or self._vote_vector.has_news or bool(self._unnamed)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in flight here: no question but those of READY requests, and no call."""
+        """Whether nothing is in flight here: no vote item except those of READY requests, and no call."""
         return not (self._operations or self._rooms or self._named or self._own_calls)
 
     @property
     def slots_taken(self) -> int:
-        """Slots in use."""
+        """Number of slots in use."""
         return self._vote_vector.taken
 
     def next_deadline_s(self) -> float | None:
-        """When a turn must be opened at the latest, by the leader's clock; None: nothing is waited for."""
+        """The latest time for the next turn, by the leader's clock. None: nothing has a deadline."""
         held = [item.named_at_s + self._hold_s for item in self._named.values()]
         held += [call.at_s + self._hold_s for call in self._own_calls.values() if self.rank != LEADER]
         due_s = self._core.next_deadline_s()
         return min([*held, due_s] if due_s is not None else held, default=None)
 
     def leave(self) -> None:
-        """This rank wants to end; all do when all want to."""
+        """Announce that this rank wants to end; all ranks end when all want to."""
         self.is_leaving = self._has_news = True
 
-    # --- What this rank hears ---
+    # --- Outcomes and calls of this rank ---
 
     def receive(self, event: Event) -> None:
         """Take an outcome, or a call of this rank's callers."""
@@ -168,6 +168,7 @@ class Agreement:
         name = name_of(call)
         named = self._named.get(name)
         if named is not None and named.call is None:
+            # The leader named the call before this rank's caller made it.
             named.make(self._vote_vector, call)
             return
         self._own_calls[name] = call
@@ -175,6 +176,7 @@ class Agreement:
             self._unnamed.append(call)
 
     def _receive_abort(self, event: events.AbortRequested) -> None:
+        # The request is live, or its arrival is being voted on, or the leader has not named the arrival yet.
         name: CallName = (events.RequestArrived, event.request_id)
         if (request := self._requests.get(event.request_id)) is not None:
             request.abort(self._vote_vector, event.cause)
@@ -223,7 +225,7 @@ class Agreement:
                 room.drained(vote_vector, of_room.rank)
 
     def take_refusals(self, now_s: float) -> list[Refusal]:
-        """Calls that end on this rank alone: given up before the leader had named them, or never named by it."""
+        """Calls that end on this rank without a vote: aborted before the leader named them, or never named in time."""
         if self.rank != LEADER:
             for name, call in list(self._own_calls.items()):
                 if now_s >= call.at_s + self._hold_s:
@@ -233,13 +235,14 @@ class Agreement:
         return refusals
 
     def go_solo(self) -> list[Refusal]:
-        """Another rank is lost: from now on this rank's votes are its own alone, to end what is in flight here.
+        """Vote without the other ranks from now on, because one of them is lost, to end what is in flight here.
 
-        Every live request is aborted; calls that were not agreed on are returned, for their callers. A vote that was
-        cast and not decided is forgotten.
+        Aborts every live request. Returns the calls that were not agreed on, for their callers. A vote that was cast
+        and not decided is forgotten.
         """
         self._opening = None
-        # What that vote would have told is news again: an operation that ended then would be waited for without end.
+        # The undecided vote may have been the first with some outcome. Without news no further vote would carry it,
+        # and its operation would be waited for forever.
         self._has_news = True
         self.rank = LEADER
         for request in self._requests.values():
@@ -258,19 +261,20 @@ class Agreement:
         named = tuple(_without_keys(call) for call in self._unnamed)
         self._unnamed = []
         self._name_calls(named, at_s)
+        # Comparing everything costs time in proportion to the caches, so it is left to the turns before silence.
         whole = self.is_idle and self._core.is_idle
         self._opening = Opening(self.epoch, self.turn + 1, at_s, len(self._vote_vector), whole, named)
         return self._opening
 
     def take_opening(self, opening: Opening) -> None:
-        """A follower has the leader's frame."""
+        """Take the leader's frame, as a follower."""
         self._opening = opening
         self._name_calls(opening.calls, opening.at_s)
 
     def cast(self) -> SlotValues:
-        """This rank's vector for the turn that was opened."""
+        """This rank's vector for the opened turn."""
         opening = self._opening
-        assert opening is not None, "a turn is opened before anybody votes"
+        assert opening is not None, "a turn is opened before a rank votes"
         self._has_news = False
         facts = [
             self.rank if self.has_broken else NO_RANK,
@@ -278,7 +282,8 @@ class Agreement:
             self._storage,
             int(self.is_leaving),
         ]
-        # What a rank keeps that broke is not to be trusted, nor even to be looked at.
+        # The state of a broken rank is not trusted, and reading it may raise: its digest is replaced by zeros. The
+        # other ranks notice `broken` first.
         parts = (
             [0] * len(self._state_digest.parts)
             if self.has_broken
@@ -290,7 +295,7 @@ class Agreement:
         return head + values
 
     def decide(self, reduced: Sequence[int]) -> Decision:
-        """What the vote decided. Raises RankBroken where a rank cannot go on, RanksDiverged where parts differ."""
+        """Decode the reduced vector. Raises RankBroken if a rank cannot go on, RanksDiverged if parts differ."""
         opening = self._opening
         assert opening is not None, "a turn is opened before it is decided"
         self._opening, self.turn = None, opening.turn
@@ -300,6 +305,7 @@ class Agreement:
         if parts := unequal(self.compared, reduced[len(SOLE_FACTS) : self.header_slots]):
             raise RanksDiverged(turn=opening.turn, parts=tuple(parts))
         self.is_whole = opening.whole
+        # The same order on all ranks: storage, outcomes by age, calls on requests, calls on the group, the clock.
         decided: list[Event] = []
         if storage != self._agreed_storage:
             self._agreed_storage = storage
@@ -312,7 +318,7 @@ class Agreement:
         decided += [event for event in opening.calls if not isinstance(event, CALLS)]
         due_s = self._core.next_deadline_s()
         if due_s is not None and due_s <= opening.at_s:
-            # Behind whatever has completed: finished work never becomes a timeout.
+            # Behind all outcomes: an operation that has ended in this turn must not time out in it.
             decided.append(events.ClockAdvanced(at_s=opening.at_s))
         return Decision(events=decided, refusals=refusals, is_idle=bool(idle), all_leave=bool(leaving))
 
@@ -345,10 +351,10 @@ class Agreement:
                 if (own := self._own_calls.pop(name, None)) is not None:
                     item.make(self._vote_vector, own)
 
-    # --- What the core does ---
+    # --- Commands of the core ---
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
-        """The core has taken an event (a `Watcher` of the driver): its commands open and close questions."""
+        """Take a step of the core (as a `Watcher` of the driver): its commands open and close vote items."""
         self._state_digest.stepped(event, given)
         self.is_whole = False
         if isinstance(event, events.RequestArrived) and not error:
@@ -376,6 +382,7 @@ class Agreement:
                 self._close_request(request_id)
             case commands.ReportFinished(request_id=request_id):
                 self._close_request(request_id)
+            # `QueryComponents` is an `Operation` too, with a vote of its own.
             case commands.QueryComponents(op=op):
                 self._operations[op] = ComponentVote(self._next(), vote_vector, command, self._core)
             case commands.Operation(op=op):
@@ -392,6 +399,6 @@ class Agreement:
 
 
 def _without_keys(event: Event) -> events.AnyEvent:
-    # The callers of all ranks bring the same tokens; the frame stays small.
+    # The callers of all ranks bring the same tokens, so the frame need not carry them.
     plain = msgspec.structs.replace(event, keys=b"") if hasattr(event, "keys") else event
     return cast("events.AnyEvent", plain)

@@ -1,8 +1,9 @@
-"""Whether the callers on all ranks have made the same call: a request's arrival, its finish, its retract.
+"""Votes on calls: whether the callers on all ranks have made the same arrival, finish or retract.
 
-The leader names its calls in its own order, in the frame that opens a turn; only that order counts. A call that another
-rank's caller has not made yet is held back for all, until it has, or the hold is over: then the call is refused on all
-ranks, with the number of a rank that lacked it. Calls of one name that differ in what they ask for are refused, too.
+The leader names its calls in its own order, in the frame that opens a turn; only that order counts. A call that the
+caller on another rank has not made yet is held back on all ranks until it has been, or until the hold time is over:
+then the call is refused on all ranks, with the number of a rank that lacked it. Calls of one name with different
+contents are refused too.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
 
 Call: TypeAlias = "events.RequestArrived | events.FinishRequested | events.RetractRequested | events.RetractedDropped"
 CALLS = (events.RequestArrived, events.FinishRequested, events.RetractRequested, events.RetractedDropped)
-"""What a caller makes on every rank."""
+"""Calls that a caller makes on every rank."""
 CallName: TypeAlias = "tuple[type[Event], str]"
 
 ABORTED = -1
 PRESENT = 256
-"""Smaller words name a rank whose caller has not made the call."""
+"""Values from here on are contents; smaller ones name a rank whose caller has not made the call."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A call that the core was never told of; `cause` and `detail` are for the caller."""
+    """A call that never reached the core; `cause` and `detail` are for the caller."""
 
     call: Call
     cause: str
@@ -37,7 +38,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 def name_of(call: Call) -> CallName:
-    """What a call is known by on all ranks: there is one of a kind for a request at a time."""
+    """The name of a call on all ranks: a request has at most one call of a kind at a time."""
     return type(call), call.request_id
 
 
@@ -54,8 +55,8 @@ def content_of(call: Call) -> int:
 class CallVote:
     """One call that the leader has named. `leaders` is its event, without keys.
 
-    The first word is the rank where the call is missing, ABORTED, or PRESENT and the content; the second is the
-    negative of the content.
+    The value of the first slot is ABORTED, a rank where the call is missing, or PRESENT plus the digest of the
+    contents. That of the second is the negative of the latter.
     """
 
     __slots__ = ("_content", "_is_aborted", "call", "leaders", "named_at_s", "number", "refusal", "slots")
@@ -64,29 +65,29 @@ class CallVote:
         self.number = number
         self.leaders = leaders
         self.call: Call | None = None
-        """This rank's own."""
+        """This rank's own event."""
         self.named_at_s = at_s
         self.slots = (vote_vector.open(self, rank), vote_vector.open(self))
         self.refusal: Refusal | None = None
 
     def make(self, vote_vector: VoteVector, call: Call) -> None:
-        """The caller on this rank has made the call."""
+        """Record that the caller on this rank has made the call."""
         self.call = call
         content = PRESENT + content_of(call)
         vote_vector.set(self.slots[0], content)
         vote_vector.set(self.slots[1], -content)
 
     def abort(self, vote_vector: VoteVector) -> None:
-        """The caller on this rank gives up."""
+        """Record that the caller on this rank aborts the call."""
         vote_vector.set(self.slots[0], ABORTED)
 
     def is_decidable(self, vote_vector: VoteVector, at_s: float, hold_s: float) -> bool:
-        """Whether the vote has decided about the call: all have made it, one has given up, or the hold is over."""
+        """Whether the call can be decided: all have made it, one has aborted it, or the hold time is over."""
         value = vote_vector.agreed(self.slots[0])
         return value >= PRESENT or value == ABORTED or at_s >= self.named_at_s + hold_s
 
     def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
-        """The event of the call, with the leader's numbers; nothing where it is refused, which `refusal` says."""
+        """The event of the call, with the leader's numbers. If the call is refused, sets `refusal` instead."""
         value, negative = (vote_vector.agreed(slot) for slot in self.slots)
         call = self.call
         if value == -negative and call is not None:
@@ -102,7 +103,7 @@ class CallVote:
             )
         if isinstance(self.leaders, events.RequestArrived):
             return []
-        # The request is live, and cannot be given back on all ranks alike: it is dropped on all.
+        # The request is live, and the ranks do not agree on what it leaves: it is dropped on all of them.
         return [events.AbortRequested(at_s=at_s, request_id=self.leaders.request_id, cause=self.refusal.detail)]
 
     def close(self, vote_vector: VoteVector) -> None:

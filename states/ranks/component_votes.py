@@ -1,17 +1,17 @@
-"""Up to which boundary all ranks can go on with what storage has: the question about a `QueryComponents`.
+"""Vote on a boundary that all ranks can continue from with their storage: the item of a `QueryComponents`.
 
-Which pages of a component are in storage is a set, and of sets a vote can make nothing. But a plan needs one boundary
-only, and the caches of all ranks are the same. So the ranks look for the longest boundary that each of them serves, by
-the caches and its own storage together:
+The component pages in storage form a set, and MIN cannot reduce sets. But a plan needs only one boundary, and the
+caches of all ranks are the same. So the ranks look for the longest boundary that each of them serves, from the caches
+and its own storage together:
 
-    rank 0 serves   . 2 . 4 . . 7       says 7    4
-    rank 1 serves   . . 3 4 5 .         says 5    4     the same: boundary 4
-    least / most                          5/7    4/4
+    rank 0 serves   . 2 . 4 . . 7       proposes 7    4
+    rank 1 serves   . . 3 4 5 .         proposes 5    4     equal: boundary 4
+    least / most                             5/7    4/4
 
-Where not all said the same, each says its longest up to the least of them: what is agreed on goes down at every vote.
-The core then hears of the whole tails of that boundary as if all of them were in storage: what the caches have of them
-is used from there, and the rest is in the storage of every rank. What is not there any more by then fails the fetch on
-all ranks, and the request goes on without storage.
+If the proposals differ, each rank proposes its longest boundary up to the least of them, so the agreed value falls with
+every vote. The core then receives all component pages of the boundary as if storage had them: pages in the caches are
+used from there, and the storage of every rank has the others. If a page has gone by the time of its fetch, the fetch
+fails on all ranks, and the request continues without storage.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from tidekv.states.ranks.votes import VoteVector
 
 VOTES_MAX = 16
-"""So many votes may ask for a boundary, before the ranks do without the tails in storage."""
+"""Maximum votes on a boundary, before the ranks continue without component pages from storage."""
 
 
 class ComponentVote:
-    """How many full pages the storage of every rank has, and the longest boundary that all ranks serve.
+    """The full pages that the storage of every rank has, and the longest boundary that all ranks serve.
 
-    The first word is that of an operation, 0 until storage has answered here. The second is the boundary that this rank
-    proposes, plus one, and the third its negative, by which ranks see whether all propose the same.
+    The first value is that of an operation, 0 until storage has answered on this rank. The second is the proposed
+    boundary plus one, the third its negative; together they show whether all ranks propose the same.
     """
 
     __slots__ = ("_core", "_coverage", "_end", "_first", "_prompt", "_votes", "is_over", "number", "op", "slots")
@@ -46,26 +46,26 @@ class ComponentVote:
         self.op = command.op
         self.slots = (vote_vector.open(self), vote_vector.open(self), vote_vector.open(self))
         self.is_over = False
-        """Whether the core is told, and nothing is to be asked any more."""
-        # The request may be over when storage answers, or even by now.
+        """Whether the core has received the answer, so that no vote is needed any more."""
+        # The request may end before storage answers, or have ended already.
         request = core.state.requests.get(command.request_id)
         self._prompt = None if request is None else (request.namespace, request.keys)
         self._first = command.first
         self._end = command.first + command.count
         self._core = core
         self._coverage: PrefixCoverage | None = None
-        """What this rank serves; None: it has no answer of use."""
+        """The boundaries that this rank serves. None: storage gave no usable answer."""
         self._votes = 0
 
     def receive(self, vote_vector: VoteVector, rank: int, event: Event) -> None:
-        """Storage has answered on this rank. Told twice, only the first counts."""
+        """Take the answer of storage on this rank; only the first one counts."""
         if vote_vector.value(self.slots[0]):
             return
         found, failed = 0, has_failed(event)
         if isinstance(event, events.StorageAnswered) and not failed:
             found = event.found
             if self._prompt is not None:
-                assert self._core.component_pages is not None, "who asks for tails has components"
+                assert self._core.component_pages is not None, "only cores with components query for component pages"
                 self._coverage = self._core.component_pages.storage.coverage(
                     *self._prompt, self._first, found, event.component_pages
                 )
@@ -110,5 +110,5 @@ class ComponentVote:
 
 
 def _proposal(boundary: int) -> tuple[int, int]:
-    # Never 0: that what is asked anew was answered is seen by the answer's being another one.
+    # Never 0: `reset` sets the agreed value to 0, and `take` notices the next result only if it differs from that.
     return boundary + 1, -boundary - 1

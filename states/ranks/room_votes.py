@@ -1,9 +1,10 @@
-"""Whether a room has come as far on all ranks: each rank has a prefill rank, or several, of its own.
+"""Vote on the progress of a room: each rank has one or several prefill ranks of its own.
 
-To the core the group has one writer per room: it has written what all have written, it has failed where one has, and it
-is drained when all are. While the room is live its word says, lowest first: how it failed and on which rank, that the
-promise is not sent yet, that it is, that the first token is here. Once the room is left the word says whether all
-writers of this rank have stopped. Each span has a word of its own: pages in place, doubled, and one more at its end.
+To the core the group has one writer per room: the room has received what it has on all ranks, has failed if it has on
+one, and is drained when it is on all. While the room is live, the values of its slot are, lowest first: how it failed
+and on which rank; promise not sent; promise sent; first token received. After the request has left the room, the value
+is whether all writers of this rank have stopped. Each span has a slot of its own: twice the number of pages in place,
+plus one at its end.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
     from tidekv.states.ranks.votes import VoteVector
 
 LOST, FAILED, REFUSED = 1, 2, 3
-"""How a room fails, worst first."""
+"""Ways in which a room fails, worst first."""
 CAUSES = tuple(PrefillCause)
 CAUSE_OF_KIND = {LOST: PrefillCause.LOST, FAILED: PrefillCause.FAILED, REFUSED: PrefillCause.REFUSED}
-"""For words that begin with no cause."""
+"""For details that begin with no cause."""
 UNSENT = 1 << 20
-"""Above every failure: nothing is wrong, and the promise is not sent; one more: it is; two: aux is here as well."""
+"""Above every failure: the promise is not sent. One more: it is sent. Two more: the first token is here as well."""
 
 
 class SpanProgress:
-    """How far this rank's writers have come with one span."""
+    """Progress of this rank's writers in one span."""
 
     __slots__ = ("_count", "_cursors", "_ended", "_first", "reported", "slot")
 
@@ -41,11 +42,11 @@ class SpanProgress:
 
     @property
     def first(self) -> int:
-        """The page of the prompt at which it begins."""
+        """The first page of the span in the prompt."""
         return self._first
 
     def land(self, event: events.ChunkLanded) -> None:
-        """Note a chunk, if it goes on where its writer's last one ended."""
+        """Record a chunk, if it follows the last one of its writer."""
         cursor = self._cursors.get(event.rank, self._first)
         end = self._first + self._count
         if event.rank in self._ended or event.first != cursor or not 0 <= event.count <= end - cursor:
@@ -55,7 +56,7 @@ class SpanProgress:
             self._ended.add(event.rank)
 
     def value(self, ranks: int) -> int:
-        """What all writers of this rank have done."""
+        """The slot value: what all writers of this rank have completed."""
         if len(self._cursors) < ranks:
             return 0
         return 2 * (min(self._cursors.values()) - self._first) + (len(self._ended) == ranks)
@@ -86,7 +87,7 @@ class RoomVote:
         self.request_id = request_id
         self.generation = generation
         self.writer = ""
-        """Who writes for this rank."""
+        """The peer that writes for this rank."""
         self.is_left = False
         self.is_over = False
         self.slot = vote_vector.open(self, UNSENT)
@@ -99,37 +100,37 @@ class RoomVote:
         self._reported = UNSENT
 
     def add_span(self, vote_vector: VoteVector, first: int, count: int) -> None:
-        """The room asks for these pages of the prompt as well."""
+        """Add a span: the room requests these pages of the prompt as well."""
         self._spans.append(SpanProgress(vote_vector.open(self), first, count))
 
     def leave(self, vote_vector: VoteVector) -> None:
-        """The request left: what is asked from now on is whether all writers have stopped."""
+        """Vote from now on whether all writers have stopped, because the request has left."""
         if not self.is_left:
             self.is_left = True
             vote_vector.reset(self.slot, self._value())
 
-    # --- What this rank hears ---
+    # --- Outcomes on this rank ---
 
     def sent(self, vote_vector: VoteVector, event: events.PromiseSent) -> None:
-        """The promise is on its way to this rank's writers."""
+        """Record that the promise is on its way to this rank's writers."""
         self.writer, self._ranks = event.writer, event.ranks
         self._update(vote_vector)
 
     def land(self, vote_vector: VoteVector, event: events.ChunkLanded) -> None:
-        """Pages have come; a chunk of no span or writer that this room has changes nothing."""
+        """Record a chunk; one of an unknown span or writer changes nothing."""
         if 0 <= event.span < len(self._spans) and 0 <= event.rank < self._ranks:
             span = self._spans[event.span]
             span.land(event)
             vote_vector.set(span.slot, span.value(self._ranks))
 
     def land_aux(self, vote_vector: VoteVector, rank: int) -> None:
-        """The first token has come from one writer."""
+        """Record that the first token has come from one writer."""
         if 0 <= rank < self._ranks:
             self._aux_from.add(rank)
             self._update(vote_vector)
 
     def fail(self, vote_vector: VoteVector, rank: int, kind: int, detail: str = "", *, settled: bool = False) -> None:
-        """The room will not be completed on this rank. Of its words the cause is voted on, which all ranks report."""
+        """Record that the room fails on this rank. The ranks vote on the cause in `detail`, and all report it."""
         parsed = PrefillCause.parse(detail)
         cause = CAUSE_OF_KIND[kind] if parsed is None else parsed[0]
         self._fate = self._fate or kind << 16 | CAUSES.index(cause) << 8 | rank
@@ -137,7 +138,7 @@ class RoomVote:
         self._update(vote_vector)
 
     def drained(self, vote_vector: VoteVector, rank: int) -> None:
-        """A writer has stopped; whoever says so before anything was sent says it for all."""
+        """Record that a writer has stopped. Before the promise is sent, one such report stands for all writers."""
         self._drained.add(rank)
         if not self._ranks or len(self._drained & set(range(self._ranks))) == self._ranks:
             self._is_drained = True
@@ -154,7 +155,7 @@ class RoomVote:
         has_aux = self._ranks > 0 and len(self._aux_from) == self._ranks
         return UNSENT + (self._ranks > 0) + has_aux
 
-    # --- What all ranks say ---
+    # --- Values agreed on ---
 
     def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
         """See `VoteItem`."""
@@ -210,7 +211,7 @@ def _failed(at_s: float, request_id: str, generation: int, value: int) -> Event:
         cause = cause_voted.words(f"refused to rank {rank}")
         return events.RoomRefused(at_s=at_s, request_id=request_id, generation=generation, span=0, cause=cause)
     cause = cause_voted.words(f"rank {rank} lost its prefill" if kind == LOST else f"failed on rank {rank}")
-    # Other ranks' writers may be writing: nothing is settled before all have said so.
+    # Writers of other ranks may still be writing: the room is not settled before all have stopped.
     return events.RoomFailed(at_s=at_s, request_id=request_id, generation=generation, cause=cause, settled=False)
 
 

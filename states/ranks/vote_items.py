@@ -1,9 +1,9 @@
-"""What the ranks must agree on before the core may be told: one question each for an operation, a room, a request.
+"""Vote items for operations and requests: what the ranks must agree on before their cores learn of it.
 
-A question is opened by a command or event of the core, the same on all ranks, and takes slots of the ballot. It hears
-this rank's own outcomes, puts them into words, and turns the words of all ranks into the events that the core takes.
-Where a text is needed it is made from the words, so that it is the same on every rank; the details stay in the log of
-the rank that had the failure.
+A command or an event of the core, the same on all ranks, opens a vote item, which takes slots of the vote vector. The
+item encodes this rank's own outcomes as slot values, and decodes the reduced values into the events that every core
+takes. Texts in these events are built from the values, so they are the same on every rank; details stay in the log of
+the rank that failed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO_ERROR = 255
 COUNT_MAX = 1 << 40
 LOST_RANK = "a rank was lost"
 CAUSES = ("aborted", "cancelled by the caller", "engine closed", LOST_RANK)
-"""Why a request is aborted: a word has room for a number only. What is not here counts as the first."""
+"""Causes of an abort. A slot holds an index into them; any other cause counts as the first."""
 
 
 def has_failed(event: Event) -> bool:
@@ -30,20 +30,20 @@ def has_failed(event: Event) -> bool:
 
 
 def encode_end(count: int, rank: int, *, failed: bool) -> int:
-    """An operation has ended here: greater than 0, ordered by count, then by the lowest rank with an error."""
+    """The slot value of an ended operation: above 0, ordered by count, then by the lowest rank with an error."""
     return (min(max(count, 0), COUNT_MAX) << 8 | (rank if failed else NO_ERROR)) + 1
 
 
 def decode_end(value: int) -> tuple[int, str]:
-    """Count and error of an operation that has ended on all ranks, from the least of their words."""
+    """Count and error of an operation that has ended on all ranks, from the minimum of their values."""
     count, culprit = (value - 1) >> 8, (value - 1) & 0xFF
     return count, "" if culprit == NO_ERROR else f"failed on rank {culprit}"
 
 
 class OperationVote:
-    """Whether an operation has ended on all ranks: not before the last, and as well as on the worst of them.
+    """The end of an operation on all ranks: it ends with the last of them, and with the result of the worst.
 
-    The word is 0 until it has ended here, and then that of `encode_end`.
+    The value is 0 until the operation has ended on this rank, then that of `encode_end`.
     """
 
     __slots__ = ("kind", "number", "op", "slot")
@@ -56,11 +56,11 @@ class OperationVote:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is to be asked any more, once it was decided."""
+        """Whether the item is closed after its decision."""
         return True
 
     def receive(self, vote_vector: VoteVector, rank: int, event: Event) -> None:
-        """It has ended on this rank. Told twice, only the first counts."""
+        """Take the outcome on this rank; only the first one counts."""
         if not vote_vector.value(self.slot):
             count = next((getattr(event, name) for name in ("found", "good", "stored") if hasattr(event, name)), 0)
             vote_vector.set(self.slot, encode_end(count, rank, failed=has_failed(event)))
@@ -87,10 +87,10 @@ class OperationVote:
 
 
 class RequestVote:
-    """What callers did to a live request: an abort by any of them, growth as far as all of them have grown.
+    """Calls for a live request: an abort by any caller, growth as far as all callers have grown.
 
-    The first word is the number of reserve pages taken so far, or below zero the cause of an abort; the second is how
-    many pages all callers want at once.
+    The value of the first slot is the number of reserve pages taken so far or, below zero, the cause of an abort; that
+    of the second is the number of pages that all callers want.
     """
 
     __slots__ = ("_reported", "_taken", "number", "request_id", "slots")
@@ -103,12 +103,12 @@ class RequestVote:
         self._reported = 0
 
     def abort(self, vote_vector: VoteVector, cause: str) -> None:
-        """The caller on this rank gives up."""
+        """Record that the caller on this rank aborts."""
         number = CAUSES.index(cause) if cause in CAUSES else 0
         vote_vector.set(self.slots[0], min(-1 - number, vote_vector.value(self.slots[0])))
 
     def grow(self, vote_vector: VoteVector, page_count: int, wanted: int) -> None:
-        """The caller on this rank took pages of the reserve, and wants more."""
+        """Record that the caller on this rank took pages of its reserve, and wants more."""
         self._taken += page_count
         if vote_vector.value(self.slots[0]) >= 0:
             vote_vector.set(self.slots[0], self._taken)
@@ -124,7 +124,7 @@ class RequestVote:
         if taken < 0:
             return [events.AbortRequested(at_s=at_s, request_id=self.request_id, cause=CAUSES[-1 - taken])]
         if wanted:
-            # It is asked for once; a caller that wants more by now says so anew.
+            # Each wish is granted once; what this caller wants beyond it stays in the slot for the next vote.
             vote_vector.reset(self.slots[1], max(vote_vector.value(self.slots[1]) - wanted, 0))
         if taken == before and not wanted:
             return []

@@ -1,15 +1,16 @@
-"""The vote of one rank: a vector of integers of a fixed shape, and what the ranks together make of it.
+"""The vote vector of one rank: integers in slots, which all ranks reduce together under MIN.
 
-All ranks reduce their vectors together, under MIN. Every fact is put so that MIN is the right answer to it:
+Every fact is encoded so that MIN gives the right result:
 
-    progress            the smallest of all ranks: as far as everybody has come
-    readiness (AND)     1 where it holds, 0 where not
-    a failure (OR)      a number below every other, which names the lowest rank that failed
-    what must be equal  the number and, beside it, its negative: all are equal where one minimum is the other's negative
+    progress            the smallest of all ranks: as far as every rank has come
+    readiness (AND)     1 if it holds, 0 if not
+    a failure (OR)      a number below every other value, which names the lowest rank that failed
+    equality            the number in one slot and its negative in another: the ranks agree if the two minima are
+                        negatives of each other
 
-A vector is a header and slots. What is in a slot follows from what the core has done and from the leader's frames, both
-the same on all ranks, so that no message needs to name what a slot stands for. The number of slots is a power of
-two and follows from the same. A ballot keeps numbers; what they mean is its questions'.
+A vector is a header and slots. What a slot stands for follows from the commands of the core and from the leader's
+frames, which are the same on all ranks, so no message has to name it. The number of slots is a power of two and follows
+from the same. The vector only keeps numbers; the vote items that own the slots give them their meaning.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ if TYPE_CHECKING:
 SLOTS_MIN = 256
 """Slots of the smallest vector."""
 RANKS_MAX = 255
-"""A rank's number fits in a byte of a word."""
+"""Maximum number of ranks: a rank's number takes one byte of a slot value."""
 NO_RANK = 1 << 30
-"""In a word that names a rank: there is none."""
+"""In a slot that names a rank: no rank."""
 
 
 class VoteItem(Protocol):
-    """Something that ranks agree on."""
+    """Something that the ranks agree on, with slots of its own."""
 
     number: int
-    """Counted from the first question on; the answers of one vote are taken in this order."""
+    """Sequence number of the item; the items decided by one vote are handled in this order."""
 
     def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
-        """The events that follow from what the ranks have said together."""
+        """The events that follow from the reduced values of the item's slots."""
         ...
 
     def close(self, vote_vector: VoteVector) -> None:
@@ -50,11 +51,11 @@ class VoteItem(Protocol):
 
 
 class VoteVector:
-    """The slots of one rank: its own words, and what the last vote made of them."""
+    """Slots of one rank: its own values, and the values that the last vote agreed on."""
 
     def __init__(self) -> None:
         self.has_news = False
-        """Whether a word was changed since the last vote."""
+        """Whether a value has changed since the last vote."""
         self._values = array("q", bytes(8 * SLOTS_MIN))
         self._agreed = array("q", bytes(8 * SLOTS_MIN))
         self._owners: list[VoteItem | None] = [None] * SLOTS_MIN
@@ -65,11 +66,11 @@ class VoteVector:
 
     @property
     def taken(self) -> int:
-        """Slots in use."""
+        """Number of slots in use."""
         return len(self._values) - len(self._free)
 
     def open(self, item: VoteItem, value: int = 0) -> int:
-        """Give a question a slot: the lowest that is free, so that all ranks choose the same one."""
+        """Assign a slot to an item: the lowest free one, so that all ranks choose the same."""
         if not self._free:
             self._grow()
         slot = heapq.heappop(self._free)
@@ -85,41 +86,41 @@ class VoteVector:
         heapq.heappush(self._free, slot)
 
     def set(self, slot: int, value: int) -> None:
-        """Change this rank's word; whether it changed is news for the others."""
+        """Change this rank's value. A different value is news for the other ranks."""
         if self._values[slot] != value:
             self._values[slot] = value
             self.has_news = True
 
     def value(self, slot: int) -> int:
-        """What this rank says."""
+        """This rank's value."""
         return self._values[slot]
 
     def agreed(self, slot: int) -> int:
-        """What the ranks said together, at the last vote."""
+        """The minimum over all ranks at the last vote."""
         return self._agreed[slot]
 
     def reset(self, slot: int, value: int) -> None:
-        """The same slot asks something else from now on."""
+        """Start a new vote of the item in the same slot: `value` is this rank's first value."""
         self._values[slot] = value
         self._agreed[slot] = 0
         self.has_news |= value != 0
 
     def cast(self, count: int) -> SlotValues:
-        """This rank's words for a vote of so many slots, which is the leader's count."""
+        """This rank's values for a vote of `count` slots, which is the leader's number of slots."""
         self.has_news = False
         if len(self._values) == count:
             return self._values[:]
         return array("q", (list(self._values) + [0] * count)[:count])
 
     def take(self, reduced: Sequence[int]) -> list[VoteItem]:
-        """Note what the ranks said together; returns the questions whose answer has changed, oldest first."""
+        """Store the reduced values. Returns the items of which a value has changed, oldest first."""
         changed: dict[VoteItem, None] = {}
-        # Most words are as they were: numpy finds the others in microseconds, a loop would take half a millisecond.
+        # Most values are unchanged: numpy finds the others in microseconds, a Python loop needs half a millisecond.
         values = np.asarray(reduced, dtype=np.int64)
         for slot in np.flatnonzero(values != np.frombuffer(self._agreed, dtype=np.int64)).tolist():
             self._agreed[slot] = int(values[slot])
             owner = self._owners[slot]
-            assert owner is not None, "ranks that compared the same have the same questions"
+            assert owner is not None, "ranks that compared equal have the same vote items"
             changed[owner] = None
         return sorted(changed, key=lambda item: item.number)
 
@@ -132,7 +133,7 @@ class VoteVector:
 
 
 def equality_slots(numbers: Sequence[int]) -> list[int]:
-    """Two words for each number, by which ranks see whether theirs are equal."""
+    """Two slots per number, whose minima show whether the number is equal on all ranks."""
     return [value for number in numbers for value in (number, -number)]
 
 

@@ -1,11 +1,14 @@
-"""Whether storage is asked at all, and for how many pages: limits on fetches, and the breaker.
+"""Admission of storage calls: whether storage is called, for how many pages, and what the calls teach.
 
-The breaker (`tidekv.states.storage.circuit_breaker`) counts failures and lates in a row. While it is open nothing is
-asked, and requests go on without storage; its waits and probes are operations of the core.
+The circuit breaker (`tidekv.states.storage.circuit_breaker`) counts consecutive failures and late calls. While it is
+open, storage is not called and requests continue without it. Its back-off and its probes are operations of the core:
 
-    closed ──failures in a row──▶ open, waiting ──back-off is over──▶ open, probing ──StorageProbed──▶ closed
-                                        ▲                                │ with an error
-                                        └────────────────────────────────┘
+    closed ──consecutive failures──▶ open, waiting ──back-off is over──▶ open, probing ──StorageProbed──▶ closed
+                                          ▲                                 │ with an error
+                                          └─────────────────────────────────┘
+
+Ownership: a fetch writes to host pages that belong to its load, its read ahead or its `ComponentFetch`. If nothing
+waits for the fetch any more, a `LateFetch` owns them until the fetch ends.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class StorageQuery:
-    """Operation: the question what storage has of a request's prompt. The answer is an event of the request."""
+    """Operation: a query of the pages that storage has of a request's prompt. The answer is an event of the request."""
 
     __slots__ = ("_state", "_storage", "request")
 
@@ -38,7 +41,7 @@ class StorageQuery:
         self.request = request
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Storage has answered, or could not be asked, which counts as an answer without pages."""
+        """Pass the answer to the request. A failed query counts as an answer without pages."""
         self._storage.call_ended(event)
         found, component_pages = (event.found, event.component_pages) if isinstance(event, StorageAnswered) else (0, ())
         self._state.answers[self.request] = StorageAnswered(
@@ -46,7 +49,7 @@ class StorageQuery:
         )
 
     def late(self) -> None:
-        """The plan is made without storage."""
+        """Let the request plan without storage."""
         self._state.count("l3_queries_late")
         self._storage.call_is_late()
         op = self.request.query_op
@@ -54,11 +57,11 @@ class StorageQuery:
         self._state.answers[self.request] = StorageAnswered(at_s=self._state.now_s, op=op, found=0)
 
     def abandon(self) -> None:
-        """It holds nothing."""
+        """Do nothing: a query holds nothing."""
 
 
 class LateFetch:
-    """Operation: a fetch without a request that waits for it. It keeps its host pages until it has ended."""
+    """Operation: a fetch that no request waits for any more. It owns its host pages until it has ended."""
 
     __slots__ = ("_state", "_storage", "component", "host_pages")
 
@@ -67,14 +70,14 @@ class LateFetch:
         self._storage = storage
         self.host_pages = host_pages
         self.component = component
-        """The component whose host pages they are; empty for full pages."""
+        """The component of the host pages; empty for full pages."""
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Free the host pages. The breaker counted the fetch when it was late."""
+        """Free the host pages. The breaker has counted the fetch already, when it was late."""
         self.abandon()
 
     def late(self) -> None:
-        """It has no deadline any more."""
+        """Do nothing: the fetch has no deadline any more."""
 
     def abandon(self) -> None:
         """Free the host pages."""
@@ -88,7 +91,7 @@ class LateFetch:
 
 
 class BreakerWait:
-    """Operation: the back-off of the breaker, which ends by its deadline."""
+    """Operation: the back-off of the breaker, which ends with its deadline."""
 
     __slots__ = ("_storage",)
 
@@ -96,18 +99,18 @@ class BreakerWait:
         self._storage = storage
 
     def ended(self, event: Outcome, error: str) -> None:
-        """No command was given, so no outcome comes."""
+        """Do nothing: without a command there is no outcome."""
 
     def late(self) -> None:
-        """The back-off is over: ask storage whether it works again."""
+        """Probe storage, because the back-off is over."""
         self._storage.probe()
 
     def abandon(self) -> None:
-        """It holds nothing."""
+        """Do nothing: a back-off holds nothing."""
 
 
 class Probe:
-    """Operation: the question whether storage works again."""
+    """Operation: a probe that checks whether storage works again."""
 
     __slots__ = ("_error", "_storage")
 
@@ -116,20 +119,20 @@ class Probe:
         self._error = ""
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Storage has answered."""
+        """Close the breaker, or wait again after an error."""
         self._error = error
         self._storage.probed(error)
 
     def late(self) -> None:
-        """It has no deadline: the engine ends each probe."""
+        """Do nothing: a probe has no deadline, because the engine ends every probe."""
 
     def abandon(self) -> None:
-        """Take the answer once more."""
+        """Handle the outcome again."""
         self._storage.probed(self._error)
 
 
 class StorageAdmission:
-    """Decides whether storage is called, and keeps account of the calls."""
+    """Decides whether storage is called, and accounts for its calls."""
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
@@ -138,26 +141,26 @@ class StorageAdmission:
         self._level_pages = 0.0
         self._level_at_s = float("-inf")
         self.op = 0
-        """The wait for the next probe, or the probe; 0 while the breaker is closed."""
+        """The operation of the back-off or the probe; 0 while the breaker is closed."""
         self.fetching: dict[Load | ComponentFetch, int] = {}
-        """Loads, and tails, that wait for their fetch, and how many pages each fetches."""
+        """Loads and component fetches in flight, with the number of pages that each fetches."""
         self.pages_in_flight = 0
-        """Pages that storage writes to: of loads, of look-ahead, and of fetches that no request waits for any more."""
+        """Host pages that storage writes to: of loads, of look-ahead, and of fetches that no request waits for."""
         self.ahead_in_flight = 0
         """Fetches of look-ahead that have not ended."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the breaker is open: storage is not called."""
+        """Whether the breaker is open, so that storage is not called."""
         return self.op > 0
 
     @property
     def is_usable(self) -> bool:
-        """Whether storage may be asked."""
+        """Whether storage may be called."""
         return self._state.storage_available and not self.op
 
     def policy_changed(self, event: PolicyChanged) -> None:
-        """Go on by other policies."""
+        """Replace the policies. Calls in flight continue as they began."""
         self._state.settings = self._state.settings.with_policy(event.policy)
         self._state.ahead_due = True
         self._state.renew_write_credit()
@@ -166,11 +169,12 @@ class StorageAdmission:
 
     @property
     def source_load(self) -> SourceLoad:
-        """How fast storage brings pages, and how many are under way from there."""
+        """Measured speed of storage, and the number of pages under way from there."""
         return SourceLoad(self._throughput.page_s(self._state.now_s), self.pages_in_flight)
 
     def allowance(self, wanted: int, deadline_s: float) -> int:
-        """How many of `wanted` pages a plan may fetch now, if they may take `deadline_s`."""
+        """How many of `wanted` pages a plan may fetch now, if the fetch may take `deadline_s`."""
+        # Three independent limits: pages in flight, the deadline at the measured throughput, and the rate.
         settings = self._state.settings
         if settings.fetch_pages_in_flight_max:
             wanted = min(wanted, max(0, settings.fetch_pages_in_flight_max - self.pages_in_flight))
@@ -183,29 +187,29 @@ class StorageAdmission:
         return wanted
 
     def take(self, count: int) -> None:
-        """A plan fetches so many pages; with a negative count, it does not after all."""
+        """Charge a plan's fetch to the rate limit; a negative count takes the charge back."""
         if self._state.settings.fetch_pages_per_s:
             self._level_pages = self._level() - count
 
     def _level(self) -> float:
-        """What may be fetched at once: it grows with time, up to one second's worth, which is at least a page."""
+        """Pages that the rate limit allows at once. Grows with time, up to one second's worth and at least one page."""
         rate, now_s = self._state.settings.fetch_pages_per_s, self._state.now_s
         grown = self._level_pages + (now_s - self._level_at_s) * rate
         self._level_pages, self._level_at_s = min(grown, max(rate, 1.0)), now_s
         return self._level_pages
 
-    # --- Fetches under way ---
+    # --- Fetches in flight ---
 
     @property
     def holds_puts(self) -> bool:
-        """Whether puts are to wait: something is fetched, or fetches take too long as it is."""
+        """Whether puts must wait: a fetch is in flight, or fetches take longer than the policy allows."""
         if self.fetching or self.ahead_in_flight:
             return True
         bound_s = self._state.settings.put_fetch_s_max
         return bound_s > 0 and self._throughput.fetch_s(self._state.now_s) > bound_s
 
     def may_put_beside(self, others: bool) -> bool:
-        """Whether a put, whose host pages are pinned already, may begin. The first one always may."""
+        """Whether a put, whose host pages are pinned already, may begin. Without others it always may."""
         state = self._state
         room = state.settings.put_host_share * state.settings.host_pages
         if not others or state.index.host_protected <= room:
@@ -214,44 +218,45 @@ class StorageAdmission:
         return False
 
     def fetch_began(self, load: Load | ComponentFetch, page_count: int) -> None:
-        """Storage writes to the host pages of a load from now on, which waits for it."""
+        """Record that storage writes to the host pages of a load from now on, and that the load waits for it."""
         self.fetching[load] = page_count
         self.pages_in_flight += page_count
 
     def fetch_over(self, load: Load | ComponentFetch) -> None:
-        """The load waits for no fetch (any more)."""
+        """Record that the load does not wait for a fetch any more."""
         self.pages_in_flight -= self.fetching.pop(load, 0)
 
     def fetch_given_up(self, op: int, host_pages: PageIds, component: str = "") -> None:
-        """Leave a fetch alone: it keeps its host pages, of a component or full ones, until it ends."""
+        """Hand the host pages of a fetch to a `LateFetch` until the fetch ends: full pages, or those of a component."""
         self._state.operations[op] = LateFetch(self._state, self, host_pages, component)
         self.pages_in_flight += len(host_pages)
 
     def note_throughput(self, *, begun_at_s: float, pages: int) -> None:
-        """A fetch, at whose begin so many pages were under way, has brought everything, or is late."""
+        """Record the speed of a complete or late fetch, which began with `pages` pages under way."""
         self._throughput.note(taken_s=self._state.now_s - begun_at_s, pages=pages, now_s=self._state.now_s)
 
     # --- The breaker ---
 
     def changed(self, event: StorageChanged) -> None:
-        """Another storage is attached, or none: what the last one did, and what it holds, is forgotten."""
-        # With components, full pages without them are of no use: a request could not go on from there.
+        """Forget everything about the previous storage, because another one is attached, or none."""
+        # With components a request cannot continue from full pages without component pages.
         self._state.storage_available = event.available and (event.component_pages or self._state.components is None)
         self._state.operations.pop(self.op, None)
         self.op = 0
         self._breaker.close()
         self._throughput.forget()
+        # Marks of stored pages are dropped when the next storage is attached, not when one is detached.
         if event.available:
             self._state.index.forget_stored()
         self._state.renew_write_credit()
 
     def call_ended(self, event: Outcome) -> None:
-        """Count the outcome of a call for the breaker. A call that could not be started says nothing about storage."""
+        """Count the outcome of a call in the breaker. A call that could not be started is no evidence about storage."""
         if isinstance(event, StorageAnswered | PagesFetched | PagesStored):
             self._state.run_guarded(partial(self.note, failed=bool(event.error)))
 
     def call_is_late(self) -> None:
-        """Count a call that has not ended in time as a failure."""
+        """Count a late call as a failure."""
         self._state.run_guarded(partial(self.note, failed=True))
 
     def fetch_ended(self, event: Outcome) -> int:
@@ -265,7 +270,7 @@ class StorageAdmission:
         return event.stored if isinstance(event, PagesStored) else 0
 
     def note(self, *, failed: bool) -> None:
-        """A call to storage has ended, or is late."""
+        """Count a call that has ended or is late, and start the back-off if the breaker opens."""
         settings = self._state.settings
         limit = settings.breaker_failures if self._state.storage_available else 0
         self._breaker.note(failed=failed, failures_max=limit, backoff_s=settings.breaker_backoff_s)
@@ -274,7 +279,7 @@ class StorageAdmission:
             self._state.count("l3_breaker_opened")
 
     def probe(self) -> None:
-        """The back-off is over."""
+        """Start a probe, because the back-off is over."""
         state = self._state
         op = state.start_operation(Probe(self), deadline_s=float("inf"))
         with Rollback() as undo:
@@ -285,7 +290,7 @@ class StorageAdmission:
         self.op = op
 
     def probed(self, error: str) -> None:
-        """Storage has answered the probe."""
+        """Close the breaker, or start the next back-off if the probe failed."""
         self._breaker.probed(failed=bool(error), backoff_max_s=self._state.settings.breaker_backoff_max_s)
         if self._breaker.is_open:
             self._state.count("l3_probes_failed")

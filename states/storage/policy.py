@@ -1,7 +1,7 @@
-"""How storage is used: what is fetched and how long for, what is put there, and when it is left alone.
+"""Policies of the storage tier: which pages are fetched and for how long, which are put, and when calls pause.
 
-Plain values, the same in `EngineConfig.storage` and `CoreSettings`, where a run begins with them. The event
-`PolicyChanged` changes them while requests run: work in flight continues as it began, later work follows the new ones.
+Plain values, the same in `EngineConfig.storage` and `CoreSettings`, with which a run begins. The event `PolicyChanged`
+replaces them while requests run: calls in flight continue as they began, later ones follow the new values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PrefetchPolicy = Literal["timeout", "best_effort", "wait_complete", "soonest"]
 WritePolicy = Literal["through", "selective", "back"]
 
 FETCH_TIMEOUT_MAX_S = 3600.0
-"""No storage call is told to start reads for longer than this."""
+"""Maximum seconds within which a storage call may start reads, whatever its deadline."""
 
 
 class StoragePolicy(Options, frozen=True, kw_only=True):
@@ -91,7 +91,7 @@ POLICY_FIELDS = StoragePolicy.__struct_fields__
 
 
 def changed_policy(policy: StoragePolicy, changes: Mapping[str, object]) -> StoragePolicy:
-    """The same policies with some others. Raises InvalidConfig, which names what is wrong and what is allowed."""
+    """A copy of the policies with changes. Raises InvalidConfig, which names what is wrong and what is allowed."""
     for name in changes:
         if name not in POLICY_FIELDS:
             raise unknown(name, POLICY_FIELDS, "policy", InvalidConfig)

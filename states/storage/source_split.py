@@ -1,18 +1,22 @@
-"""Which of two ways is to bring pages that both have: what storage has, prefill can send as well.
+"""Split of a restore between storage and prefill, for pages that both could deliver.
 
-Pure arithmetic on two measures of each way: what a page costs on it of late (`tidekv.states.storage.throughput`), and
-how many pages wait on it already. With `prefetch` "soonest" they are asked twice. A plan divides what storage has so
-that both ways end at the same time: the front is fetched, the rest is part of the delta. And whenever prefill has
-brought all that it was asked for while fetches are under way, their tail is divided anew and its last part is asked of
-prefill by extend: so a storage that turns out slower than it was does not delay what the network brings sooner, and a
-fetch that was to have landed by then counts in its pace. The other way round there is no remedy (nobody fetches to
-pages that prefill may be writing to), but the next plan knows better.
+Pure arithmetic on two figures per source: the seconds that a page has cost lately
+(`tidekv.states.storage.throughput`), and the number of pages that wait before it. It applies to the fetch policy
+"soonest" and is made at two moments:
 
-Where nothing is known of one of them, a plan fetches all, and the tail is halved each time: after a few halvings what
-is left is one fetch, and something is known.
+- A plan divides what storage has so that both sources end at the same time: it fetches the front, and prefill sends the
+  rest.
+- Whenever prefill has sent everything requested while fetches are in flight, the split of the pages still being fetched
+  is recomputed, and prefill is asked for the last part by *extend*. So a storage that has become slower does not delay
+  pages that the network delivers sooner; a fetch that should have landed by then counts in its throughput. The opposite
+  correction is impossible, because nothing may be loaded into pages that prefill may be writing to, but the next plan
+  uses the new figures.
 
-What prefill has to compute first is part of what its pages cost. So a prefill that computes slowly is asked for little
-that storage has, which is what a caller with a slow prefill wants.
+If the cost of a source is unknown, a plan fetches everything, and each recomputation halves the fetches: after a few of
+them one fetch is left, whose end gives a measurement.
+
+The cost of a page from prefill includes its computation. So a prefill instance that computes slowly is asked for few
+pages that storage has.
 """
 
 from __future__ import annotations
@@ -22,21 +26,22 @@ from typing import NamedTuple
 
 
 class SourceLoad(NamedTuple):
-    """How pages come: seconds that each costs (0: nothing is known), and those that wait before ours."""
+    """Load of a source: seconds per page (0: unknown), and pages under way before a new one."""
 
     page_s: float
     queued_pages: int
 
 
 def pages_to_fetch(count: int, rest: int, *, storage: SourceLoad, link: SourceLoad) -> int:
-    """Of `count` pages that both have, in front of `rest` that prefill alone has: how many to fetch, from the first on,
-    so that the last page of all comes as soon as it can.
+    """How many of the first `count` pages to fetch so that the last page of all arrives as early as possible.
+
+    Both sources have these pages; prefill also sends `rest` further ones that only it has.
     """
     if not storage.page_s or not link.page_s:
         return count
     sent_s = (link.queued_pages + rest + count) * link.page_s
     even = (sent_s - storage.queued_pages * storage.page_s) / (storage.page_s + link.page_s)
-    # Whole pages: of the two numbers around the even one, the better.
+    # The even split is a fraction; the better of the two whole numbers around it is the minimum.
     fewer = min(max(int(even), 0), count)
     return min(
         (min(fewer + 1, count), fewer),
@@ -47,8 +52,9 @@ def pages_to_fetch(count: int, rest: int, *, storage: SourceLoad, link: SourceLo
 
 
 def fetches_to_keep(fetches: Sequence[tuple[float, int]], *, link: SourceLoad) -> int:
-    """Of fetches under way, in order, each with the seconds until it lands (0: nothing is known) and its pages: how
-    many to go on waiting for, while prefill is asked for the pages of the others.
+    """How many of the fetches in flight to keep waiting for, while prefill is asked for the pages of the others.
+
+    `fetches` are in the order of the prompt, each with the seconds until it lands (0: unknown) and its pages.
     """
     if not link.page_s or not all(lands_s for lands_s, _ in fetches):
         return -(-len(fetches) // 2)
@@ -57,7 +63,7 @@ def fetches_to_keep(fetches: Sequence[tuple[float, int]], *, link: SourceLoad) -
     for keep in range(len(fetches), -1, -1):
         lands_s = fetches[keep - 1][0] if keep else 0.0
         sent_s = (link.queued_pages + sent_pages) * link.page_s if sent_pages else 0.0
-        # Of equals the one that reads nothing for nobody.
+        # Of equal choices take the one that keeps more fetches: a fetch given up is still read, in vain.
         if max(lands_s, sent_s) < best:
             best, kept = max(lands_s, sent_s), keep
         if keep:

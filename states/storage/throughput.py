@@ -1,15 +1,15 @@
-"""How fast storage brings pages, as fetches of the last while have shown.
+"""Throughput estimate of a source of pages, from its recent fetches.
 
-Of every fetch that brought all its pages, and of every one that is late (which took at least so long), two things are
-known: the seconds from its command to its outcome, and the pages that were under way when it began, its own included.
-Sums of both are kept in which each earlier fetch weighs 7/8 of the one after it:
+Every fetch that delivered all its pages, and every late one (which took at least that long), gives two values: the
+seconds from its command to its outcome, and the pages that were under way when it began, its own included. The
+estimator keeps sums of both, in which an earlier fetch weighs 7/8 of the next one:
 
-    page_s  = sum of seconds / sum of pages under way      what one page more costs
-    fetch_s = sum of seconds / sum of weights              how long a fetch takes, on average
+    page_s  = sum of seconds / sum of pages under way      cost of one more page
+    fetch_s = sum of seconds / sum of weights              average duration of a fetch
 
-A plan of `n` pages, with `q` under way already, is then expected to land in `(q + n) * page_s`. Many short fetches
-make `page_s` larger than it is for long ones, whose fixed cost is shared by more pages; the first longer one corrects
-that, since it weighs by its pages. An estimate expires ESTIMATE_FRESH_S after its last measurement; storage is
+A plan of `n` pages, with `q` under way already, is expected to land in `(q + n) * page_s`. Many short fetches make
+`page_s` larger than it is for long ones, whose fixed cost is spread over more pages; the first longer fetch corrects
+that, because it weighs by its pages. The estimate expires ESTIMATE_FRESH_S after the last measurement; the source is
 then used as if it had never been measured.
 """
 
@@ -20,7 +20,7 @@ WEIGHT = 7 / 8
 
 
 class ThroughputEstimator:
-    """The measure of one storage."""
+    """Throughput estimate of one source."""
 
     __slots__ = ("_count", "_noted_at_s", "_pages", "_seconds")
 
@@ -28,12 +28,12 @@ class ThroughputEstimator:
         self.forget()
 
     def forget(self) -> None:
-        """Another storage is attached: nothing is known of it."""
+        """Drop all measurements, because another storage is attached."""
         self._count = self._pages = self._seconds = 0.0
         self._noted_at_s = float("-inf")
 
     def note(self, *, taken_s: float, pages: int, now_s: float) -> None:
-        """A fetch took so long, with `pages` pages under way when it began."""
+        """Add a measurement: a fetch that took `taken_s`, with `pages` pages under way when it began."""
         if now_s - self._noted_at_s > ESTIMATE_FRESH_S:
             self.forget()
         self._count = WEIGHT * self._count + 1
@@ -42,11 +42,11 @@ class ThroughputEstimator:
         self._noted_at_s = now_s
 
     def page_s(self, now_s: float) -> float:
-        """Seconds that a page costs; 0 where nothing is known."""
+        """Seconds per page; 0 if unknown."""
         return self._seconds / self._pages if self._is_fresh(now_s) else 0.0
 
     def fetch_s(self, now_s: float) -> float:
-        """Seconds that a fetch takes; 0 where nothing is known."""
+        """Seconds per fetch; 0 if unknown."""
         return self._seconds / self._count if self._is_fresh(now_s) else 0.0
 
     def _is_fresh(self, now_s: float) -> bool:

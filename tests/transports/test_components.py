@@ -117,7 +117,7 @@ async def test_the_last_chunk_is_said_only_when_the_tails_are_in_place(world) ->
 async def test_a_room_does_not_finish_without_a_tail_that_was_asked_for(world) -> None:
     decode, _, room = await computed(world, world.STATE, world.WINDOW, component_pages=WINDOW + STATE)
     await room.send_component_pages("swa", OURS["swa"])
-    with pytest.raises(InvalidRequest, match="the tail of component 'ssm' was never sent"):
+    with pytest.raises(InvalidRequest, match="the pages of component 'ssm' were never sent"):
         await room.finish(first_token=1)
     with pytest.raises(InvalidRequest, match="there is no component 'full'"):
         await room.send_component_pages("full", [1])
@@ -268,10 +268,10 @@ class Liar:
 @pytest.mark.parametrize(
     ("said", "component_pages", "words"),
     [
-        ([], STATE, "is said to be the last; the tail of 'ssm' was not sent"),
-        (["swa"], STATE, "the tail of component 'swa' was not asked for"),
-        (["ssm", "ssm"], STATE, "the tail of component 'ssm' was not asked for, or was sent before"),
-        (["ssm"], NO_STATE, "the tail of component 'ssm' was not asked for"),
+        ([], STATE, "is marked as the last; the pages of 'ssm' were not sent"),
+        (["swa"], STATE, "the pages of component 'swa' were not requested"),
+        (["ssm", "ssm"], STATE, "the pages of component 'ssm' were not requested, or were sent before"),
+        (["ssm"], NO_STATE, "the pages of component 'ssm' were not requested"),
     ],
 )
 async def test_a_prefill_that_says_what_is_not_so_fails_its_room(world, said, component_pages, words: str) -> None:
@@ -291,5 +291,5 @@ async def test_a_sender_that_does_not_wait_for_its_tails_would_be_seen(world, mo
     monkeypatch.setattr(SenderComponents, "are_landed", property(lambda self: True))
     decode, _, room, gate = await held_in_its_tail(world)
     await room.finish(first_token=1)
-    assert "the tail of 'ssm' was not sent" in (await decode.wait(events.RoomFailed)).cause
+    assert "the pages of 'ssm' were not sent" in (await decode.wait(events.RoomFailed)).cause
     gate.open.set()

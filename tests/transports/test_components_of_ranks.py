@@ -108,7 +108,7 @@ async def test_ranks_that_ask_for_different_tails_are_refused_on_all(world) -> N
     promise(of_decode[1], address, [ComponentPages("swa", 4, page_ids([10]))])
     for decode in of_decode:
         refused = await decode.wait(events.RoomRefused)
-        assert "asks for tails of components from positions" in refused.cause
+        assert "requests component pages from positions" in refused.cause
         assert "(('swa', 3),)" in refused.cause
         assert "(('swa', 4),)" in refused.cause
     assert all(prefill.sender.statistics()["pages_sent"] == 0 for prefill in of_prefill)

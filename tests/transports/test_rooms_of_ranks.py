@@ -89,7 +89,7 @@ async def test_promises_that_differ_are_refused_on_all_ranks_with_both_numbers(m
     await ranks.told(events.RoomRefused)
     for decode in ranks.decodes:
         causes = {event.cause for event in decode.of(events.RoomRefused)}
-        assert all("did not promise the same" in cause for cause in causes)
+        assert all("made different promises" in cause for cause in causes)
         assert all("promised 4 of 8 tokens" in cause and "promised 0 of 8 tokens" in cause for cause in causes)
     for prefill in ranks.prefills:
         statistics = prefill.sender.statistics()

@@ -27,7 +27,7 @@ def back_rig(**settings: object) -> Rig:
 
 
 def turn(rig: Rig, name: str, tokens: bytes) -> None:
-    """A whole request; what it leads to is still to be taken."""
+    """A whole request; the commands that it leads to are still to be taken."""
     rig.make_ready(name, tokens)
     rig.finish(name, tokens)
     rig.take(commands.ReportFinished)
@@ -60,7 +60,7 @@ def test_what_is_evicted_next_is_copied_before_it_is() -> None:
     copy = rig.take(commands.CopyToHost)
     assert len(copy.device_pages) == 6
     rig.nothing_else()
-    # While it is copied nobody gets its pages.
+    # While they are copied its pages cannot be taken.
     rig.arrive("c", bytes(range(12)))
     promise = rig.take_all(commands.SendPromise)
     assert promise == []
@@ -141,7 +141,7 @@ def test_pages_of_a_path_are_copied_from_the_root_once() -> None:
     rig = back_rig(device_pages=12, write_back_ahead=1.0)
     turn(rig, "a", b"abcdxx")
     turn(rig, "b", b"abcdyy")
-    # Both leaves need the copy of what they share: one backup brings that, the other waits for it.
+    # Both leaves need a copy of the pages they share: one backup makes it, the other waits for it.
     first = rig.take(commands.CopyToHost)
     assert len(first.device_pages) == 6
     rig.copied(first)
@@ -177,7 +177,7 @@ def test_a_put_that_stored_nothing_is_not_repeated_at_once() -> None:
     rig.stored(put, 0)
     rig.nothing_else()
     assert rig.core.is_idle
-    # The next time that somebody takes or leaves pages it is tried again.
+    # It is tried again the next time that pages are taken or left.
     turn(rig, "b", b"xyz")
     assert rig.take(commands.StorePages).first == 0
 
@@ -290,7 +290,7 @@ def test_no_more_than_some_copies_and_puts_are_under_way() -> None:
 
 
 class WrittenBack(RuleBasedStateMachine):
-    """Whatever is finished, evicted, copied, put or forgotten, in any order: all adds up, and work ends by itself."""
+    """With requests, evictions, copies, puts and drops in any order, everything adds up, and work ends by itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class Books:
 
 @dataclass
 class Held:
-    """One receipt, and what it must keep: pages by component and prefix."""
+    """One receipt, and the pages that it must protect, by component and prefix."""
 
     receipt: ComponentReceipt
     kind: str
@@ -67,7 +67,7 @@ class Held:
 
 
 class ComponentsAgainstModel(RuleBasedStateMachine):
-    """Whatever is called, a match is the naive answer, accounts balance, and nobody loses or overwrites a page."""
+    """After any calls a match equals the naive answer, the page pools balance, and no page is lost or overwritten."""
 
     @initialize(components=st.sampled_from(SETS), prompts=st.lists(PROMPTS, min_size=2, max_size=4), pick=PICK)
     def start(self, components: list[Component], prompts: list[Prefix], pick: int) -> None:
@@ -76,7 +76,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         self.component_pages = ComponentIndex(self.index, components, page_size=1)
         self.trailing_pages = {c.name: c.window_tokens or 1 for c in components}
         self.names = list(self.trailing_pages)
-        self.books = {
+        self.models = {
             (tier, name): Books(tiers[name].account)
             for tier, tiers in (("device", self.component_pages.device), ("host", self.component_pages.host))
             for name in self.names
@@ -92,7 +92,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
 
     # --- The model's own view ---
 
-    def tail(self, name: str, prompt: Prefix, boundary: int) -> list[Prefix]:
+    def trailing_positions(self, name: str, prompt: Prefix, boundary: int) -> list[Prefix]:
         first = max(0, boundary - self.trailing_pages[name])
         return [cut(prompt, position + 1) for position in range(first, boundary)]
 
@@ -101,9 +101,9 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         tiers = ("device", "host") if use_host else ("device",)
         boundary = on_device + beyond if use_host else on_device
         while not all(
-            any(piece in self.books[tier, name].pages for tier in tiers)
+            any(piece in self.models[tier, name].pages for tier in tiers)
             for name in self.names
-            for piece in self.tail(name, prompt, boundary)
+            for piece in self.trailing_positions(name, prompt, boundary)
         ):
             boundary -= 1
         return min(boundary, on_device), max(0, boundary - on_device)
@@ -112,8 +112,10 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         kind = receipt.full.kind
         kept = {}
         for name in self.names:
-            pages = self.books[kind, name].pages
-            kept[name] = {piece: pages[piece] for piece in self.tail(name, prompt, boundary) if piece in pages}
+            pages = self.models[kind, name].pages
+            kept[name] = {
+                piece: pages[piece] for piece in self.trailing_positions(name, prompt, boundary) if piece in pages
+            }
         return Held(receipt, kind, boundary, kept)
 
     def protected(self, tier: str, name: str) -> set[Prefix]:
@@ -124,7 +126,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         return self.held + [part for _, _, lock, pin in self.reserved for part in (lock, pin)]
 
     def is_guarded(self, tier: str, name: str, node: Node) -> bool:
-        """Whether the tail of some receipt's boundary has positions in the node, as far as the receipt goes."""
+        """Whether the component pages of a receipt's boundary include positions of the node."""
         return any(
             part.kind == tier
             and node in self.index.path(part.receipt.full.node)
@@ -134,22 +136,22 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
 
     def found(self, tier: str, name: str) -> dict[Prefix, int]:
         """What the index keeps, read from it."""
-        books = (self.component_pages.device if tier == "device" else self.component_pages.host)[name]
+        component_tier = (self.component_pages.device if tier == "device" else self.component_pages.host)[name]
         return {
             cut(prefix_of(node), position + 1): page
             for node in self.index.nodes()
-            for position, page in books.pages_of(node).items()
+            for position, page in component_tier.pages_of(node).items()
         }
 
     def shrink(self) -> dict[tuple[str, str], dict[Prefix, int]]:
-        """Take over what the index has dropped: only what nobody kept; returns it."""
+        """Check that the index dropped only unprotected pages, and drop them in the model; returns them."""
         gone = {}
-        for (tier, name), books in self.books.items():
+        for (tier, name), model in self.models.items():
             found = self.found(tier, name)
-            gone[tier, name] = {piece: page for piece, page in books.pages.items() if piece not in found}
+            gone[tier, name] = {piece: page for piece, page in model.pages.items() if piece not in found}
             assert not self.protected(tier, name) & gone[tier, name].keys()
             for piece in gone[tier, name]:
-                del books.pages[piece]
+                del model.pages[piece]
         return gone
 
     def nodes(self, tier: str) -> list[Node]:
@@ -201,20 +203,20 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
             self.enter(tier, self.names[pick % len(self.names)], nodes[pick % len(nodes)], first, count)
 
     def enter(self, tier: str, name: str, node: Node, first: int, count: int) -> None:
-        books, prompt = self.books[tier, name], prefix_of(node)
+        model, prompt = self.models[tier, name], prefix_of(node)
         first %= node.depth_pages
-        count = min(count, node.depth_pages - first, books.account.free)
-        ours = books.account.take(count)
+        count = min(count, node.depth_pages - first, model.account.free)
+        ours = model.account.take(count)
         pieces = [cut(prompt, position + 1) for position in range(first, first + count)]
         for piece, page in zip(pieces, ours, strict=True):
-            books.write(page, piece)
+            model.write(page, piece)
         table, unused = self.component_pages.insert(tier, name, node, first, ours)  # type: ignore[arg-type]  # One of the two names.
-        theirs = [piece in books.pages for piece in pieces]
+        theirs = [piece in model.pages for piece in pieces]
         assert unused.tolist() == [page for page, known in zip(ours, theirs, strict=True) if known]
         for piece, page in zip(pieces, ours, strict=True):
-            books.pages.setdefault(piece, page)
-        assert table.tolist() == [books.pages[piece] for piece in pieces]
-        books.account.give_back(unused)
+            model.pages.setdefault(piece, page)
+        assert table.tolist() == [model.pages[piece] for piece in pieces]
+        model.account.give_back(unused)
 
     @rule(tier=TIERS, pick=PICK)
     def insert_components(self, tier: str, pick: int) -> None:
@@ -238,8 +240,8 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
     @rule(tier=TIERS, pick=PICK, count=st.integers(1, 6))
     def evict(self, tier: str, pick: int, count: int) -> None:
         name = self.names[pick % len(self.names)]
-        books = (self.component_pages.device if tier == "device" else self.component_pages.host)[name]
-        evictable = books.evictable
+        component_tier = (self.component_pages.device if tier == "device" else self.component_pages.host)[name]
+        evictable = component_tier.evictable
         freed = self.component_pages.evict(tier, name, count)  # type: ignore[arg-type]  # One of the two names.
         gone = self.shrink()
         assert freed == len(gone.pop((tier, name))) >= min(count, evictable)
@@ -248,11 +250,11 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
     @rule(tier=TIERS, pick=PICK)
     def drop(self, tier: str, pick: int) -> None:
         name = self.names[pick % len(self.names)]
-        books = (self.component_pages.device if tier == "device" else self.component_pages.host)[name]
-        nodes = [node for node in self.nodes(tier) if not books.is_guarded(node)]
+        component_tier = (self.component_pages.device if tier == "device" else self.component_pages.host)[name]
+        nodes = [node for node in self.nodes(tier) if not component_tier.is_guarded(node)]
         if nodes:
             node = nodes[pick % len(nodes)]
-            pages = set(books.pages_of(node).values())
+            pages = set(component_tier.pages_of(node).values())
             self.component_pages.drop(tier, name, node)  # type: ignore[arg-type]  # One of the two names.
             assert set(self.shrink()[tier, name].values()) == pages
 
@@ -291,32 +293,32 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
             }
             return
         assert reserved.boundary == boundary
-        for name, tail in reserved.component_pages.items():
+        for name, matched in reserved.component_pages.items():
             self.bring(name, prompt, boundary, reserved)
-            missing = len(tail.loads[1]) + len(tail.clones[1])
+            missing = len(matched.loads[1]) + len(matched.clones[1])
             fresh = name == "state" and not boundary
-            assert len(tail.own) == missing + spare + fresh
+            assert len(matched.own) == missing + spare + fresh
             # Nothing goes where there is room.
-            assert not gone["host", name] and (not gone["device", name] or before[name][0] < len(tail.own))
+            assert not gone["host", name] and (not gone["device", name] or before[name][0] < len(matched.own))
         lock = self.keep(reserved.lock, prompt, boundary)
         self.reserved.append((prompt, reserved, lock, self.keep(reserved.pin, prompt, boundary)))
 
     def bring(self, name: str, prompt: Prefix, boundary: int, reserved: Reserved) -> None:
         """Do the copies that follow from a reservation, and see that its table holds what the boundary needs."""
-        tail, device, host = reserved.component_pages[name], self.books["device", name], self.books["host", name]
-        for source, target in zip(*tail.loads, strict=True):
+        matched, device, host = reserved.component_pages[name], self.models["device", name], self.models["host", name]
+        for source, target in zip(*matched.loads, strict=True):
             device.write(target, host.memory[source])
-        for source, target in zip(*tail.clones, strict=True):
+        for source, target in zip(*matched.clones, strict=True):
             device.write(target, device.memory[source])
-        pieces = self.tail(name, prompt, boundary)
-        shared = [page for page in tail.table if page not in tail.own]
+        pieces = self.trailing_positions(name, prompt, boundary)
+        shared = [page for page in matched.table if page not in matched.own]
         if name == "state":
-            # Whoever goes on writes its record in place: it must not be anybody else's.
-            assert len(tail.table) == 1 and not shared
-            assert [device.memory[page] for page in tail.table[: len(pieces)]] == pieces
-            device.write(tail.table[0], "gone on")
+            # A request writes its snapshot in place, so it must not share it.
+            assert len(matched.table) == 1 and not shared
+            assert [device.memory[page] for page in matched.table[: len(pieces)]] == pieces
+            device.write(matched.table[0], "gone on")
         else:
-            assert [device.memory[page] for page in tail.table] == pieces
+            assert [device.memory[page] for page in matched.table] == pieces
             assert device.account.holds(page_ids(shared), PageState.CACHED)
 
     @precondition(lambda self: self.reserved)
@@ -324,16 +326,16 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
     def release(self, pick: int, enter: bool) -> None:
         prompt, reserved, _, _ = self.reserved.pop(pick % len(self.reserved))
         node = reserved.lock.full.node
-        for name, tail in reserved.component_pages.items():
-            books = self.books["device", name]
-            kept = set(tail.own)
+        for name, matched in reserved.component_pages.items():
+            model = self.models["device", name]
+            kept = set(matched.own)
             if enter and name != "state" and node.depth_pages == reserved.boundary:
                 # The full pages are there: what was loaded joins the index.
-                table, unused = self.component_pages.insert("device", name, node, tail.first, tail.table)
-                for position, page in enumerate(table, tail.first):
-                    assert books.pages.setdefault(cut(prompt, position + 1), page) == page
-                kept -= set(tail.table) - set(unused)
-            books.account.give_back(page_ids(kept))
+                table, unused = self.component_pages.insert("device", name, node, matched.first, matched.table)
+                for position, page in enumerate(table, matched.first):
+                    assert model.pages.setdefault(cut(prompt, position + 1), page) == page
+                kept -= set(matched.table) - set(unused)
+            model.account.give_back(page_ids(kept))
         self.component_pages.release(reserved)
 
     # --- What holds after every call ---
@@ -342,11 +344,11 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
     def books_add_up(self) -> None:
         self.index.check()
         self.component_pages.check()
-        for (tier, name), books in self.books.items():
-            assert self.found(tier, name) == books.pages
+        for (tier, name), model in self.models.items():
+            assert self.found(tier, name) == model.pages
             # Every page is where its bytes belong, through all splits.
-            assert all(books.memory[page] == piece for piece, page in books.pages.items())
-            account, own = books.account, page_ids()
+            assert all(model.memory[page] == piece for piece, page in model.pages.items())
+            account, own = model.account, page_ids()
             for _, reserved, _, _ in self.reserved:
                 own += reserved.component_pages[name].own if tier == "device" else page_ids()
             assert account.holds(own, PageState.OWNED) and account.owned == len(own)
@@ -362,7 +364,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
     def what_receipts_keep_is_there(self) -> None:
         for part in self.live:
             for name, kept in part.kept.items():
-                pages = self.books[part.kind, name].pages
+                pages = self.models[part.kind, name].pages
                 assert all(pages.get(piece) == page for piece, page in kept.items())
 
     def teardown(self) -> None:
@@ -376,8 +378,8 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         self.index.flush("device")
         self.index.flush("host")
         self.component_pages.check()
-        for books in self.books.values():
-            assert books.account.free == books.account.total
+        for model in self.models.values():
+            assert model.account.free == model.account.total
 
 
 TestComponentsAgainstModel = ComponentsAgainstModel.TestCase

@@ -1,4 +1,4 @@
-"""Components in storage, by example: what is put there, and what storage is asked for."""
+"""Component pages in storage, by example: which ones are put, and which ones a query covers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tidekv.states import commands, events
 from tidekv.states.storage.policy import StoragePolicy, policy_of
 
 
-def test_a_tail_is_put_when_it_is_on_the_host_and_the_full_pages_are_in_storage() -> None:
+def test_component_pages_are_put_when_the_host_has_them_and_storage_has_the_full_pages() -> None:
     rig = rig_with()
     finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
     rig.copied(rig.take(commands.CopyToHost))
@@ -30,13 +30,13 @@ def test_a_tail_is_put_when_it_is_on_the_host_and_the_full_pages_are_in_storage(
     rig.stored(rig.take(commands.StorePages))
     put = rig.take(commands.StoreComponent)
     assert (put.component, put.first, put.host_pages) == ("window", 5, of_window.target_pages)
-    # The other tail comes later: the request's own tokens are forgotten by then.
+    # The other component follows later: the request's own tokens are forgotten by then.
     rig.take(commands.ForgetTokens)
     rig.copied(of_state)
     late = rig.take(commands.StoreComponent)
     assert (late.component, late.first, late.host_pages) == ("state", 7, of_state.target_pages)
     assert rig.core.keys_put(put.op) == rig.core.keys_put(late.op) == ("", PROMPT)
-    # While they are read nobody can evict them.
+    # While they are read they cannot be evicted.
     assert rig.core.statistics()["window_host_protected"] == 3
     rig.stored(put)
     rig.stored(late, 0)
@@ -46,7 +46,7 @@ def test_a_tail_is_put_when_it_is_on_the_host_and_the_full_pages_are_in_storage(
     rig.expect_nothing_held()
 
 
-def test_what_the_write_policy_keeps_out_of_storage_has_no_tails_there() -> None:
+def test_storage_has_no_component_pages_of_full_pages_that_the_write_policy_keeps_out() -> None:
     rig = rig_with(write_tokens_min=9)
     finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
     rig.settle()
@@ -55,7 +55,7 @@ def test_what_the_write_policy_keeps_out_of_storage_has_no_tails_there() -> None
     rig.expect_nothing_held()
 
 
-def test_full_pages_that_storage_did_not_take_have_no_tails_there() -> None:
+def test_storage_has_no_component_pages_of_full_pages_that_it_did_not_take() -> None:
     rig = rig_with()
     finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
     rig.copied(rig.take(commands.CopyToHost))
@@ -65,7 +65,7 @@ def test_full_pages_that_storage_did_not_take_have_no_tails_there() -> None:
     assert not rig.take_all(commands.StoreComponent)
 
 
-def test_half_a_tail_is_not_put() -> None:
+def test_incomplete_component_pages_are_not_put() -> None:
     rig = rig_with(window(3))
     cached(rig, PROMPT)
     index = rig.core.state.components
@@ -77,7 +77,7 @@ def test_half_a_tail_is_not_put() -> None:
     assert not rig.core.state.out and not rig.core.statistics()["transitions_raised"]
 
 
-def test_with_write_back_a_tail_is_put_before_its_full_pages_are_evicted() -> None:
+def test_with_write_back_component_pages_are_put_before_their_full_pages_are_evicted() -> None:
     rig = rig_with(device_pages=16, host_pages=10, write="back", write_back_ahead=1.0)
     finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
     rig.copied(rig.take(commands.CopyToHost))
@@ -89,7 +89,7 @@ def test_with_write_back_a_tail_is_put_before_its_full_pages_are_evicted() -> No
     assert [put.component for put in rig.take_all(commands.StoreComponent)] == ["window", "state"]
 
 
-def test_puts_of_tails_give_way_to_fetches() -> None:
+def test_puts_of_component_pages_give_way_to_fetches() -> None:
     rig = rig_with(put_wait_s=5.0)
     only_in_storage(rig)
     finish(rig, ready_with(rig, "b", b"xyz"), b"xyz")
@@ -159,21 +159,21 @@ def test_a_late_put_is_counted_and_keeps_its_pin_until_it_ends() -> None:
     assert rig.core.statistics()["window_host_protected"] == 0 and rig.core.statistics()["component_pages_stored"] == 0
 
 
-def test_storage_is_asked_for_full_pages_and_tails_at_once() -> None:
+def test_one_query_covers_full_pages_and_component_pages() -> None:
     rig = rig_with()
     only_in_storage(rig)
     query = asked(rig)
     assert (query.first, query.count, query.components_first) == (0, 8, 0)
 
 
-def test_only_positions_that_can_matter_are_asked_for() -> None:
+def test_a_query_covers_only_positions_that_can_matter() -> None:
     rig = rig_with()
     cached(rig, PROMPT[:6])
     query = asked(rig)
     assert (query.first, query.count, query.components_first) == (6, 2, 4)
 
 
-def test_who_has_all_but_the_tails_asks_for_those_alone() -> None:
+def test_a_request_that_lacks_only_component_pages_queries_only_those() -> None:
     rig = rig_with()
     cached(rig, PROMPT)
     assert rig.core.state.components is not None
@@ -188,7 +188,7 @@ def test_who_has_all_but_the_tails_asks_for_those_alone() -> None:
     assert rig.take(commands.SendPromise).promised_tokens == 8 and rig.state("a") == "PREFETCH"
 
 
-def test_little_is_not_asked_for_and_not_fetched() -> None:
+def test_a_small_gain_is_neither_queried_nor_fetched() -> None:
     rig = rig_with(prefetch_threshold_tokens=4)
     cached(rig, PROMPT[:6])
     rig.arrive("a", PROMPT)
@@ -198,7 +198,7 @@ def test_little_is_not_asked_for_and_not_fetched() -> None:
     assert rig.take(commands.SendPromise).promised_tokens == 0
 
 
-def test_storage_that_keeps_no_tails_is_not_asked() -> None:
+def test_storage_without_component_pages_is_not_queried() -> None:
     rig = Rig(components=(window(),))  # type: ignore[arg-type]  # Not a number.
     rig.attach_storage()
     rig.arrive("a", PROMPT)
@@ -217,7 +217,7 @@ def test_a_request_is_not_admitted_before_the_answer_and_lets_others_pass() -> N
     assert rig.core.statistics()["outcomes_late"] == 1
 
 
-def test_who_waits_asks_again_where_what_was_in_front_of_the_answer_has_left_the_caches() -> None:
+def test_a_waiting_request_queries_again_if_pages_in_front_of_the_answer_have_left_the_caches() -> None:
     rig = rig_with(device_pages=9)
     cached(rig, PROMPT[:4])
     big = ready_with(rig, "big", b"12345")
@@ -237,14 +237,14 @@ def test_who_waits_asks_again_where_what_was_in_front_of_the_answer_has_left_the
     assert rig.state("a") == "PREFETCH" and rig.take(commands.SendPromise).promised_tokens == 8
 
 
-def test_what_was_in_front_of_tails_and_has_left_is_not_thought_to_be_in_storage() -> None:
+def test_pages_in_front_of_component_pages_that_have_left_are_not_assumed_to_be_in_storage() -> None:
     rig = rig_with(device_pages=9)
     cached(rig, PROMPT)
     assert rig.core.state.components is not None
     for tier in ("device", "host"):
         rig.core.state.components.evict(tier, "window", 16)
     ready_with(rig, "big", b"12345")
-    # The full pages are all here, and storage was not asked for them.
+    # The full pages are all here, and the query did not cover them.
     rig.answer(asked(rig), 0, component_pages=ALL)
     assert rig.state("a") == "PREALLOC"
     rig.flush("l1")

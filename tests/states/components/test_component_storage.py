@@ -26,7 +26,7 @@ from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant
 
 
-def test_a_prompt_comes_back_from_storage_with_its_tails() -> None:
+def test_a_prompt_comes_back_from_storage_with_its_component_pages() -> None:
     rig = rig_with()
     only_in_storage(rig)
     of_window, of_state = fetching(rig)
@@ -68,7 +68,7 @@ def test_the_plan_ends_at_the_longest_boundary_that_all_tiers_serve_together() -
     assert rig.request("a").declined == ("no_component", 4)
 
 
-def test_a_tail_is_put_together_from_device_host_and_storage() -> None:
+def test_component_pages_are_combined_from_device_host_and_storage() -> None:
     rig = rig_with(window(4))
     cached(rig, PROMPT)
     index = rig.core.state.components
@@ -106,7 +106,7 @@ def test_limits_on_fetches_shorten_the_plan_to_a_boundary_within_them() -> None:
     rig.answer(asked(rig), 8, component_pages=component_pages)
     assert rig.take(commands.SendPromise).promised_tokens == 4
     assert rig.request("a").declined == ("limit", 4) and rig.core.statistics()["l3_declined_pages"] == 4
-    # While those are fetched, nobody else fetches anything.
+    # While those are fetched, no other request fetches.
     query = asked(rig, b"x" * 8, "b")
     rig.answer(query, 8, component_pages=component_pages)
     assert rig.take(commands.SendPromise).promised_tokens == 0
@@ -139,7 +139,7 @@ def test_host_pages_of_a_component_are_not_waited_for() -> None:
     settle(rig)
 
 
-def test_a_pool_in_which_a_tail_from_storage_never_has_room_does_without() -> None:
+def test_a_request_does_without_storage_if_its_component_pages_never_fit_the_pool() -> None:
     rig = rig_with(window(3, device=4), state())
     rig.answer(asked(rig), 8, component_pages=ALL)
     assert rig.take(commands.SendPromise).promised_tokens == 0
@@ -176,7 +176,7 @@ def test_remains_of_another_load_in_the_way_leave_a_request_without_storage() ->
 
 
 @pytest.mark.parametrize("good", [0, 2, -1])
-def test_a_tail_that_comes_short_sends_the_request_back_without_storage(good: int) -> None:
+def test_a_short_fetch_of_component_pages_sends_the_request_back_without_storage(good: int) -> None:
     rig = rig_with()
     only_in_storage(rig)
     of_window, of_state = fetching(rig)
@@ -193,7 +193,7 @@ def test_a_tail_that_comes_short_sends_the_request_back_without_storage(good: in
     settle_all(rig)
 
 
-def test_a_late_tail_keeps_its_host_pages_until_it_ends() -> None:
+def test_a_late_fetch_of_component_pages_keeps_its_host_pages_until_it_ends() -> None:
     rig = rig_with(prefetch_base_s=2.0)
     only_in_storage(rig)
     of_window, of_state = fetching(rig)
@@ -222,7 +222,7 @@ def test_a_copy_from_the_host_pages_that_fails_or_is_late_costs_the_host_as_well
         rig.take(commands.SendPromise)
         if is_late:
             rig.wait_until(rig.now_s + 40.0)
-            # Until the copy has ended nobody gets its pages, neither those on the device nor those on the host.
+            # Until the copy has ended its pages stay taken, on the device and on the host.
             assert pages(rig, "window") == (3, 0)
         rig.copied(copy, error="bus error")
         assert rig.request("a").component_limit == 2 and pages(rig, "window") == (0, 0)
@@ -236,7 +236,7 @@ def settle_all(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("stage", ["answered", "fetched", "copied"])
-def test_who_leaves_leaves_pages_to_those_who_still_write_to_them(stage: str) -> None:
+def test_a_leaving_request_leaves_its_pages_to_operations_that_still_write_to_them(stage: str) -> None:
     rig = rig_with()
     only_in_storage(rig)
     of_window, of_state = fetching(rig)
@@ -257,13 +257,13 @@ def test_who_leaves_leaves_pages_to_those_who_still_write_to_them(stage: str) ->
     settle(rig)
 
 
-def test_failures_of_tails_open_the_breaker_too() -> None:
+def test_failures_with_component_pages_open_the_breaker_too() -> None:
     rig = rig_with(breaker_failures=2)
     only_in_storage(rig)
     of_window, of_state = fetching(rig)
     rig.fetched(of_state, 0, error="down")
     assert not rig.core.statistics()["l3_breaker_open"]
-    # Nobody waits for the other one any more, so it says nothing of storage.
+    # Nothing waits for the other fetch any more, so its end does not count for the breaker.
     rig.fetched(of_window, 0, error="down")
     assert not rig.core.statistics()["l3_breaker_open"]
     rig.fetched(rig.take(commands.FetchPages), 0, error="down")
@@ -271,7 +271,7 @@ def test_failures_of_tails_open_the_breaker_too() -> None:
 
 
 @pytest.mark.parametrize("policy", ["best_effort", "wait_complete"])
-def test_a_tail_is_waited_for_when_the_transfer_is_done(policy: str) -> None:
+def test_component_pages_are_waited_for_when_the_transfer_is_done(policy: str) -> None:
     rig = rig_with(prefetch=policy)
     only_in_storage(rig)
     fetches = fetching(rig, deadline_at_s=100.0)
@@ -301,7 +301,7 @@ def test_a_raise_while_a_plan_from_storage_is_made_undoes_what_was_begun(
     query = asked(rig)
     raise_at_promises(rig, times, monkeypatch)
     rig.answer(query, 8, component_pages=ALL)
-    # Storage is not trusted any more: what was granted for it is given back, and asked for again.
+    # Storage is not trusted any more: the grant that relied on it is given back, and another one is made.
     promise = rig.take(commands.SendPromise)
     assert promise.promised_tokens == 0
     rig.nothing_else()
@@ -329,7 +329,7 @@ def test_a_recomputing_caller_begins_with_the_first_page_whatever_storage_has() 
     assert pages(rig, "window") == (0, 0)
 
 
-def test_books_that_contradict_themselves_are_not_taken_for_a_failed_put(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_invariant_is_not_taken_for_a_failed_put(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rig_with()
     finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
     rig.copied(rig.take(commands.CopyToHost))

@@ -96,7 +96,7 @@ def test_full_pages_without_window_are_passable_and_no_end() -> None:
     bench.enter("window", first, 1, 2)
     leaf = bench.put(1, 2, 3, 4, 5, 6)
     assert bench.component_pages.probe_prefix("", keys(1, 2, 3, 4, 5, 6)) == (3, 0)
-    # The tail of 6 is [4, 6): the tombstone at 3 is of no concern.
+    # Boundary 6 needs [4, 6): the tombstone at 3 does not matter.
     bench.enter("window", leaf, 4, 5)
     assert bench.component_pages.probe_prefix("", keys(1, 2, 3, 4, 5, 6)) == (6, 0)
     assert bench.component_pages.probe_prefix("", keys(1, 2, 3, 4, 5)) == (3, 0)
@@ -105,7 +105,7 @@ def test_full_pages_without_window_are_passable_and_no_end() -> None:
     bench.check()
 
 
-def test_a_tail_may_be_partly_on_the_device_and_partly_on_the_host() -> None:
+def test_component_pages_may_be_partly_on_the_device_and_partly_on_the_host() -> None:
     bench = Bench(window(4), state())
     leaf = bench.put(*range(8))
     bench.to_host(leaf)
@@ -119,12 +119,12 @@ def test_a_tail_may_be_partly_on_the_device_and_partly_on_the_host() -> None:
     assert bench.component_pages.probe_prefix("", keys(*range(8))) == (6, 2)
     reserved = bench.reserve(*range(8))
     assert reserved is not None
-    tail = reserved.component_pages["window"]
-    assert tail.first == 4 and tail.table.tolist() == on_device + tail.own.tolist()
+    matched = reserved.component_pages["window"]
+    assert matched.first == 4 and matched.table.tolist() == on_device + matched.own.tolist()
     host = {
         at: page for node in (upper, leaf) for at, page in bench.component_pages.host["window"].pages_of(node).items()
     }
-    assert tail.loads == (page_ids([host[6], host[7]]), tail.own)
+    assert matched.loads == (page_ids([host[6], host[7]]), matched.own)
     record = reserved.component_pages["state"]
     assert len(record.loads[0]) == 1 and record.loads[1] == record.own == record.table
     # All of it is kept, on both sides, until it is released.
@@ -199,7 +199,7 @@ def test_of_all_components_a_request_gets_what_it_needs_or_nothing() -> None:
     other = bench.put(7, 8, 9)
     bench.enter("window", other, 1, 2)
     bench.enter("state", other, 2)
-    # Every record is in use: the one to go on from counts as evictable only until it is locked.
+    # Every snapshot is in use: the one to continue from counts as evictable only until it is locked.
     first = bench.reserve(1, 2, 3)
     assert first is not None
     assert bench.reserve(7, 8, 9, window=1) is None and bench.reserve(1, 2, 3) is None
@@ -207,7 +207,7 @@ def test_of_all_components_a_request_gets_what_it_needs_or_nothing() -> None:
     assert bench.component_pages.device["window"].account.owned == 0
     bench.component_pages.device["state"].account.give_back(first.component_pages["state"].own)
     bench.component_pages.release(first)
-    # Four more pages: two are free, two are those of the other prompt, the tail itself stays.
+    # Four more pages: two are free, two are those of the other prompt, those of the boundary itself stay.
     second = bench.reserve(1, 2, 3, window=4)
     assert second is not None and bench.component_pages.probe_prefix("", keys(7, 8, 9)) == (0, 0)
     assert bench.component_pages.probe_prefix("", keys(1, 2, 3)) == (3, 0)
@@ -219,18 +219,18 @@ def test_of_a_cut_node_only_the_part_that_a_receipt_reaches_into_is_kept() -> No
     leaf = bench.put(*range(8))
     bench.enter("window", leaf, *range(8))
     receipt = bench.component_pages.lock(leaf, boundary=8)
-    books = bench.component_pages.device["window"]
-    assert (books.evictable, books.protected) == (0, 8)
+    component_tier = bench.component_pages.device["window"]
+    assert (component_tier.evictable, component_tier.protected) == (0, 8)
     upper = bench.index.split(leaf, 5)
     bench.check()
-    assert (books.evictable, books.protected) == (5, 3)
-    assert bench.component_pages.evict("device", "window", 1) == 5 and not books.pages_of(upper)
+    assert (component_tier.evictable, component_tier.protected) == (5, 3)
+    assert bench.component_pages.evict("device", "window", 1) == 5 and not component_tier.pages_of(upper)
     assert bench.component_pages.probe_prefix("", keys(*range(8))) == (8, 0)
     bench.component_pages.unlock(receipt)
     bench.check()
 
 
-def test_a_lock_keeps_the_tail_of_its_boundary_even_where_the_device_ends_before() -> None:
+def test_a_lock_keeps_the_component_pages_of_its_boundary_even_if_the_device_ends_before() -> None:
     bench = Bench(window(4))
     leaf = bench.put(*range(8))
     bench.to_host(leaf)
@@ -238,15 +238,15 @@ def test_a_lock_keeps_the_tail_of_its_boundary_even_where_the_device_ends_before
     bench.index.split(middle, 4)
     bench.enter("window", middle, 2, 3, 4, 5)
     bench.index.drop_device(leaf)
-    # The tail of 8 is [4, 8): what lies before is of no use to whoever goes on there.
+    # Boundary 8 needs [4, 8): pages before that are of no use to it.
     lock = bench.component_pages.lock(middle, boundary=8)
-    books = bench.component_pages.device["window"]
-    assert (books.protected, books.evictable) == (2, 2)
+    component_tier = bench.component_pages.device["window"]
+    assert (component_tier.protected, component_tier.evictable) == (2, 2)
     bench.check()
     bench.component_pages.unlock(lock)
 
 
-def test_of_a_tail_that_nobody_keeps_the_first_pages_go_first() -> None:
+def test_of_unguarded_component_pages_the_first_ones_go_first() -> None:
     bench = Bench(window(4))
     leaf = bench.put(*range(8))
     upper = bench.index.split(leaf, 6)
@@ -331,28 +331,28 @@ def test_check_finds_what_does_not_add_up() -> None:
     bench = Bench(state())
     leaf = bench.put(1)
     bench.enter("state", leaf, 0)
-    books = bench.component_pages.device["state"]
+    component_tier = bench.component_pages.device["state"]
     receipt = bench.component_pages.lock(leaf, boundary=1)
 
     def fails(words: str) -> None:
         with pytest.raises(BrokenInvariant, match=words):
             bench.check()
 
-    books.receipts += 1
+    component_tier.receipts += 1
     fails("guards reach into")
-    books.receipts -= 1
-    books.protected += 1
+    component_tier.receipts -= 1
+    component_tier.protected += 1
     fails("counted")
-    books.protected -= 1
+    component_tier.protected -= 1
     bench.index.unlock(receipt.full)
     fails("without its guards")
     receipt.full.released = False
     leaf.anchored += 1
     bench.index.device_tier.receipts += 1
     bench.index.device_tier.guard(leaf)
-    books.account.own_cached(page_ids([0]))
+    component_tier.account.own_cached(page_ids([0]))
     fails("not the cached pages")
-    books.account.to_cache(page_ids([0]))
+    component_tier.account.to_cache(page_ids([0]))
     bench.component_pages.unlock(receipt)
     bench.check()
     # Pages that were withdrawn take nothing with them.

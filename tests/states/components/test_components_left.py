@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("both_machines")
 rig_with = partial(component_stories.rig_with, storage=False)
 
 
-def test_a_tail_goes_to_the_host_whole_or_not_at_all() -> None:
+def test_component_pages_go_to_the_host_completely_or_not_at_all() -> None:
     rig = rig_with(window(3, host=2), state(host=1))
     ready = rig.make_ready("a", PROMPT)
     finish(rig, ready, PROMPT)
@@ -31,7 +31,7 @@ def test_a_tail_goes_to_the_host_whole_or_not_at_all() -> None:
     rig.expect_nothing_held()
 
 
-def test_a_tail_of_which_a_part_is_gone_is_not_backed_up() -> None:
+def test_incomplete_component_pages_are_not_backed_up() -> None:
     rig = rig_with(window(3))
     ready = rig.make_ready("a", PROMPT)
     assert ready.component_pages is not None
@@ -68,7 +68,7 @@ def test_what_is_left_beyond_what_is_kept_is_given_back() -> None:
     rig.expect_nothing_held()
 
 
-def test_a_tail_that_lies_far_beyond_what_is_kept_is_given_back_whole() -> None:
+def test_component_pages_far_beyond_the_kept_full_pages_are_given_back() -> None:
     rig = rig_with(state(), keep_output=False)
     ready = rig.make_ready("a", PROMPT[:4])
     assert ready.component_pages is not None
@@ -88,7 +88,7 @@ def test_leaving_a_page_that_is_not_ones_own_is_a_bug() -> None:
         finish(rig, ready, PROMPT, component_pages=(events.ComponentLeft("window", 7, (15,)),))
 
 
-def test_requests_that_are_not_to_be_cached_leave_no_tails() -> None:
+def test_requests_that_are_not_to_be_cached_leave_no_component_pages() -> None:
     rig = rig_with()
     ready = rig.make_ready("a", PROMPT, cache=False)
     finish(rig, ready, PROMPT)

@@ -23,7 +23,7 @@ def component_pages_of(promise: commands.SendPromise) -> dict[str, tuple[int, in
     return {tail.component: (tail.first, len(tail.pages)) for tail in promise.component_pages}
 
 
-def test_without_components_nobody_hears_of_tails() -> None:
+def test_without_components_no_command_mentions_component_pages() -> None:
     rig = Rig()
     rig.arrive("a", PROMPT)
     promise = rig.take(commands.SendPromise)
@@ -37,7 +37,7 @@ def test_pools_that_one_request_does_not_fit_in_are_refused() -> None:
         CoreSettings(page_size=1, key_bytes=1, device_pages=8, components=(window(3, device=3),))
 
 
-def test_prefill_is_asked_for_all_of_the_tails_that_decode_has_nothing_of() -> None:
+def test_prefill_sends_all_component_pages_that_decode_lacks() -> None:
     rig = rig_with()
     rig.arrive("a", PROMPT)
     promise = rig.take(commands.SendPromise)
@@ -46,7 +46,7 @@ def test_prefill_is_asked_for_all_of_the_tails_that_decode_has_nothing_of() -> N
     ready = rig.take(commands.ReportReady)
     assert ready.component_pages is not None
     of_window, of_state = ready.component_pages
-    # A window gets what it will ever need: its tail, and the page that it writes.
+    # A window gets all that it will ever need: the pages of its boundary, and the page that it writes.
     assert (of_window.first, len(of_window.pages), len(of_window.own)) == (5, 3, 4)
     assert (of_state.first, of_state.pages, len(of_state.own)) == (7, of_state.own, 1)
 
@@ -57,7 +57,7 @@ def test_a_prompt_that_is_all_here_goes_on_from_the_shared_window_and_a_copy_of_
     assert before.component_pages is not None
     rig.arrive("b", PROMPT)
     promise = rig.take(commands.SendPromise)
-    # Empty is not absent: of each component prefill is told that nothing of it is to be sent.
+    # Empty is not absent: for each component the promise states that prefill need not send anything.
     assert promise.promised_tokens == 8 and component_pages_of(promise) == {"window": (8, 0), "state": (8, 0)}
     clone = rig.take(commands.CopyComponent)
     assert (clone.component, clone.source, clone.target) == ("state", "device", "device")
@@ -104,7 +104,7 @@ def test_the_plan_ends_where_the_last_snapshot_is() -> None:
     assert rig.take(commands.SendPromise).promised_tokens == 5
 
 
-def test_tails_that_only_the_host_has_are_loaded_and_shared_again() -> None:
+def test_component_pages_that_only_the_host_has_are_loaded_and_shared_again() -> None:
     rig = rig_with()
     cached(rig, PROMPT)
     rig.flush("l1")
@@ -223,8 +223,8 @@ def test_a_request_waits_for_pools_of_components_that_others_hold() -> None:
     assert rig.core.request("c") is not None
 
 
-def test_whom_nobody_could_make_room_for_does_without_cached_tails() -> None:
-    # The only record is the one to go on from: there is no room for a copy of it, and never will be.
+def test_a_request_that_nothing_can_make_room_for_does_without_cached_component_pages() -> None:
+    # The only snapshot is the one to continue from: there is no room for a copy of it, and never will be.
     rig = rig_with(state(device=1, host=0))
     ready = rig.make_ready("a", PROMPT)
     finish(rig, ready, PROMPT)
@@ -234,7 +234,7 @@ def test_whom_nobody_could_make_room_for_does_without_cached_tails() -> None:
     assert promise.promised_tokens == 0 and component_pages_of(promise) == {"state": (7, 1)}
 
 
-def test_who_computes_by_itself_begins_with_the_first_page() -> None:
+def test_a_caller_that_recomputes_begins_with_the_first_page() -> None:
     rig = rig_with()
     cached(rig, PROMPT)
     rig.arrive("b", PROMPT, can_recompute=True)
@@ -257,7 +257,7 @@ def test_who_computes_by_itself_begins_with_the_first_page() -> None:
     rig.expect_nothing_held()
 
 
-def test_storage_which_holds_full_pages_alone_is_left_alone() -> None:
+def test_storage_that_holds_only_full_pages_is_not_used() -> None:
     rig = rig_with()
     rig.attach_storage()
     rig.arrive("a", PROMPT)
@@ -274,7 +274,7 @@ def test_a_raise_while_the_plan_is_made_undoes_what_was_begun(times: int, monkey
     raise_at_promises(rig, times, monkeypatch)
     rig.arrive("b", PROMPT)
     promise = rig.take(commands.SendPromise)
-    # After the second raise the host is trusted no more: what was granted for it is given back, and asked for again.
+    # After the second raise the host is not trusted either: the grant is given back, and another one is made.
     assert promise.promised_tokens == (8 if times == 1 else 0)
     assert ids(rig.request("b").own) == ids(promise.pages)
     rig.abort("b")

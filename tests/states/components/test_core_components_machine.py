@@ -41,7 +41,7 @@ SETS = st.sampled_from(
 
 
 class ComponentsMachine(CoreMachine):
-    """Whatever happens, tails hold the right bytes when a request is ready, and no page of theirs is lost."""
+    """After any events, component pages hold the right bytes when a request is ready, and none is lost."""
 
     @initialize(
         components=SETS,
@@ -64,7 +64,7 @@ class ComponentsMachine(CoreMachine):
         self.pools |= {("host", name): SimulatedPool(tier.account) for name, tier in index.host.items()}
         self.writing: dict[tuple[str, int], tuple[tuple[commands.ComponentPages, ...], bytes]] = {}
         self.finishes = 0
-        # With others, they have put the tails of the prompts that come most there before.
+        # With others, they have put the component pages of the most frequent prompts there before.
         past = PAST if others else ()
         self.stored = {name: {self.component_tags(name, tokens)[-1] for tokens in past} for name in self.components}
         for component in components:
@@ -77,7 +77,7 @@ class ComponentsMachine(CoreMachine):
         return self.contents.tags(f"{name} of ", tokens, 1)
 
     def watch(self, event_type: type[events.Event], **fields: object) -> list[commands.Command]:
-        """Before the core is told, what it is told of has happened to the tails."""
+        """Apply to the component pages what an event reports, before the core takes the event."""
         key = (fields.get("request_id"), fields.get("generation"))
         if event_type is events.ChunkLanded and fields["last"] and fields["span"] == 0:
             self.end_writes(key, well=True)
@@ -194,7 +194,7 @@ class ComponentsMachine(CoreMachine):
                 wanted = [tags[position] for position in wish.positions]
                 here = [tag in self.stored[wish.component] for tag in wanted]
                 good = share if fails else (*here, False).index(False)
-                # Whatever is not verified is garbage in the host pages, wherever in the batch it comes.
+                # Pages that were not verified hold garbage in the host pages, at any place of the batch.
                 good = min(good, len(wanted), (*here, False).index(False))
                 pool = self.pools["host", wish.component]
                 pool.end_write(wish.host_pages, wish.op, wanted[:good] + [0] * (len(wanted) - good))
@@ -206,7 +206,7 @@ class ComponentsMachine(CoreMachine):
         self.obey()
 
     def stored_component(self, wish: commands.QueryComponents, name: str, count: int) -> events.StoredComponent:
-        """What storage has of the prompt's tails, or the last of it; the answer leaves out what it likes."""
+        """The component pages of the prompt in storage, or the last of them; the answer leaves out any of them."""
         tags = self.component_tags(name, self.fetched_tokens[wish.op])
         here = [at for at, tag in enumerate(tags) if at >= wish.components_first and tag in self.stored[name]]
         return events.StoredComponent(name, tuple((at, at + 1) for at in here[-count:] if count))
@@ -214,7 +214,7 @@ class ComponentsMachine(CoreMachine):
     @precondition(lambda self: any(self.stored.values()))
     @rule(pick=PICKS)
     def lose_records(self, pick: int) -> None:
-        """Storage evicts one record, which an answer may have told of."""
+        """Storage evicts one record, which an earlier answer may have listed."""
         name = list(self.stored)[pick % len(self.stored)]
         if self.stored[name]:
             self.stored[name].remove(sorted(self.stored[name])[pick % len(self.stored[name])])
@@ -227,7 +227,7 @@ class ComponentsMachine(CoreMachine):
 
     @rule()
     def leave_to_storage(self) -> None:
-        """Everybody who is ready finishes, and the caches are emptied: only storage has anything."""
+        """Every ready request finishes, and the caches are emptied: only storage has pages."""
         self.go_on(0, 99)
         while self.ready:
             self.finish(0, b"", False)
@@ -239,7 +239,7 @@ class ComponentsMachine(CoreMachine):
     @precondition(lambda self: self.prompts)
     @rule(pick=PICKS, count=st.sampled_from((2, 6, 99)))
     def go_on(self, pick: int, count: int) -> None:
-        """Everything in flight goes on well, for a while: copies and reads end, prefill writes and says so."""
+        """Everything in flight succeeds for a while: copies and reads end, prefill writes and reports it."""
         for _ in range(count):
             if self.operations:
                 self.end_operation(pick, 99, False, False)

@@ -1,4 +1,4 @@
-"""Rules with components that raise: at every call that they make, nothing is lost, neither full pages nor tails."""
+"""Rules with components that raise: a raise at any of their calls loses neither full pages nor component pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Step = Callable[[Rig], object]
 
 
 def rig_with_past(*, host_windows: int = 16) -> Rig:
-    """The prompt with its tails is on the host, the first half of it on the device as well."""
+    """The prompt with its component pages is on the host, the first half of it on the device as well."""
     rig = rig_with(window(host=host_windows), state(), storage=False, growth_reserve_pages=1)
     leave(rig, PROMPT)
     rig.flush("l1")
@@ -24,7 +24,7 @@ def rig_with_past(*, host_windows: int = 16) -> Rig:
 
 
 def rig_with_storage() -> Rig:
-    """The prompt with its tails is in storage alone."""
+    """The prompt with its component pages is only in storage."""
     rig = rig_with(growth_reserve_pages=1, put_wait_s=50.0)
     leave(rig, PROMPT)
     rig.flush("l1")
@@ -69,7 +69,7 @@ def copy_is_late(rig: Rig) -> Step:
 
 
 def a_window_is_here_already(rig: Rig) -> Step:
-    """Two requests load the same: who is ready later goes over to the first one's window."""
+    """Two requests load the same pages: the later one switches to the window of the first one."""
     rig.arrive("b", PROMPT)
     rig.arrive("a", PROMPT)
     of_window, of_state, *others = rig.take_all(commands.CopyComponent)
@@ -213,7 +213,7 @@ def answer_of_which_some_is_cached(rig: Rig) -> Step:
 
 
 def answer_where_the_front_has_left(rig: Rig) -> Step:
-    """The request waits for device pages, and asks again."""
+    """The request waits for device pages, and queries again."""
     leave(rig, PROMPT[:4])
     restored(rig, "b", bytes(range(128, 154)))
     answered = answer(rig)
@@ -346,12 +346,12 @@ STORED_STORIES = [
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_a_raise_at_any_call_loses_no_tail(story: Callable[[Rig], Step]) -> None:
+def test_a_raise_at_any_call_loses_no_component_page(story: Callable[[Rig], Step]) -> None:
     raise_everywhere(lambda: rig_with_past(host_windows=HOST_WINDOWS.get(story, 16)), story)
 
 
 @pytest.mark.parametrize("story", STORED_STORIES, ids=lambda story: story.__name__)
-def test_a_raise_at_any_call_loses_no_tail_of_storage(story: Callable[[Rig], Step]) -> None:
+def test_a_raise_at_any_call_loses_no_component_page_of_storage(story: Callable[[Rig], Step]) -> None:
     raise_everywhere(rig_with_storage, story)
 
 

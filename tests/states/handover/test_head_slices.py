@@ -1,4 +1,4 @@
-"""Who writes which heads to whom: every head of a decode rank comes once, from a rank that holds it."""
+"""Slices of heads: every head of a decode rank arrives once, from a prefill rank that holds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of one room promised is compared, and a difference is told with both numbers."""
+"""The promises of the ranks of one room are compared, and a difference is described with both values."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def test_a_room_is_complete_when_every_rank_has_pledged_the_same() -> None:
     [
         ({"promised_tokens": 16}, "rank 2 promised 32 of 40 tokens, rank 1 promised 16 of 40 tokens"),
         ({"prompt_tokens": 41}, "rank 2 promised 32 of 40 tokens, rank 1 promised 32 of 41 tokens"),
-        ({"ranks": 2}, "rank 2 says that the instance has 3 ranks, rank 1 says that the instance has 2 ranks"),
+        ({"ranks": 2}, "rank 2 counts 3 ranks in the instance, rank 1 counts 2 ranks in the instance"),
         (
             {"component_pages": ()},
-            "rank 2 asks for tails of components from positions None on, rank 1 asks for tails of",
+            "rank 2 requests component pages from positions None on, rank 1 requests component pages",
         ),
-        ({"key_seed": b""}, "rank 2 names the storage keys of the prompt by None, rank 1 names"),
+        ({"key_seed": b""}, "rank 2 has the key seed None for the prompt, rank 1 has"),
     ],
 )
 def test_a_difference_names_both_ranks_and_both_numbers(changes: dict[str, object], words: str) -> None:
@@ -43,7 +43,7 @@ def test_a_difference_names_both_ranks_and_both_numbers(changes: dict[str, objec
 
 
 @pytest.mark.parametrize("rank_promise", [of(2), of(3), of(-1)])
-def test_a_rank_pledges_once_and_is_one_of_them(rank_promise: RankPromise) -> None:
+def test_a_rank_promises_once_and_is_in_range(rank_promise: RankPromise) -> None:
     promise_check = PromiseCheck()
     promise_check.take(of(2))
-    assert "cannot promise, or has promised before" in promise_check.take(rank_promise)
+    assert "is out of range, or has promised before" in promise_check.take(rank_promise)

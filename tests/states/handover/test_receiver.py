@@ -1,4 +1,4 @@
-"""The receiving room: chunks are taken exactly when they follow, whatever prefill says."""
+"""The receiving room accepts exactly the chunks that follow one another, whatever prefill reports."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_a_chunk_is_taken_exactly_when_it_follows(chunks: list[tuple[int, int, i
                 room.land(span=span, first=first, count=count, last=last)
 
 
-def test_a_span_is_asked_for_once_and_refused_before_it_is_complete() -> None:
+def test_a_span_is_requested_once_and_refused_before_it_is_complete() -> None:
     room = ReceiverRoom(first=0, count=1)
-    with pytest.raises(LocalProtocolError, match="span 0 was asked for already"):
+    with pytest.raises(LocalProtocolError, match="span 0 was requested already"):
         room.extend(0, 0, 1)
     with pytest.raises(RemoteProtocolError, match="span 3 is refused"):
         room.refuse(3)
@@ -56,16 +56,16 @@ def test_a_span_is_asked_for_once_and_refused_before_it_is_complete() -> None:
         room.refuse(0)
 
 
-def test_the_last_chunk_of_span_0_comes_after_the_tails() -> None:
+def test_the_last_chunk_of_span_0_comes_after_the_component_pages() -> None:
     room = ReceiverRoom(first=0, count=2, component_pages=["swa", "ssm"])
     room.extend(1, 0, 1)
     room.land(span=1, first=0, count=1, last=True)
     room.land(span=0, first=0, count=1, last=False)
     room.land_component("ssm")
-    with pytest.raises(RemoteProtocolError, match="is said to be the last; the tail of 'swa' was not sent"):
+    with pytest.raises(RemoteProtocolError, match="is marked as the last; the pages of 'swa' were not sent"):
         room.land(span=0, first=1, count=1, last=True)
     for wrong in ("ssm", "other"):
-        with pytest.raises(RemoteProtocolError, match=f"the tail of component '{wrong}' was not asked for"):
+        with pytest.raises(RemoteProtocolError, match=f"the pages of component '{wrong}' were not requested"):
             room.land_component(wrong)
     room.land_component("swa")
     room.land(span=0, first=1, count=1, last=True)

@@ -89,7 +89,7 @@ def test_an_extend_waits_for_what_is_not_computed() -> None:
     assert land_all(sender) == [ChunkReady(2, 1, 1, last=True)]
 
 
-def test_an_extend_of_a_full_hit_without_pages_is_refused_each_time_it_is_asked() -> None:
+def test_an_extend_of_a_full_hit_without_pages_is_refused_each_time() -> None:
     sender = room(tokens=8, promised=8)
     sender.extend(1, 0, page_ids([50]))
     sender.finish()
@@ -111,7 +111,7 @@ def test_a_repeated_extend_is_harmless_and_a_second_meaning_is_not() -> None:
     sender = room(tokens=8, promised=8)
     sender.extend(1, 0, page_ids([50]))
     sender.extend(1, 0, page_ids([50]))
-    with pytest.raises(RemoteProtocolError, match="second meaning"):
+    with pytest.raises(RemoteProtocolError, match="twice, as different pages"):
         sender.extend(1, 0, page_ids([51]))
     sender.remember(page_ids([0, 1]), start_token=0)
     assert len(jobs(sender)) == 1
@@ -126,7 +126,7 @@ def test_a_page_that_is_not_full_waits_for_its_rest() -> None:
     assert [list(job.our_pages) for job in jobs(sender)] == [[2, 3]]
 
 
-def test_an_empty_last_chunk_is_told_with_the_pages_before_it() -> None:
+def test_an_empty_last_chunk_is_reported_with_the_pages_before_it() -> None:
     sender = room(tokens=8)
     sender.remember(page_ids([7, 8]), start_token=0)
     (job,) = jobs(sender)
@@ -137,7 +137,7 @@ def test_an_empty_last_chunk_is_told_with_the_pages_before_it() -> None:
     assert sender.is_complete
 
 
-def test_chunks_are_told_in_the_order_of_the_pages_and_together_where_they_landed_together() -> None:
+def test_chunks_are_reported_in_page_order_and_merged_if_they_landed_together() -> None:
     sender = room(tokens=12)
     sender.remember(page_ids([0, 1, 2]), start_token=0)
     first, second, third = jobs(sender, pages_max=1)
@@ -148,7 +148,7 @@ def test_chunks_are_told_in_the_order_of_the_pages_and_together_where_they_lande
     assert sender.take_chunks() == [ChunkReady(0, 0, 3, last=False)]
 
 
-def test_a_write_that_failed_is_never_told() -> None:
+def test_a_failed_write_is_never_reported() -> None:
     sender = room(tokens=8)
     sender.remember(page_ids([0, 1]), start_token=0)
     sender.finish()
@@ -230,7 +230,7 @@ class Sending(RuleBasedStateMachine):
         self.tokens = tokens
         self.page_count = -(-tokens // PAGE)
         promised = data.draw(st.integers(0, tokens // PAGE))
-        # A window's tail may begin anywhere, that of the other is asked for or not.
+        # A window's pages may begin anywhere; those of the other component are requested or not.
         begin = data.draw(st.integers(0, self.page_count))
         asked = data.draw(st.integers(0, 1))
         self.component_pages = {
@@ -269,7 +269,7 @@ class Sending(RuleBasedStateMachine):
         if not self.sender.finished and self.sender.computed_pages == self.page_count:
             if self.sender.component_pages.unsent:
                 with pytest.raises(
-                    InvalidRequest, match=f"the tail of component '{self.sender.component_pages.unsent[0]}'"
+                    InvalidRequest, match=f"the pages of component '{self.sender.component_pages.unsent[0]}'"
                 ):
                     self.sender.finish()
             else:
@@ -362,7 +362,7 @@ class Sending(RuleBasedStateMachine):
             assert self.sender.is_drained == (self.stopped and not self.flying)
 
     def teardown(self) -> None:
-        """Left alone, every span is served whole and ended once."""
+        """Without further calls, every span is served completely and ended once."""
         if not hasattr(self, "sender") or self.stopped:
             return
         start = self.sender.computed_pages

@@ -10,7 +10,7 @@ from tidekv.states.handover.sender import ChunkReady, ComponentPart, ComponentRe
 from tidekv.states.types import page_ids
 
 
-def asked(component: str, first: int, pages: list[int]) -> ComponentPages:
+def requested(component: str, first: int, pages: list[int]) -> ComponentPages:
     return ComponentPages(component, first, page_ids(pages))
 
 
@@ -27,8 +27,8 @@ def computed(*component_pages: ComponentPages) -> SenderRoom:
     return sender
 
 
-def test_what_is_asked_is_told_by_component() -> None:
-    sender = room(asked("swa", 1, [7, 8]), asked("ssm", 3, []))
+def test_requested_pages_are_listed_by_component() -> None:
+    sender = room(requested("swa", 1, [7, 8]), requested("ssm", 3, []))
     assert sender.component_pages.requested == {
         "swa": ComponentRequest("swa", 1, 2),
         "ssm": ComponentRequest("ssm", 3, 0),
@@ -39,10 +39,10 @@ def test_what_is_asked_is_told_by_component() -> None:
 @pytest.mark.parametrize(
     ("component_pages", "words"),
     [
-        ([asked("swa", 0, [7])], "1 pages for the tail of component 'swa' at positions from 0 on, which does not end"),
-        ([asked("swa", 2, [7, 8])], "which does not end with the prompt of 3 pages"),
-        ([asked("swa", 1, [7, 7])], "names a page of component 'swa' twice"),
-        ([asked("swa", 3, []), asked("swa", 2, [1])], "asks twice for the tail of component 'swa'"),
+        ([requested("swa", 0, [7])], "1 pages of component 'swa' at positions from 0 on, which does not end"),
+        ([requested("swa", 2, [7, 8])], "which does not end with the prompt of 3 pages"),
+        ([requested("swa", 1, [7, 7])], "names a page of component 'swa' twice"),
+        ([requested("swa", 3, []), requested("swa", 2, [1])], "requests the pages of component 'swa' twice"),
     ],
 )
 def test_a_promise_that_contradicts_itself_is_refused(component_pages: list[ComponentPages], words: str) -> None:
@@ -50,19 +50,19 @@ def test_a_promise_that_contradicts_itself_is_refused(component_pages: list[Comp
         room(*component_pages)
 
 
-def test_a_room_cannot_finish_without_a_tail_that_was_asked_for() -> None:
-    sender = computed(asked("ssm", 2, [7]))
-    with pytest.raises(InvalidRequest, match="the room cannot finish: the tail of component 'ssm' was never sent"):
+def test_a_room_cannot_finish_without_requested_component_pages() -> None:
+    sender = computed(requested("ssm", 2, [7]))
+    with pytest.raises(InvalidRequest, match="the room cannot finish: the pages of component 'ssm' were never sent"):
         sender.finish()
     assert not sender.finished
     sender.send_component_pages("ssm", page_ids([3]))
     sender.finish()
-    with pytest.raises(InvalidRequest, match="the tail of component 'ssm' can no longer be sent"):
+    with pytest.raises(InvalidRequest, match="pages of component 'ssm' can no longer be sent"):
         sender.send_component_pages("ssm", page_ids([3]))
 
 
-def test_what_nobody_asked_for_may_be_handed_over_and_is_not_written() -> None:
-    sender = computed(asked("ssm", 3, []))
+def test_component_pages_that_were_not_requested_may_be_handed_over_and_are_not_written() -> None:
+    sender = computed(requested("ssm", 3, []))
     sender.send_component_pages("ssm", page_ids([3]))
     sender.finish()
     written = []
@@ -78,27 +78,27 @@ def test_what_nobody_asked_for_may_be_handed_over_and_is_not_written() -> None:
     ("component", "pages", "words"),
     [
         ("full", [1], "there is no component 'full': this worker has 'swa'"),
-        ("swa", [1], r"1 pages of component 'swa' were given; decode asks for 2, at positions \[1, 3\)"),
+        ("swa", [1], r"1 pages of component 'swa' were given; decode requests 2, at positions \[1, 3\)"),
         ("swa", [1, 2, 3], "3 pages of component 'swa' were given"),
     ],
 )
-def test_other_pages_than_were_asked_for_change_nothing(component: str, pages: list[int], words: str) -> None:
-    sender = computed(asked("swa", 1, [7, 8]))
+def test_other_pages_than_requested_change_nothing(component: str, pages: list[int], words: str) -> None:
+    sender = computed(requested("swa", 1, [7, 8]))
     with pytest.raises(InvalidRequest, match=words):
         sender.send_component_pages(component, page_ids(pages))
     assert sender.component_pages.unsent == ["swa"]
 
 
-def test_a_tail_is_sent_once_and_repeating_it_is_harmless() -> None:
-    sender = computed(asked("swa", 1, [7, 8]))
+def test_component_pages_are_sent_once_and_repeating_them_is_harmless() -> None:
+    sender = computed(requested("swa", 1, [7, 8]))
     for _ in range(2):
         sender.send_component_pages("swa", page_ids([4, 5]))
-    with pytest.raises(InvalidRequest, match="was sent before, as other pages"):
+    with pytest.raises(InvalidRequest, match="other pages of component"):
         sender.send_component_pages("swa", page_ids([5, 4]))
 
 
-def test_the_last_chunk_waits_for_the_tails_and_they_are_told_first() -> None:
-    sender = computed(asked("swa", 1, [7, 8]))
+def test_the_last_chunk_waits_for_the_component_pages_and_they_are_reported_first() -> None:
+    sender = computed(requested("swa", 1, [7, 8]))
     sender.send_component_pages("swa", page_ids([4, 5]))
     sender.finish()
     pages, *parts = [sender.next_job(pages_max=1 if at else 9) for at in range(3)]
@@ -114,9 +114,9 @@ def test_the_last_chunk_waits_for_the_tails_and_they_are_told_first() -> None:
     assert sender.is_complete
 
 
-def test_other_spans_do_not_wait_for_the_tails() -> None:
-    """They are asked for by a decode that goes on without something else; span 0 alone brings components."""
-    sender = computed(asked("swa", 1, [7, 8]))
+def test_other_spans_do_not_wait_for_the_component_pages() -> None:
+    """A decode that lost its local pages requests them; only span 0 brings component pages."""
+    sender = computed(requested("swa", 1, [7, 8]))
     sender.extend(1, 0, page_ids([60]))
     sender.send_component_pages("swa", page_ids([4, 5]))
     sender.finish()
@@ -126,8 +126,8 @@ def test_other_spans_do_not_wait_for_the_tails() -> None:
     assert sender.take_chunks() == [ChunkReady(1, 0, 1, last=True)]
 
 
-def test_a_tail_that_did_not_land_is_never_told_and_a_stop_starts_no_part() -> None:
-    sender = computed(asked("swa", 1, [7, 8]))
+def test_component_pages_that_did_not_land_are_never_reported_and_a_stop_starts_no_part() -> None:
+    sender = computed(requested("swa", 1, [7, 8]))
     sender.send_component_pages("swa", page_ids([4, 5]))
     sender.next_job(pages_max=9)
     part = sender.next_job(pages_max=1)

@@ -88,7 +88,7 @@ def test_it_leaves_the_step_as_it_is(
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(BrokenInvariant, match="upside down"):
         step(rig)
-    # A raise that is met is counted: this one was not met by anybody.
+    # A raise that a rule recovers from is counted: this one was not recovered from.
     assert rig.core.statistics().get("transitions_raised", 0) == before
 
 
@@ -108,7 +108,7 @@ def test_any_other_raise_of_a_put_that_waited_ends_the_backup_and_nothing_else(m
     statistics = rig.core.statistics()
     assert (statistics["transitions_raised"], statistics["backups_failed"], statistics["backups"]) == (1, 1, 0)
     assert rig.take(commands.ForgetTokens)
-    # The host keeps what it has, and the request that fetched gets what it fetched.
+    # The host keeps what it has, and the fetching request gets its pages.
     rig.copied(rig.take(commands.CopyToDevice))
     rig.serve(promise)
     assert rig.take(commands.ReportReady).sources["l3"] == 6

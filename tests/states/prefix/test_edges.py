@@ -88,7 +88,7 @@ def test_an_audit_says_what_does_not_add_up() -> None:
     rig = Rig()
     rig.arrive("a", b"abcd")
     rig.core.queue.add(rig.request("a"))
-    with pytest.raises(BrokenInvariant, match="the queue is not who waits"):
+    with pytest.raises(BrokenInvariant, match="the queue does not hold"):
         rig.core.check()
 
 

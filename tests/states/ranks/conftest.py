@@ -86,7 +86,7 @@ class Ranks:
         return found[0][0]
 
     def ask_storage(self) -> commands.QueryStorage:
-        """A prompt arrives where there is storage: what the core asks it."""
+        """A prompt arrives at a core with storage; returns the query that follows."""
         self.receive(events.StorageChanged, available=True)
         self.arrive()
         self.turn()
@@ -99,7 +99,7 @@ class Ranks:
         self.receive(kind, ranks=ranks, request_id="a", generation=0, **fields)
 
     def make_ready(self, request_id: str = "a", tokens: bytes = b"abcd") -> None:
-        """Restore a prompt by prefill alone, without storage."""
+        """Restore a prompt by prefill only, without storage."""
         self.arrive(request_id, tokens)
         self.turn()
         for agreement in self.agreements:

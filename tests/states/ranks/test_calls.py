@@ -1,4 +1,4 @@
-"""What callers of the ranks ask for: it is done when all of them have asked for the same, in the leader's order."""
+"""Calls of the ranks' callers: one is made when all of them have made the same, in the leader's order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_call_that_one_rank_lacks_is_refused_after_the_hold_by_its_number(make
     assert refusal.cause == "ranks differ"
     assert refusal.detail == "rank 2 did not make the call in time"
     assert ranks.taken == []
-    # The late rank's caller hears of it as well, without a vote.
+    # The late rank's caller is refused as well, without a vote.
     ranks.receive(events.RequestArrived, ranks=[2], request_id="a", serial=1, keys=b"x", prompt_tokens=1)
     assert ranks.agreements[2].take_refusals(3.0) == []
     (late,) = ranks.agreements[2].take_refusals(4.0)
@@ -100,7 +100,7 @@ def test_growth_is_what_all_callers_have_taken(make_ranks) -> None:
     ranks.receive(events.GrowthTaken, ranks=[1], request_id="a", page_count=0, wanted=3)
     ranks.turn()
     assert ranks.taken == [events.GrowthTaken(at_s=0.0, request_id="a", page_count=0, wanted=2)]
-    # One of the three that rank 1 wanted is left, which nobody else wants.
+    # One of the three that rank 1 wanted is left, which no other rank wants.
     assert ranks.turn().events == []
 
 
@@ -144,7 +144,7 @@ def test_retracting_and_dropping_are_calls_of_all_ranks(make_ranks) -> None:
     assert ranks.types() == ["RetractedDropped"]
 
 
-def test_an_abort_comes_before_what_all_callers_asked_for_in_the_same_turn(make_ranks) -> None:
+def test_an_abort_comes_before_calls_that_all_callers_made_in_the_same_turn(make_ranks) -> None:
     ranks = make_ranks(2)
     ranks.make_ready()
     ranks.receive(events.RetractRequested, request_id="a", keys=b"abcd", tokens=4)
@@ -155,7 +155,7 @@ def test_an_abort_comes_before_what_all_callers_asked_for_in_the_same_turn(make_
     assert ranks.turn().is_idle
 
 
-def test_the_leader_alone_flushes_and_changes_policies(make_ranks) -> None:
+def test_only_the_leader_flushes_and_changes_policies(make_ranks) -> None:
     ranks = make_ranks(2)
     ranks.make_ready()
     ranks.receive(events.FlushRequested, ranks=[0], call=1, tiers=("l1",))

@@ -1,4 +1,4 @@
-"""Windows and states in the storage of several ranks: they go on from the longest boundary that every rank serves."""
+"""Windows and states in the storage of several ranks: the longest boundary that every rank serves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidekv.states.ranks.component_votes import VOTES_MAX
 
 PROMPT = bytes(range(10))
 CACHED = 4
-"""Pages of the prompt that the device and host of all ranks have, with the tails at their end."""
+"""Pages of the prompt on the device and host of all ranks, with the component pages of their end."""
 WINDOW = Component(name="window", kind="window", window_tokens=3, device_pages=60, host_pages=60)
 STATE = Component(name="state", kind="state", device_pages=20, host_pages=20)
 
@@ -43,7 +43,7 @@ def ranks_of(make_ranks, count: int, *components: Component, cached: int = CACHE
     return ranks
 
 
-def asked(ranks, tokens: bytes = PROMPT) -> commands.QueryComponents:
+def query_of(ranks, tokens: bytes = PROMPT) -> commands.QueryComponents:
     ranks.arrive("b", tokens)
     ranks.turn()
     return ranks.take(commands.QueryComponents)
@@ -56,8 +56,8 @@ def answer(ranks, rank: int, query: commands.QueryComponents, found: int, **posi
     ranks.receive(events.StorageAnswered, ranks=[rank], op=query.op, found=found, component_pages=component_pages)
 
 
-def told(ranks) -> events.StorageAnswered:
-    """Vote until the core is told."""
+def answer_after_votes(ranks) -> events.StorageAnswered:
+    """Vote until the core has the answer."""
     for _ in range(VOTES_MAX):
         assert any(agreement.has_news for agreement in ranks.agreements)
         ranks.turn()
@@ -98,13 +98,13 @@ def serves(one: Answer, boundary: int) -> bool:
 @given(of_ranks=answers, is_late=st.booleans())
 def test_the_longest_boundary_that_every_rank_serves(make_ranks, of_ranks: list[Answer], is_late: bool) -> None:
     ranks = ranks_of(make_ranks, len(of_ranks))
-    query = asked(ranks)
+    query = query_of(ranks)
     assert (query.first, query.count, query.components_first) == (CACHED, len(PROMPT) - CACHED, CACHED + 1 - 3)
     for rank, (found, window, state) in enumerate(of_ranks):
         if is_late and rank:
             assert ranks.turn().events == []
         answer(ranks, rank, query, found, window=window, state=state)
-    event = told(ranks)
+    event = answer_after_votes(ranks)
     assert event.found == min(found for found, *_ in of_ranks)
     common = [end for end in range(CACHED + 1, len(PROMPT) + 1) if all(serves(one, end) for one in of_ranks)]
     longest = max(common, default=0)
@@ -119,7 +119,7 @@ def test_the_longest_boundary_that_every_rank_serves(make_ranks, of_ranks: list[
     promised = longest or CACHED
     assert ranks.take(commands.SendPromise).promised_tokens == promised
     for given_to in ranks.given:
-        # Prefill sends the tails at the prompt's end, if it sends anything.
+        # Prefill sends the component pages of the prompt's end, if it sends any.
         needed = {
             fetch.component: list(fetch.positions) for fetch in given_to if isinstance(fetch, commands.FetchComponent)
         }
@@ -128,24 +128,24 @@ def test_the_longest_boundary_that_every_rank_serves(make_ranks, of_ranks: list[
         assert needed == {name: ats for name, ats in wanted.items() if ats}
 
 
-def test_a_rank_without_a_record_leaves_the_tails_of_all_alone(make_ranks) -> None:
+def test_a_rank_without_a_record_stops_all_from_using_stored_component_pages(make_ranks) -> None:
     ranks = ranks_of(make_ranks, 3)
-    query = asked(ranks)
+    query = query_of(ranks)
     everywhere = set(range(len(PROMPT)))
     for rank in range(2):
         answer(ranks, rank, query, 6, window=everywhere, state=everywhere)
     answer(ranks, 2, query, 6)
     before = ranks.agreements[0].turn
-    assert told(ranks) == events.StorageAnswered(at_s=0.0, op=query.op, found=6)
+    assert answer_after_votes(ranks) == events.StorageAnswered(at_s=0.0, op=query.op, found=6)
     assert ranks.agreements[0].turn == before + 1, "who has nothing will not have less"
     assert ranks.take(commands.SendPromise).promised_tokens == CACHED
 
 
 @pytest.mark.parametrize("at_rank", [0, 1, 2])
 @pytest.mark.parametrize("raised", [False, True])
-def test_a_question_that_fails_on_one_rank_has_failed_on_all(make_ranks, at_rank: int, raised: bool) -> None:
+def test_a_query_that_fails_on_one_rank_has_failed_on_all(make_ranks, at_rank: int, raised: bool) -> None:
     ranks = ranks_of(make_ranks, 3)
-    query = asked(ranks)
+    query = query_of(ranks)
     everywhere = set(range(len(PROMPT)))
     for rank in range(3):
         if rank == at_rank and raised:
@@ -154,48 +154,50 @@ def test_a_question_that_fails_on_one_rank_has_failed_on_all(make_ranks, at_rank
             ranks.receive(events.StorageAnswered, ranks=[rank], op=query.op, found=6, error="unreachable")
         else:
             answer(ranks, rank, query, 6, window=everywhere, state=everywhere)
-    assert told(ranks) == events.StorageAnswered(at_s=0.0, op=query.op, found=0, error=f"failed on rank {at_rank}")
+    assert answer_after_votes(ranks) == events.StorageAnswered(
+        at_s=0.0, op=query.op, found=0, error=f"failed on rank {at_rank}"
+    )
     assert ranks.take(commands.SendPromise).promised_tokens == CACHED
 
 
-def test_an_answer_that_is_told_twice_or_late_counts_once(make_ranks) -> None:
+def test_a_repeated_or_late_answer_counts_once(make_ranks) -> None:
     ranks = ranks_of(make_ranks, 2)
-    query = asked(ranks)
+    query = query_of(ranks)
     everywhere = set(range(len(PROMPT)))
     for has in (everywhere, set[int]()):
         for rank in range(2):
             answer(ranks, rank, query, 6, window=has, state=has)
-    assert told(ranks).component_pages[1].ranges == ((9, 10),)
+    assert answer_after_votes(ranks).component_pages[1].ranges == ((9, 10),)
     answer(ranks, 1, query, 6)
     assert ranks.agreements[1].outcomes_unknown == 1
     assert not ranks.agreements[1].has_news
 
 
-def test_a_request_that_is_gone_still_has_its_question_answered(make_ranks) -> None:
+def test_the_query_of_a_request_that_is_gone_still_ends(make_ranks) -> None:
     ranks = ranks_of(make_ranks, 2)
-    query = asked(ranks)
+    query = query_of(ranks)
     ranks.receive(events.AbortRequested, ranks=[1], request_id="b", cause="cancelled by the caller")
     ranks.turn()
     for rank in range(2):
         answer(ranks, rank, query, 6, window={7, 8, 9}, state={9 - rank})
-    told(ranks)
+    answer_after_votes(ranks)
     assert ranks.turn().is_idle and ranks.agreements[0].slots_taken == 0
 
 
 def test_boundaries_are_not_looked_for_without_end(make_ranks) -> None:
     prompt = bytes(40)
     ranks = ranks_of(make_ranks, 2, STATE, cached=0)
-    query = asked(ranks, prompt)
+    query = query_of(ranks, prompt)
     for rank in range(2):
         # Each has what the other has not, but for the first.
         answer(ranks, rank, query, 40, state={0, *range(rank, 40, 2)})
-    assert told(ranks) == events.StorageAnswered(at_s=0.0, op=query.op, found=40)
+    assert answer_after_votes(ranks) == events.StorageAnswered(at_s=0.0, op=query.op, found=40)
 
 
 @pytest.mark.parametrize("votes", [0, 1])
-def test_a_rank_that_is_left_alone_decides_alone(make_ranks, votes: int) -> None:
+def test_the_only_remaining_rank_decides_by_its_own_votes(make_ranks, votes: int) -> None:
     ranks = ranks_of(make_ranks, 2)
-    query = asked(ranks)
+    query = query_of(ranks)
     answer(ranks, 0, query, 6, window={4, 5, 6, 7, 8, 9}, state={6, 9})
     if votes:
         # Not the same boundary: another vote would be needed.
@@ -216,7 +218,7 @@ def test_a_rank_that_is_left_alone_decides_alone(make_ranks, votes: int) -> None
     assert alone.is_idle and core.is_idle
 
 
-def test_storage_holds_tails_where_that_of_all_ranks_does(make_ranks) -> None:
+def test_storage_holds_component_pages_if_that_of_all_ranks_does(make_ranks) -> None:
     ranks = make_ranks(2, settings=msgspec.structs.replace(make_ranks.settings, components=(STATE,)))
     ranks.receive(events.StorageChanged, ranks=[0], available=True, component_pages=True)
     assert ranks.turn().events == []

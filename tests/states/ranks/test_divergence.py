@@ -51,7 +51,7 @@ def test_a_rank_of_another_epoch_or_turn_is_named(make_ranks) -> None:
     assert ranks.diverged() == {"epoch", "turn"}
 
 
-def test_what_is_compared_has_two_words_each(make_ranks) -> None:
+def test_each_compared_number_has_two_slots(make_ranks) -> None:
     agreement = make_ranks(1).agreements[0]
     assert 4 + 2 * len(agreement.compared) == agreement.header_slots
     assert set(PARTS) < set(agreement.compared)

@@ -57,7 +57,7 @@ def test_a_copy_that_fails_on_one_rank_has_failed_on_all_once_all_have_ended(mak
     assert ranks.take(commands.SendExtend).first == 0
 
 
-def test_an_outcome_that_is_told_twice_counts_once(make_ranks) -> None:
+def test_a_repeated_outcome_counts_once(make_ranks) -> None:
     ranks = make_ranks(2)
     query = ranks.ask_storage()
     for found in (4, 0):
@@ -156,7 +156,7 @@ def test_a_room_that_fails_on_one_rank_fails_on_all_and_its_pages_wait_for_every
     assert ranks.turn().is_idle
 
 
-def test_a_refused_room_says_which_rank_was_refused(make_ranks) -> None:
+def test_a_refused_room_names_the_refused_rank(make_ranks) -> None:
     ranks = make_ranks(2)
     ranks.arrive()
     ranks.turn()
@@ -182,7 +182,7 @@ def test_a_lost_writer_of_one_rank_fails_its_rooms_and_its_death_settles_them(ma
     ranks.room(events.RoomDrained, ranks=[0], rank=0)
     assert ranks.turn().events == []
     ranks.receive(events.WriterDead, ranks=[1], writer="p1")
-    # What a room hears after its end on this rank changes nothing.
+    # Outcomes of a room after its end on this rank change nothing.
     ranks.room(events.AuxLanded, ranks=[1], rank=0)
     ranks.turn()
     assert ranks.types() == ["RoomDrained"]
@@ -212,7 +212,7 @@ def test_each_operation_has_its_own_outcome(command: commands.Operation, outcome
     assert vote_vector.taken == 0
 
 
-def test_a_room_that_is_left_asks_for_the_last_of_its_writers() -> None:
+def test_a_left_room_waits_for_the_last_of_its_writers() -> None:
     vote_vector = VoteVector()
     room = RoomVote(1, vote_vector, "a", 0)
     room.sent(vote_vector, events.PromiseSent(at_s=0.0, request_id="a", generation=0, writer="p", ranks=2))
@@ -221,7 +221,7 @@ def test_a_room_that_is_left_asks_for_the_last_of_its_writers() -> None:
     room.fail(vote_vector, 3, FAILED)
     vote_vector.take(vote_vector.cast(len(vote_vector)))
     assert [type(event) for event in room.decide(vote_vector, 1.0)] == [events.RoomFailed]
-    # Told once; what it says after that waits for the core, which leaves the room.
+    # The failure is reported once; later outcomes wait until the core leaves the room.
     assert room.decide(vote_vector, 1.0) == []
     room.leave(vote_vector)
     room.leave(vote_vector)

@@ -1,4 +1,4 @@
-"""Windows and states on several ranks: what fails on one falls back on all, and books that differ are named."""
+"""Windows and states on several ranks: a failure on one falls back on all, and differing state is named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = b"abcd"
 
 @pytest.fixture
 def ranks(make_ranks):
-    """Three ranks, whose device and host have the prompt and its tails."""
+    """Three ranks, whose device and host have the prompt and its component pages."""
     settings = msgspec.structs.replace(make_ranks.settings, components=COMPONENTS)
     ranks = make_ranks(3, settings=settings)
     ranks.make_ready("a", PROMPT)
@@ -45,7 +45,7 @@ def left_of(ready: commands.ReportReady) -> tuple[events.ComponentLeft, ...]:
 
 
 def give_back(ranks, request_id: str, *left: tuple[events.ComponentLeft, ...]) -> None:
-    """The callers of all ranks finish; each leaves its own tails, or all the same."""
+    """The callers of all ranks finish; each leaves different component pages, or all the same."""
     for rank in range(3):
         component_pages = left[rank % len(left)]
         ranks.receive(
@@ -81,7 +81,7 @@ def test_a_copy_that_fails_on_one_rank_sends_the_request_back_on_all(ranks, at_r
         ranks.receive(events.CopyEnded, ranks=[rank], op=window.op, error="bus error" if rank == at_rank else "")
     ranks.turn()
     assert events.CopyEnded(at_s=0.0, op=window.op, error=f"failed on rank {at_rank}") in ranks.taken
-    # It starts over on all ranks, and asks prefill for everything.
+    # It starts over on all ranks, and requests everything from prefill.
     promise = ranks.take(commands.SendPromise)
     assert (promise.generation, promise.promised_tokens, len(promise.pages)) == (1, 0, 4)
     assert [len(tail.pages) for tail in promise.component_pages] == [2, 1]
@@ -100,7 +100,7 @@ def test_a_copy_that_one_rank_still_makes_is_waited_for_on_all(ranks) -> None:
     assert ranks.types() == ["CopyEnded"]
 
 
-def test_callers_that_leave_other_tails_are_refused_on_all_ranks(ranks) -> None:
+def test_callers_that_leave_different_component_pages_are_refused_on_all_ranks(ranks) -> None:
     ranks.arrive("b", b"wxyz")
     ranks.turn()
     promise = ranks.take(commands.SendPromise)
@@ -128,7 +128,7 @@ def test_free_pages_of_a_component_that_differ_are_named(ranks, tier: str, name:
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_tails_that_differ_are_named_when_ranks_are_idle(ranks, tier: str) -> None:
+def test_differing_component_pages_are_named_when_ranks_are_idle(ranks, tier: str) -> None:
     assert ranks.turn().is_idle
     components = ranks.cores[2].state.components
     books = (components.device if tier == "device" else components.host)["window"]

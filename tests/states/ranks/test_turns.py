@@ -1,4 +1,4 @@
-"""How turns begin and end, and what a rank does that is left alone."""
+"""How turns begin and end, and how the only remaining rank ends its work."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_an_outcome_is_news_until_it_was_voted_on(make_ranks) -> None:
     assert ranks.agreements[0].slots_taken == 4
 
 
-def test_a_rank_that_is_left_alone_ends_everything_by_itself(make_ranks) -> None:
+def test_the_only_remaining_rank_ends_everything_by_itself(make_ranks) -> None:
     ranks = make_ranks(2)
     ranks.arrive()
     ranks.turn()
@@ -116,8 +116,8 @@ def test_a_rank_that_is_left_alone_ends_everything_by_itself(make_ranks) -> None
     assert alone.is_idle
 
 
-def test_what_a_rank_said_in_a_vote_that_was_never_decided_is_news_when_it_is_left_alone(make_ranks) -> None:
-    # Nothing but a backup is in flight, and its end was told in the last vote, which broke off: nothing new comes.
+def test_outcomes_in_an_undecided_vote_are_news_again_for_the_only_remaining_rank(make_ranks) -> None:
+    # Only a backup is in flight, and its end was part of the last vote, which broke off: nothing new comes.
     ranks = make_ranks(2)
     ranks.make_ready()
     ranks.receive(events.FinishRequested, request_id="a", keys=b"abcd", tokens=4)

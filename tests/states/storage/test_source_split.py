@@ -1,4 +1,4 @@
-"""Which of two ways brings a page: the arithmetic against trying everything, and what plans and rooms make of it."""
+"""The split between storage and prefill: the arithmetic against trying everything, and its effect on plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_plan_is_divided_so_that_its_last_page_comes_as_soon_as_it_can(
 
     chosen = pages_to_fetch(count, rest, storage=storage, link=link)
     assert 0 <= chosen <= count
-    # What waits on storage delays nobody who fetches nothing.
+    # Pages that wait on storage do not delay a plan that fetches none.
     best = min(ready_s(fetched) for fetched in range(count + 1) if fetched or not chosen)
     assert ready_s(chosen) <= best * (1 + 1e-9) or ready_s(chosen) == pytest.approx(best)
 
@@ -38,7 +38,7 @@ def test_what_nothing_is_known_of_is_tried_in_full(count: int, page_s: float, kn
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 100), st.integers(1, 32)), max_size=12), WAYS)
-def test_the_tail_of_fetches_is_divided_so_that_its_last_page_comes_as_soon_as_it_can(
+def test_fetches_in_flight_are_split_so_that_the_last_page_comes_as_soon_as_it_can(
     fetches: list[tuple[float, int]], link: SourceLoad
 ) -> None:
     fetches.sort(key=lambda fetch: fetch[0])
@@ -50,12 +50,12 @@ def test_the_tail_of_fetches_is_divided_so_that_its_last_page_comes_as_soon_as_i
 
     kept = fetches_to_keep(fetches, link=link)
     assert ready_s(kept) == min(ready_s(keep) for keep in range(len(fetches) + 1))
-    # Nothing is read for nobody where that gains nothing.
+    # A fetch is not given up, and read in vain, without a gain.
     assert all(ready_s(more) > ready_s(kept) for more in range(kept + 1, len(fetches) + 1))
 
 
 @pytest.mark.parametrize(("count", "kept"), [(0, 0), (1, 1), (2, 1), (5, 3)])
-def test_the_tail_is_halved_where_nothing_is_known(count: int, kept: int) -> None:
+def test_fetches_in_flight_are_halved_if_nothing_is_known(count: int, kept: int) -> None:
     assert fetches_to_keep([(0.0, 32)] * count, link=SourceLoad(0.1, 0)) == kept
     assert fetches_to_keep([(1.0, 32)] * count, link=SourceLoad(0.0, 0)) == kept
 
@@ -74,7 +74,7 @@ def planned_rig(**settings: object) -> Rig:
 
 
 def send(rig: Rig, name: str, tokens: bytes, taken_s: float) -> None:
-    """Prefill brings a prompt that storage does not have, in so long."""
+    """Prefill sends a prompt that storage does not have, in the given time."""
     promise = ask(rig, name, tokens, 0)
     rig.wait_until(rig.now_s + taken_s)
     rig.aux(promise)
@@ -83,7 +83,7 @@ def send(rig: Rig, name: str, tokens: bytes, taken_s: float) -> None:
     rig.take(commands.ReportReady)
 
 
-def test_a_plan_leaves_to_prefill_what_it_brings_sooner_and_says_why() -> None:
+def test_a_plan_leaves_to_prefill_what_it_brings_sooner_and_gives_the_cause() -> None:
     rig = planned_rig()
     send(rig, "sent", b"uvwx", 0.4)
     # 0.2 s a page from storage, 0.1 s from prefill, which has one page more to send: three pages here, six there.
@@ -107,18 +107,18 @@ def test_a_share_below_the_threshold_is_not_fetched_at_all() -> None:
     assert rig.request("a").declined == ("slower", 8)
 
 
-def test_where_nothing_is_known_of_prefill_all_is_promised() -> None:
+def test_if_nothing_is_known_of_prefill_all_is_promised() -> None:
     assert ask(planned_rig(), "a", TOKENS, 8).promised_tokens == 8
 
 
-def test_with_another_policy_the_pace_of_prefill_is_nobodys_business() -> None:
+def test_other_policies_ignore_the_throughput_of_prefill() -> None:
     rig = Rig(prefetch_threshold_tokens=0)
     rig.attach_storage()
     send(rig, "sent", b"uvwx", 1.0)
     assert rig.core.rooms.source_load == (0.0, 0)
 
 
-def test_when_the_transfer_is_done_what_it_brings_sooner_is_asked_of_it_again_and_again() -> None:
+def test_after_each_end_of_the_transfer_it_takes_over_pages_that_it_brings_sooner() -> None:
     rig = planned_rig()
     promise = ask(rig, "a", TOKENS + b"i", 8)
     fetches = rig.take_all(commands.FetchPages)
@@ -132,7 +132,7 @@ def test_when_the_transfer_is_done_what_it_brings_sooner_is_asked_of_it_again_an
     extends = rig.take_all(commands.SendExtend)
     assert [extend.first for extend in extends] == [2, 4, 6]
     assert rig.core.statistics()["l3_fetches_cut"] == 3
-    # Prefill is as fast as it was, and storage has stopped: prefill is asked for those two, too, once it has sent all.
+    # Prefill is as fast as before, and storage has stopped: prefill takes those two over, too, once it has sent all.
     rig.wait_until(rig.now_s + 0.6)
     for extend in extends:
         assert rig.take_all(commands.SendExtend) == []

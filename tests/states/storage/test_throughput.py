@@ -29,7 +29,7 @@ def test_nothing_is_known_at_first_and_after_a_while() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 10.0), st.integers(1, 100)), min_size=1, max_size=50))
-def test_the_pace_is_between_the_slowest_and_the_fastest(fetches: list[tuple[float, int]]) -> None:
+def test_the_throughput_is_between_the_slowest_and_the_fastest(fetches: list[tuple[float, int]]) -> None:
     throughput = ThroughputEstimator()
     for at, (taken_s, pages) in enumerate(fetches):
         throughput.note(taken_s=taken_s, pages=pages, now_s=at / 100)
@@ -68,7 +68,7 @@ def test_a_plan_fetches_what_lands_in_its_time_and_promises_no_more() -> None:
     # A page a second, four seconds.
     assert ask(rig, "a", TOKENS, 8).promised_tokens == 4
     assert rig.core.statistics()["l3_declined_pages"] == 4
-    # Those four are in front of whoever comes next.
+    # Those four are in front of the next plan's pages.
     assert ask(rig, "b", b"stuvwxyz", 8).promised_tokens == 0
 
 
@@ -100,7 +100,7 @@ def test_a_fetch_that_is_late_counts_with_the_time_that_it_had() -> None:
     assert ask(rig, "b", b"stuvwxyz", 8).promised_tokens == 2
 
 
-def test_a_fetch_that_was_short_or_failed_says_nothing_of_the_pace() -> None:
+def test_a_short_or_failed_fetch_is_no_measurement() -> None:
     rig = stored_rig()
     ask(rig, "slow", b"12", 2)
     rig.wait_until(rig.now_s + 3.0)
@@ -125,7 +125,7 @@ def test_puts_wait_while_fetches_take_long() -> None:
     assert rig.take_all(commands.StorePages) == []
     rig.wait_until(rig.now_s + 0.2)
     rig.take(commands.StorePages)
-    # With another bound it does not wait at all; one that waits goes on at the next event.
+    # With another bound it does not wait at all; a waiting one continues at the next event.
     rig.make_ready("c", b"uvw")
     rig.finish("c", b"uvw")
     rig.copied(rig.take_all(commands.CopyToHost)[-1])
