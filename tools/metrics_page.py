@@ -26,8 +26,8 @@ LABELS = {
     "cause": "why the pages were not restored here",
     "tier": "device, host",
     "type": "an event's type, as in [journal.md](journal.md)",
-    "call": "query, fetch, fetch_component, store, store_component, probe, copy_to_device, copy_to_host, copy_component, "
-    "recompute",
+    "call": "query, fetch, fetch_component, store, store_component, probe, copy_to_device, copy_to_host, "
+    "copy_component, recompute",
     "component": "a window or state, by its name",
     "state": "a state of the request machine",
     "pool": "device, host",
