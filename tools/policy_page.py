@@ -55,8 +55,8 @@ ROWS: dict[str, tuple[str, str, str]] = {
         "maximum wait of a request for its fetches: `timeout`, by their length; `best_effort`, until its transfer is "
         "done; `wait_complete`, until they end (these two at most half of the time to its deadline); `soonest`, like "
         "`timeout`, but pages that the transfer brings sooner are not fetched; see above",
-        "`best_effort` if prefill is idle; `wait_complete` if prefill costs more than waiting; `soonest` if storage may "
-        "be slower than the link, and prefill has the pages that storage has",
+        "`best_effort` if prefill is idle; `wait_complete` if prefill costs more than waiting; `soonest` if storage "
+        "may be slower than the link, and prefill has the pages that storage has",
         "pages that have not landed are requested from prefill by extend",
     ),
     "prefetch_threshold_tokens": (
