@@ -210,3 +210,14 @@ def test_pages_that_are_listed_exist() -> None:
     assert listed[0] == "index.md"
     assert not [name for name in listed if not (ROOT / "docs" / name).is_file()]
     assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text()
+    folders = "states|backends|transports|engine|benchmarks|tools|tests|examples|deploy|src"
+    for name in re.findall(rf"`((?:{folders})/[\w/.]*)(?:::\w+)?`", text):
+        assert (ROOT / name).exists(), f"{page.name}: {name}"
+    for module in re.findall(r"python -m ((?:tidekv|benchmarks|tools|tests|examples)[.\w]+)", text):
+        path = ROOT / module.removeprefix("tidekv.").replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), f"{page.name}: {module}"
