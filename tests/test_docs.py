@@ -1,4 +1,4 @@
-"""The pages under docs/ say what the code does: drawn ones are compared, and tests that a page names are there."""
+"""Generated pages under docs/ match the code, and tests that a page names exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DOCS = ROOT / "docs"
 
 
 def collected_of(file: Path) -> set[str]:
-    """The names of a test file that pytest collects: functions, and state machines' test cases."""
+    """Names that pytest collects from a test file: functions, and test cases of state machines."""
     body = ast.parse(file.read_text()).body
     functions = (node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     assigned = (
@@ -29,7 +29,7 @@ def collected_of(file: Path) -> set[str]:
     }
 
 
-def test_the_page_of_faults_is_drawn_from_the_code() -> None:
+def test_the_page_of_faults_is_generated_from_the_code() -> None:
     assert (DOCS / "faults.md").read_text() == faults_page(), "run: python -m tools.faults_page > docs/faults.md"
 
 

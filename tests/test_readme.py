@@ -1,4 +1,4 @@
-"""What the README says is true: its example runs, and its diagram is the table's."""
+"""The example of the README runs, and its diagram is that of the table."""
 
 from __future__ import annotations
 

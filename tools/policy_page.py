@@ -1,6 +1,6 @@
-"""The section "Policies" of docs/storage.md, written from the code: `python -m tools.policy_page PAGE`.
+"""Generator of the section "Policies" of docs/storage.md: `python -m tools.policy_page docs/storage.md`.
 
-Defaults come from `StoragePolicy`; a policy without a row here, or a row without a policy, is an error.
+Defaults come from `StoragePolicy`. A policy without a row here, or a row without a policy, is an error.
 """
 
 from __future__ import annotations
@@ -19,73 +19,75 @@ END = "<!-- End of the policies. -->"
 HEAD = f"""\
 ## Policies
 
-How a decode engine uses its storage. Each is a field of `StorageOptions`, and can be changed while requests run,
-without any of them failing: `engine.change_policy(write="back", lookahead_pages_max=512)`. What is under way goes on as
-it began, what comes next follows the new policies; the change is an event of the journal. Whatever a policy declines is
-asked of prefill: the promise is shorter, no request waits or fails for it, and `l3_declined_pages` counts the pages.
+Policies determine how a decode engine uses its storage. Each is a field of `StorageOptions` and can be changed while
+requests run: `engine.change_policy(write="back", lookahead_pages_max=512)`. Running operations continue as they began;
+later ones follow the new policies. The change is an event of the journal. Pages that a policy declines are requested
+from prefill: the promise is shorter, no request waits or fails, and `l3_declined_pages` counts the pages.
 
-Three ways to write. `through` is the safest: each finished request is on the host and in storage soon after.
-`selective` saves writes where most prompts are seen once. `back` copies and writes least, and as late as possible: a
-share of each pool (`write_back_ahead`) is kept free or clean, so that eviction, which never waits, finds pages that
-have another copy; what it has to drop all the same is counted (`l1_pages_dropped`, `l2_pages_dropped`), and what was
-never in need of room is lost with the process.
+**Writing.** `through` is the safest: each finished request is on the host and in storage soon after. `selective` saves
+writes if most prompts are seen once. `back` copies and writes least, and as late as possible: it keeps a share of each
+pool (`write_back_ahead`) free or clean, so that eviction, which never waits, finds pages that have another copy.
+Pages that eviction drops without a copy are counted (`l1_pages_dropped`, `l2_pages_dropped`); pages that were never
+about to be evicted are lost when the process ends.
 
-The pace of storage: of each fetch that brought all its pages, or is late, the core knows the seconds from its command
-to its outcome and the pages that were under way when it began. In the sums of both each fetch weighs 7/8 of the one
-after it; their ratio is what a page costs, `page_s`. A plan of `n` pages fetches at most as many as satisfy
-`(pages under way + n) * page_s <= fetch_deadline_share * time that it may take`. After {ESTIMATE_FRESH_S:g} s without a
-fetch nothing is known any more, and storage is tried again in full.
+**Throughput of storage.** For each fetch that brought all its pages, or is late, the core records the seconds from its
+command to its outcome and the pages that were under way when it began. Both sums are weighted: each fetch counts 7/8 of
+the one after it. Their ratio is the time of a page, `page_s`. A plan fetches at most `n` pages with
+`(pages under way + n) * page_s <= fetch_deadline_share * time that it may take`. The measurement expires after
+{ESTIMATE_FRESH_S:g} s without a fetch; storage is then used in full again.
 
-With `soonest` the pace of the transfer is measured in the same way, by spans of rooms. A plan divides what storage has
-so that storage and prefill end at the same time, each behind what waits there already: the front is fetched, the rest
-is part of what prefill sends. Whenever prefill has sent all that it was asked for and fetches are still under way, the
-last of these are asked of it as well, as far as it brings them sooner; their reads go on, for nobody. Where nothing is
-known of one of the two, a plan fetches all, and half of what is left is asked each time. Time that prefill takes to
-compute counts as its pace. Restores of windows and states are not divided: their boundary decides.
+**Split between storage and transfer.** With `soonest` the throughput of the transfer is measured in the same way, by
+spans of rooms. A plan splits what storage has so that storage and prefill finish at the same time, each after the work
+that is queued there: the front is fetched, the rest is sent by prefill. When prefill has sent everything and fetches
+are still under way, the last of these are requested from prefill as well if it sends them sooner; their reads continue
+without effect. While one of the two throughputs is unknown, a plan fetches everything, and half of the remaining pages
+are requested each time. The time that prefill computes is part of its throughput. Restores of windows and states are
+not split, because their boundary determines the plan.
 
-Look-ahead: a request that waits for device memory has asked storage already. With a bound, what storage has is brought
-to the host meanwhile, and the request finds it there (counted as `l3`); reads that are still under way when it is
-admitted go on as its own. It needs what is in front of these pages to be on the host, or nothing in front of them.
+**Look-ahead.** A request that waits for device memory has already looked up its pages in storage. If
+`lookahead_pages_max` is set, these pages are fetched to the host meanwhile and count as `l3`; reads that are
+still under way when the request is admitted continue as its own. Look-ahead requires that all pages in front of these
+are on the host, or that there are none.
 """
 
 ROWS: dict[str, tuple[str, str, str]] = {
     "prefetch": (
-        "how long a request waits for its fetches: `timeout`, for a time by their length; `best_effort`, until its "
-        "transfer is done; `wait_complete`, until they end (these two at most half of what is left to its deadline); "
-        "`soonest`, like `timeout`, and what the transfer would bring sooner is not fetched; see above",
-        "`best_effort` where prefill is idle; `wait_complete` where prefill costs more than waiting; `soonest` where "
-        "storage may be slower than the link, and prefill has what storage has",
-        "what has not landed is asked of prefill by extend",
+        "maximum wait of a request for its fetches: `timeout`, by their length; `best_effort`, until its transfer is "
+        "done; `wait_complete`, until they end (these two at most half of the time to its deadline); `soonest`, like "
+        "`timeout`, but pages that the transfer brings sooner are not fetched; see above",
+        "`best_effort` if prefill is idle; `wait_complete` if prefill costs more than waiting; `soonest` if storage "
+        "may be slower than the link, and prefill has the pages that storage has",
+        "pages that have not landed are requested from prefill by extend",
     ),
     "prefetch_threshold_tokens": (
-        "tokens; a shorter hit is not fetched",
+        "minimum tokens of a hit that is fetched",
         "higher with slow storage or fast prefill; 0 in tests",
-        "the transfer brings it",
+        "the transfer sends the pages",
     ),
-    "prefetch_base_s": ("seconds; the fixed part of `timeout`", "about the p99 of one fetch", "see `prefetch`"),
+    "prefetch_base_s": ("fixed seconds of `timeout`", "about the p99 of one fetch", "see `prefetch`"),
     "prefetch_per_ki_token_s": (
-        "seconds for each 1,024 tokens; the other part of `timeout`",
-        "less than what prefill takes for them",
+        "seconds of `timeout` for each 1,024 tokens",
+        "less than the time of prefill for them",
         "see `prefetch`",
     ),
     "fetch_pages_in_flight_max": (
-        "pages under way from storage, over all requests; 0: no limit",
-        "storage that others share",
+        "maximum pages under way from storage, over all requests; 0 means no limit",
+        "storage shared with other users",
         "the plan fetches what is left of the limit",
     ),
     "fetch_pages_per_s": (
-        "pages a second, one second's worth saved up; 0: no limit",
+        "maximum pages per second, with a burst of one second; 0 means no limit",
         "storage that bills or throttles reads",
-        "the plan fetches what has been saved up",
+        "the plan fetches what the rate allows",
     ),
     "fetch_deadline_share": (
-        "a part of the time that a plan may take; it fetches what lands within it at the pace of late; 0: no limit",
-        "below 1 where latency varies much",
-        "the plan fetches what lands in time, or nothing",
+        "share of the plan's time limit within which fetches must land at the measured throughput; 0 means no limit",
+        "below 1 if latency varies much",
+        "the plan fetches the pages that land in time",
     ),
     "lookahead_pages_max": (
-        "host pages that waiting requests may fill ahead, over all of them; 0: none",
-        "device memory is what requests wait for, and the host pool is large: up to a quarter of it",
+        "maximum host pages that waiting requests fill ahead, over all of them; 0 disables look-ahead",
+        "requests wait for device memory and the host pool is large: up to a quarter of it",
         "the request fetches when it is admitted",
     ),
     "write": (
@@ -93,48 +95,48 @@ ROWS: dict[str, tuple[str, str, str]] = {
         "`selective` for one-off prompts, `back` for little host traffic",
         "the pages are not in storage",
     ),
-    "write_hits_min": ("prompts that a page was part of; for `selective`", "2 or 3", "as `write`"),
+    "write_hits_min": ("minimum prompts that contained a page; for `selective`", "2 or 3", "as `write`"),
     "write_tokens_min": (
-        "tokens; shorter prefixes are not put",
-        "what prefill computes faster than a fetch",
+        "minimum tokens of a prefix that is put",
+        "prefill computes shorter prefixes faster than a fetch",
         "as `write`",
     ),
     "write_back_ahead": (
-        "a share of each pool, 0 to 1; for `back`",
-        "larger where prompts come in bursts: up to what is taken while one copy runs",
-        "eviction drops the pages, and counts them",
+        "share of each pool kept free or clean, 0 to 1; for `back`",
+        "larger for bursts of prompts: up to the pages that are allocated during one copy",
+        "eviction drops the pages and counts them",
     ),
     "put_wait_s": (
-        "seconds; puts give way to fetches for so long; 0: not at all",
+        "maximum seconds that puts wait for fetches; 0 means that they do not wait",
         "reads matter more than writes",
         "—",
     ),
     "put_fetch_s_max": (
-        "seconds; while a fetch takes longer than this on average, puts wait as long as `put_wait_s`; 0: no bound",
+        "average seconds of a fetch above which puts wait up to `put_wait_s`; 0 means no bound",
         "writes slow storage down for readers",
         "—",
     ),
     "put_host_share": (
-        "a share of the host pool, 0 to 1; a put begins beside others only if no more is pinned; 1: no bound",
+        "maximum share of the host pool pinned by puts, 0 to 1; a single put always begins; 1 means no bound",
         "higher if storage is fast and bursts of finished requests are to be stored whole",
         "the pages are not in storage; counted as `l3_puts_declined`",
     ),
     "breaker_failures": (
-        "failures and lates in a row, after which storage is asked nothing; 0: never",
-        "lower where failing calls are slow",
-        "requests go on without storage",
+        "consecutive failures and late calls after which storage is not used; 0 means never",
+        "lower if failing calls are slow",
+        "requests continue without storage",
     ),
-    "breaker_backoff_s": ("seconds until the first probe; each further one after twice the time", "", "—"),
-    "breaker_backoff_max_s": ("seconds; the longest wait between probes", "", "—"),
+    "breaker_backoff_s": ("seconds until the first probe; doubled for each further one", "", "—"),
+    "breaker_backoff_max_s": ("maximum seconds between probes", "", "—"),
 }
-"""For each policy: its effect with its unit, when to change it, and what follows where it declines."""
+"""Effect with unit, reason to change it, and consequence of declined pages, for each policy."""
 
 
 def policies_section() -> str:
-    """The section as Markdown."""
+    """Return the section as Markdown."""
     lines = [
         HEAD,
-        "| policy | default | what it says | when to change it | what is declined |",
+        "| policy | default | effect | when to change it | consequence |",
         "|---|---|---|---|---|",
     ]
     for field in msgspec.structs.fields(StoragePolicy):
@@ -144,7 +146,7 @@ def policies_section() -> str:
 
 
 def with_policies(page: str) -> str:
-    """The page with the section as it is now."""
+    """Return the page with the current section."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{policies_section()}\n\n{END}{after}"

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import click
 import pytest
 import typer
 
@@ -28,7 +28,7 @@ from tidekv.transports.control import wire
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-GROUP = typer.main.get_command(app)
+GROUP: Any = typer.main.get_command(app)  # Any: typer's own click or the installed one, by its version.
 
 
 def text_of(name: str) -> str:
@@ -50,7 +50,7 @@ def first_cells(text: str) -> list[str]:
     return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
 
 
-def commands(group: click.Command = GROUP, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def commands(group: Any = GROUP, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Every command without subcommands, as words."""
     if not hasattr(group, "commands"):
         yield before
@@ -71,7 +71,7 @@ def calls(text: str) -> Iterator[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_their_options_exist(page: Path) -> None:
     for words in calls(page.read_text()):
-        command: click.Command = GROUP
+        command = GROUP
         while hasattr(command, "commands") and words and not words[0].startswith("-"):
             assert words[0] in command.commands, f"{page.name}: there is no command {words[0]} of {command.name}"
             command = command.commands[words.pop(0)]
@@ -210,3 +210,14 @@ def test_pages_that_are_listed_exist() -> None:
     assert listed[0] == "index.md"
     assert not [name for name in listed if not (ROOT / "docs" / name).is_file()]
     assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text()
+    folders = "states|backends|transports|engine|benchmarks|tools|tests|examples|deploy|src"
+    for name in re.findall(rf"`((?:{folders})/[\w/.]*)(?:::\w+)?`", text):
+        assert (ROOT / name).exists(), f"{page.name}: {name}"
+    for module in re.findall(r"python -m ((?:tidekv|benchmarks|tools|tests|examples)[.\w]+)", text):
+        path = ROOT / module.removeprefix("tidekv.").replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), f"{page.name}: {module}"

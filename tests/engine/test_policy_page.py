@@ -1,4 +1,4 @@
-"""docs/storage.md tells of every policy, as it is in the code."""
+"""docs/storage.md documents every policy with its current default."""
 
 from __future__ import annotations
 
