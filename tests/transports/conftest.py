@@ -81,7 +81,7 @@ class NoPoller:
 
 
 class Decode:
-    """A decode worker that writes down what it is told."""
+    """A decode worker that records its events."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Decode:
         } | settings
         self.receiver = Receiver(
             self.transport,
-            deliver_aux=lambda *told: self.aux.append(told),
+            deliver_aux=lambda *aux: self.aux.append(aux),
             **fields,
         )
 
@@ -226,7 +226,7 @@ class Dialler:
     async def dial(self, address: str, greeting: wire.Message | None = None):
         link = await self.transport.dial(address)
         link.send(greeting or self.hello())
-        assert isinstance(await self.hear(link), wire.Hello)
+        assert isinstance(await self.receive(link), wire.Hello)
         return link
 
     async def open_room(self, prefill: Prefill, **promised: Any) -> tuple[Any, Room]:
@@ -235,7 +235,7 @@ class Dialler:
         link.send(self.promise(self.room(), **promised))
         return link, await prefill.room("r1")
 
-    async def hear(self, link) -> wire.AnyMessage:
+    async def receive(self, link) -> wire.AnyMessage:
         async with asyncio.timeout(LIMIT_S):
             return await link.receive()
 

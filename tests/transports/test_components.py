@@ -73,7 +73,8 @@ async def test_what_is_asked_for_arrives_byte_for_byte_and_nothing_else(
 ) -> None:
     decode, prefill, room = await computed(world, world.STATE, world.WINDOW, component_pages=component_pages)
     assert room.component_pages == {
-        tail.component: ComponentRequest(tail.component, tail.first, len(tail.pages)) for tail in component_pages
+        request.component: ComponentRequest(request.component, request.first, len(request.pages))
+        for request in component_pages
     }
     for name, pages in OURS.items():
         # What decode did not ask for may be handed over all the same.
@@ -81,27 +82,27 @@ async def test_what_is_asked_for_arrives_byte_for_byte_and_nothing_else(
     await room.finish(first_token=1)
     await decode.wait(events.ChunkLanded, last=True)
     assert world.same(decode, prefill, [(1, 2), (2, 3), (3, 4)])
-    for tail in component_pages:
-        check(decode, prefill, tail.component, dict(zip(tail.pages, OURS[tail.component], strict=False)))
+    for request in component_pages:
+        check(decode, prefill, request.component, dict(zip(request.pages, OURS[request.component], strict=False)))
     decode.receiver.received("r1", 0)
     assert await room.received() == "received"
     assert not any(decode.receiver.counts.values())
-    assert prefill.sender.statistics()["pages_sent"] == 3 + sum(len(tail.pages) for tail in component_pages)
+    assert prefill.sender.statistics()["pages_sent"] == 3 + sum(len(request.pages) for request in component_pages)
 
 
 async def test_a_window_is_written_in_parts_and_told_once(world) -> None:
     window = msgspec.structs.replace(world.WINDOW, window_tokens=16)
     settings = world.RoomSettings(writes_in_flight_max=1, pages_per_write_max=1)
-    told = []
-    world.watch(lambda _, message: isinstance(message, wire.ComponentSent | wire.Chunk) and bool(told.append(message)))
+    sent = []
+    world.watch(lambda _, message: isinstance(message, wire.ComponentSent | wire.Chunk) and bool(sent.append(message)))
     component_pages = [ComponentPages("swa", 1, page_ids([9, 2, 7, 5]))]
     decode, prefill, room = await computed(world, window, component_pages=component_pages, settings=settings)
     await room.send_component_pages("swa", [1, 8, 3, 4])
     await room.finish(first_token=1)
     await decode.wait(events.ChunkLanded, last=True)
     check(decode, prefill, "swa", {9: 1, 2: 8, 7: 3, 5: 4})
-    assert [type(message).__name__ for message in told[-2:]] == ["ComponentSent", "Chunk"]
-    assert sum(isinstance(message, wire.ComponentSent) for message in told) == 1
+    assert [type(message).__name__ for message in sent[-2:]] == ["ComponentSent", "Chunk"]
+    assert sum(isinstance(message, wire.ComponentSent) for message in sent) == 1
 
 
 async def test_the_last_chunk_is_said_only_when_the_tails_are_in_place(world) -> None:
@@ -137,7 +138,7 @@ async def test_without_components_nothing_is_asked_for(world) -> None:
 
 
 @pytest.mark.parametrize(
-    ("component_pages", "words"),
+    ("component_pages", "text"),
     [
         (None, r"names no components; both ends have the components \['ssm', 'swa'\]"),
         ([], r"names no components"),
@@ -156,14 +157,12 @@ async def test_without_components_nothing_is_asked_for(world) -> None:
         ),
     ],
 )
-async def test_a_promise_that_does_not_go_with_the_components_fails_its_room(
-    world, component_pages, words: str
-) -> None:
+async def test_a_promise_that_does_not_go_with_the_components_fails_its_room(world, component_pages, text: str) -> None:
     decode, prefill = await pair(world, world.STATE, world.WINDOW)
     promise(decode, prefill.address, component_pages)
     failed = await decode.wait(events.RoomFailed)
     assert (await decode.wait(events.RoomDrained)).request_id == "r1"
-    with pytest.raises(AssertionError, match=words):
+    with pytest.raises(AssertionError, match=text):
         raise AssertionError(failed.cause)
     # Its link and other rooms go on.
     promise(decode, prefill.address, WINDOW + STATE, request_id="r2")
@@ -200,7 +199,7 @@ def changed(component, **changes: object):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "text"),
     [
         (lambda w, s: [w], "component 'ssm': ours is 'a state, 60 bytes a record', theirs is 'absent'"),
         (lambda w, s: [], "component 'ssm': .*theirs is 'absent'"),
@@ -222,13 +221,13 @@ def changed(component, **changes: object):
         ),
     ],
 )
-async def test_unlike_components_are_refused_by_name_with_both_values(world, change, words: str) -> None:
+async def test_unlike_components_are_refused_by_name_with_both_values(world, change, text: str) -> None:
     decode = await world.decode(components=[world.STATE, world.WINDOW])
     prefill = await world.prefill(components=change(world.WINDOW, world.STATE))
     promise(decode, prefill.address, WINDOW + STATE)
     failed = await decode.wait(events.RoomFailed)
     assert failed.settled
-    with pytest.raises(AssertionError, match=words):
+    with pytest.raises(AssertionError, match=text):
         raise AssertionError(failed.cause)
 
 
@@ -266,7 +265,7 @@ class Liar:
 
 
 @pytest.mark.parametrize(
-    ("said", "component_pages", "words"),
+    ("said", "component_pages", "text"),
     [
         ([], STATE, "is marked as the last; the pages of 'ssm' were not sent"),
         (["swa"], STATE, "the pages of component 'swa' were not requested"),
@@ -274,13 +273,13 @@ class Liar:
         (["ssm"], NO_STATE, "the pages of component 'ssm' were not requested"),
     ],
 )
-async def test_a_prefill_that_says_what_is_not_so_fails_its_room(world, said, component_pages, words: str) -> None:
+async def test_a_prefill_that_says_what_is_not_so_fails_its_room(world, said, component_pages, text: str) -> None:
     decode, liar = await world.decode(components=[world.STATE]), Liar(world, said)
     await liar.transport.start(poller=None)
     await liar.transport.register(*(pool.memory for pool in liar.pools))
     listener = await liar.transport.listen("liar:1", liar.serve)
     promise(decode, "liar:1", component_pages)
-    assert words in (await decode.wait(events.RoomFailed)).cause
+    assert text in (await decode.wait(events.RoomFailed)).cause
     assert not decode.of(events.ChunkLanded)
     await listener.close()
     await liar.transport.close()

@@ -108,7 +108,7 @@ class Flight:
             self.is_entered = True
             self.lane.enter(self.write)
 
-    def is_untold(self) -> bool:
+    def is_unresolved(self) -> bool:
         """True if it has ended, as far as NIXL goes, and its caller has not heard of it."""
         return self.is_entered and not self.is_over and not (self.write._left or self.write.parts_in_flight)
 
@@ -139,17 +139,17 @@ def drive(nixl: ScriptedNixl, all_flights: list[Flight]) -> None:
     lane = all_flights[0].lane
     by_future = {id(flight.write.future): flight for flight in all_flights}
 
-    def tell(ended: Ended) -> None:
+    def resolve(ended: Ended) -> None:
         assert ended, "the loop is woken for nothing"
         for future, error in ended:
             flight = by_future[id(future)]
-            assert not flight.is_over, "an end is told twice"
+            assert not flight.is_over, "a future is resolved twice"
             assert flight.is_entered
             flight.is_over, flight.error = True, error
 
-    def post(number: int, told: Callable[[int], bool] = nixl.post) -> bool:
-        assert not any(flight.is_untold() for flight in all_flights if number not in taking(flight)), (
-            "a request is posted while the end of others is not told"
+    def post(number: int, original: Callable[[int], bool] = nixl.post) -> bool:
+        assert not any(flight.is_unresolved() for flight in all_flights if number not in taking(flight)), (
+            "a request is posted while the ended futures of others are not resolved"
         )
         assert all(flight.write.is_live for flight in all_flights if number in taking(flight))
         # The loop goes on while this blocks.
@@ -158,7 +158,7 @@ def drive(nixl: ScriptedNixl, all_flights: list[Flight]) -> None:
                 late.enter()
             if late.is_entered and late.stops_at == turn + 1:
                 lane.stop(late.write)
-        return told(number)
+        return original(number)
 
     def taking(flight: Flight) -> list[int]:
         return [number for number, pages in enumerate(nixl.pages) if set(flight.pages) & set(pages)]
@@ -172,7 +172,7 @@ def drive(nixl: ScriptedNixl, all_flights: list[Flight]) -> None:
                 flight.enter()
                 lane.stop(flight.write)
         before = len(nixl.on_post)
-        state = lane.advance(tell)
+        state = lane.advance(resolve)
         assert len(nixl.on_post) <= before + 1, "one turn posts twice, and keeps the others waiting"
         assert state is not Turn.WAITING or len(nixl.on_post) == before
         assert (state is Turn.EMPTY) <= all(flight.is_over for flight in all_flights if flight.is_entered)
@@ -307,13 +307,13 @@ def test_a_stopped_write_ends_though_what_it_would_have_to_wait_for_hangs() -> N
     hanging = flights(nixl, [([(page, page) for page in range(4 * at, 4 * at + 4)], 0, -1) for at in range(4)])
     lane = hanging[0].lane
     late = flights(nixl, [([(50, 50)], 0, -1)])[0].write
-    told: Ended = []
+    ended: Ended = []
     for flight in hanging:
         flight.enter()
     lane.enter(late)
-    states = [lane.advance(told.extend) for _ in range(6)]
+    states = [lane.advance(ended.extend) for _ in range(6)]
     assert states == [Turn.MOVED] * REQUESTS_IN_FLIGHT_MAX + [Turn.WAITING] * 2
     assert len(nixl.in_flight) == REQUESTS_IN_FLIGHT_MAX
     lane.stop(late)
-    assert lane.advance(told.extend) is Turn.MOVED
-    assert told == [(late.future, None)]
+    assert lane.advance(ended.extend) is Turn.MOVED
+    assert ended == [(late.future, None)]

@@ -21,10 +21,10 @@ async def test_the_lease_ends_a_room_and_stops_its_writes(world, decode) -> None
     link.send(decode.promise(decode.room()))
     room = await prefill.room("r1")
     await room.send([30], start_token=0)
-    assert isinstance(await decode.hear(link), wire.Chunk)
+    assert isinstance(await decode.receive(link), wire.Chunk)
     now_s = 9.9
     link.send(wire.Ping(sent_at=0.0, rooms=(("r1", 0),)))
-    assert isinstance(await decode.hear(link), wire.Ping)
+    assert isinstance(await decode.receive(link), wire.Ping)
     now_s = 19.8
     prefill.sender.check_leases()
     assert room.cause is None
@@ -140,7 +140,7 @@ async def test_a_room_that_decode_does_not_name_ends_with_its_lease_though_decod
     link.send(decode.extend(decode.room("extended"), 1, 0))
     # Another generation, and a room that there is not, renew nothing.
     link.send(wire.Ping(sent_at=0.0, rooms=(("kept", 0), ("lost", 1), ("never", 0))))
-    assert isinstance(await decode.hear(link), wire.Ping)
+    assert isinstance(await decode.receive(link), wire.Ping)
     now_s = 10.0
     prefill.sender.check_leases()
     assert {name: room.outcome for name, room in rooms.items()} == {
@@ -148,7 +148,7 @@ async def test_a_room_that_decode_does_not_name_ends_with_its_lease_though_decod
         "extended": None,
         "kept": None,
     }
-    failed = await decode.hear(link)
+    failed = await decode.receive(link)
     assert isinstance(failed, wire.Failed)
     assert "did not name the room for 10 s" in failed.cause
 
@@ -189,7 +189,7 @@ async def test_a_heartbeat_that_is_not_shorter_than_the_lease_is_refused_at_hell
     prefill = await world.prefill(lease_s=2.0)
     link = await decode.dial(prefill.address, msgspec.structs.replace(decode.hello(), heartbeat_s=2.0))
     with pytest.raises(LinkClosed, match="heartbeat_s, which must be less than the lease of 2 s"):
-        await decode.hear(link)
+        await decode.receive(link)
     receiving = await world.decode(name="decode-1", heartbeat_s=2.0, missed_s=4.0, lease_s=8.0)
     receiving.promise(prefill.address, "r1", tokens=8, promised=0, pages=[1, 2])
     failed = await receiving.wait(events.RoomFailed)
@@ -206,14 +206,14 @@ async def test_a_room_that_waits_for_other_ranks_ends_with_its_lease(world, deco
     for name in ("r1", "r2"):
         link.send(msgspec.structs.replace(decode.promise(decode.room(name)), ranks=2, group="g"))
     link.send(wire.Ping(sent_at=0.0))
-    assert isinstance(await decode.hear(link), wire.Ping)
+    assert isinstance(await decode.receive(link), wire.Ping)
     now_s = 9.0
     link.send(wire.Ping(sent_at=0.0, rooms=(("r2", 0),)))
-    assert isinstance(await decode.hear(link), wire.Ping)
+    assert isinstance(await decode.receive(link), wire.Ping)
     assert prefill.sender.statistics()["rooms_pending"] == 2
     now_s = 10.0
     prefill.sender.check_leases()
-    refused = await decode.hear(link)
+    refused = await decode.receive(link)
     assert isinstance(refused, wire.Refused)
     assert refused.room.request_id == "r1"
     assert prefill.sender.statistics()["rooms_pending"] == 1
@@ -245,7 +245,7 @@ async def test_a_rank_that_has_received_all_need_not_name_the_room_for_the_other
     # The first link's ping comes behind its Received, and names nothing.
     for link, dialler, rooms in ((links[0], decode, ()), (links[1], other, (("r1", 0),))):
         link.send(wire.Ping(sent_at=0.0, rooms=rooms))
-        assert isinstance(await dialler.hear(link), wire.Ping)
+        assert isinstance(await dialler.receive(link), wire.Ping)
     now_s = 18.0
     prefill.sender.check_leases()
     assert room.outcome is None

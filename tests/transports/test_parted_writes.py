@@ -102,18 +102,18 @@ def test_whatever_happens_each_request_is_released_once_and_nothing_is_posted_af
 ) -> None:
     nixl = ScriptedNixl(scripts)
     lane, write = parted(nixl)
-    told: Ended = []
+    ended: Ended = []
     posted_at_stop: list[int] | None = None
     turns = 0
-    while not told:
+    while not ended:
         if turns == stopped_after:
             lane.stop(write)
             posted_at_stop = nixl.numbers("post")
         assert turns < 200, "a write does not come to its end"
-        lane.advance(told.extend)
+        lane.advance(ended.extend)
         turns += 1
-    assert lane.advance(told.extend) is Turn.EMPTY
-    ((future, error),) = told
+    assert lane.advance(ended.extend) is Turn.EMPTY
+    ((future, error),) = ended
     assert future is write.future
     made, posted, released = (nixl.numbers(call) for call in ("make", "post", "release"))
     assert sorted(released) == made == list(range(len(made)))
@@ -133,22 +133,22 @@ def test_whatever_happens_each_request_is_released_once_and_nothing_is_posted_af
 def test_none_is_made_before_the_first_turn_and_each_other_right_after_the_post_before_it() -> None:
     nixl = ScriptedNixl([Script(), Script()])
     lane, write = parted(nixl)
-    told: Ended = []
+    ended: Ended = []
     assert nixl.calls == []
-    assert lane.advance(told.extend) is Turn.MOVED
+    assert lane.advance(ended.extend) is Turn.MOVED
     assert nixl.calls == [("make", 0), ("post", 0), ("release", 0), ("make", 1)]
-    assert told == []
-    assert lane.advance(told.extend) is Turn.EMPTY
-    assert told == [(write.future, None)]
+    assert ended == []
+    assert lane.advance(ended.extend) is Turn.EMPTY
+    assert ended == [(write.future, None)]
 
 
 def test_a_write_stopped_before_its_first_turn_makes_no_request() -> None:
     nixl = ScriptedNixl([Script(), Script()])
     lane, write = parted(nixl)
-    told: Ended = []
+    ended: Ended = []
     lane.stop(write)
-    assert lane.advance(told.extend) is Turn.EMPTY
-    assert told == [(write.future, None)]
+    assert lane.advance(ended.extend) is Turn.EMPTY
+    assert ended == [(write.future, None)]
     assert nixl.calls == []
     assert write.bytes_done == 0
 
@@ -159,9 +159,9 @@ def test_of_several_errors_the_first_is_told_when_nothing_is_in_flight_any_more(
     lane, _ = parted(nixl)
     # What failed while it was posted keeps the next one from being made.
     first, made = (0, [0]) if checks == 0 else (1, [0, 1])
-    told: Ended = []
-    while not told:
-        lane.advance(told.extend)
-    assert str(told[0][1]) == f"part {first} failed"
+    ended: Ended = []
+    while not ended:
+        lane.advance(ended.extend)
+    assert str(ended[0][1]) == f"part {first} failed"
     assert sorted(nixl.numbers("release")) == made
-    assert lane.advance(told.extend) is Turn.EMPTY
+    assert lane.advance(ended.extend) is Turn.EMPTY

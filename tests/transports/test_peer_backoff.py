@@ -273,18 +273,18 @@ async def test_a_decode_worker_that_breaks_the_protocol_is_blamed_and_one_that_d
     link = await decode.dial(prefill.address)
     link.send(wire.Drained(room=decode.room(), rank=0))
     with pytest.raises(LinkClosed):
-        await decode.hear(link)
+        await decode.receive(link)
     assert prefill.sender.statistics()["offences"] == 1
     link = await decode.transport.dial(prefill.address)
     link.send(PING)
-    assert isinstance(await decode.hear(link), wire.Hello)
+    assert isinstance(await decode.receive(link), wire.Hello)
     with pytest.raises(LinkClosed, match="instead of Hello"):
-        await decode.hear(link)
+        await decode.receive(link)
     assert prefill.sender.statistics()["offences"] == 2
     decode.identity = world.identity(dtype="other")
     link = await decode.dial(prefill.address)
     with pytest.raises(LinkClosed, match="dtype"):
-        await decode.hear(link)
+        await decode.receive(link)
     assert prefill.sender.statistics()["offences"] == 2
     assert prefill.sender.statistics()["hellos_refused"] == 2
 

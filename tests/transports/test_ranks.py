@@ -34,28 +34,28 @@ class Owner:
     """Writes down what its channel tells."""
 
     def __init__(self) -> None:
-        self.heard: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
+        self.received: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
 
     def group_formed(self, epoch: int) -> None:
-        self.heard.put_nowait(("formed", epoch))
+        self.received.put_nowait(("formed", epoch))
 
     def turn_opened(self, opening: Opening) -> None:
-        self.heard.put_nowait(("turn", opening))
+        self.received.put_nowait(("turn", opening))
 
     def turn_wished(self) -> None:
-        self.heard.put_nowait(("wish",))
+        self.received.put_nowait(("wish",))
 
     def rank_refused(self, cause: str) -> None:
-        self.heard.put_nowait(("refused", cause))
+        self.received.put_nowait(("refused", cause))
 
     def rank_lost(self, rank: int, cause: str) -> None:
-        self.heard.put_nowait(("lost", rank, cause))
+        self.received.put_nowait(("lost", rank, cause))
 
     async def expect(self, kind: str) -> tuple[object, ...]:
         async with asyncio.timeout(LIMIT_S):
-            while (heard := await self.heard.get())[0] != kind:
+            while (received := await self.received.get())[0] != kind:
                 pass
-        return heard
+        return received
 
 
 class Member:
@@ -114,10 +114,8 @@ async def test_ranks_form_a_group_and_vote(ranks: int) -> None:
         for member in members[1:]:
             _, opening = await member.owner.expect("turn")
             assert isinstance(opening, Opening)
-        words = [array("q", [rank, -rank, 5]) for rank in range(ranks)]
-        voted = await asyncio.gather(
-            *(member.channel.vote(1, word) for member, word in zip(members, words, strict=True))
-        )
+        slots = [array("q", [rank, -rank, 5]) for rank in range(ranks)]
+        voted = await asyncio.gather(*(member.channel.vote(1, own) for member, own in zip(members, slots, strict=True)))
         assert [list(vote) for vote in voted] == [[0, 1 - ranks, 5]] * ranks
         assert [member.channel.votes for member in members] == [1] * ranks
 
@@ -225,8 +223,8 @@ async def test_a_rank_that_ends_while_the_leader_makes_ready_to_form_keeps_nobod
 async def formed(member: Member) -> None:
     """Wait until the member's group is formed, at whatever try."""
     async with asyncio.timeout(LIMIT_S):
-        while (heard := await member.owner.heard.get())[0] != "formed":
-            if heard[0] == "lost":
+        while (received := await member.owner.received.get())[0] != "formed":
+            if received[0] == "lost":
                 member.channel.settled()
 
 
@@ -349,14 +347,14 @@ async def test_processes_vote_in_a_group_that_the_embedder_made(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "text"),
     [
         ({"secret": "another"}, "secrets differ"),
         ({"settings": b"other"}, "configured differently"),
         ({"ranks": 3}, "the leader has 2 ranks"),
     ],
 )
-async def test_a_rank_that_does_not_belong_is_refused_with_the_reason(change: dict[str, object], words: str) -> None:
+async def test_a_rank_that_does_not_belong_is_refused_with_the_reason(change: dict[str, object], text: str) -> None:
     address = free_address()
     leader = Member(0, 2, address)
     fields = {"rank": 1, "ranks": 2, "address": address, **change}
@@ -365,7 +363,7 @@ async def test_a_rank_that_does_not_belong_is_refused_with_the_reason(change: di
         await leader.begin()
         await stranger.begin()
         _, cause = await stranger.owner.expect("refused")
-        assert words in str(cause)
+        assert text in str(cause)
         assert not leader.channel.is_formed
     finally:
         await stranger.channel.close()

@@ -148,7 +148,7 @@ async def test_two_requests_at_once_do_not_meet(world) -> None:
     await decode.wait_done("r10")
     assert world.same(decode, prefill, zip(range(6), range(22, 28), strict=True))
     assert world.same(decode, prefill, zip(range(10, 18), range(40, 48), strict=True))
-    assert sorted((told[0], told[2]) for told in decode.aux) == [("r1", 1), ("r10", 2)]
+    assert sorted((aux[0], aux[2]) for aux in decode.aux) == [("r1", 1), ("r10", 2)]
     decode.receiver.received("r10", 0)
     assert await rooms[1].received() == "received"
     assert not rooms[0].aborted.is_set()

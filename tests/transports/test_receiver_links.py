@@ -46,7 +46,7 @@ SCALES = msgspec.structs.replace(DRAFT, name="scales")
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "words"),
+    ("ours", "theirs", "text"),
     [
         ((DRAFT,), (), "layer group 'draft' of a page: ours is GroupIdentity(name='draft'"),
         ((), (DRAFT,), "layer group 'draft' of a page: ours is 'absent', theirs is GroupIdentity(name='draft'"),
@@ -56,7 +56,7 @@ SCALES = msgspec.structs.replace(DRAFT, name="scales")
     ],
 )
 async def test_a_side_without_a_layer_group_is_refused_by_the_groups_name(
-    world, ours: tuple[GroupIdentity, ...], theirs: tuple[GroupIdentity, ...], words: str
+    world, ours: tuple[GroupIdentity, ...], theirs: tuple[GroupIdentity, ...], text: str
 ) -> None:
     # Another group is other bytes a page as well: the group is what is told.
     decode = await world.decode(identity=world.identity(groups=ours))
@@ -64,7 +64,7 @@ async def test_a_side_without_a_layer_group_is_refused_by_the_groups_name(
     decode.promise(prefill.address, "r1", tokens=4, promised=0, pages=[1])
     failed = await decode.wait(events.RoomFailed)
     assert failed.settled
-    assert words in failed.cause
+    assert text in failed.cause
     assert "page_bytes" not in failed.cause.partition("(")[0]
 
 

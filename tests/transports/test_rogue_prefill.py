@@ -29,7 +29,7 @@ class Rogue:
         self.link = None
         self.accepted = asyncio.Event()
         self.opened = asyncio.Event()
-        self.heard: list[wire.Message] = []
+        self.received: list[wire.Message] = []
         self._news = asyncio.Event()
         self.world = world
 
@@ -52,15 +52,15 @@ class Rogue:
         self.opened.set()
         try:
             while True:
-                self.heard.append(await link.receive())
+                self.received.append(await link.receive())
                 self._news.set()
         except Exception as error:
-            self.heard.append(wire.Bye(cause=str(error)))
+            self.received.append(wire.Bye(cause=str(error)))
             self._news.set()
 
-    async def hear(self, kind: type) -> wire.Message:
+    async def receive(self, kind: type) -> wire.Message:
         async with asyncio.timeout(LIMIT_S):
-            while not (found := [message for message in self.heard if isinstance(message, kind)]):
+            while not (found := [message for message in self.received if isinstance(message, kind)]):
                 self._news.clear()
                 await self._news.wait()
         return found[-1]
@@ -96,15 +96,15 @@ async def test_a_wrong_chunk_fails_its_room_and_no_other(world, rogue, wrong: di
     decode.promise(rogue.address, "r1", tokens=16, promised=8, pages=[1, 2])
     decode.promise(rogue.address, "r2", tokens=16, promised=8, pages=[3, 4])
     await decode.wait(events.PromiseSent, request_id="r2")
-    room = (await rogue.hear(wire.Promise)).room
-    first = next(message.room for message in rogue.heard if isinstance(message, wire.Promise))
+    room = (await rogue.receive(wire.Promise)).room
+    first = next(message.room for message in rogue.received if isinstance(message, wire.Promise))
     assert (first.request_id, room.request_id) == ("r1", "r2")
     rogue.link.send(chunk(first, **wrong))
     failed = await decode.wait(events.RoomFailed)
     assert (failed.request_id, failed.settled) == ("r1", False)
     assert "broke the protocol" in failed.cause
     # Prefill is told to stop without an abort of the core; what it still says is late.
-    assert (await rogue.hear(wire.Abort)).room == first
+    assert (await rogue.receive(wire.Abort)).room == first
     rogue.link.send(chunk(first))
     rogue.link.send(wire.Drained(room=first, rank=0))
     await decode.wait(events.RoomDrained, request_id="r1")
@@ -120,8 +120,8 @@ async def test_chunks_after_the_last_and_backwards_are_broken(world, rogue) -> N
     for name in ("r1", "r2"):
         decode.promise(rogue.address, name, tokens=16, promised=8, pages=[1, 2])
     await decode.wait(events.PromiseSent, count=2)
-    await rogue.hear(wire.Promise)
-    one, two = (message.room for message in rogue.heard if isinstance(message, wire.Promise))
+    await rogue.receive(wire.Promise)
+    one, two = (message.room for message in rogue.received if isinstance(message, wire.Promise))
     rogue.link.send(chunk(one, count=2, last=True))
     rogue.link.send(chunk(one, first=4, count=0, last=True))
     assert "after the span's last" in (await decode.wait(events.RoomFailed, request_id="r1")).cause
@@ -133,7 +133,7 @@ async def test_chunks_after_the_last_and_backwards_are_broken(world, rogue) -> N
 async def test_foreign_rooms_are_dropped_and_counted(world, rogue) -> None:
     decode = await world.decode()
     decode.promise(rogue.address, "r1", tokens=16, promised=8, pages=[1, 2], generation=4)
-    room = (await rogue.hear(wire.Promise)).room
+    room = (await rogue.receive(wire.Promise)).room
     for changes in ({"instance": "other"}, {"epoch": "before"}, {"request_id": "r"}, {"generation": 3}):
         fields = {"instance": room.instance, "epoch": room.epoch, "request_id": "r1", "generation": 4} | changes
         rogue.link.send(chunk(wire.Room(**fields), count=2, last=True))
@@ -147,7 +147,7 @@ async def test_foreign_rooms_are_dropped_and_counted(world, rogue) -> None:
 async def test_a_second_aux_is_late_and_drained_without_a_cause_fails_the_room(world, rogue) -> None:
     decode = await world.decode()
     decode.promise(rogue.address, "r1", tokens=16, promised=8, pages=[1, 2])
-    room = (await rogue.hear(wire.Promise)).room
+    room = (await rogue.receive(wire.Promise)).room
     rogue.link.send(wire.Aux(room=room, rank=0, first_token=3, aux={"a": 1}, cached={"l1": 4}))
     rogue.link.send(wire.Aux(room=room, rank=0, first_token=4))
     rogue.link.send(wire.Drained(room=room, rank=0))
@@ -161,11 +161,11 @@ async def test_a_second_aux_is_late_and_drained_without_a_cause_fails_the_room(w
 async def test_a_message_of_the_wrong_direction_ends_the_link(world, rogue, message) -> None:
     decode = await world.decode()
     decode.promise(rogue.address, "r1", tokens=16, promised=8, pages=[1, 2])
-    room = (await rogue.hear(wire.Promise)).room
+    room = (await rogue.receive(wire.Promise)).room
     rogue.link.send(message(room=room))
     lost = await decode.wait(events.WriterLost)
     assert message.__name__ in lost.cause
-    assert message.__name__ in (await rogue.hear(wire.Bye)).cause
+    assert message.__name__ in (await rogue.receive(wire.Bye)).cause
 
 
 async def test_a_peer_that_does_not_begin_with_hello_is_refused(world) -> None:
@@ -218,8 +218,8 @@ async def test_a_room_waits_for_a_handshake_no_longer_than_its_share_and_others_
     assert "was not connected within 0.05 s" in failed.cause
     rogue.says_hello.set()
     await decode.wait(events.PromiseSent, count=2)
-    await rogue.hear(wire.Promise)
-    asked = [message.room.request_id for message in rogue.heard if isinstance(message, wire.Promise)]
+    await rogue.receive(wire.Promise)
+    asked = [message.room.request_id for message in rogue.received if isinstance(message, wire.Promise)]
     assert asked == ["patient", "without"]
     assert len(decode.of(events.RoomFailed)) == 1
     assert all(room.connect_timer is None for room in decode.receiver._rooms.values())

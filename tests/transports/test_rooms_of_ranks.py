@@ -28,7 +28,7 @@ class Ranks:
     async def serve(self, request_id: str, pages: int = 2) -> list:
         return await asyncio.gather(*(prefill.serve(request_id, range(pages)) for prefill in self.prefills))
 
-    async def told(self, kind: type, **match: object) -> None:
+    async def delivered(self, kind: type, **match: object) -> None:
         await asyncio.gather(*(decode.wait(kind, **match) for decode in self.decodes))
 
 
@@ -74,8 +74,8 @@ async def test_a_room_opens_when_every_rank_has_promised_it(make_ranks) -> None:
     rooms = await asyncio.gather(*opening)
     assert [room.decode_prefix_len for room in rooms] == [4, 4]
     await ranks.serve("r1")
-    await ranks.told(events.AuxLanded)
-    await ranks.told(events.ChunkLanded, last=True)
+    await ranks.delivered(events.AuxLanded)
+    await ranks.delivered(events.ChunkLanded, last=True)
     for decode in ranks.decodes:
         assert {event.rank for event in decode.of(events.ChunkLanded)} == {0}
         decode.receiver.received("r1", 0)
@@ -86,7 +86,7 @@ async def test_a_room_opens_when_every_rank_has_promised_it(make_ranks) -> None:
 async def test_promises_that_differ_are_refused_on_all_ranks_with_both_numbers(make_ranks) -> None:
     ranks = await make_ranks(2, 2)
     ranks.promise("r1", promised=[4, 0])
-    await ranks.told(events.RoomRefused)
+    await ranks.delivered(events.RoomRefused)
     for decode in ranks.decodes:
         causes = {event.cause for event in decode.of(events.RoomRefused)}
         assert all("made different promises" in cause for cause in causes)
@@ -98,7 +98,7 @@ async def test_promises_that_differ_are_refused_on_all_ranks_with_both_numbers(m
     # The next generation, on which they agree, is served.
     ranks.promise("r1", promised=4, generation=1)
     await ranks.serve("r1")
-    await ranks.told(events.AuxLanded, generation=1)
+    await ranks.delivered(events.AuxLanded, generation=1)
 
 
 async def test_groups_of_one_request_id_do_not_meet(make_ranks, world) -> None:
@@ -175,8 +175,8 @@ async def test_each_stage_is_written_by_its_own_and_compares_with_all(world) -> 
     ranks = Ranks(world, decodes, prefills)
     ranks.promise("r1", promised=4)
     await ranks.serve("r1")
-    await ranks.told(events.ChunkLanded, last=True)
-    await ranks.told(events.AuxLanded)
+    await ranks.delivered(events.ChunkLanded, last=True)
+    await ranks.delivered(events.AuxLanded)
     for at, decode in enumerate(decodes):
         source, place = prefills[at // 2], at % 2
         # Page 1 of the prompt is page 10 here, 1 there: of each token the heads of this rank.
@@ -185,7 +185,7 @@ async def test_each_stage_is_written_by_its_own_and_compares_with_all(world) -> 
             assert mine[10].tobytes() == heads.tobytes()
         decode.receiver.received("r1", 0)
     ranks.promise("r2", promised=[4, 4, 4, 0])
-    await ranks.told(events.RoomRefused)
+    await ranks.delivered(events.RoomRefused)
     assert "rank 3 promised 0 of 8" in decodes[0].of(events.RoomRefused)[0].cause
 
 
@@ -238,7 +238,7 @@ async def test_addresses_in_another_order_are_refused(make_ranks) -> None:
     ranks = await make_ranks(2, 2)
     ranks.address = ",".join(reversed(ranks.address.split(",")))
     ranks.promise("r1")
-    await ranks.told(events.RoomFailed)
+    await ranks.delivered(events.RoomFailed)
     assert all("rank (at prefill:" in decode.of(events.RoomFailed)[0].cause for decode in ranks.decodes)
 
 
@@ -261,16 +261,16 @@ async def test_a_promise_on_the_link_of_another_rank_breaks_its_room(decode, wor
     link = await decode.dial(prefill.address)
     key = decode.room()
     link.send(wire.Promise(room=key, prompt_tokens=8, decode_prefix_len=8, pages=b"", rank=1, ranks=2, group="g"))
-    failed = await decode.hear(link)
+    failed = await decode.receive(link)
     assert isinstance(failed, wire.Failed)
     assert "rank 1 of 2 promises on the link of another" in failed.cause
-    assert isinstance(await decode.hear(link), wire.Drained)
+    assert isinstance(await decode.receive(link), wire.Drained)
 
 
 async def test_who_expects_pages_of_a_rank_without_its_heads_is_told_so(decode, world) -> None:
     prefill = await world.prefill()
     link = await decode.dial(prefill.address)
     link.send(wire.Promise(room=decode.room(), prompt_tokens=8, decode_prefix_len=8, pages=None))
-    failed = await decode.hear(link)
+    failed = await decode.receive(link)
     assert isinstance(failed, wire.Failed)
     assert "expects nothing of prefill's rank 0, which holds some of its heads" in failed.cause

@@ -19,14 +19,14 @@ async def test_chunks_and_aux_are_said_frame_by_frame(world, decode) -> None:
     room = await prefill.room("r1")
     assert (room.prompt_tokens, room.decode_prefix_len, room.tokens) == (8, 0, None)
     await room.send([30], start_token=0)
-    assert await decode.hear(link) == wire.Chunk(room=key, rank=0, span=0, first=0, count=1, last=False)
+    assert await decode.receive(link) == wire.Chunk(room=key, rank=0, span=0, first=0, count=1, last=False)
     await room.send([31], start_token=4)
-    assert await decode.hear(link) == wire.Chunk(room=key, rank=0, span=0, first=1, count=1, last=False)
+    assert await decode.receive(link) == wire.Chunk(room=key, rank=0, span=0, first=1, count=1, last=False)
     await room.finish(first_token=9, aux={"logprob": -0.5}, cached={"device": 4})
-    assert await decode.hear(link) == wire.Aux(
+    assert await decode.receive(link) == wire.Aux(
         room=key, rank=0, first_token=9, aux={"logprob": -0.5}, cached={"device": 4}
     )
-    assert await decode.hear(link) == wire.Chunk(room=key, rank=0, span=0, first=2, count=0, last=True)
+    assert await decode.receive(link) == wire.Chunk(room=key, rank=0, span=0, first=2, count=0, last=True)
     link.send(wire.Received(room=key))
     assert await room.received() == "received"
     assert room.cause == "decode has received all"
@@ -41,10 +41,10 @@ async def test_a_chunk_is_said_only_after_its_write(world, decode) -> None:
     await room.finish(first_token=1)
     await gate.reached.wait()
     link.send(wire.Ping(sent_at=1.0))
-    assert isinstance(await decode.hear(link), wire.Aux)
-    assert await decode.hear(link) == wire.Ping(sent_at=1.0)
+    assert isinstance(await decode.receive(link), wire.Aux)
+    assert await decode.receive(link) == wire.Ping(sent_at=1.0)
     gate.open.set()
-    assert isinstance(await decode.hear(link), wire.Chunk)
+    assert isinstance(await decode.receive(link), wire.Chunk)
 
 
 async def test_the_promised_tokens_reach_prefill_as_bytes(world, decode) -> None:
@@ -64,14 +64,14 @@ async def test_a_repeated_promise_is_harmless(world, decode) -> None:
     room = await prefill.room("r1")
     link.send(promise)
     link.send(wire.Ping(sent_at=0.0))
-    assert isinstance(await decode.hear(link), wire.Ping)
+    assert isinstance(await decode.receive(link), wire.Ping)
     assert await prefill.room("r1") is room
     assert prefill.sender.counts["promises_repeated"] == 1
     link.send(wire.Received(room=decode.room()))
     await room.received()
     # Once ended it is not opened again by a late repeat.
     link.send(promise)
-    assert isinstance(await decode.hear(link), wire.Refused)
+    assert isinstance(await decode.receive(link), wire.Refused)
     assert prefill.sender.statistics()["rooms_sending"] == 0
 
 
@@ -80,7 +80,7 @@ async def test_an_older_generation_is_refused(world, decode) -> None:
     link = await decode.dial(prefill.address)
     link.send(decode.promise(decode.room(generation=2)))
     link.send(decode.promise(decode.room(generation=1)))
-    refused = await decode.hear(link)
+    refused = await decode.receive(link)
     assert (refused.room.generation, refused.span) == (1, 0)
     assert (await prefill.room("r1")).generation == 2
 
@@ -90,9 +90,9 @@ async def test_an_abort_before_its_promise_keeps_the_room_shut(world, decode) ->
     prefill = await world.prefill()
     old, new = await decode.dial(prefill.address), await decode.dial(prefill.address)
     new.send(wire.Abort(room=decode.room()))
-    assert isinstance(await decode.hear(new), wire.Drained)
+    assert isinstance(await decode.receive(new), wire.Drained)
     old.send(decode.promise(decode.room()))
-    assert isinstance(await decode.hear(old), wire.Refused)
+    assert isinstance(await decode.receive(old), wire.Refused)
     assert prefill.sender.statistics()["rooms_sending"] == 0
 
 
@@ -102,14 +102,14 @@ async def test_frames_of_unknown_and_foreign_rooms_have_an_answer_or_are_counted
     link.send(wire.Received(room=decode.room()))
     link.send(wire.Failed(room=decode.room(), cause="x"))
     link.send(decode.extend(decode.room(), 1, 0))
-    assert isinstance(await decode.hear(link), wire.Refused)
+    assert isinstance(await decode.receive(link), wire.Refused)
     link.send(wire.Abort(room=decode.room()))
-    assert isinstance(await decode.hear(link), wire.Drained)
+    assert isinstance(await decode.receive(link), wire.Drained)
     foreign = wire.Room(instance="decode-0", epoch="other", request_id="r1", generation=0)
     link.send(decode.promise(foreign))
     link.send(wire.Abort(room=foreign))
     link.send(wire.Ping(sent_at=0.0))
-    assert isinstance(await decode.hear(link), wire.Ping)
+    assert isinstance(await decode.receive(link), wire.Ping)
     assert prefill.sender.counts["frames_late"] == 4
     assert prefill.sender.counts["frames_foreign"] == 2
 
@@ -123,8 +123,8 @@ async def test_a_promise_that_is_wrong_fails_its_room_only(world, decode, change
     prefill = await world.prefill()
     link = await decode.dial(prefill.address)
     link.send(decode.promise(decode.room(), **changes))
-    assert isinstance(await decode.hear(link), wire.Failed)
-    assert isinstance(await decode.hear(link), wire.Drained)
+    assert isinstance(await decode.receive(link), wire.Failed)
+    assert isinstance(await decode.receive(link), wire.Drained)
     link.send(decode.promise(decode.room("r2")))
     room = await prefill.room("r2")
     assert room.cause is None
@@ -136,8 +136,8 @@ async def test_an_extend_that_is_wrong_fails_its_room(world, decode, span, first
     prefill = await world.prefill()
     link, room = await decode.open_room(prefill)
     link.send(decode.extend(decode.room(), span, first, pages))
-    assert isinstance(await decode.hear(link), wire.Failed)
-    assert isinstance(await decode.hear(link), wire.Drained)
+    assert isinstance(await decode.receive(link), wire.Failed)
+    assert isinstance(await decode.receive(link), wire.Drained)
     assert await room.received() == "failed"
 
 
@@ -146,14 +146,14 @@ async def test_a_message_of_the_wrong_direction_ends_the_link(world, decode) -> 
     link = await decode.dial(prefill.address)
     link.send(wire.Drained(room=decode.room(), rank=0))
     with pytest.raises(LinkClosed, match="Drained"):
-        await decode.hear(link)
+        await decode.receive(link)
 
 
 async def test_a_first_message_that_is_no_hello_is_refused(world, decode) -> None:
     prefill = await world.prefill()
     link = await decode.dial(prefill.address, wire.Ping(sent_at=0.0))
     with pytest.raises(LinkClosed, match="instead of Hello"):
-        await decode.hear(link)
+        await decode.receive(link)
     assert prefill.sender.counts["hellos_refused"] == 1
 
 
@@ -181,7 +181,7 @@ async def test_a_hello_that_lies_is_refused(world, decode, field: str, said: str
     fields = {name: getattr(good, name) for name in good.__struct_fields__} | {field: lie}
     link = await decode.dial(prefill.address, wire.Hello(**fields))
     with pytest.raises(LinkClosed, match=said):
-        await decode.hear(link)
+        await decode.receive(link)
 
 
 async def test_memory_that_overflows_is_refused_whatever_the_transport_checks(decode) -> None:
@@ -212,7 +212,7 @@ async def test_writes_of_a_room_are_bounded_and_send_waits(world, decode) -> Non
     await sending
     await room.finish(first_token=1)
     for _ in range(7):
-        await decode.hear(link)
+        await decode.receive(link)
     assert prefill.transport.statistics()["writes"] == 6
 
 
@@ -225,10 +225,10 @@ async def test_a_write_that_fails_fails_its_room(world, decode) -> None:
 
     world.network.before_write = fail
     await room.send([30, 31], start_token=0)
-    failed = await decode.hear(link)
+    failed = await decode.receive(link)
     assert isinstance(failed, wire.Failed)
     assert "failed" in failed.cause
-    assert isinstance(await decode.hear(link), wire.Drained)
+    assert isinstance(await decode.receive(link), wire.Drained)
     assert await room.received() == "failed"
 
 
@@ -255,7 +255,7 @@ async def test_waiting_and_open_rooms_are_bounded(world, decode) -> None:
     link = await decode.dial(prefill.address)
     link.send(decode.promise(decode.room("r1")))
     link.send(decode.promise(decode.room("r2")))
-    refused = await decode.hear(link)
+    refused = await decode.receive(link)
     assert isinstance(refused, wire.Refused)
     assert refused.room.request_id == "r2"
     assert len(prefill.sender._generations) <= 2
@@ -270,16 +270,16 @@ async def test_closing_ends_waiters_and_rooms_and_tells_decode(world, decode) ->
     waiter = asyncio.create_task(prefill.room("never"))
     await asyncio.sleep(0)
     closing = asyncio.create_task(prefill.sender.close())
-    assert isinstance(await decode.hear(link), wire.Failed)
+    assert isinstance(await decode.receive(link), wire.Failed)
     with pytest.raises(EngineClosed):
         await waiter
     assert not closing.done()
     gate.open.set()
-    assert isinstance(await decode.hear(link), wire.Drained)
+    assert isinstance(await decode.receive(link), wire.Drained)
     assert await room.received() == "closed"
     await closing
     with pytest.raises(LinkClosed):
-        await decode.hear(link)
+        await decode.receive(link)
     with pytest.raises(EngineClosed):
         await prefill.room("r1")
     assert prefill.sender.statistics()["peers"] == 0

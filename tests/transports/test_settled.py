@@ -18,15 +18,15 @@ async def turns(count: int = 5) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_cancelled_waiter_raises_at_the_end_and_not_before(timeout_s: float | None, *, fails: bool) -> None:
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    told: list[str] = []
-    task = asyncio.create_task(settled(future, timeout_s=timeout_s, on_cancel=lambda: told.append("stop")))
+    calls: list[str] = []
+    task = asyncio.create_task(settled(future, timeout_s=timeout_s, on_cancel=lambda: calls.append("stop")))
     for number in range(1, 4):
         await turns()
         task.cancel()
         await turns()
         assert not task.done()
         assert not future.done()
-        assert len(told) == number
+        assert len(calls) == number
     if fails:
         future.set_exception(OSError("no route"))
     else:

@@ -156,9 +156,9 @@ def test_a_hello_tells_each_component_and_where_its_pages_lie() -> None:
     group = {"name": "full", "kind": "mha", "dtype": "uint8", "layers": 1, "kv_heads": 1, "head_dim": 8}
     identity = msgspec.structs.replace(HELLO.identity, components=(COMPONENT,))
     hello = msgspec.structs.replace(HELLO, identity=identity, components={"w": HELLO.memory})
-    told = msgspec.msgpack.decode(body(hello))
-    assert told[3]["components"] == [of_component | {"groups": [group]}]
-    assert told[-2] == {"w": msgspec.msgpack.decode(body(HELLO))[7]}
+    fields = msgspec.msgpack.decode(body(hello))
+    assert fields[3]["components"] == [of_component | {"groups": [group]}]
+    assert fields[-2] == {"w": msgspec.msgpack.decode(body(HELLO))[7]}
     assert wire.decode_body(body(hello)) == hello
 
 
@@ -174,22 +174,22 @@ def test_a_hello_tells_each_component_and_where_its_pages_lie() -> None:
     ids=["memory alone", "identity alone", "in another order", "without layers", "twice"],
 )
 def test_a_hello_of_components_that_do_not_go_together_is_refused(components: tuple, memory: dict) -> None:
-    told = msgspec.msgpack.decode(body(HELLO))
-    told[3]["components"] = msgspec.to_builtins(components)
-    told[-1] = msgspec.to_builtins(memory)
+    fields = msgspec.msgpack.decode(body(HELLO))
+    fields[3]["components"] = msgspec.to_builtins(components)
+    fields[-1] = msgspec.to_builtins(memory)
     with pytest.raises(RemoteProtocolError):
-        wire.decode_body(msgspec.msgpack.encode(told))
+        wire.decode_body(msgspec.msgpack.encode(fields))
 
 
-@pytest.mark.parametrize(("pages", "tail"), [(b"", None), (None, b"")])
-def test_a_promise_gives_pages_of_everything_or_of_nothing(pages: bytes | None, tail: bytes | None) -> None:
+@pytest.mark.parametrize(("pages", "component"), [(b"", None), (None, b"")])
+def test_a_promise_gives_pages_of_everything_or_of_nothing(pages: bytes | None, component: bytes | None) -> None:
     with pytest.raises(ValueError, match="or for neither"):
         wire.Promise(
             room=ROOM,
             prompt_tokens=2,
             decode_prefix_len=0,
             pages=pages,
-            component_pages=(wire.ComponentRequest(component="w", first=0, pages=tail),),
+            component_pages=(wire.ComponentRequest(component="w", first=0, pages=component),),
         )
 
 

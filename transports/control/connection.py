@@ -266,9 +266,9 @@ class ControlLink:
             self._outbox.write()
             # Set before the first await: a concurrent `send` or `receive` must find the link closed.
             self._cause = f"closed by us: {cause}"
-            farewell = wire.encode_frame(wire.Bye(cause=wire.brief(cause)))
-            if self._writer.transport.get_write_buffer_size() + len(farewell) <= self._options.outgoing_bytes_max:
-                self._writer.write(farewell)
+            bye = wire.encode_frame(wire.Bye(cause=wire.brief(cause)))
+            if self._writer.transport.get_write_buffer_size() + len(bye) <= self._options.outgoing_bytes_max:
+                self._writer.write(bye)
             self._writer.close()
         await _wait_closed(self._writer)
 

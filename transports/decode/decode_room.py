@@ -49,8 +49,8 @@ class DecodeRoom:
         for at, link in enumerate(links):
             number = writers.index(at) if at in writers else None
             rank_link = RankLink(self, link, place=(at, len(links)), number=number)
-            asked = [each.component for each in promise.component_pages or () if each.pages]
-            rank_link.state = ReceiverRoom(first=first, count=count, component_pages=asked)
+            requested = [each.component for each in promise.component_pages or () if each.pages]
+            rank_link.state = ReceiverRoom(first=first, count=count, component_pages=requested)
             # A rank that does not write to us gets no pages: it only compares the promise.
             rank_link.waiting.append(promise if at in writers else _without_pages(promise))
             self.rank_links.append(rank_link)
@@ -172,6 +172,7 @@ def event_of(rank_link: RankLink, message: FrameOfRoom, at_s: float) -> events.A
         message.rank != rank_link.place[0] or rank_link.number is None
     ):
         raise RemoteProtocolError(f"a message of rank {message.rank} came on the link of rank {rank_link.place[0]}")
+    # `ReceiverRoom` checks each message before it becomes an event: the core never sees one that contradicts the room.
     match message:
         case wire.Chunk(span=span, first=first, count=count, last=last):
             rank_link.state.land(span=span, first=first, count=count, last=last)
@@ -190,7 +191,7 @@ def event_of(rank_link: RankLink, message: FrameOfRoom, at_s: float) -> events.A
             return None
         case wire.Aux():
             if rank_link.state.has_aux:
-                return None
+                return None  # A repeat: the first token is delivered once.
             rank_link.state.has_aux = True
             return events.AuxLanded(at_s=at_s, request_id=request_id, generation=generation, rank=number)
         case wire.Refused(span=span, cause=cause):

@@ -430,6 +430,7 @@ class Receiver:
         if event is None:
             self.counts["frames_late"] += 1
             return
+        # Every writing rank sends an Aux: the content of the first writer's is delivered, before its event.
         if isinstance(message, wire.Aux) and rank_link.number == 0:
             aux = {**message.aux, "cached_tokens": message.cached} if message.cached else message.aux
             self._deliver_aux(*rank_link.room.room_key, message.first_token, aux)

@@ -118,6 +118,7 @@ class NixlTransport:
         checked(links_per_address_max, PositiveCount, "links_per_address_max", InvalidConfig)
         checked(data_network, Literal["auto", "loopback", "any"], "data_network", InvalidConfig)
         self.name = name
+        # A random suffix: peers that knew the process before its restart cannot load the same NIXL name again.
         self.instance = f"{name}-{uuid.uuid4().hex}"
         self._backends = UCX_ONLY if backends is None else backends
         self._data_network = data_network

@@ -112,6 +112,7 @@ class Lane:
         rest: list[PartedWrite] = []
         size_bytes = weight = 0
         while self._waiting:
+            # Removed only once its part is taken: a write that does not fit stays first for the next request.
             write = self._waiting[0]
             if write.is_live:
                 part = write.next_part()
@@ -126,6 +127,7 @@ class Lane:
             else:
                 self._end(write)
             self._waiting.popleft()
+        # Behind all others: each waiting write has one part in turn.
         if rest:
             self._waiting.extend(rest)
         return writes, parts
@@ -155,13 +157,14 @@ class Lane:
         except TransferFailed as error:
             joint.writes[0].fail(error)
 
-    def _is_over(self, joint: _Joint, ask: Callable[[], bool]) -> bool:
-        """Post or check a request by `ask`; if it has ended, release it and settle its writes. The first of several
-        errors counts.
+    def _is_over(self, joint: _Joint, progress: Callable[[], bool]) -> bool:
+        """Post or check a request by `progress`; release it and settle its writes if it has ended.
+
+        The first of several errors is kept.
         """
         error: TransferFailed | None = None
         try:
-            if not ask():
+            if not progress():
                 return False
         except TransferFailed as raised:
             error = raised

@@ -230,8 +230,8 @@ class Room:
 
     def give_up(self, room_writer: RoomWriter[Room], cause: str) -> None:
         """End the room because a decode rank failed it."""
-        self._fail_others(room_writer, f"another decode rank gave the room up: {cause}")
-        self.end(RoomOutcome.FAILED, f"decode gave the room up: {cause}")
+        self._fail_others(room_writer, f"another decode rank failed the room: {cause}")
+        self.end(RoomOutcome.FAILED, f"decode failed the room: {cause}")
 
     def end(self, outcome: RoomOutcome, cause: str) -> None:
         """Start no more writes. The first outcome is kept."""

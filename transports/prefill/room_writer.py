@@ -268,6 +268,7 @@ class RoomWriter(Generic[RoomT]):
             memory = self.peer.hello.components[request.component]
             if request.pages is not None:
                 base.check_pages(pages, memory, owner=f"decode's {request.component!r}")
+            # The position decides how many pages are written: more than the prompt's end needs is an error of decode.
             if pages and request.first < self._needed_from(request.component, promise.prompt_tokens):
                 raise RemoteProtocolError(
                     f"decode requests {len(pages)} pages of component {request.component!r} from position "

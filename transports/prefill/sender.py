@@ -329,6 +329,7 @@ class Sender:
     def _open(self, peer: DecodePeer, promise: wire.Promise) -> None:
         """Open a room, or add the promise to its pending room, unless it repeats an earlier one or is older."""
         key = promise.room
+        # A link that broke may deliver its promises late, after those of its successor: only newer generations open.
         seen = self._generations.get((key.instance, key.epoch, key.request_id), -1)
         if seen >= key.generation:
             self.counts["promises_repeated"] += 1
@@ -339,6 +340,7 @@ class Sender:
         if waiting >= self._rooms_max or self._is_closing:
             self._refuse(peer, promise, f"prefill has {waiting} rooms open, or is closing")
             return
+        # A newer generation replaces the older room, which decode has given up.
         older = msgspec.structs.replace(key, generation=max(seen, 0))
         if (room_writer := self._room_writers.get(older)) is not None:
             room_writer.room.end(RoomOutcome.REPLACED, f"decode opened generation {key.generation}")

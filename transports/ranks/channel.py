@@ -94,6 +94,7 @@ class RankChannel:
         self._thread = VoteThread(rank=rank, ranks=ranks, host=host, timeout_s=vote_timeout_s)
         self._makes_groups = group is None
         if group is not None:
+            # Kept over all epochs: only the embedder can make another one.
             self._thread.use(group)
         self._tasks = OwnedTasks(f"rank {rank}")
         self._peers: dict[int, RankPeer] = {}
@@ -183,10 +184,10 @@ class RankChannel:
         if not self.is_formed:
             return
         if self._rank == LEADER:
-            self._tasks.spawn(self._find_late_rank(self.epoch, turn, cause), name="name who did not vote")
+            self._tasks.spawn(self._find_late_rank(self.epoch, turn, cause), name="find the late rank")
         else:
             self._send_to_leader(wire.VoteFailed(self.epoch, turn, cause))
-            self._tasks.spawn(self._expect_lost(self.epoch, cause), name="wait for who did not vote")
+            self._tasks.spawn(self._expect_lost(self.epoch, cause), name="expect the lost rank")
 
     # --- Losses ---
 

@@ -123,7 +123,7 @@ async def test_an_empty_write_is_nothing(pair: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "error", "words"),
+    ("ours", "theirs", "error", "text"),
     [
         ([0, 40], [0, 1], InvalidRequest, "page 40 is not of our pool"),
         ([0, -1], [0, 1], InvalidRequest, "page -1 is not of our pool"),
@@ -134,9 +134,9 @@ async def test_an_empty_write_is_nothing(pair: Any) -> None:
     ],
 )
 async def test_a_wrong_page_changes_nothing(
-    pair: Any, ours: list[int], theirs: list[int], error: type[Exception], words: str
+    pair: Any, ours: list[int], theirs: list[int], error: type[Exception], text: str
 ) -> None:
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=text):
         await pair.write(ours, theirs)
     pair.check({})
     assert pair.writer.transport.statistics()["bytes_written"] == 0
