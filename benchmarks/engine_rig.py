@@ -127,6 +127,9 @@ class ScriptedLink:
         self._incoming.append(frame)
         self._arrived.set()
 
+    def greeted(self) -> None:
+        """See `Link.greeted`."""
+
     def blame(self) -> None:
         """See `Link.blame`."""
 

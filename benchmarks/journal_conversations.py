@@ -68,7 +68,7 @@ class Load:
         """Return the order for the prefill worker."""
         return PrefillOrder(
             name="prefill-0",
-            state_digest="synthetic",
+            fingerprint="synthetic",
             layout=self.layout,
             num_pages=DEVICE_TOKENS // self.layout.page_size,
             chunk_tokens=256,

@@ -103,7 +103,7 @@ async def measure_sharing(figures: Figures) -> None:
     prefix_pages = len(prefix) // 4 // SMALL.page_size
     num_pages = prefix_pages + 4 * SHARERS
     order = PrefillOrder(
-        name="prefill-0", state_digest="s", layout=SMALL, num_pages=4 * num_pages, chunk_tokens=4096,
+        name="prefill-0", fingerprint="s", layout=SMALL, num_pages=4 * num_pages, chunk_tokens=4096,
         vocabulary=VOCABULARY,
     )  # fmt: skip
     async with (

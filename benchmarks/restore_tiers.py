@@ -179,7 +179,7 @@ class TierRig:
 async def tier_rig(folder: Path) -> AsyncIterator[TierRig]:
     """Open an engine that has HALF in storage, a prefill worker that has all prompts, and the stages."""
     order = PrefillOrder(
-        name="prefill-0", state_digest="s", layout=LARGE, num_pages=12 * HALF_PAGES,
+        name="prefill-0", fingerprint="s", layout=LARGE, num_pages=12 * HALF_PAGES,
         chunk_tokens=32 * LARGE.page_size, vocabulary=VOCABULARY,
     )  # fmt: skip
     storage = open_storage(f"file:{folder / 'engine'}?capacity={8 * HALF_PAGES * LARGE.page_bytes}")

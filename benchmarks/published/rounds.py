@@ -56,7 +56,7 @@ def run_rounds(setup: RoundsSetup, *, cache: bool, seed: int = 1, **policies: ob
         served = world.served[first:]
         means.append(sum(request.first_token_s for request in served) / len(served))
         rates.append(1 - (world.ledger.sources["transfer"] - sent) / (world.ledger.prompt_tokens - tokens))
-    if world.core.books.device.cached:
+    if world.core.state.device.cached:
         raise Unbalanced("device memory was flushed but still holds pages")
     return Rounds(result_of(world, world.served, begun_at_s=0.0), tuple(means), tuple(rates))
 
