@@ -127,6 +127,9 @@ class ScriptedLink:
         self._incoming.append(frame)
         self._arrived.set()
 
+    def mark_greeted(self) -> None:
+        """See `Link.mark_greeted`."""
+
     def report_offence(self) -> None:
         """See `Link.report_offence`."""
 
