@@ -21,13 +21,13 @@ A rule takes one item of work, except for the last one, which does all that it f
 `python -m tidekv.states.core` prints the tuple as a table.
 
 A rule that raises does not end the core. A raise in a row of the machine is the request's: `TransitionRaised`. A raise
-anywhere else is met by `CoreState.run_guarded`: the operation is abandoned, or the rule runs once more. Only
-`BrokenInvariant` is never met: the core must not be used any more.
+anywhere else is met by `CoreState.run_guarded`: the operation is abandoned, or the rule runs once more. Every raise is
+recorded in `CoreState.raises`, for the log, the metrics and the journal. Only `BrokenInvariant` is never met: the core
+must not be used any more.
 """
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -67,7 +67,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 RAISES_MAX = 8
-"""Maximum raises of one request that are met, the raises of failing it included; the next one leaves `step`."""
+"""Maximum raises of one step of a request that are met, those of failing it included; the next one leaves `step`."""
 
 REPEATED = (events.StorageDue, events.PlanDue, events.Progressed, events.TransitionRaised)
 """Events that the core fires again whenever they are due: nothing is lost with one of these."""
@@ -148,6 +148,8 @@ class Core:
         """
         state = self.state
         self.moves = []
+        if state.raises:
+            state.raises = []
         state.now_s = max(state.now_s, event.at_s)
         self._takers[type(event)](event)
         self.settle()
@@ -301,23 +303,31 @@ class Core:
         except BrokenInvariant:
             raise
         except Exception:
-            self._raised(request, event)
+            self._raised(request, event, type(event).__name__)
             return True
         if done:
             self.state.dirty[request] = None
             after = request.state
+            if request.raises:
+                # The step has ended well: if it raises another time, that is its first raise.
+                request.raises.pop((before, type(event).__name__), None)
             if after is not before:
                 self.moves.append((request.request_id, after))
         return done
 
-    def _raised(self, request: Request, event: Event | None) -> None:
-        """A rule of this request raised just now, taking `event` (None: while it waited for admission)."""
-        request.raised += 1
-        self.state.count("transitions_raised")
-        if request.raised > RAISES_MAX:
-            raise  # Called while the exception is handled: even failing the request does not work.
+    def _raised(self, request: Request, event: Event | None, taking: str) -> None:
+        """A rule of this request raised just now, taking `event` (None: the rule `taking`, which takes none)."""
+        raised = self.state.note_raise(request)
         before = request.state
-        self.fire(request, events.TransitionRaised(at_s=self.state.now_s, detail=traceback.format_exc()))
+        if isinstance(event, events.TransitionRaised):
+            # The way out of a raise raised: that counts for the step that it was to lead out of.
+            taking = event.taking
+        if request.count_raise(taking) > RAISES_MAX:
+            raise  # Called while the exception is handled: even failing the request does not work.
+        fact = events.TransitionRaised(
+            at_s=self.state.now_s, taking=taking, rule=raised.rule, error=raised.error, detail=raised.detail
+        )
+        self.fire(request, fact)
         after = request.state
         if after is before and event is not None and not isinstance(event, REPEATED):
             # The request goes on, with fewer tiers; the fact that the event states must not be lost.
@@ -358,7 +368,7 @@ class Core:
         except Exception:
             # The raise is the filler's: its fallback leaves the load to another sharer.
             self.state.failed_loads[load] = None
-            self._raised(filler, None)
+            self._raised(filler, None, "fill")
 
     def hand_over(self) -> None:
         """End the load up to the last page that has landed and that another request waits for."""
@@ -407,7 +417,7 @@ class Core:
             except BrokenInvariant:
                 raise
             except Exception:
-                self._raised(request, None)
+                self._raised(request, None, "grant")
                 return
             if granted:
                 self._admit(request)

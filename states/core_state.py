@@ -14,8 +14,13 @@ which order they are emptied.
 from __future__ import annotations
 
 import heapq
+import sys
+import traceback
 from typing import TYPE_CHECKING, Final, Protocol
 
+import msgspec
+
+from tidekv.states.commands import Fallback
 from tidekv.states.components.index import ComponentIndex
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.pages.page_pool import PagePool
@@ -70,6 +75,39 @@ COUNTERS: Final = (
 """Everything that `CoreState.count` counts, so that statistics have all counters from the start."""
 
 
+class Raise(msgspec.Struct, frozen=True):
+    """A rule that raised, and that the core survived."""
+
+    rule: str
+    """The rule, as `Class.method`: one of the functions of this package."""
+    request_id: str
+    """The request that falls back; empty if the rule is of no single request."""
+    error: str
+    """The exception in one line."""
+    detail: str
+    """The traceback."""
+
+
+DISPATCHING = (
+    "tidekv.states.core",
+    "tidekv.states.core_state",
+    "tidekv.states.request.machine",
+    "tidekv.states.request.table",
+)
+"""Modules that call rules."""
+
+
+def rule_of(error: BaseException) -> str:
+    """Name the first function below the dispatching of the core that was running when `error` was raised."""
+    name = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = frame.f_code.co_qualname
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("tidekv.") and module not in DISPATCHING:
+            break
+    return name
+
+
 class Operation(Protocol):
     """Something under way outside of the core. It has one outcome, which settles pages even if it is late."""
 
@@ -105,6 +143,12 @@ class CoreState:
         """Commands of this step, in the order in which they are to be started."""
         self.operations: dict[int, Operation] = {}
         self.requests: dict[str, Request] = {}
+        self.raises: list[Raise] = []
+        """Rules that raised in this step, in order."""
+        self.raise_watchers: list[Callable[[Request | None], None]] = []
+        """Called by `note_raise`, with the request that falls back, while the exception is handled. They change nothing
+        and never raise.
+        """
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
 
         # Work queues: what a rule leaves for others to do in the same step.
@@ -148,14 +192,41 @@ class CoreState:
         del self.requests[request.request_id]
         self.dirty.pop(request, None)
 
-    def run_guarded(self, rule: Callable[[], None], recover: Callable[[], None] | None = None) -> None:
-        """Run a rule that belongs to no single request. If it raises, run `recover`, or else the rule once more."""
+    def note_raise(self, request: Request | None = None) -> Raise:
+        """Record the exception that is being handled: a rule raised, and the core survives it; `request` falls back."""
+        error = sys.exception()
+        assert error is not None, "a raise is noted while it is handled"
+        self.count("transitions_raised")
+        raised = Raise(
+            rule=rule_of(error),
+            request_id="" if request is None else request.request_id,
+            error="".join(traceback.format_exception_only(error)).strip().splitlines()[-1],
+            detail=traceback.format_exc(),
+        )
+        self.raises.append(raised)
+        for watcher in self.raise_watchers:
+            watcher(request)
+        return raised
+
+    def run_guarded(
+        self,
+        rule: Callable[[], None],
+        recover: Callable[[], None] | None = None,
+        *,
+        request: Request | None = None,
+        gives_up: str = "nothing",
+    ) -> None:
+        """Run a rule that no transition depends on. If it raises, run `recover`, or else the rule once more; `request`,
+        if there is one, gives up that much.
+        """
         try:
             rule()
         except BrokenInvariant:
             raise
         except Exception:
-            self.count("transitions_raised")
+            raised = self.note_raise(request)
+            if request is not None:
+                request.fallbacks += (Fallback(raised.rule, gives_up, raised.error),)
             (recover or rule)()
 
     # --- Operations and deadlines ---

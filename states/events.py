@@ -308,8 +308,14 @@ class DeadlinePassed(Event, frozen=True, kw_only=True):
 
 
 class TransitionRaised(Event, frozen=True, kw_only=True):
-    """A rule of this request raised; nothing was changed by it. `detail` is the traceback."""
+    """A rule of this request raised; what it has changed can be taken up again, or be given back. `taking` names the
+    event that the rule was taking, or the rule if it took none; `rule` the one that raised. `error` is the exception in
+    one line, `detail` the traceback.
+    """
 
+    taking: str
+    rule: str
+    error: str
     detail: str
 
 

@@ -238,15 +238,21 @@ class ComponentRestore:
         component_pages.remote = {}
         for name, tail in component_pages.reserved.component_pages.items():
             if self._index.components[name].is_shared:
-                self._enter(component_pages, name, tail.first, tail.table)
+                # As far as it was entered before a raise, the table has the index's pages.
+                self._enter(component_pages, name, tail.first, component_pages.tables[name][: len(tail.table)])
         self._let_go_of_sources(component_pages)
         return component_pages.table
 
     def keep(self, request: Request, left: tuple[ComponentLeft, ...], node: Node) -> None:
-        """Enter what the caller has left of components into the index, as far as the full pages reach: to `node`."""
+        """Enter what the caller has left of components into the index, as far as the full pages reach: to `node`.
+        Can be called again if it raised.
+        """
         component_pages = request.component_pages
         assert component_pages is not None
         for tail in left:
+            if (tail.component, tail.first) in component_pages.kept:
+                # It was entered before a raise.
+                continue
             pages = page_ids(tail.pages[: max(0, node.depth_pages - tail.first)])
             first = component_pages.firsts[tail.component]
             shared = component_pages.tables[tail.component]
@@ -260,6 +266,7 @@ class ComponentRestore:
             _, unused = self._index.insert("device", tail.component, node, tail.first, pages)
             taken = without(pages, unused)
             component_pages.own[tail.component] = without(component_pages.own[tail.component], taken)
+            component_pages.kept.add((tail.component, tail.first))
 
     def leave(self, request: Request) -> None:
         """Give everything back; pages that copies still write to when those have ended."""

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import Recompute, ReportReady
-from tidekv.states.events import Recomputed
+import msgspec
+
+from tidekv.states.commands import Fallback, Recompute, ReportReady
+from tidekv.states.events import Progressed, Recomputed
 from tidekv.states.prefix.node import MatchResult
 from tidekv.states.request.plan import Adoption, Plan, PlanFetches
 from tidekv.states.request.request import Load, Request, RequestComponents, Stage
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
         ComponentLeft,
         Outcome,
         PlanDue,
-        Progressed,
         StorageAnswered,
         StorageDue,
         TransitionRaised,
@@ -335,8 +336,8 @@ class Restore:
     # --- READY ---
 
     def commit(self, request: Request, event: Progressed) -> None:
-        """All pages are here: the prompt joins the cache, and the caller gets the page table. After a raise, `leave`
-        gives everything back.
+        """All pages are here: the prompt joins the cache, and the caller gets the page table. Can be called again if it
+        raised, and goes on from there; what has not joined the cache by then does not.
         """
         # Before ReportReady: a raise after that would give the caller a second end of the same request.
         self._backups.release_retracted(request.request_id)
@@ -346,47 +347,62 @@ class Restore:
         source = "recompute" if request.recomputed else "transfer"
         sources = {tier: pages * settings.page_size for tier, pages in request.source_pages.items()}
         # Only the last page can be filled in part, and it is never cached then.
-        rest = len(request.own) * settings.page_size - (request.page_count * settings.page_size - request.prompt_tokens)
-        sources[source] = sources.get(source, 0) + rest
-        request.table = state.index.device_path(request.lock.node) + request.own
+        sources[source] = sources.get(source, 0) + request.prompt_tokens - sum(sources.values())
+        if not request.table:
+            request.table = state.index.device_path(request.lock.node) + request.own
         assert len(request.table) == request.page_count
         # What is shared already is in the tree, and was from the plan on.
-        if request.cache and request.full_pages > request.lock.node.depth_pages:
+        joins = request.cache and request.full_pages > request.lock.node.depth_pages
+        if request.inserted is not None or (joins and not request.gave_up("cache")):
             self.keep(request, request.keys)
         state.index.note_served(request.lock.node)
-        if request.room is not None:
-            self._rooms.receive(request.room)
         component_pages = None if self._component_pages is None else self._component_pages.commit(request)
-        state.emit(
-            ReportReady(
-                request_id=request.request_id,
-                generation=request.generation,
-                pages=request.table,
-                sources=sources,
-                reserve=request.reserve,
-                component_pages=component_pages,
+        room = request.room
+        with Rollback() as undo:
+            undo.callback(state.out.__delitem__, slice(len(state.out), None))
+            if room is not None:
+                self._rooms.receive(room)
+                undo.callback(self._rooms.reopen, room)
+            state.emit(
+                ReportReady(
+                    request_id=request.request_id,
+                    generation=request.generation,
+                    pages=request.table,
+                    sources=sources,
+                    reserve=request.reserve,
+                    component_pages=component_pages,
+                    fallbacks=request.fallbacks,
+                )
             )
-        )
+            undo.keep()
 
     def keep(self, request: Request, keys: bytes, component_pages: tuple[ComponentLeft, ...] = ()) -> int:
         """Insert the request's pages under `keys` (full pages, from the first on) in the cache.
 
         Where the cache has other pages for the same tokens the request goes over to those. Its lock moves to the end
         of what was inserted; `own` keeps the pages that could not be. Returns how many pages are new to the cache. What
-        the caller leaves of components goes with them.
+        the caller leaves of components goes with them. Can be called again if it raised, and goes on from there.
         """
         state = self._state
-        count = len(keys) // state.settings.key_bytes
-        inserted = state.index.insert(request.namespace, keys, request.table[:count])
-        kept = inserted.rejected + request.own[max(0, len(request.own) - (len(request.table) - count)) :]
-        request.table = inserted.pages + request.table[count:]
-        # What is ours still: said before anything else, so that a raise from here on loses no page.
-        request.own = inserted.duplicates + kept
-        state.device.give_back(inserted.duplicates)
-        request.own = kept
+        if request.inserted is None:
+            count = len(keys) // state.settings.key_bytes
+            inserted = state.index.insert(request.namespace, keys, request.table[:count])
+            # From here on a raise must lose no page: what the tree has not taken is ours.
+            kept = inserted.rejected + request.own[max(0, len(request.own) - (len(request.table) - count)) :]
+            request.table = inserted.pages + request.table[count:]
+            request.own = inserted.duplicates + kept
+            request.inserted = inserted
+        inserted = request.inserted
+        # First of all: the tree's pages can be evicted until they are locked.
         self._lock_at(request, inserted.node)
+        duplicates = len(inserted.duplicates)
+        if duplicates:
+            state.device.give_back(request.own[:duplicates])
+            request.own = request.own[duplicates:]
+            request.inserted = msgspec.structs.replace(inserted, duplicates=page_ids())
         if self._component_pages is not None:
             self._component_pages.keep(request, component_pages, inserted.node)
+        request.inserted = None
         self._insertions += 1
         state.pages_freed = True
         return inserted.inserted_count
@@ -405,7 +421,7 @@ class Restore:
             self._loads.leave(load, request)
         if request.room is not None:
             self._rooms.leave(request.room, settled=settled)
-        elif request.recompute_op:
+        elif request.recompute_op in state.operations:
             # The caller's own computation writes to these pages until it says that it has ended.
             state.operations[request.recompute_op] = LateRecomputation(state, self._component_pages, request)
             request.own, request.recompute_op, request.component_pages = page_ids(), 0, None
@@ -427,10 +443,29 @@ class Restore:
         request.forget_plan()
         state.pages_freed = True
 
+    # --- Raises ---
+
     def fall_back(self, request: Request, event: TransitionRaised) -> None:
         """A transition raised: trust fewer tiers. The first time no storage, the second time no host memory either."""
-        self._state.count("fallbacks_by_raise")
-        request.trouble = event.detail
+        limit = request.restore_limit
+        self.give_up(request, event, "nothing" if request.recomputes else "storage" if limit < 2 else "host")
         self._lookahead.drop(request)
         for load in list(request.loads):
             self._loads.cut(load)
+
+    def give_grant_back(self, request: Request, event: TransitionRaised) -> None:
+        """A step of a waiting request raised: it holds nothing again, and waits on without storage."""
+        self.give_up(request, event, "nothing" if request.recomputes else "storage")
+        self.leave(request, settled=True)
+
+    def repeat(self, request: Request, event: TransitionRaised) -> None:
+        """A landing raised, and is repeated; or the commit, which enters nothing in the cache then."""
+        lock = request.lock
+        joins = request.inserted is None and lock is not None and lock.node.depth_pages < request.full_pages
+        self.give_up(request, event, "cache" if event.taking == Progressed.__name__ and joins else "nothing")
+
+    def give_up(self, request: Request, event: TransitionRaised, what: str) -> None:
+        """Note what a request gives up because a rule raised."""
+        self._state.count("fallbacks_by_raise")
+        request.trouble = event.detail
+        request.fallbacks += (Fallback(event.rule, what, event.error),)

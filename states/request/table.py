@@ -38,8 +38,18 @@ on by `Progressed` only, which asks what it still waits for:
 - a load that fails is no event of the request: its pages are asked of prefill by *extend*, a new span of a sharer's
   room, and the request keeps waiting. This is why no tier can fail a request.
 
-Fallbacks go along rows, too. A raise in MATCH, PREFETCH or LOCAL_RESTORE cuts the plan to L1 + L2 the first time, to
-L1 + transfer the second time, and fails the request the third time; in PREALLOC and TRANSFER there is nothing to cut.
+Fallbacks go along rows, too. The first raise of a step leaves the request on less, and the step runs once more; the
+request fails only if the same step (one event in one state) raises again:
+
+    state                            first raise                               second            third
+    PREALLOC                         no storage; the grant is given back       FAILED
+    MATCH, PREFETCH, LOCAL_RESTORE   the plan is cut to L1 + L2                L1 + transfer     FAILED
+    TRANSFER                         the landing is repeated; a commit keeps   FAILED
+                                     the pages, and enters nothing in the tree
+    READY                            growth gets no pages; a finish keeps the  FAILED
+                                     pages in the tree, without a backup
+
+What was given up is told to the caller (`ReportReady.fallbacks`).
 A room that is lost (`PrefillLost`: prefill refused it, failed, or is out of reach) sends the request back to the queue,
 in a new generation, with the next prefill of its list, until every one was tried as often as the settings say. After
 the last of them, a caller that can compute the rest itself is asked to, on what the device has: that is waited for in
@@ -117,11 +127,20 @@ TRANSITIONS = (
     # Fallback: the same request on fewer tiers, or in a new generation.
     Row(
         events.TransitionRaised,
+        (PREALLOC,),
+        None,
+        before=Restore.give_grant_back,
+        only_if=guards.is_first_raise,
+    ),
+    Row(
+        events.TransitionRaised,
         (MATCH, PREFETCH, LOCAL_RESTORE),
         None,
         before=Restore.fall_back,
-        only_if=guards.can_fall_back,
+        only_if=guards.has_tiers_left,
     ),
+    Row(events.TransitionRaised, (TRANSFER,), None, before=Restore.repeat, only_if=guards.is_first_raise),
+    Row(events.TransitionRaised, (READY,), None, before=Serving.repeat, only_if=guards.is_first_raise),
     Row(events.PagesLost, RESTORING, PREALLOC, before=Actions.start_over),
     Row(
         events.PrefillLost,
