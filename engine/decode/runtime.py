@@ -27,6 +27,7 @@ from tidekv.backends.page_layout import same_pages
 from tidekv.engine.decode.driver import Driver, Watcher
 from tidekv.engine.decode.executor import Executor
 from tidekv.engine.decode.pending_calls import PendingCalls
+from tidekv.engine.decode.raise_log import RaiseLog
 from tidekv.engine.decode.storage_swap import StorageInUse, check_storage
 from tidekv.engine.journal import Journal
 from tidekv.engine.journal.opening import open_journal
@@ -351,7 +352,7 @@ class Runtime:
             page_bytes=self._device.memory.page_bytes,
             instance=self.transport.instance,
         )
-        watchers: list[Watcher | None] = [self.journal, self._fold, self.ranks]
+        watchers: list[Watcher | None] = [RaiseLog(self.core), self.journal, self._fold, self.ranks]
         if self.kv_events is not None:
             watchers.append(KVEventWatcher(self.core, self.kv_events, bigrams=self.config.bigram_keys))
         self.driver = Driver(

@@ -59,7 +59,7 @@ a step does to them shows in its moves, commands and evictions, or else a few st
 """
 NO_BOOKS: tuple[int, ...] = ()
 
-OMITTED = ("detail",)
+OMITTED = ("detail", "fallbacks")
 """Fields of commands that are free text for people: two runs of one journal may word them differently. They are empty
 in the short form.
 """
@@ -143,7 +143,7 @@ class StepRecorder:
             evicted = self.evicted.copy()
             self.evicted.clear()
         for command in given:
-            if type(command) is ReportFailed:
+            if type(command) is ReportFailed or getattr(command, "fallbacks", ()):
                 given = [_without_words(command) for command in given]
                 break
         return StepNotes(seq, event, state, StepResult(moves, given, evicted, books, error))
@@ -186,7 +186,9 @@ alone: what is neither pages nor plain is a TypeError.
 
 
 def _without_words(command: Command) -> Command:
-    return msgspec.structs.replace(command, detail="") if type(command) is ReportFailed else command
+    if type(command) is ReportFailed:
+        return msgspec.structs.replace(command, detail="")
+    return msgspec.structs.replace(command, fallbacks=()) if getattr(command, "fallbacks", ()) else command
 
 
 def short_fields(kind: type[Command]) -> tuple[tuple[str, ...], tuple[str, ...]]:

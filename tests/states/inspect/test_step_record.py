@@ -78,7 +78,7 @@ def test_moves_commands_and_books_are_written_in_short() -> None:
     (received, ready) = seen.short(-1)["commands"]
     assert (received[0], ready[0]) == ("SendReceived", "ReportReady")
     pages = zlib.crc32(seen.rig.take(commands.ReportReady).pages)
-    assert ready[3:] == [pages, {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}, zlib.crc32(b""), None]
+    assert ready[3:] == [pages, {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}, zlib.crc32(b""), None, []]
     assert seen.books()["device_cached"] == 8
 
 
@@ -120,16 +120,18 @@ def test_steps_are_numbered_and_say_where_their_request_is() -> None:
 def test_every_command_is_written_with_all_its_fields_but_free_text() -> None:
     for kind in COMMANDS:
         plain, pages = short_fields(kind)
-        assert set(plain) | set(pages) | {"detail"} >= set(kind.__struct_fields__), kind
+        assert set(plain) | set(pages) | {"detail", "fallbacks"} >= set(kind.__struct_fields__), kind
         assert all(name.endswith(("pages", "reserve", "positions")) for name in pages), kind
     step_recorder = Seen().step_recorder
     failed = commands.ReportFailed(request_id="a", cause="because", detail="Traceback, line 7")
     dropped = commands.ReportDropped(request_id="b")
-    given: list[commands.Command] = [dropped, failed]
+    fallback = commands.Fallback("Restore.commit", "cache", "line 8")
+    finished = commands.ReportFinished(request_id="c", inserted=2, fallbacks=(fallback,))
+    given: list[commands.Command] = [dropped, failed, finished]
     answer = step_recorder.note(events.ClockAdvanced(at_s=0.0), given).gave
     short = msgspec.json.decode(ENCODE(answer))[StepResult.__struct_fields__.index("commands")]
-    assert short == [["ReportDropped", "b"], ["ReportFailed", "a", "because", ""]]
-    assert given == [dropped, failed]
+    assert short == [["ReportDropped", "b"], ["ReportFailed", "a", "because", ""], ["ReportFinished", "c", 2, []]]
+    assert given == [dropped, failed, finished]
 
 
 def test_only_pages_have_a_short_form() -> None:
