@@ -30,8 +30,9 @@ class Evictor:
     def evict(self, tier: Tier, count: int) -> int:
         """Free `count` pages, or all that are evictable, by the policy's order; returns how many.
 
-        Up to one page in SLACK_PER_POOL of the pool is freed beyond `count` where a node is cut in two otherwise: that
-        costs as much as everything else here, and who comes next needs pages, too.
+        Up to one page in SLACK_PER_POOL of the pool (2 %) is freed beyond `count`, rather than cutting the last victim
+        in two: a cut costs as much as the rest of an eviction, and the next request needs pages as well. The tail of a
+        short prompt can therefore be evicted as a whole.
         """
         freed: PageIds | None = None
         freed_count = 0

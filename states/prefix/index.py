@@ -96,9 +96,13 @@ class PrefixIndex:
         device_pages = device_node.depth_pages
         return MatchResult(device_pages, node.depth_pages - device_pages, device_node, node)
 
-    def probe_prefix(self, namespace: str, keys: bytes) -> tuple[int, int]:
-        """Tell the lengths that `match` would find, in device and further in host pages, changing nothing at all."""
+    def probe_prefix(self, namespace: str, keys: bytes, *, with_pending: bool = True) -> tuple[int, int]:
+        """Tell the lengths that `match` would find, in device and further in host pages, changing nothing at all.
+
+        Without `with_pending`, device pages that a load is still to fill are not counted.
+        """
         self._count_pages(keys)
+        is_on_device = True
         tree = self.tree
         width, end, at = tree.key_bytes, len(keys), 0
         device_pages = pages = 0
@@ -107,9 +111,13 @@ class PrefixIndex:
             child = node.children.get(keys[at : at + width])
             if child is None or child.void:
                 break
+            if child.load is not None and not with_pending:
+                if child.host is None:
+                    break
+                is_on_device = False
             whole = keys.startswith(child.keys, at)
             pages += child.page_count if whole else tree.shared_pages(child.keys, keys, at)
-            if child.device is not None:
+            if child.device is not None and is_on_device:
                 device_pages = pages
             at += len(child.keys)
             node = child if whole else None
@@ -369,12 +377,12 @@ class PrefixIndex:
 
     def evict_device(self, count: int) -> int:
         """Free at least `count` device pages, or all that are evictable; returns how many. What is in host memory too
-        stays there; of the last victim no more is taken than is needed.
+        stays there. Up to 2 % of the pool more is freed than needed: the last victim is cut in two only beyond that.
         """
         return self._dropping.evict(self.device_tier, count)
 
     def evict_host(self, count: int) -> int:
-        """Free at least `count` host pages, or all that are evictable; returns how many."""
+        """Free at least `count` host pages, or all that are evictable; returns how many. See `evict_device`."""
         return self._dropping.evict(self.host_tier, count)
 
     def flush(self, tier: TierName) -> tuple[int, int]:
