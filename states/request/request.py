@@ -66,6 +66,7 @@ class Request:
 
     __slots__ = (
         "ahead",
+        "answered_at_s",
         "arrival",
         "arrived_at_s",
         "attempts",
@@ -153,6 +154,8 @@ class Request:
         self.query_op = 0
         self.has_asked = False
         """Whether storage was asked since it waits for admission, or need not be."""
+        self.answered_at_s = float("inf")
+        """When storage answered last: infinite if it has not, failed or was late."""
         self.stored_first = 0
         self.stored_found = 0
         self.stored_components: tuple[StoredComponent, ...] = ()

@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from tidekv.states.types import PageIds
 
 
+ANSWER_AGE_MAX_S = 1.0
+"""Storage is asked again at admission if its answer, which left something to be desired, is older than this."""
+
+
 class Recomputation:
     """Operation: the caller computes the rest of a prompt. Its end is an event of the request."""
 
@@ -129,6 +133,7 @@ class Restore:
     def _ask_storage(self, request: Request) -> None:
         if not self._storage.is_usable or request.restore_limit or request.query_op:
             return
+        request.answered_at_s = float("inf")
         if self._component_pages is None:
             self._fetches.ask(request)
         elif not request.component_limit:
@@ -174,8 +179,12 @@ class Restore:
         request.matched = match.device_pages
         for load, page_count in self._loads_on(match.device_node).items():
             self._loads.share(load, request, page_count)
-        if self._component_pages is None and match.device_pages + match.host_pages < request.stored_first:
-            self._ask_storage(request)
+        if self._component_pages is None:
+            is_gone = match.device_pages + match.host_pages < request.stored_first
+            found_all = request.stored_first + request.stored_found >= request.full_pages
+            is_old = request.answered_at_s + ANSWER_AGE_MAX_S < state.now_s
+            if is_gone or (is_old and not found_all and request.ahead is None):
+                self._ask_storage(request)
         return True
 
     def _grant_without_components(self, request: Request) -> bool:
