@@ -67,6 +67,7 @@ class Request:
 
     __slots__ = (
         "ahead",
+        "answered_at_s",
         "arrival",
         "arrived_at_s",
         "attempts",
@@ -154,6 +155,8 @@ class Request:
         self.query_op = 0
         self.has_asked = False
         """Whether `ask_storage` has run since the request last entered the queue."""
+        self.answered_at_s = float("inf")
+        """When storage last answered. Infinite if it has not, failed or was late."""
         self.stored_first = 0
         self.stored_found = 0
         self.stored_components: tuple[StoredComponent, ...] = ()

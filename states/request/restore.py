@@ -48,6 +48,10 @@ if TYPE_CHECKING:
     from tidekv.states.types import PageIds
 
 
+ANSWER_AGE_MAX_S = 1.0
+"""Storage is asked again at admission if its answer, which left something to be desired, is older than this."""
+
+
 class Recomputation:
     """Operation: the caller computes the rest of a prompt. Its outcome becomes an event of the request."""
 
@@ -131,6 +135,7 @@ class Restore:
     def _ask_storage(self, request: Request) -> None:
         if not self._storage.is_usable or request.restore_limit or request.query_op:
             return
+        request.answered_at_s = float("inf")
         if self._component_pages is None:
             self._fetches.ask(request)
         elif not request.component_limit:
@@ -182,9 +187,14 @@ class Restore:
         # Pages that another request is loading count as matched; this request waits for the same loads.
         for load, page_count in self._loads_on(match.device_node).items():
             self._loads.share(load, request, page_count)
-        if self._component_pages is None and match.device_pages + match.host_pages < request.stored_first:
-            # The caches have lost pages since storage was asked, so its answer starts too late in the prompt.
-            self._ask_storage(request)
+        if self._component_pages is None:
+            # Ask again if the caches have lost pages since, so that the answer starts too late in the prompt, or if the
+            # answer is old and storage may have more pages by now.
+            is_gone = match.device_pages + match.host_pages < request.stored_first
+            found_all = request.stored_first + request.stored_found >= request.full_pages
+            is_old = request.answered_at_s + ANSWER_AGE_MAX_S < state.now_s
+            if is_gone or (is_old and not found_all and request.ahead is None):
+                self._ask_storage(request)
         return True
 
     def _grant_without_components(self, request: Request) -> bool:
