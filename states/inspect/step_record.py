@@ -143,7 +143,7 @@ class StepRecorder:
             evicted = self.evicted.copy()
             self.evicted.clear()
         for command in given:
-            if type(command) is ReportFailed or getattr(command, "fallbacks", ()):
+            if type(command) is ReportFailed or getattr(command, "fallbacks", None):
                 given = [_without_words(command) for command in given]
                 break
         return StepNotes(seq, event, state, StepResult(moves, given, evicted, books, error))
@@ -188,7 +188,7 @@ alone: what is neither pages nor plain is a TypeError.
 def _without_words(command: Command) -> Command:
     if type(command) is ReportFailed:
         return msgspec.structs.replace(command, detail="")
-    return msgspec.structs.replace(command, fallbacks=()) if getattr(command, "fallbacks", ()) else command
+    return msgspec.structs.replace(command, fallbacks=()) if getattr(command, "fallbacks", None) else command
 
 
 def short_fields(kind: type[Command]) -> tuple[tuple[str, ...], tuple[str, ...]]:
