@@ -174,6 +174,28 @@ class SendReceived(Command, frozen=True, kw_only=True):
     generation: int
 
 
+class Fallback(msgspec.Struct, frozen=True, array_like=True):
+    """What a request gave up because a rule raised."""
+
+    rule: str
+    """The rule that raised, as `Class.method`."""
+    gave_up: str
+    """One of `FALLBACKS`."""
+    error: str
+    """The exception in one line. The engine's log has the traceback."""
+
+
+FALLBACKS = {
+    "storage": "storage is not used for this request",
+    "host": "neither storage nor host memory is used for this request",
+    "cache": "pages of the prompt are not entered in the cache",
+    "growth": "no pages are added for growth this time",
+    "backup": "what the request leaves is not backed up",
+    "nothing": "the step ran once more",
+}
+"""What a request gives up if a rule raises: name and meaning."""
+
+
 class ReportReady(Command, frozen=True, kw_only=True):
     """Hand the restored request to the caller: page table, tokens by source, and reserve for growth."""
 
@@ -186,6 +208,8 @@ class ReportReady(Command, frozen=True, kw_only=True):
     """Component pages at the prompt's end. A window needs no further pages later: it reuses those of its own pages that
     it has moved past. None means that this worker has no components.
     """
+    fallbacks: tuple[Fallback, ...] = ()
+    """What was given up because rules raised, in order."""
 
 
 class ReportFailed(Command, frozen=True, kw_only=True):
@@ -208,6 +232,8 @@ class ReportFinished(Command, frozen=True, kw_only=True):
 
     request_id: str
     inserted: int
+    fallbacks: tuple[Fallback, ...] = ()
+    """What was given up because rules raised since the request arrived."""
 
 
 class ReportDropped(Command, frozen=True, kw_only=True):
@@ -221,6 +247,8 @@ class ReportRetracted(Command, frozen=True, kw_only=True):
 
     request_id: str
     held_pages: int
+    fallbacks: tuple[Fallback, ...] = ()
+    """What was given up because rules raised since the request arrived."""
 
 
 class ReportFlushed(Command, frozen=True, kw_only=True):

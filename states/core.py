@@ -21,13 +21,13 @@ A rule takes one item of work per run. The last rule is the exception: it proces
 work for itself. `python -m tidekv.states.core` prints the tuple as a table.
 
 An exception in a rule does not end the core. If a row of the machine raises, the core fires `TransitionRaised` at that
-request. If any other rule raises, `CoreState.run_guarded` abandons the operation or runs the rule once more. Only
-`BrokenInvariant` always leaves `step`; the core must not be used after that.
+request. If any other rule raises, `CoreState.run_guarded` abandons the operation or runs the rule once more. Each of
+these exceptions is recorded in `CoreState.raises`. Only `BrokenInvariant` always leaves `step`; the core must not be
+used after that.
 """
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -67,7 +67,9 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 RAISES_MAX = 8
-"""Maximum exceptions handled per request, those raised while failing it included; the next one leaves `step`."""
+"""Maximum exceptions handled per step of a request, those raised while failing it included; the next one leaves
+`Core.step`.
+"""
 
 REPEATED = (events.StorageDue, events.PlanDue, events.Progressed, events.TransitionRaised)
 """Events that the core fires again whenever they are due, so an interrupted one need not be repeated."""
@@ -148,6 +150,8 @@ class Core:
         """
         state = self.state
         self.moves = []
+        if state.raises:
+            state.raises = []
         state.now_s = max(state.now_s, event.at_s)
         self._takers[type(event)](event)
         self.settle()
@@ -303,26 +307,35 @@ class Core:
         except BrokenInvariant:
             raise
         except Exception:
-            self._raised(request, event)
+            self._raised(request, event, type(event).__name__)
             return True
         if done:
             self.state.dirty[request] = None
             after = request.state
+            if request.raises:
+                # The step has ended well: if it raises another time, that is its first raise.
+                request.raises.pop((before, type(event).__name__), None)
             if after is not before:
                 self.moves.append((request.request_id, after))
         return done
 
-    def _raised(self, request: Request, event: Event | None) -> None:
-        """Handle the exception that a rule of this request raised on `event`; None if it was not handling an event.
+    def _raised(self, request: Request, event: Event | None, taking: str) -> None:
+        """Handle the exception that a rule of this request raised on `event`.
 
-        Must be called in the `except` block of that exception.
+        `taking` names the step: the class of the event, or the rule if it was not handling an event (None). Must be
+        called in the `except` block of that exception.
         """
-        self.state.note_raise(request)
-        request.raised += 1
-        if request.raised > RAISES_MAX:
-            raise  # Re-raises the exception being handled: even failing the request has raised.
+        raised = self.state.note_raise(request)
         before = request.state
-        self.fire(request, events.TransitionRaised(at_s=self.state.now_s, detail=traceback.format_exc()))
+        if isinstance(event, events.TransitionRaised):
+            # The way out of a raise raised: that counts for the step that it was to lead out of.
+            taking = event.taking
+        if request.count_raise(taking) > RAISES_MAX:
+            raise  # Called while the exception is handled: even failing the request does not work.
+        fact = events.TransitionRaised(
+            at_s=self.state.now_s, taking=taking, rule=raised.rule, error=raised.error, detail=raised.detail
+        )
+        self.fire(request, fact)
         after = request.state
         if after is before and event is not None and not isinstance(event, REPEATED):
             # The request continues on fewer tiers. The event is a fact that will not come again, so fire it again.
@@ -363,7 +376,7 @@ class Core:
         except Exception:
             # Attribute the exception to the filler. Its fallback leaves the load to another sharer, so queue it again.
             self.state.failed_loads[load] = None
-            self._raised(filler, None)
+            self._raised(filler, None, "fill")
 
     def hand_over(self) -> None:
         """End the load up to the last landed page that another request waits for."""
@@ -414,7 +427,7 @@ class Core:
             except BrokenInvariant:
                 raise
             except Exception:
-                self._raised(request, None)
+                self._raised(request, None, "grant")
                 return
             if granted:
                 self._admit(request)

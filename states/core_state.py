@@ -14,8 +14,13 @@ the order in which they are processed.
 from __future__ import annotations
 
 import heapq
+import sys
+import traceback
 from typing import TYPE_CHECKING, Final, Protocol
 
+import msgspec
+
+from tidekv.states.commands import Fallback
 from tidekv.states.components.index import ComponentIndex
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.pages.page_pool import PagePool
@@ -70,6 +75,40 @@ COUNTERS: Final = (
 """All counters of `CoreState.count`, so that statistics show each of them from the start."""
 
 
+class Raise(msgspec.Struct, frozen=True):
+    """An exception that a rule raised, and that the core survived."""
+
+    rule: str
+    """The rule, as `Class.method`: one of the functions of this package."""
+    request_id: str
+    """The request that falls back; empty if the rule is of no single request."""
+    error: str
+    """The exception in one line."""
+    detail: str
+    """The traceback."""
+
+
+DISPATCHING = (
+    "tidekv.states.core",
+    "tidekv.states.core_state",
+    "tidekv.states.request.machine",
+    "tidekv.states.request.table",
+)
+"""Modules that call rules."""
+
+
+def rule_of(error: BaseException) -> str:
+    """Name the first function of the core below its dispatching that was running when `error` was raised."""
+    name = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("tidekv.states."):
+            name = frame.f_code.co_qualname
+            if module not in DISPATCHING and "<lambda>" not in name:
+                break
+    return name
+
+
 class Operation(Protocol):
     """An effect under way outside of the core. It has exactly one outcome, which settles its pages even if late."""
 
@@ -108,9 +147,13 @@ class CoreState:
         """Commands of this step, in the order in which the driver must start them."""
         self.operations: dict[int, Operation] = {}
         self.requests: dict[str, Request] = {}
-        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self.raises: list[Raise] = []
+        """Rules that raised in this step, in order."""
         self.raise_watchers: list[Callable[[Request | None], None]] = []
-        """Called by `note_raise`. They change nothing and never raise."""
+        """Called by `note_raise`, with the request that falls back, while the exception is handled. They change nothing
+        and never raise.
+        """
+        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
 
         # Work queues: work that a rule leaves for other rules of the same step. Dictionaries serve as ordered sets.
         self.answers: dict[Request, Event] = {}
@@ -153,25 +196,46 @@ class CoreState:
         del self.requests[request.request_id]
         self.dirty.pop(request, None)
 
-    def note_raise(self, request: Request | None = None) -> None:
-        """Count a rule that raised and that the core survives, and call the watchers, with the request that pays for it
-        (None: no single request). Call it while the exception is handled.
+    def note_raise(self, request: Request | None = None) -> Raise:
+        """Record the exception that is being handled, which a rule raised and the core survives; call the watchers.
+
+        `request` is the one that falls back; None: no single request. Call it while the exception is handled.
         """
+        error = sys.exception()
+        assert error is not None, "a raise is noted while it is handled"
         self.count("transitions_raised")
+        raised = Raise(
+            rule=rule_of(error),
+            request_id="" if request is None else request.request_id,
+            error="".join(traceback.format_exception_only(error)).strip().splitlines()[-1],
+            detail=traceback.format_exc(),
+        )
+        self.raises.append(raised)
         for watcher in self.raise_watchers:
             watcher(request)
+        return raised
 
-    def run_guarded(self, rule: Callable[[], None], recover: Callable[[], None] | None = None) -> None:
-        """Run a rule that belongs to no single request. If it raises, run `recover`, or the rule once more without it.
+    def run_guarded(
+        self,
+        rule: Callable[[], None],
+        recover: Callable[[], None] | None = None,
+        *,
+        request: Request | None = None,
+        gives_up: str = "nothing",
+    ) -> None:
+        """Run a rule that no transition depends on. If it raises, run `recover`, or the rule once more without it.
 
-        BrokenInvariant, and an exception of `recover` or of the second run, leave the step.
+        If there is a `request`, its fallbacks list the exception with what it `gives_up`. BrokenInvariant, and an
+        exception of `recover` or of the second run, leave the step.
         """
         try:
             rule()
         except BrokenInvariant:
             raise
         except Exception:
-            self.note_raise()
+            raised = self.note_raise(request)
+            if request is not None:
+                request.fallbacks += (Fallback(raised.rule, gives_up, raised.error),)
             (recover or rule)()
 
     # --- Operations and deadlines ---

@@ -315,8 +315,16 @@ class DeadlinePassed(Event, frozen=True, kw_only=True):
 
 
 class TransitionRaised(Event, frozen=True, kw_only=True):
-    """A rule of this request raised and left its state unchanged. `detail` is the traceback."""
+    """A rule of this request raised and left its state unchanged.
 
+    What the rule has changed can be continued or given back. `taking` names the event that the rule was handling, or
+    the rule if it handled none; `rule` is the one that raised. `error` is the exception in one line, `detail` the
+    traceback.
+    """
+
+    taking: str
+    rule: str
+    error: str
     detail: str
 
 

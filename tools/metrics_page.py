@@ -24,6 +24,7 @@ LABELS = {
     "source": "l1, l2, l3, transfer, recompute",
     "what": "see the meaning of the metric",
     "cause": "why the pages were not restored here",
+    "rule": "a function of `tidekv.states`, as `Class.method`",
     "tier": "device, host",
     "type": "an event's type, as in [journal.md](journal.md)",
     "call": "query, fetch, fetch_component, store, store_component, probe, copy_to_device, copy_to_host, "

@@ -385,7 +385,8 @@ class DecodeEngine:
         return policy
 
     def probe_prefix(self, tokens: Tokens, *, namespace: str = "") -> dict[str, int]:
-        """Tokens of this prompt that are in device and host memory now, {"l1": …, "l2": …}. Changes nothing.
+        """Tokens of this prompt that are in device and host memory now, {"l1": …, "l2": …}. Changes nothing. Pages that
+        are still being received or copied do not count.
 
         For routers. Any page may be evicted at any time, so the answer promises nothing. Raises InvalidRequest.
         """
@@ -393,9 +394,8 @@ class DecodeEngine:
         checked(namespace, PlainText, "namespace")
         joined = join_namespaces(self.config.namespace, namespace)
         state = self._core.state
-        device, host = (state.components or state.index).probe_prefix(
-            joined, self._runtime.prompt_keys.page_keys.of(packed)
-        )
+        keys = self._runtime.prompt_keys.page_keys.of(packed)
+        device, host = (state.components or state.index).probe_prefix(joined, keys, with_pending=False)
         return {"l1": device * self.layout.page_size, "l2": host * self.layout.page_size}
 
     async def drain(self, timeout_s: float | None = None) -> list[str]:

@@ -290,6 +290,7 @@ class PendingCalls:
             generation=command.generation,
             reserve=deque(command.reserve),
             component_pages=ready_component_pages(command.component_pages),
+            fallbacks=command.fallbacks,
         )
         if not live.outcome.done():
             live.outcome.set_result(live.ready)
@@ -324,13 +325,15 @@ class PendingCalls:
         live.reserves_given += 1
 
     def _tell_finished(self, command: commands.ReportFinished) -> None:
-        self._end(command.request_id, command.inserted)
+        self._end(command.request_id, command.inserted, command.fallbacks)
 
     def _tell_retracted(self, command: commands.ReportRetracted) -> None:
-        self._end(command.request_id, command.held_pages)
+        self._end(command.request_id, command.held_pages, command.fallbacks)
 
-    def _end(self, request_id: str, answer: int) -> None:
-        self._live.pop(request_id)
+    def _end(self, request_id: str, answer: int, fallbacks: tuple[commands.Fallback, ...]) -> None:
+        live = self._live.pop(request_id)
+        if live.ready is not None:
+            live.ready.fallbacks = fallbacks
         done = self._ends.pop(request_id, None)
         if done is None:
             raise BrokenInvariant(f"request {request_id!r} was given back, but neither finish nor retract was called")

@@ -18,6 +18,7 @@ from tidekv.transports.control.wire import check_name
 if TYPE_CHECKING:
     from tidekv.backends.keys.chain import Tokens
     from tidekv.engine.decode.component_pages import ReadyComponent
+    from tidekv.states.commands import Fallback
 else:
     Tokens = Any  # Packing the tokens checks each of them.
 
@@ -111,6 +112,10 @@ class ReadyRequest:
     """Pages that `grow` hands out next. They are the engine's to take and to refill."""
     component_pages: Mapping[str, ReadyComponent] = field(default_factory=dict)
     """What it has of each of the engine's components, by name: windows and states at the prompt's end."""
+    fallbacks: tuple[Fallback, ...] = ()
+    """What was given up because rules of the engine raised, in order: `rule`, `gave_up`, `error`. `finish` and
+    `retract` add to it. Empty unless tidekv or one of its components has a bug; the log has the traceback.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -69,6 +69,7 @@ class MetricsCollector(Collector):
         yield _counter(
             "tidekv_declined_pages", "Pages that storage had and that were not fetched.", "cause", fold.declined
         )
+        yield _counter("tidekv_raises", "Rules of the core that raised: each is a bug.", "rule", fold.raises)
         yield _counter("tidekv_evicted_pages", "Pages that left the index, by tier.", "tier", fold.evicted)
         yield _counter("tidekv_events", "Events that the core took.", "type", fold.events)
         yield _counter("tidekv_core", "What the core counts of its own.", "what", fold.core.state.counters)

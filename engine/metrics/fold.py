@@ -77,6 +77,8 @@ class MetricsFold:
         """Spans that were asked of prefill by extend, by what had failed."""
         self.declined: Counter[str] = Counter()
         """Pages that storage had and that were not fetched, by the cause: `tidekv.states.request.request.DECLINED`."""
+        self.raises: Counter[str] = Counter()
+        """Raises that the core survived, by the rule: a function of `tidekv.states`."""
         self.evicted: Counter[str] = Counter()
         """Pages by tier."""
         self.events: Counter[str] = Counter()
@@ -112,6 +114,8 @@ class MetricsFold:
         """Count the step that the core has just made."""
         kind = type(event)
         self.events[kind.__name__] += 1
+        for raised in self.core.state.raises:
+            self.raises[raised.rule] += 1
         self._event = event
         if kind is events.ChunkLanded:
             self._chunk(event)  # type: ignore[arg-type]  # Just that.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states import events
+from tidekv.states.commands import FALLBACKS
 from tidekv.states.request.request import DECLINED, LOAD_CAUSES
 from tidekv.states.storage.policy import POLICY_FIELDS
 
@@ -56,7 +57,12 @@ EXTENDED = {
 }
 """Why a part of the promise was taken back: name, as metrics have it, and meaning."""
 OF_STORAGE = ("query", "fetch", "tail fetch", "store")
-LEFT_BY_RAISES = ("all tiers", "L1, L2 and transfer", "L1 and transfer")
+AFTER_RAISES = {
+    **FALLBACKS,
+    "storage": "the plan was cut to L1, L2 and transfer",
+    "host": "the plan was cut to L1 and transfer",
+}
+"""What follows if a rule raises, by what the request gives up."""
 
 
 def trouble_of(event: events.Event, work: Work) -> str:

@@ -9,16 +9,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tidekv.engine.trace.causes import (
+    AFTER_RAISES,
     CONSEQUENCES,
     EXTENDED,
     LATE,
-    LEFT_BY_RAISES,
     OF_STORAGE,
     declined_words,
     extend_cause,
     good_of,
     in_one_line,
-    last_line,
     policy_words,
     trouble_of,
     unasked_words,
@@ -268,11 +267,16 @@ class RequestTraces:
     def _note_raises(self, at_s: float, core: Core) -> None:
         for request in core.state.requests.values():
             request_trace = self._live.get(request.request_id)
-            if request_trace is not None and request.raised > request_trace.raised:
-                request_trace.raised = request.raised
-                left = LEFT_BY_RAISES[request.restore_limit]
-                cause = f"a rule of the core raised: {last_line(request.trouble)}"
-                request_trace.fall_back(at_s, cause, f"the plan was cut to {left}")
+            if request_trace is not None:
+                self._note_fallbacks(request_trace, request.fallbacks, at_s)
+
+    @staticmethod
+    def _note_fallbacks(request_trace: RequestTrace, fallbacks: tuple[commands.Fallback, ...], at_s: float) -> None:
+        """Note what was given up because rules raised, as far as it is not noted yet."""
+        for fallback in fallbacks[request_trace.raised :]:
+            cause = f"a rule of the core raised: {fallback.error} (in {fallback.rule})"
+            request_trace.fall_back(at_s, cause, AFTER_RAISES[fallback.gave_up])
+        request_trace.raised = len(fallbacks)
 
     def _move(self, request_id: str, state: State, at_s: float, core: Core) -> None:
         request_trace = self._live.get(request_id)
@@ -404,6 +408,7 @@ class RequestTraces:
 
     def _ready(self, command: commands.ReportReady, at_s: float, core: Core) -> None:
         request_trace = self._live[command.request_id]
+        self._note_fallbacks(request_trace, command.fallbacks, at_s)
         request_trace.ended = "READY"
         request_trace.sources = dict(command.sources)
         self.ended.append(request_trace)
@@ -426,11 +431,13 @@ class RequestTraces:
             del self._spans[key]
 
     def _finished(self, command: commands.ReportFinished, at_s: float, core: Core) -> None:
+        self._note_fallbacks(self._live[command.request_id], command.fallbacks, at_s)
         self._give_back(command.request_id, "finished", at_s)
 
     def _retracted(self, command: commands.ReportRetracted, at_s: float, core: Core) -> None:
         request_trace = self._live.get(command.request_id)
         if request_trace is not None:
+            self._note_fallbacks(request_trace, command.fallbacks, at_s)
             request_trace.held_pages = command.held_pages
             self._given_away[command.request_id] = request_trace
         self._give_back(command.request_id, "retracted", at_s)

@@ -51,6 +51,7 @@ class Backup:
         "_backups",
         "brought",
         "copies_ahead",
+        "fallbacks",
         "first",
         "host_pages",
         "leaf",
@@ -67,6 +68,7 @@ class Backup:
         self._backups = backups
         self.request_id = "" if request is None else request.request_id
         self.serial = 0 if request is None else request.serial
+        self.fallbacks = () if request is None else request.fallbacks
         self.leaf = leaf
         self.copies_ahead = False
         """Whether it copies, for no request, pages that are about to be evicted."""
@@ -135,7 +137,19 @@ class Backups:
         backup = Backup(self, request, leaf, retracts=retracts)
         if retracts:
             self._retracting[request.request_id] = backup
-        self._start(backup, self._begin)
+        self._start(backup, self._begin, request)
+
+    def decline(self, request: Request, *, retracts: bool) -> None:
+        """Begin no backup of this request, since a rule raised before: nothing is held for it in host memory."""
+        state = self._state
+        with Rollback() as undo:
+            undo.callback(state.out.__delitem__, slice(len(state.out), None))
+            state.emit(ForgetTokens(serial=request.serial))
+            if retracts:
+                state.emit(ReportRetracted(request_id=request.request_id, held_pages=0, fallbacks=request.fallbacks))
+            undo.keep()
+        if retracts:
+            self._retracted[request.request_id] = None
 
     def copy_ahead(self, leaf: Node) -> None:
         """Copy to the host the pages of the path to `leaf` that are only on the device.
@@ -167,10 +181,15 @@ class Backups:
         assert isinstance(backup, Backup | ComponentPut)
         return backup.leaf.namespace, b"".join(node.edge for node in self._state.index.path(backup.leaf))
 
-    def _start(self, backup: Backup, begin: Callable[[Backup], None]) -> None:
+    def _start(self, backup: Backup, begin: Callable[[Backup], None], request: Request | None = None) -> None:
         self._live[backup] = None
         # A cache tier never fails a request.
-        self._state.run_guarded(partial(begin, backup), recover=backup.abandon)
+        recover = backup.abandon if request is None else partial(self._abandon_for, backup, request)
+        self._state.run_guarded(partial(begin, backup), recover=recover, request=request, gives_up="backup")
+
+    def _abandon_for(self, backup: Backup, request: Request) -> None:
+        backup.fallbacks = request.fallbacks
+        self.abandon(backup)
 
     def _begin_put(self, backup: Backup) -> None:
         self._pin(backup, backup.leaf)
@@ -334,7 +353,7 @@ class Backups:
             pin = None if host_leaf is None else self._pin_retracted(host_leaf)
             if pin is not None:
                 undo.callback(pin[1])
-            self._state.emit(ReportRetracted(request_id=backup.request_id, held_pages=held))
+            self._state.emit(ReportRetracted(request_id=backup.request_id, held_pages=held, fallbacks=backup.fallbacks))
             undo.keep()
         self._retracted[backup.request_id] = pin
         del self._retracting[backup.request_id]

@@ -110,9 +110,14 @@ class ComponentIndex:
             self.host[name].use(nodes)
         return match
 
-    def probe_prefix(self, namespace: str, keys: bytes, *, use_host: bool = True) -> tuple[int, int]:
-        """The lengths that `match` would find, in device pages and following host pages. Changes nothing."""
-        device_pages, host_pages = self.index.probe_prefix(namespace, keys)
+    def probe_prefix(
+        self, namespace: str, keys: bytes, *, use_host: bool = True, with_pending: bool = True
+    ) -> tuple[int, int]:
+        """The lengths that `match` would find, in device pages and following host pages. Changes nothing.
+
+        Without `with_pending`, device pages that a load has not filled yet do not count.
+        """
+        device_pages, host_pages = self.index.probe_prefix(namespace, keys, with_pending=with_pending)
         limit = device_pages + host_pages if use_host else device_pages
         boundary = longest_boundary(limit, self.served(namespace, keys, limit, {}, use_host=use_host))
         device_pages = min(device_pages, boundary)

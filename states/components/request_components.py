@@ -254,15 +254,22 @@ class ComponentRestore:
         component_pages.remote = {}
         for name, matched in component_pages.reserved.component_pages.items():
             if self._index.components[name].is_shared:
-                self._enter(component_pages, name, matched.first, matched.table)
+                # Repeated after an exception, the part of the table that was entered before has the index's pages.
+                self._enter(component_pages, name, matched.first, component_pages.tables[name][: len(matched.table)])
         self._release_pin(component_pages)
         return component_pages.table
 
     def keep(self, request: Request, left: tuple[ComponentLeft, ...], node: Node) -> None:
-        """Move what the caller leaves of components into the index, up to `node`, the end of the kept full pages."""
+        """Move what the caller leaves of components into the index, up to `node`, the end of the kept full pages.
+
+        Can be called again after an exception, and continues from there.
+        """
         component_pages = request.component_pages
         assert component_pages is not None
         for entry in left:
+            if (entry.component, entry.first) in component_pages.kept:
+                # It was inserted before the exception.
+                continue
             pages = page_ids(entry.pages[: max(0, node.depth_pages - entry.first)])
             first = component_pages.firsts[entry.component]
             shared = component_pages.tables[entry.component]
@@ -278,6 +285,7 @@ class ComponentRestore:
             _, unused = self._index.insert("device", entry.component, node, entry.first, pages)
             taken = without(pages, unused)
             component_pages.own[entry.component] = without(component_pages.own[entry.component], taken)
+            component_pages.kept.add((entry.component, entry.first))
 
     def leave(self, request: Request) -> None:
         """Give everything back; if copies into the pages are in flight, when the last one ends."""

@@ -160,18 +160,22 @@ class ComponentStorage:
             return
         first = sum(state.index.probe_prefix(request.namespace, request.keys))
         longest = max(component.trailing_pages(settings.page_size) for component in self._index.components.values())
-        operation = StorageQuery(state, self._storage, request)
-        request.query_op = state.start_operation(operation, deadline_s=settings.query_deadline_s)
-        request.stored_first, request.stored_found, request.stored_components = first, 0, ()
-        state.emit(
-            QueryComponents(
-                op=request.query_op,
-                request_id=request.request_id,
-                first=first,
-                count=request.full_pages - first,
-                components_first=max(0, here + 1 - longest),
+        with Rollback() as undo:
+            operation = StorageQuery(state, self._storage, request)
+            op = state.start_operation(operation, deadline_s=settings.query_deadline_s)
+            undo.callback(state.operations.pop, op)
+            state.emit(
+                QueryComponents(
+                    op=op,
+                    request_id=request.request_id,
+                    first=first,
+                    count=request.full_pages - first,
+                    components_first=max(0, here + 1 - longest),
+                )
             )
-        )
+            undo.keep()
+        request.query_op = op
+        request.stored_first, request.stored_found, request.stored_components = first, 0, ()
 
     def waits_for_answer(self, request: Request) -> bool:
         """Whether a query of storage is in flight.

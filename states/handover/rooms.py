@@ -175,6 +175,11 @@ class Rooms:
         del self._live[room.key]
         room.request.room = None
 
+    def reopen(self, room: Room) -> None:
+        """Take `receive` back, in the step that it was called in."""
+        self._live[room.key] = room
+        room.request.room = room
+
     def leave(self, room: Room, *, settled: bool) -> None:
         """Leave a room before its end.
 

@@ -103,9 +103,13 @@ class PrefixIndex:
         device_pages = device_node.depth_pages
         return MatchResult(device_pages, node.depth_pages - device_pages, device_node, node)
 
-    def probe_prefix(self, namespace: str, keys: bytes) -> tuple[int, int]:
-        """Return the numbers of device pages and of further host pages that `match` would find. Changes nothing."""
+    def probe_prefix(self, namespace: str, keys: bytes, *, with_pending: bool = True) -> tuple[int, int]:
+        """Return the numbers of device pages and of further host pages that `match` would find. Changes nothing.
+
+        Without `with_pending`, device pages that a load has not filled yet do not count.
+        """
         self._count_pages(keys)
+        is_on_device = True
         tree = self.tree
         width, end, at = tree.key_bytes, len(keys), 0
         device_pages = pages = 0
@@ -114,9 +118,13 @@ class PrefixIndex:
             child = node.children.get(keys[at : at + width])
             if child is None or child.void:
                 break
+            if child.load is not None and not with_pending:
+                if child.host is None:
+                    break
+                is_on_device = False
             whole = keys.startswith(child.keys, at)
             pages += child.page_count if whole else tree.shared_pages(child.keys, keys, at)
-            if child.device is not None:
+            if child.device is not None and is_on_device:
                 device_pages = pages
             at += len(child.keys)
             node = child if whole else None
@@ -383,12 +391,12 @@ class PrefixIndex:
     def evict_device(self, count: int) -> int:
         """Free at least `count` device pages, or all that are evictable; return their number. Host copies stay.
 
-        Frees a bounded number of pages more than `count` if that avoids splitting the last victim (`Evictor.evict`).
+        Frees up to 2 % of the pool more than `count` if that avoids splitting the last victim (`Evictor.evict`).
         """
         return self._dropping.evict(self.device_tier, count)
 
     def evict_host(self, count: int) -> int:
-        """Free at least `count` host pages, or all that are evictable; return their number."""
+        """Free at least `count` host pages, or all that are evictable; return their number. See `evict_device`."""
         return self._dropping.evict(self.host_tier, count)
 
     def flush(self, tier: TierName) -> tuple[int, int]:

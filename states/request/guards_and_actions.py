@@ -102,9 +102,14 @@ def has_failed(request: Request, event: Recomputed) -> bool:
     return bool(event.error)
 
 
-def can_fall_back(request: Request, event: Event) -> bool:
-    """Whether this is the first or second exception, so that there are tiers left to give up."""
-    return request.raised <= 2
+def has_tiers_left(request: Request, event: TransitionRaised) -> bool:
+    """Whether this is the first or second exception of this step, so that there are tiers left to give up."""
+    return request.raises_of(event.taking) <= 2
+
+
+def is_first_raise(request: Request, event: TransitionRaised) -> bool:
+    """Whether this is the first exception of this step, which then runs once more, with less."""
+    return request.raises_of(event.taking) <= 1
 
 
 # --- Actions ---

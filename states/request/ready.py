@@ -5,12 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import GiveReserve, ReportDropped, ReportFinished, ReportFlushed
+from tidekv.states.events import GrowthTaken
+from tidekv.states.request.request import Ending
+from tidekv.states.rollback import Rollback
 from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
     from tidekv.states.core_state import CoreState
-    from tidekv.states.events import AbortRequested, FinishRequested, FlushRequested, GrowthTaken, RetractRequested
+    from tidekv.states.events import (
+        AbortRequested,
+        FinishRequested,
+        FlushRequested,
+        RetractRequested,
+        TransitionRaised,
+    )
     from tidekv.states.request.request import Request
     from tidekv.states.request.restore import Restore
 
@@ -26,33 +35,42 @@ class Serving:
     def grow(self, request: Request, event: GrowthTaken) -> None:
         """Move the pages that the caller took from the reserve to `own`, and refill the reserve.
 
-        The refill includes the pages `wanted` at once. It gets what eviction can free, possibly nothing.
+        The refill includes the pages `wanted` at once. It gets what eviction can free, possibly nothing, and nothing
+        if the refill raised before. An exception leaves everything unchanged.
         """
         state = self._state
-        taken, request.reserve = request.reserve[: event.page_count], request.reserve[event.page_count :]
+        taken, reserve = request.reserve[: event.page_count], request.reserve[event.page_count :]
+        short = state.settings.growth_reserve_pages + event.wanted - len(reserve)
+        count = min(max(short, 0), state.device.free + state.index.device_evictable)
+        if short > 0 and (request.raises_of(type(event).__name__) or not (count and state.make_device_room(count))):
+            count = 0
+        with Rollback() as undo:
+            pages = state.device.take(count) if count else page_ids()
+            undo.callback(state.device.give_back, pages)
+            state.emit(GiveReserve(request_id=request.request_id, pages=pages))
+            undo.keep()
         # New arrays instead of extended ones: earlier commands refer to the old arrays.
         request.own = request.own + taken
         request.table = request.table + taken
-        short = state.settings.growth_reserve_pages + event.wanted - len(request.reserve)
-        count = min(max(short, 0), state.device.free + state.index.device_evictable)
-        if short > 0 and not (count and state.make_device_room(count)):
-            count = 0
-        pages = state.device.take(count) if count else page_ids()
-        request.reserve = request.reserve + pages
-        state.emit(GiveReserve(request_id=request.request_id, pages=pages))
+        request.reserve = reserve + pages
 
     def finish(self, request: Request, event: FinishRequested) -> None:
-        """Keep prompt and output in the cache, back them up, give everything back."""
-        inserted = self._keep_all(request, event)
-        self._back_up(request, retracts=False)
+        """Keep prompt and output in the cache, back them up, give everything back.
+
+        Can be called again after an exception: it continues from there, and begins no backup.
+        """
+        ending = self._keep_all(request, event)
+        self._back_up(request, ending, retracts=False)
         self._restore.leave(request, settled=True)
-        self._state.emit(ReportFinished(request_id=request.request_id, inserted=inserted))
+        self._state.emit(
+            ReportFinished(request_id=request.request_id, inserted=ending.inserted, fallbacks=request.fallbacks)
+        )
         self._state.forget(request)
 
     def retract(self, request: Request, event: RetractRequested) -> None:
         """Like finish, but hold the backup in host memory until the request is resumed or dropped."""
-        self._keep_all(request, event)
-        self._back_up(request, retracts=True)
+        ending = self._keep_all(request, event)
+        self._back_up(request, ending, retracts=True)
         self._restore.leave(request, settled=True)
         self._state.forget(request)
 
@@ -71,15 +89,35 @@ class Serving:
         self._state.pages_freed = True
         self._state.emit(ReportFlushed(call=event.call, dropped=dropped, spared=spared))
 
-    def _keep_all(self, request: Request, event: FinishRequested | RetractRequested) -> int:
-        if not request.cache:
-            return 0
+    def repeat(self, request: Request, event: TransitionRaised) -> None:
+        """A step of a READY request raised, and is repeated: a finish without a backup, growth without new pages."""
+        ending = request.ending
+        gives_up = "nothing" if ending is None or ending.is_backed_up else "backup"
+        self._restore.give_up(request, event, "growth" if event.taking == GrowthTaken.__name__ else gives_up)
+
+    def _keep_all(self, request: Request, event: FinishRequested | RetractRequested) -> Ending:
+        ending = request.ending
+        if ending is None:
+            ending = request.ending = Ending()
+        if ending.inserted >= 0:
+            return ending
         settings = self._state.settings
         pages = len(request.table)
         if not settings.keep_output:
             pages = request.full_pages
-        return self._restore.keep(request, event.keys[: pages * settings.key_bytes], event.component_pages)
+        ending.inserted = (
+            0
+            if not request.cache
+            else self._restore.keep(request, event.keys[: pages * settings.key_bytes], event.component_pages)
+        )
+        return ending
 
-    def _back_up(self, request: Request, *, retracts: bool) -> None:
+    def _back_up(self, request: Request, ending: Ending, *, retracts: bool) -> None:
+        if ending.is_backed_up:
+            return
         assert request.lock is not None
-        self._backups.begin(request, request.lock.node, retracts=retracts)
+        if request.gave_up("backup"):
+            self._backups.decline(request, retracts=retracts)
+        else:
+            self._backups.begin(request, request.lock.node, retracts=retracts)
+        ending.is_backed_up = True

@@ -19,10 +19,11 @@ from tidekv.states.components.specs import ComponentTable
 from tidekv.states.types import PageIds, page_ids, without
 
 if TYPE_CHECKING:
+    from tidekv.states.commands import Fallback
     from tidekv.states.components.index import ComponentReceipt, Reserved
     from tidekv.states.events import ChunkLanded, RequestArrived, StoredComponent
     from tidekv.states.prefix.index import Receipt
-    from tidekv.states.prefix.node import Node
+    from tidekv.states.prefix.node import InsertResult, Node
 
     RoomKey: TypeAlias = tuple[str, int]
 
@@ -66,6 +67,7 @@ class Request:
 
     __slots__ = (
         "ahead",
+        "answered_at_s",
         "arrival",
         "arrived_at_s",
         "attempts",
@@ -75,10 +77,13 @@ class Request:
         "component_pages",
         "deadline_at_s",
         "declined",
+        "ending",
+        "fallbacks",
         "first_generation",
         "full_pages",
         "generation",
         "has_asked",
+        "inserted",
         "keys",
         "loads",
         "lock",
@@ -94,6 +99,7 @@ class Request:
         "prompt_tokens",
         "query_op",
         "raised",
+        "raises",
         "recompute_op",
         "recomputed",
         "recomputes",
@@ -136,12 +142,21 @@ class Request:
         self.first_generation = event.generation
         self.attempts = 0
         self.raised = 0
+        """How often a rule raised that was its own."""
+        self.raises: dict[tuple[State, str], int] = {}
+        """The same by step: the state, and the event that was taken."""
+        self.fallbacks: tuple[Fallback, ...] = ()
+        """What it gave up because rules raised, in order."""
+        self.ending: Ending | None = None
+        """How far the caller's `finish` or `retract` has come."""
         self.passed = 0
         self.short_need = 0
         self.short_version = -1
         self.query_op = 0
         self.has_asked = False
         """Whether `ask_storage` has run since the request last entered the queue."""
+        self.answered_at_s = float("inf")
+        """When storage answered last; infinite if it has not, or if the query failed or was late."""
         self.stored_first = 0
         self.stored_found = 0
         self.stored_components: tuple[StoredComponent, ...] = ()
@@ -162,6 +177,8 @@ class Request:
         self.own: PageIds = page_ids()
         self.table: PageIds = page_ids()
         self.reserve: PageIds = page_ids()
+        self.inserted: InsertResult | None = None
+        """What the tree took of its pages, while they are being kept."""
         self.loads: dict[Load, None] = {}
         self.room: Room | None = None
         self.component_pages: RequestComponents | None = None
@@ -192,6 +209,21 @@ class Request:
         """Whether it has left MATCH and waits for the operations of its plan."""
         return self.state in (State.PREFETCH, State.LOCAL_RESTORE, State.TRANSFER)
 
+    def count_raise(self, taking: str) -> int:
+        """Count a raise of the step that takes this; returns how often it has raised."""
+        self.raised += 1
+        step = (self.state, taking)
+        count = self.raises[step] = self.raises.get(step, 0) + 1
+        return count
+
+    def raises_of(self, taking: str) -> int:
+        """How often the step that takes this has raised in the state that the request is in."""
+        return self.raises.get((self.state, taking), 0)
+
+    def gave_up(self, what: str) -> bool:
+        """Whether it gave this up because a rule raised: one of `FALLBACKS`."""
+        return any(fallback.gave_up == what for fallback in self.fallbacks)
+
     @property
     def restore_limit(self) -> int:
         """Tiers that the plan may not use after fallbacks: 0 all allowed, 1 no storage, 2 neither storage nor host."""
@@ -221,6 +253,18 @@ class Request:
 
     def __repr__(self) -> str:
         return f"<Request {self.request_id!r} generation {self.generation} {self.state.value}>"
+
+
+class Ending:
+    """How far the end of a READY request has come, so that it can be taken up again after a raise."""
+
+    __slots__ = ("inserted", "is_backed_up")
+
+    def __init__(self) -> None:
+        self.inserted = -1
+        """Pages that were new to the cache; -1: they are not kept yet."""
+        self.is_backed_up = False
+        """Whether its backup has begun, or there will be none."""
 
 
 # --- Loads ---
@@ -452,6 +496,7 @@ class RequestComponents:
         "fetched_pages",
         "fetches",
         "firsts",
+        "kept",
         "lock",
         "own",
         "pin",
@@ -478,6 +523,8 @@ class RequestComponents:
         self.firsts: dict[str, int] = {}
         self.tables: dict[str, PageIds] = {}
         """By component, its pages at the prompt's end, at positions from `firsts` on."""
+        self.kept: set[tuple[str, int]] = set()
+        """The parts of what the caller left that are in the index: component and first position."""
         self.remote: dict[str, PageIds] = {}
         """By component, the pages of `own` that prefill may write to."""
 

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import Recompute, ReportReady
-from tidekv.states.events import Recomputed
+import msgspec
+
+from tidekv.states.commands import Fallback, Recompute, ReportReady
+from tidekv.states.events import Progressed, Recomputed
 from tidekv.states.prefix.node import MatchResult
 from tidekv.states.request.plan import Adoption, Plan, PlanFetches
 from tidekv.states.request.request import Load, Request, RequestComponents, Stage
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
         ComponentLeft,
         Outcome,
         PlanDue,
-        Progressed,
         StorageAnswered,
         StorageDue,
         TransitionRaised,
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
     from tidekv.states.prefix.index import Node, Receipt
     from tidekv.states.storage.admission import StorageAdmission
     from tidekv.states.types import PageIds
+
+
+ANSWER_AGE_MAX_S = 1.0
+"""Storage is asked again at admission if its answer, which left something to be desired, is older than this."""
 
 
 class Recomputation:
@@ -130,6 +135,7 @@ class Restore:
     def _ask_storage(self, request: Request) -> None:
         if not self._storage.is_usable or request.restore_limit or request.query_op:
             return
+        request.answered_at_s = float("inf")
         if self._component_pages is None:
             self._fetches.ask(request)
         elif not request.component_limit:
@@ -181,9 +187,13 @@ class Restore:
         # Pages that another request is loading count as matched; this request waits for the same loads.
         for load, page_count in self._loads_on(match.device_node).items():
             self._loads.share(load, request, page_count)
-        if self._component_pages is None and match.device_pages + match.host_pages < request.stored_first:
-            # The caches have lost pages since storage was asked, so its answer starts too late in the prompt.
-            self._ask_storage(request)
+        if self._component_pages is None:
+            # The caches may have lost pages since storage was asked, so that its answer starts too late in the prompt.
+            is_gone = match.device_pages + match.host_pages < request.stored_first
+            found_all = request.stored_first + request.stored_found >= request.full_pages
+            is_old = request.answered_at_s + ANSWER_AGE_MAX_S < state.now_s
+            if is_gone or (is_old and not found_all and request.ahead is None):
+                self._ask_storage(request)
         return True
 
     def _grant_without_components(self, request: Request) -> bool:
@@ -367,7 +377,7 @@ class Restore:
     def commit(self, request: Request, event: Progressed) -> None:
         """Enter the prompt in the cache and report the page table to the caller: all pages have arrived.
 
-        After an exception, `leave` gives everything back.
+        Can be called again after an exception, and continues from there; what is not in the cache by then stays out.
         """
         # Everything that can raise comes before ReportReady: after it, a failure would report a second end of the
         # same request. The retracted copy of the request is restored now, so its host pages can go.
@@ -377,49 +387,65 @@ class Restore:
         assert request.lock is not None
         source = "recompute" if request.recomputed else "transfer"
         sources = {tier: pages * settings.page_size for tier, pages in request.source_pages.items()}
-        # Tokens in `own`. Only the last page can be filled in part, and such a page is always in `own`.
-        rest = len(request.own) * settings.page_size - (request.page_count * settings.page_size - request.prompt_tokens)
-        sources[source] = sources.get(source, 0) + rest
-        request.table = state.index.device_path(request.lock.node) + request.own
+        # The rest of the prompt. Only the last page can be filled in part, and such a page is always in `own`.
+        sources[source] = sources.get(source, 0) + request.prompt_tokens - sum(sources.values())
+        if not request.table:
+            request.table = state.index.device_path(request.lock.node) + request.own
         assert len(request.table) == request.page_count
         # A published delta is in the tree and locked already, since the plan.
-        if request.cache and request.full_pages > request.lock.node.depth_pages:
+        joins = request.cache and request.full_pages > request.lock.node.depth_pages
+        if request.inserted is not None or (joins and not request.gave_up("cache")):
             self.keep(request, request.keys)
         state.index.note_served(request.lock.node)
-        if request.room is not None:
-            self._rooms.receive(request.room)
         component_pages = None if self._component_pages is None else self._component_pages.commit(request)
-        state.emit(
-            ReportReady(
-                request_id=request.request_id,
-                generation=request.generation,
-                pages=request.table,
-                sources=sources,
-                reserve=request.reserve,
-                component_pages=component_pages,
+        room = request.room
+        with Rollback() as undo:
+            undo.callback(state.out.__delitem__, slice(len(state.out), None))
+            if room is not None:
+                self._rooms.receive(room)
+                undo.callback(self._rooms.reopen, room)
+            state.emit(
+                ReportReady(
+                    request_id=request.request_id,
+                    generation=request.generation,
+                    pages=request.table,
+                    sources=sources,
+                    reserve=request.reserve,
+                    component_pages=component_pages,
+                    fallbacks=request.fallbacks,
+                )
             )
-        )
+            undo.keep()
 
     def keep(self, request: Request, keys: bytes, component_pages: tuple[ComponentLeft, ...] = ()) -> int:
         """Insert the request's pages in the cache under `keys`, the keys of its full pages from the first on.
 
         If the cache has other pages for the same tokens, the request uses those and frees its own. Its lock moves to
         the end of the inserted path; `own` keeps the pages that are not in the tree. `component_pages` are inserted
-        with them. Returns the number of pages that are new to the cache.
+        with them. Returns the number of pages that are new to the cache. Can be called again after an exception, and
+        continues from there.
         """
         state = self._state
-        count = len(keys) // state.settings.key_bytes
-        inserted = state.index.insert(request.namespace, keys, request.table[:count])
-        kept = inserted.rejected + request.own[max(0, len(request.own) - (len(request.table) - count)) :]
-        request.table = inserted.pages + request.table[count:]
-        # Set `own` to all that the tree did not take before the next call that can raise: `leave` frees what is in
-        # `own`, so no page is lost and none is freed twice.
-        request.own = inserted.duplicates + kept
-        state.device.give_back(inserted.duplicates)
-        request.own = kept
+        if request.inserted is None:
+            count = len(keys) // state.settings.key_bytes
+            inserted = state.index.insert(request.namespace, keys, request.table[:count])
+            # Set `own` to all that the tree did not take before the next call that can raise, so no page is lost and
+            # none is freed twice.
+            kept = inserted.rejected + request.own[max(0, len(request.own) - (len(request.table) - count)) :]
+            request.table = inserted.pages + request.table[count:]
+            request.own = inserted.duplicates + kept
+            request.inserted = inserted
+        inserted = request.inserted
+        # Lock first: the tree's pages can be evicted until they are locked.
         self._lock_at(request, inserted.node)
+        duplicates = len(inserted.duplicates)
+        if duplicates:
+            state.device.give_back(request.own[:duplicates])
+            request.own = request.own[duplicates:]
+            request.inserted = msgspec.structs.replace(inserted, duplicates=page_ids())
         if self._component_pages is not None:
             self._component_pages.keep(request, component_pages, inserted.node)
+        request.inserted = None
         self._insertions += 1
         state.pages_freed = True
         return inserted.inserted_count
@@ -441,7 +467,7 @@ class Restore:
             self._loads.leave(load, request)
         if request.room is not None:
             self._rooms.leave(request.room, settled=settled)
-        elif request.recompute_op:
+        elif request.recompute_op in state.operations:
             # The caller's computation writes to these pages until its outcome arrives. Freed now, they could belong
             # to another request by then.
             state.operations[request.recompute_op] = LateRecomputation(state, self._component_pages, request)
@@ -464,13 +490,32 @@ class Restore:
         request.forget_plan()
         state.pages_freed = True
 
+    # --- Raises ---
+
     def fall_back(self, request: Request, event: TransitionRaised) -> None:
         """Give up a tier after an exception: storage the first time, host memory as well the second time.
 
         `Request.restore_limit` applies this to the next plan; fetches of the current plan are cut here.
         """
-        self._state.count("fallbacks_by_raise")
-        request.trouble = event.detail
+        limit = request.restore_limit
+        self.give_up(request, event, "nothing" if request.recomputes else "storage" if limit < 2 else "host")
         self._lookahead.drop(request)
         for load in list(request.loads):
             self._loads.cut(load)
+
+    def give_grant_back(self, request: Request, event: TransitionRaised) -> None:
+        """A step of a waiting request raised: it holds nothing again, and waits on without storage."""
+        self.give_up(request, event, "nothing" if request.recomputes else "storage")
+        self.leave(request, settled=True)
+
+    def repeat(self, request: Request, event: TransitionRaised) -> None:
+        """A landing raised, and is repeated; or the commit, which enters nothing in the cache then."""
+        lock = request.lock
+        joins = request.inserted is None and lock is not None and lock.node.depth_pages < request.full_pages
+        self.give_up(request, event, "cache" if event.taking == Progressed.__name__ and joins else "nothing")
+
+    def give_up(self, request: Request, event: TransitionRaised, what: str) -> None:
+        """Note what a request gives up because a rule raised."""
+        self._state.count("fallbacks_by_raise")
+        request.trouble = event.detail
+        request.fallbacks += (Fallback(event.rule, what, event.error),)

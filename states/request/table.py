@@ -55,8 +55,18 @@ After that only `Progressed` moves the request, depending on what is missing:
 Fallback
 --------
 
-- An exception in MATCH, PREFETCH or LOCAL_RESTORE first limits the plan to L1, L2 and transfer, the second time to L1
-  and transfer, and fails the request the third time. In PREALLOC and TRANSFER there is no tier left to give up.
+- After the first exception of a step the request has less, and the step runs once more. The request fails only if the
+  same step (one event in one state) raises again:
+
+      state                            first exception                           second            third
+      PREALLOC                         no storage; the grant is given back       FAILED
+      MATCH, PREFETCH, LOCAL_RESTORE   the plan is limited to L1, L2, transfer   L1 and transfer   FAILED
+      TRANSFER                         the landing is repeated; a commit keeps   FAILED
+                                       the pages and inserts none in the tree
+      READY                            growth gets no pages; a finish keeps the  FAILED
+                                       pages in the tree, without a backup
+
+  `ReportReady.fallbacks` tells the caller what was given up.
 - A lost room (`PrefillLost`: prefill refused it, failed, or is out of reach) returns the request to the queue in a new
   generation, with the next prefill of its list, until each was tried `attempts_per_prefill` times. After the last
   attempt, a caller that can compute the rest of the prompt itself receives that command; TRANSFER waits for it.
@@ -138,11 +148,20 @@ TRANSITIONS = (
     # Fallback: the same request on fewer tiers, or in a new generation.
     Row(
         events.TransitionRaised,
+        (PREALLOC,),
+        None,
+        before=Restore.give_grant_back,
+        only_if=guards.is_first_raise,
+    ),
+    Row(
+        events.TransitionRaised,
         (MATCH, PREFETCH, LOCAL_RESTORE),
         None,
         before=Restore.fall_back,
-        only_if=guards.can_fall_back,
+        only_if=guards.has_tiers_left,
     ),
+    Row(events.TransitionRaised, (TRANSFER,), None, before=Restore.repeat, only_if=guards.is_first_raise),
+    Row(events.TransitionRaised, (READY,), None, before=Serving.repeat, only_if=guards.is_first_raise),
     Row(events.PagesLost, RESTORING, PREALLOC, before=Actions.start_over),
     Row(
         events.PrefillLost,

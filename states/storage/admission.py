@@ -43,6 +43,8 @@ class StorageQuery:
     def ended(self, event: Outcome, error: str) -> None:
         """Pass the answer to the request. A failed query counts as an answer without pages."""
         self._storage.call_ended(event)
+        if not error:
+            self.request.answered_at_s = event.at_s
         found, component_pages = (event.found, event.component_pages) if isinstance(event, StorageAnswered) else (0, ())
         self._state.answers[self.request] = StorageAnswered(
             at_s=event.at_s, op=event.op, found=found, error=error, component_pages=component_pages

@@ -348,19 +348,25 @@ def rule_raises(name: str, state: str, plant: Callable[[Play], None], *words: st
         play.bring_everything("r1")
 
 
-BUG = "a rule of the core raised: ZeroDivisionError: a bug; the plan was cut to"
+RAISED = "a rule of the core raised: ZeroDivisionError: a bug (in "
 FAILED = "internal error (ZeroDivisionError: a bug)"
-rule_raises("a rule raises once", "MATCH", raising(1, Restore, "fix_plan"), f"{BUG} L1, L2 and transfer", "READY",
-            counts="fallbacks_by_raise")  # fmt: skip
-rule_raises("a rule raises twice", "MATCH", raising(2, Restore, "fix_plan"), f"{BUG} L1 and transfer", "READY")
+rule_raises("a rule raises once", "MATCH", raising(1, Restore, "fix_plan"), RAISED, "cut to L1, L2 and transfer",
+            "READY", counts="fallbacks_by_raise")  # fmt: skip
+rule_raises("a rule raises twice", "MATCH", raising(2, Restore, "fix_plan"), RAISED, "cut to L1 and transfer", "READY")
 rule_raises("a rule raises three times", "MATCH", raising(3, Restore, "fix_plan"), f"It failed: {FAILED}")
-rule_raises("a rule raises in PREALLOC", "PREALLOC", raising(1, Restore, "grant"), f"It failed: {FAILED}")
-rule_raises("a rule raises in TRANSFER", "TRANSFER", raising(1, Rooms, "land_aux"), f"It failed: {FAILED}")
+rule_raises("a rule raises in PREALLOC", "PREALLOC", raising(1, Restore, "grant"), RAISED, "cut to L1, L2", "READY")
+rule_raises("a rule raises twice in PREALLOC", "PREALLOC", raising(2, Restore, "grant"), f"It failed: {FAILED}")
+rule_raises("a rule raises in TRANSFER", "TRANSFER", raising(1, Rooms, "land_aux"), RAISED, "ran once more", "READY")
+rule_raises("a rule raises twice in TRANSFER", "TRANSFER", raising(2, Rooms, "land_aux"), f"It failed: {FAILED}")
+rule_raises("the commit raises", "TRANSFER", raising(1, Restore, "keep"), RAISED, "not entered in the cache", "READY")
 for waiting_state in ("PREFETCH", "LOCAL_RESTORE"):
-    rule_raises(f"a rule raises in {waiting_state}", waiting_state, raising(1, Rooms, "land_aux"), f"{BUG} L1, L2 and")
+    rule_raises(
+        f"a rule raises in {waiting_state}", waiting_state, raising(1, Rooms, "land_aux"), RAISED, "cut to L1, L2 and"
+    )
     rule_raises(f"a rule raises three times in {waiting_state}", waiting_state, raising(3, Rooms, "land_aux"),
                 f"It failed: {FAILED}")  # fmt: skip
-rule_raises("a rule raises when READY", "READY", raising(1, Serving, "grow"), f"It failed after READY: {FAILED}")
+rule_raises("a rule raises when READY", "READY", raising(1, Serving, "grow"), RAISED, "no pages are added for growth")
+rule_raises("a rule raises twice when READY", "READY", raising(2, Serving, "grow"), f"It failed after READY: {FAILED}")
 
 
 @says("a rule of the core raised", "the pages were asked of prefill by an extend", "extend 1", "READY")

@@ -358,3 +358,24 @@ def test_a_look_at_a_namespace_that_nothing_is_kept_of_leaves_nothing_behind() -
     index.check()
     index.unlock(receipt)
     assert index.tree.roots == {}
+
+
+def test_a_probe_may_leave_out_device_pages_that_a_load_is_still_to_fill() -> None:
+    bench = Bench()
+    bench.put(1, 2)
+    index = bench.index
+    parent = index.match("", keys(1, 2)).device_node
+    node = index.insert_pending(parent, "", keys(3, 4), bench.device.take(2), Pending())
+    assert index.probe_prefix("", keys(1, 2, 3, 4)) == (4, 0)
+    assert index.probe_prefix("", keys(1, 2, 3, 4), with_pending=False) == (2, 0)
+    # A copy from the host to the device is under way: the bytes are on the host.
+    index.give_host(parent, bench.host.take(2))
+    index.give_host(node, bench.host.take(2))
+    assert index.probe_prefix("", keys(1, 2, 3, 4), with_pending=False) == (2, 2)
+
+
+class Pending:
+    """A load of one node."""
+
+    def split(self, upper: Node, lower: Node) -> None:
+        raise AssertionError("nothing is split")

@@ -6,6 +6,7 @@ import pytest
 
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
+from tidekv.states.request.request import State
 
 pytestmark = pytest.mark.usefixtures("both_machines")
 
@@ -137,3 +138,22 @@ def test_storage_is_asked_while_a_request_waits_and_again_when_the_device_has_le
     again = rig.take(commands.QueryStorage)
     assert (again.first, again.count) == (0, 8)
     assert rig.state("a") == "MATCH"
+
+
+def test_an_old_answer_of_storage_is_asked_for_again_at_admission() -> None:
+    rig = Rig()
+    rig.bring(State.PREALLOC)
+    rig.wait_until(3.0)
+    rig.abort("big")
+    # Five pages have arrived in storage meanwhile.
+    rig.answer(rig.take(commands.QueryStorage), 5)
+    assert len(rig.take(commands.FetchPages).host_pages) == 5
+
+
+def test_a_fresh_answer_of_storage_is_not_asked_for_again() -> None:
+    rig = Rig()
+    rig.bring(State.PREALLOC)
+    rig.wait_until(0.9)
+    rig.abort("big")
+    assert not rig.take_all(commands.QueryStorage)
+    assert rig.take(commands.SendPromise).promised_tokens == 0

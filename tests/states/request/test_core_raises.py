@@ -33,6 +33,7 @@ def test_a_raise_at_any_call_loses_nothing(story: Any) -> None:
         told = rig.settle()
         ends = {type(wish).__name__ for wish in told if getattr(wish, "request_id", "") == "a"}
         assert ends & set(story.ends) or "" in story.ends, (call, told)
+        assert story.never not in ends, (call, told)
         assert not {READY, FAILED} <= ends, f"call {call}: the request ended twice"
         for name in ("a", "big"):
             if rig.core.request(name) is not None:
@@ -149,19 +150,19 @@ def test_a_part_of_the_plan_that_always_raises_is_given_up_or_fails_the_request(
 
 
 @pytest.mark.parametrize(("state", "name"), [(State.PREALLOC, "grant"), (State.TRANSFER, "commit")])
-def test_where_there_is_nothing_to_cut_the_first_raise_fails_that_request_alone(
+def test_where_there_is_no_tier_to_cut_the_second_raise_fails_that_request_alone(
     monkeypatch: pytest.MonkeyPatch, state: State, name: str
 ) -> None:
     rig = Rig()
     rig.make_ready("bystander", b"xyz")
     rig.attach_storage()
-    raised = raise_times(monkeypatch, Restore, name, 1)
+    raised = raise_times(monkeypatch, Restore, name, 2)
     rig.arrive("a", EIGHT)
     for query in rig.take_all(commands.QueryStorage):
         rig.answer(query, 0)
     for promise in rig.take_all(commands.SendPromise):
         rig.serve(promise)
-    assert raised
+    assert len(raised) == 2
     assert rig.take(commands.ReportFailed).cause == "internal error"
     assert rig.state("bystander") == "READY"
     rig.settle()
@@ -180,10 +181,10 @@ def test_a_raise_while_a_frame_is_taken_does_not_lose_the_frame(monkeypatch: pyt
     rig.take(commands.ReportReady)
 
 
-def test_a_ready_request_whose_rule_raises_is_failed_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ready_request_whose_rule_raises_twice_is_failed_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     rig.bring(State.READY)
-    raise_times(monkeypatch, Serving, "grow", 1)
+    raise_times(monkeypatch, Serving, "grow", 2)
     rig.step(events.GrowthTaken, request_id="a", page_count=0)
     assert rig.take(commands.ReportFailed).cause == "internal error"
     rig.expect_nothing_held()
