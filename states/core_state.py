@@ -14,23 +14,21 @@ the order in which they are processed.
 from __future__ import annotations
 
 import heapq
-import sys
-import traceback
 from typing import TYPE_CHECKING, Final, Protocol
-
-import msgspec
 
 from tidekv.states.commands import Fallback
 from tidekv.states.components.index import ComponentIndex
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import PrefixIndex
+from tidekv.states.raises import raise_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tidekv.states.commands import Command
     from tidekv.states.events import Event, Outcome
+    from tidekv.states.raises import Raise
     from tidekv.states.request.request import Load, Request
     from tidekv.states.settings import CoreSettings
 
@@ -73,40 +71,6 @@ COUNTERS: Final = (
     "transitions_raised",
 )
 """All counters of `CoreState.count`, so that statistics show each of them from the start."""
-
-
-class Raise(msgspec.Struct, frozen=True):
-    """An exception that a rule raised, and that the core survived."""
-
-    rule: str
-    """The rule, as `Class.method`: one of the functions of this package."""
-    request_id: str
-    """The request that falls back; empty if the rule is of no single request."""
-    error: str
-    """The exception in one line."""
-    detail: str
-    """The traceback."""
-
-
-DISPATCHING = (
-    "tidekv.states.core",
-    "tidekv.states.core_state",
-    "tidekv.states.request.machine",
-    "tidekv.states.request.table",
-)
-"""Modules that call rules."""
-
-
-def rule_of(error: BaseException) -> str:
-    """Name the first function of the core below its dispatching that was running when `error` was raised."""
-    name = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith("tidekv.states."):
-            name = frame.f_code.co_qualname
-            if module not in DISPATCHING and "<lambda>" not in name:
-                break
-    return name
 
 
 class Operation(Protocol):
@@ -201,15 +165,8 @@ class CoreState:
 
         `request` is the one that falls back; None: no single request. Call it while the exception is handled.
         """
-        error = sys.exception()
-        assert error is not None, "a raise is noted while it is handled"
+        raised = raise_of(request)
         self.count("transitions_raised")
-        raised = Raise(
-            rule=rule_of(error),
-            request_id="" if request is None else request.request_id,
-            error="".join(traceback.format_exception_only(error)).strip().splitlines()[-1],
-            detail=traceback.format_exc(),
-        )
         self.raises.append(raised)
         for watcher in self.raise_watchers:
             watcher(request)

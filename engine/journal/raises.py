@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tidekv import states
 from tidekv.engine.journal.format import FrameRecord, RaiseRecord
 from tidekv.states.core import Core
-from tidekv.states.core_state import rule_of
+from tidekv.states.raises import rule_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
