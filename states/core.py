@@ -21,9 +21,8 @@ A rule takes one item of work per run. The last rule is the exception: it proces
 work for itself. `python -m tidekv.states.core` prints the tuple as a table.
 
 An exception in a rule does not end the core. If a row of the machine raises, the core fires `TransitionRaised` at that
-request. If any other rule raises, `CoreState.run_guarded` abandons the operation or runs the rule once more. Each of
-these exceptions is recorded in `CoreState.raises`. Only `BrokenInvariant` always leaves `step`; the core must not be
-used after that.
+request. If any other rule raises, `CoreState.run_guarded` abandons the operation or runs the rule once more. Both note
+it in `CoreState.raises`. Only `BrokenInvariant` always leaves `step`; the core must not be used after that.
 """
 
 from __future__ import annotations
@@ -67,9 +66,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 RAISES_MAX = 8
-"""Maximum exceptions handled per step of a request, those raised while failing it included; the next one leaves
-`Core.step`.
-"""
+"""Maximum exceptions handled per step of a request, those of failing it included; the next one leaves `Core.step`."""
 
 REPEATED = (events.StorageDue, events.PlanDue, events.Progressed, events.TransitionRaised)
 """Events that the core fires again whenever they are due, so an interrupted one need not be repeated."""
@@ -313,25 +310,24 @@ class Core:
             self.state.dirty[request] = None
             after = request.state
             if request.raises:
-                # The step has ended well: if it raises another time, that is its first raise.
+                # The step has succeeded: its next exception is a first one again.
                 request.raises.pop((before, type(event).__name__), None)
             if after is not before:
                 self.moves.append((request.request_id, after))
         return done
 
     def _raised(self, request: Request, event: Event | None, taking: str) -> None:
-        """Handle the exception that a rule of this request raised on `event`.
+        """Handle the exception that a rule of this request raised on `event`. Call it in the `except` block.
 
-        `taking` names the step: the class of the event, or the rule if it was not handling an event (None). Must be
-        called in the `except` block of that exception.
+        `taking` names the step: the class of the event, or the rule if it was not handling an event (None).
         """
         raised = self.state.note_raise(request)
         before = request.state
         if isinstance(event, events.TransitionRaised):
-            # The way out of a raise raised: that counts for the step that it was to lead out of.
+            # The fallback itself raised: count it for the step that it belongs to.
             taking = event.taking
         if request.count_raise(taking) > RAISES_MAX:
-            raise  # Called while the exception is handled: even failing the request does not work.
+            raise  # Re-raises the exception being handled: even failing the request has raised.
         fact = events.TransitionRaised(
             at_s=self.state.now_s, taking=taking, rule=raised.rule, error=raised.error, detail=raised.detail
         )

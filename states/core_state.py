@@ -114,9 +114,7 @@ class CoreState:
         self.raises: list[Raise] = []
         """Rules that raised in this step, in order."""
         self.raise_watchers: list[Callable[[Request | None], None]] = []
-        """Called by `note_raise`, with the request that falls back, while the exception is handled. They change nothing
-        and never raise.
-        """
+        """Called by `note_raise` with the request that falls back, if any. They change nothing and never raise."""
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
 
         # Work queues: work that a rule leaves for other rules of the same step. Dictionaries serve as ordered sets.
@@ -161,10 +159,7 @@ class CoreState:
         self.dirty.pop(request, None)
 
     def note_raise(self, request: Request | None = None) -> Raise:
-        """Record the exception that is being handled, which a rule raised and the core survives; call the watchers.
-
-        `request` is the one that falls back; None: no single request. Call it while the exception is handled.
-        """
+        """Record the exception being handled, which the core survives, and call the watchers. `request` falls back."""
         raised = raise_of(request)
         self.count("transitions_raised")
         self.raises.append(raised)
@@ -182,8 +177,7 @@ class CoreState:
     ) -> None:
         """Run a rule that no transition depends on. If it raises, run `recover`, or the rule once more without it.
 
-        If there is a `request`, its fallbacks list the exception with what it `gives_up`. BrokenInvariant, and an
-        exception of `recover` or of the second run, leave the step.
+        A `request` notes what it `gives_up`. BrokenInvariant, and a raise of `recover` or the second run, leave `step`.
         """
         try:
             rule()

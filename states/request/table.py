@@ -55,18 +55,10 @@ After that only `Progressed` moves the request, depending on what is missing:
 Fallback
 --------
 
-- After the first exception of a step the request has less, and the step runs once more. The request fails only if the
-  same step (one event in one state) raises again:
-
-      state                            first exception                           second            third
-      PREALLOC                         no storage; the grant is given back       FAILED
-      MATCH, PREFETCH, LOCAL_RESTORE   the plan is limited to L1, L2, transfer   L1 and transfer   FAILED
-      TRANSFER                         the landing is repeated; a commit keeps   FAILED
-                                       the pages and inserts none in the tree
-      READY                            growth gets no pages; a finish keeps the  FAILED
-                                       pages in the tree, without a backup
-
-  `ReportReady.fallbacks` tells the caller what was given up.
+- After the first exception of a step (one event in one state) the request gives something up, and the step runs once
+  more: in PREALLOC without storage; in MATCH, PREFETCH and LOCAL_RESTORE without storage, then without host memory; in
+  TRANSFER a commit inserts nothing in the tree; in READY growth gets no pages, and a finish makes no backup. The
+  request fails if the same step raises again with nothing left to give up. Its reports list the `fallbacks`.
 - A lost room (`PrefillLost`: prefill refused it, failed, or is out of reach) returns the request to the queue in a new
   generation, with the next prefill of its list, until each was tried `attempts_per_prefill` times. After the last
   attempt, a caller that can compute the rest of the prompt itself receives that command; TRANSFER waits for it.
@@ -146,13 +138,7 @@ TRANSITIONS = (
     Row(events.ChunkLanded, WITH_ROOM, None, before=Actions.land_chunk),
     Row(events.AuxLanded, WITH_ROOM, None, before=Actions.land_aux),
     # Fallback: the same request on fewer tiers, or in a new generation.
-    Row(
-        events.TransitionRaised,
-        (PREALLOC,),
-        None,
-        before=Restore.give_grant_back,
-        only_if=guards.is_first_raise,
-    ),
+    Row(events.TransitionRaised, (PREALLOC,), None, before=Restore.give_grant_back, only_if=guards.is_first_raise),
     Row(
         events.TransitionRaised,
         (MATCH, PREFETCH, LOCAL_RESTORE),
