@@ -21,8 +21,9 @@ A rule takes one item of work per run. The last rule is the exception: it proces
 work for itself. `python -m tidekv.states.core` prints the tuple as a table.
 
 An exception in a rule does not end the core. If a row of the machine raises, the core fires `TransitionRaised` at that
-request. If any other rule raises, `CoreState.run_guarded` abandons the operation or runs the rule once more. Both note
-it in `CoreState.raises`. Only `BrokenInvariant` always leaves `step`; the core must not be used after that.
+request. If any other rule raises, `CoreState.run_guarded` abandons the operation or runs the rule once more. Every
+exception is recorded in `CoreState.raises`, for the log, the metrics and the journal. Only `BrokenInvariant` always
+leaves `step`; the core must not be used after that.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 RAISES_MAX = 8
-"""Maximum exceptions handled per step of a request, those of failing it included; the next one leaves `Core.step`."""
+"""Maximum exceptions handled per step of a request, those raised while failing it included; the next one leaves
+`step`.
+"""
 
 REPEATED = (events.StorageDue, events.PlanDue, events.Progressed, events.TransitionRaised)
 """Events that the core fires again whenever they are due, so an interrupted one need not be repeated."""

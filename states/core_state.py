@@ -159,7 +159,7 @@ class CoreState:
         self.dirty.pop(request, None)
 
     def note_raise(self, request: Request | None = None) -> Raise:
-        """Record the exception being handled, which the core survives, and call the watchers. `request` falls back."""
+        """Record the exception that is being handled, which the core survives; `request` falls back."""
         raised = raise_of(request)
         self.count("transitions_raised")
         self.raises.append(raised)
@@ -177,7 +177,8 @@ class CoreState:
     ) -> None:
         """Run a rule that no transition depends on. If it raises, run `recover`, or the rule once more without it.
 
-        A `request` notes what it `gives_up`. BrokenInvariant, and a raise of `recover` or the second run, leave `step`.
+        `request`, if given, records `gives_up` as a fallback then. BrokenInvariant, and an exception of `recover` or of
+        the second run, leave the step.
         """
         try:
             rule()

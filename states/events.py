@@ -315,11 +315,10 @@ class DeadlinePassed(Event, frozen=True, kw_only=True):
 
 
 class TransitionRaised(Event, frozen=True, kw_only=True):
-    """A rule of this request raised and left its state unchanged.
+    """A rule of this request raised. Its changes can be continued or given back.
 
-    What the rule has changed can be continued or given back. `taking` names the event that the rule was handling, or
-    the rule if it handled none; `rule` is the one that raised. `error` is the exception in one line, `detail` the
-    traceback.
+    `taking` names the event that the rule was handling, or the rule itself if it was handling none; `rule` is the rule
+    that raised. `error` is the exception in one line, `detail` the traceback.
     """
 
     taking: str

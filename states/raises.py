@@ -36,7 +36,7 @@ class Raise(msgspec.Struct, frozen=True):
 def raise_of(request: Request | None) -> Raise:
     """Describe the exception that is being handled; `request` falls back."""
     error = sys.exception()
-    assert error is not None, "a raise is noted while it is handled"
+    assert error is not None, "raise_of was called outside of an except block"
     return Raise(
         rule=rule_of(error),
         request_id="" if request is None else request.request_id,

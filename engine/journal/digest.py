@@ -77,9 +77,9 @@ class StepDigest:
             check = (value & 0xFFFF) << 32
         if commands:
             for command in commands:
-                if type(command) is ReportFailed:
-                    # Its detail is text for people: a traceback, which differs between runs.
-                    commands = [_without_detail(command) for command in commands]
+                if type(command) is ReportFailed or getattr(command, "fallbacks", ()):
+                    # Texts of exceptions differ between a run and its replay, which raises again in their place.
+                    commands = [_without_texts(command) for command in commands]
                     break
             value = xxh3_64_intdigest(_encoded(commands), value)
             check |= (value & 0xFFFF) << 16
@@ -129,8 +129,10 @@ def _encoded(followed: Sequence[object]) -> bytes:
         return _encode(whole_text(msgspec.to_builtins(followed, enc_hook=bytes, builtin_types=(bytes,))))
 
 
-def _without_detail(command: Command) -> Command:
-    return msgspec.structs.replace(command, detail="") if type(command) is ReportFailed else command
+def _without_texts(command: Command) -> Command:
+    if type(command) is ReportFailed:
+        return msgspec.structs.replace(command, detail="")
+    return msgspec.structs.replace(command, fallbacks=()) if getattr(command, "fallbacks", ()) else command
 
 
 def final_state(core: Core) -> dict[str, int]:

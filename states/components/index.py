@@ -113,9 +113,9 @@ class ComponentIndex:
     def probe_prefix(
         self, namespace: str, keys: bytes, *, use_host: bool = True, with_pending: bool = True
     ) -> tuple[int, int]:
-        """The lengths that `match` would find, in device pages and following host pages. Changes nothing.
+        """Return the numbers of device pages and of further host pages that `match` would find. Changes nothing.
 
-        Without `with_pending`, device pages that a load has not filled yet do not count.
+        Without `with_pending`, device pages that a load has yet to fill are not counted.
         """
         device_pages, host_pages = self.index.probe_prefix(namespace, keys, with_pending=with_pending)
         limit = device_pages + host_pages if use_host else device_pages

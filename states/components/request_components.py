@@ -254,7 +254,7 @@ class ComponentRestore:
         component_pages.remote = {}
         for name, matched in component_pages.reserved.component_pages.items():
             if self._index.components[name].is_shared:
-                # Repeated after an exception, the part of the table that was entered before has the index's pages.
+                # After an exception, the table has the index's pages as far as they were entered.
                 self._enter(component_pages, name, matched.first, component_pages.tables[name][: len(matched.table)])
         self._release_pin(component_pages)
         return component_pages.table
@@ -262,13 +262,13 @@ class ComponentRestore:
     def keep(self, request: Request, left: tuple[ComponentLeft, ...], node: Node) -> None:
         """Move what the caller leaves of components into the index, up to `node`, the end of the kept full pages.
 
-        Can be called again after an exception, and continues from there.
+        Can be called again after an exception.
         """
         component_pages = request.component_pages
         assert component_pages is not None
         for entry in left:
             if (entry.component, entry.first) in component_pages.kept:
-                # It was inserted before the exception.
+                # Entered before an exception.
                 continue
             pages = page_ids(entry.pages[: max(0, node.depth_pages - entry.first)])
             first = component_pages.firsts[entry.component]

@@ -31,9 +31,9 @@ class Evictor:
     def evict(self, tier: Tier, count: int) -> int:
         """Free `count` pages, or all that are evictable, in the policy's order; return their number.
 
-        Splits the last victim to free no more than needed, unless the surplus is at most one page in SLACK_PER_POOL of
-        the pool (2 %): a split costs as much as the rest of an eviction, and the next request needs pages as well. The
-        last pages of a short prompt can therefore be evicted together.
+        Frees up to one page in SLACK_PER_POOL of the pool (2 %) beyond `count` rather than splitting the last victim: a
+        split costs as much as the rest of an eviction, and the next request needs pages as well. The end of a short
+        prompt can therefore be evicted as a whole.
         """
         freed: PageIds | None = None
         freed_count = 0

@@ -106,7 +106,7 @@ class PrefixIndex:
     def probe_prefix(self, namespace: str, keys: bytes, *, with_pending: bool = True) -> tuple[int, int]:
         """Return the numbers of device pages and of further host pages that `match` would find. Changes nothing.
 
-        Without `with_pending`, device pages that a load has not filled yet do not count.
+        Without `with_pending`, device pages that a load has yet to fill are not counted.
         """
         self._count_pages(keys)
         is_on_device = True

@@ -108,7 +108,7 @@ def has_tiers_left(request: Request, event: TransitionRaised) -> bool:
 
 
 def is_first_raise(request: Request, event: TransitionRaised) -> bool:
-    """Whether this is the first exception of this step, which then runs once more, with less."""
+    """Whether this step has raised for the first time, so that it runs once more, with less."""
     return request.raises_of(event.taking) <= 1
 
 

@@ -35,8 +35,8 @@ class Serving:
     def grow(self, request: Request, event: GrowthTaken) -> None:
         """Move the pages that the caller took from the reserve to `own`, and refill the reserve.
 
-        The refill includes the pages `wanted` at once. It gets what eviction can free, possibly nothing, and nothing
-        if the refill raised before. An exception leaves everything unchanged.
+        The refill includes the pages `wanted` at once. It gets what eviction can free, possibly nothing; after an
+        exception the reserve is not refilled this time. An exception leaves everything as it was.
         """
         state = self._state
         taken, reserve = request.reserve[: event.page_count], request.reserve[event.page_count :]
@@ -57,7 +57,7 @@ class Serving:
     def finish(self, request: Request, event: FinishRequested) -> None:
         """Keep prompt and output in the cache, back them up, give everything back.
 
-        Can be called again after an exception: it continues from there, and begins no backup.
+        Can be called again after an exception: it continues from there and starts no backup.
         """
         ending = self._keep_all(request, event)
         self._back_up(request, ending, retracts=False)

@@ -156,7 +156,7 @@ class Request:
         self.has_asked = False
         """Whether `ask_storage` has run since the request last entered the queue."""
         self.answered_at_s = float("inf")
-        """When storage answered last; infinite if it has not, or if the query failed or was late."""
+        """When storage last answered. Infinite if it has not, failed or was late."""
         self.stored_first = 0
         self.stored_found = 0
         self.stored_components: tuple[StoredComponent, ...] = ()
@@ -524,7 +524,7 @@ class RequestComponents:
         self.tables: dict[str, PageIds] = {}
         """By component, its pages at the prompt's end, at positions from `firsts` on."""
         self.kept: set[tuple[str, int]] = set()
-        """The parts of what the caller left that are in the index: component and first position."""
+        """Entries of the caller's ComponentLeft that are in the index: component and first position."""
         self.remote: dict[str, PageIds] = {}
         """By component, the pages of `own` that prefill may write to."""
 

@@ -188,7 +188,8 @@ class Restore:
         for load, page_count in self._loads_on(match.device_node).items():
             self._loads.share(load, request, page_count)
         if self._component_pages is None:
-            # The caches may have lost pages since storage was asked, so that its answer starts too late in the prompt.
+            # Ask again if the caches have lost pages since, so that the answer starts too late in the prompt, or if the
+            # answer is old and storage may have more pages by now.
             is_gone = match.device_pages + match.host_pages < request.stored_first
             found_all = request.stored_first + request.stored_found >= request.full_pages
             is_old = request.answered_at_s + ANSWER_AGE_MAX_S < state.now_s
@@ -377,7 +378,8 @@ class Restore:
     def commit(self, request: Request, event: Progressed) -> None:
         """Enter the prompt in the cache and report the page table to the caller: all pages have arrived.
 
-        Can be called again after an exception, and continues from there; what is not in the cache by then stays out.
+        Can be called again after an exception, and continues from there. Pages that have not joined the cache by then
+        do not join it.
         """
         # Everything that can raise comes before ReportReady: after it, a failure would report a second end of the
         # same request. The retracted copy of the request is restored now, so its host pages can go.
@@ -387,7 +389,7 @@ class Restore:
         assert request.lock is not None
         source = "recompute" if request.recomputed else "transfer"
         sources = {tier: pages * settings.page_size for tier, pages in request.source_pages.items()}
-        # The rest of the prompt. Only the last page can be filled in part, and such a page is always in `own`.
+        # Tokens in `own`: all that no other source has brought.
         sources[source] = sources.get(source, 0) + request.prompt_tokens - sum(sources.values())
         if not request.table:
             request.table = state.index.device_path(request.lock.node) + request.own
@@ -429,14 +431,14 @@ class Restore:
         if request.inserted is None:
             count = len(keys) // state.settings.key_bytes
             inserted = state.index.insert(request.namespace, keys, request.table[:count])
-            # Set `own` to all that the tree did not take before the next call that can raise, so no page is lost and
-            # none is freed twice.
+            # Set `own` to all that the tree did not take before the next call that can raise: `leave` frees what is in
+            # `own`, so no page is lost and none is freed twice.
             kept = inserted.rejected + request.own[max(0, len(request.own) - (len(request.table) - count)) :]
             request.table = inserted.pages + request.table[count:]
             request.own = inserted.duplicates + kept
             request.inserted = inserted
         inserted = request.inserted
-        # Lock first: the tree's pages can be evicted until they are locked.
+        # The lock comes first: until then, the tree's pages can be evicted.
         self._lock_at(request, inserted.node)
         duplicates = len(inserted.duplicates)
         if duplicates:

@@ -55,10 +55,19 @@ After that only `Progressed` moves the request, depending on what is missing:
 Fallback
 --------
 
-- After the first exception of a step (one event in one state) the request gives something up, and the step runs once
-  more: in PREALLOC without storage; in MATCH, PREFETCH and LOCAL_RESTORE without storage, then without host memory; in
-  TRANSFER a commit inserts nothing in the tree; in READY growth gets no pages, and a finish makes no backup. The
-  request fails if the same step raises again with nothing left to give up. Its reports list the `fallbacks`.
+After an exception a step (one event in one state) runs once more, with less. The request fails only if the same step
+raises again:
+
+    state                            first exception                           second            third
+    PREALLOC                         no storage; the grant is given back       FAILED
+    MATCH, PREFETCH, LOCAL_RESTORE   the plan uses L1, L2 and transfer         L1 and transfer   FAILED
+    TRANSFER                         the landing is repeated; a commit keeps   FAILED
+                                     the pages, and enters none in the tree
+    READY                            growth gets no pages; a finish keeps the  FAILED
+                                     pages in the tree, without a backup
+
+`ReportReady.fallbacks` reports to the caller what was given up. Other reasons lead back to the queue:
+
 - A lost room (`PrefillLost`: prefill refused it, failed, or is out of reach) returns the request to the queue in a new
   generation, with the next prefill of its list, until each was tried `attempts_per_prefill` times. After the last
   attempt, a caller that can compute the rest of the prompt itself receives that command; TRANSFER waits for it.
