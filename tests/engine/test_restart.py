@@ -72,7 +72,7 @@ SCRIPT = """
 import asyncio, json, sys
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, HostPool, KVLayout, LoopbackTransport
 from tidekv import PrefillPeer, open_storage
-from tidekv.backends.keys import pack_tokens
+from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.transports.loopback import LoopbackNetwork

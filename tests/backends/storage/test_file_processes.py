@@ -26,7 +26,7 @@ SCRIPT = """
 import asyncio, hashlib, os, random, signal, sys
 import numpy as np
 from tidekv.backends.storage import open_storage
-from tidekv.states.shapes import PoolMemory, Segment, page_ids
+from tidekv.states.types import PoolMemory, Segment, page_ids
 
 root, kills, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 PAGE, PAGES = 4096, 16
