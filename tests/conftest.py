@@ -172,7 +172,7 @@ def make_pair() -> Iterator[MakePair]:
         prefill_host: HostPool | None = None,
         prefill_namespace: str = "",
         **config: object,
-    ):  # type: ignore[no-untyped-def]  # The fixture's type says it.
+    ):  # type: ignore[no-untyped-def]  # Typed by the fixture.
         network = LoopbackNetwork()
         device = DevicePool.allocate(LAYOUT, device_pages)
         host = HostPool.allocate(LAYOUT, host_pages) if host_pages else None
@@ -217,9 +217,9 @@ async def end_at_random(
     aborted: float = 0.45,
     cancelled: float = 0.45,
 ) -> str:
-    """One request that is aborted, cancelled or let through, at a random point of its life; and how it ended.
+    """Run one request that is aborted, cancelled or served, from a random point of its life; return how it ended.
 
-    The shares are those of requests that are aborted and cancelled; who is served is given back by the caller.
+    `aborted` and `cancelled` are shares of all requests; `give_back` releases a request that is served.
     """
     waiting = asyncio.create_task(engine.restore(request))
     await pause(source, waiting)
@@ -257,7 +257,7 @@ def resident_bytes() -> Callable[[], int]:
 
 @pytest.fixture
 def pages_of() -> Callable[[DecodeEngine, str], list[int]]:
-    """The device pages of a request that is being restored, in the order of its prompt: nobody is told of them yet."""
+    """The device pages of a request that is being restored, in prompt order, before the engine hands them out."""
 
     def pages_before_ready(engine: DecodeEngine, request_id: str) -> list[int]:
         core = engine._core
@@ -293,7 +293,7 @@ def leave() -> Leaves:
 
 @pytest.fixture
 def without_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pages of a room that is left are free at once, whoever may still write to them."""
+    """The pages of a room that is left are free at once, even if a peer may still write to them."""
     leave_room = Rooms.leave
 
     def leave_and_free(self: Rooms, room: Room, **options: object) -> None:

@@ -124,7 +124,7 @@ async def serve(
 
 
 def first_difference(llama: paged.Llama, answers: list[Answer]) -> str:
-    """Name the first turn whose tokens are not those of one process; empty if there is none."""
+    """Name the first turn with tokens that differ from those of one process; empty if there is none."""
     for answer in answers:
         if paged.generate_in_one_process(llama, answer.prompt, len(answer.output)) != list(answer.output):
             return answer.turn.request_id
@@ -198,7 +198,7 @@ async def test_a_wrong_prompt_fails_its_request_and_keeps_no_pages(llama: paged.
 
 
 def write_trace(path: Path, requests: int) -> Path:
-    """Write a recording whose prompts share beginnings at random."""
+    """Write a recording of prompts that share beginnings at random."""
     source = random.Random(7)
     lines = []
     for number in range(requests):
@@ -243,7 +243,7 @@ async def test_a_replay_verifies_every_page(tmp_path: Path, compute: ComputeThre
                 row.bitwise_not_()
         await run.run(iter(requests[10:]))
         await engine.wait_settled()
-        # What the last one said is cached as well, and has the bytes of its own prefix.
+        # The last request's output is cached as well, and has the bytes of its own prefix.
         said = requests[-1].prompt.packed(1000) + requests[-1].output(1000)
         ready = await engine.restore(DecodeRequest(request_id="r", tokens=said, prefill="prefill", send_prompt=True))
         assert ready.sources["transfer"] <= PAGE_SIZE

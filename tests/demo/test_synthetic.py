@@ -55,7 +55,7 @@ def test_filled_pages_verify_and_survive_a_copy(shape: KVLayout) -> None:
     elsewhere = DevicePool.allocate(shape, 24)
     elsewhere.write_pages(list(range(len(pages))), pool.read_pages(pages))
     assert SyntheticKV(elsewhere).verify(list(range(len(pages))), digests) == []
-    # Zeroed pages, which nobody filled, are all wrong.
+    # Zeroed pages, which were never filled, are all wrong.
     assert synthetic.verify([0, 1], digests[:2]) == [0, 1]
 
 

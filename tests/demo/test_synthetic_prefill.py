@@ -1,4 +1,4 @@
-"""The synthetic prefill worker gives its pages back when, and only when, nobody reads them any more."""
+"""The synthetic prefill worker gives its pages back when, and only when, no reader is left."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_shared_beginnings_join_sessions_and_change_nothing_within_one(tmp_path:
 
 
 def test_shared_beginnings_never_make_different_blocks_equal(tmp_path: Path) -> None:
-    """Two sub-agents of one kind whose prompts differ from the first block on, though their lengths are equal."""
+    """Two sub-agents of one kind with prompts that differ from the first block on, though their lengths are equal."""
     kind = {"t": 1.0, "type": "subagent", "tool_tokens": 64, "system_tokens": 64}
     whole = session(
         "s1",
@@ -169,7 +169,7 @@ def test_sessions_at_once_and_sessions_max(tmp_path: Path) -> None:
 
 @st.composite
 def agent_sessions(draw: st.DrawFn) -> Json:
-    """Sessions whose requests keep a random part of the one before."""
+    """Sessions in which each request keeps a random part of the one before."""
     requests, ids, following = [], list[int](), 1
     for position in range(draw(st.integers(1, 8))):
         ids = ids[: draw(st.integers(0, len(ids)))]
@@ -270,7 +270,7 @@ BAD_SESSIONS: list[tuple[Json, str]] = [
     ),
     (session("b", short_form(0, 1, tokens=64)), "request 0: h must be .*, not 2 numbers"),
     (session("b", short_form(2, tokens=128)), "request 0 keeps 2 blocks of the previous one, which has 0"),
-    # A length that nobody has memory for is refused before it is made.
+    # A length that exceeds any memory is refused before it is allocated.
     (session("b", short_form(0, 1, 1 << 60, tokens=64)), "request 0 has ids of 1152921504606846976 blocks"),
     ({"id": "b", "block_size": 64}, "missing required field `requests`"),
     ({**session("b"), "block_size": 0}, r"Expected `int` >= 1 - at `\$.block_size`"),

@@ -29,7 +29,7 @@ async def run_batch(pair, abort_at_random, source: random.Random, first: int, co
             await pair.engine.finish(ready, [1])
 
         async with limit:
-            # Ids come again, as soon as their owners have ended: only generations may tell the requests apart.
+            # Ids are reused as soon as the requests with them have ended: only generations distinguish the requests.
             request = pair.request(f"r{number % IDS}", tokens)
             await abort_at_random(pair.engine, request, source, check_and_finish)
 

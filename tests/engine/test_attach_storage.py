@@ -1,4 +1,4 @@
-"""Attaching and detaching storage while requests run: nobody fails, nothing leaks, and a failed attach is undone."""
+"""Attaching and detaching storage under load: no request fails, nothing leaks, and a failed attach is undone."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_hundred_swaps_under_traffic_fail_nobody_and_leak_nothing(make_p
                     await turned.wait()
             done.set()
 
-        # The first request opens the connection to prefill, whose tasks stay.
+        # The first request opens the connection to prefill; the tasks of that connection stay.
         await pair.finish(await pair.restore("first", PROMPT), PROMPT, [1])
         await pair.engine.wait_settled()
         tasks = len(asyncio.all_tasks())
@@ -115,7 +115,7 @@ async def test_an_attach_that_fails_leaves_the_old_storage_in_use(make_pair) -> 
 
 
 def own_threads() -> int:
-    """Threads that somebody of ours has started: not those of the loop's pool, which grows as it likes."""
+    """Threads other than those of the loop's default pool, which grows on demand."""
     return sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
 
 
@@ -252,7 +252,7 @@ async def test_another_store_gets_what_the_first_one_has_already(make_pair, tmp_
 
 
 class Hung:
-    """A store whose gets and puts, or whose opening or end, wait for a release."""
+    """A store with calls (gets, puts, opening or closing) that wait for a release."""
 
     def __init__(self, uri: str, *hangs: str) -> None:
         self._storage = open_storage(uri)

@@ -1,4 +1,4 @@
-"""A request is live if and only if the core is told of it, whatever raises; an abort is never overtaken."""
+"""A request is live if and only if the core has its event, whatever raises; an abort is never overtaken."""
 
 from __future__ import annotations
 

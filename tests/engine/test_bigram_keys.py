@@ -54,12 +54,12 @@ def contents(tokens: list[int], next_token: int) -> list[bytes]:
 
 @dataclass
 class Model:
-    """Too simple to be wrong: everything whose KV was ever there, as the tokens that are known of it."""
+    """Reference model: every token sequence that ever had KV, as far as its tokens are known."""
 
     known: list[list[int]] = field(default_factory=list)
 
     def hit_pages(self, prompt: list[int]) -> int:
-        """Pages whose tokens and next token were there before."""
+        """Number of leading pages for which the tokens and the next token match a known sequence."""
         for pages in range((len(prompt) - 1) // SIZE, 0, -1):
             reach = pages * SIZE + 1
             if any(tokens[:reach] == prompt[:reach] for tokens in self.known):
@@ -68,7 +68,7 @@ class Model:
 
 
 class Bench:
-    """A decode engine and a prefill worker that answers each request with the first token that it is told."""
+    """A decode engine and a prefill worker that answers each request with the first token set for it."""
 
     def __init__(self) -> None:
         self.network = LoopbackNetwork()
@@ -148,7 +148,7 @@ async def test_hits_are_those_of_a_naive_model_and_every_byte_is_right(seed: int
     journal = str(tmp_path / "journal")
     async with bench("memory:?capacity=64MB", journal_path=journal, journal_tokens=seed % 2 == 0) as rig:
         for _ in range(60):
-            # Two tokens and short prompts, often what was said before and a little more: prefixes part anywhere.
+            # Two tokens and short prompts, often a prefix of a known sequence and a little more: they part anywhere.
             base = random.choice(rig.model.known) if rig.model.known and random.random() < 0.7 else []
             prompt = [*base[: random.randint(0, len(base))], *random.choices((0, 1), k=random.randint(1, 9))]
             output = random.choices((0, 1), k=random.randint(1, 6))

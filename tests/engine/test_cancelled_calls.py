@@ -101,7 +101,7 @@ async def test_a_late_cancel_does_not_abort_the_next_request_of_that_id(make_pai
         pair.network.before_write = hold
         first = asyncio.create_task(pair.engine.restore(pair.request("r1", PROMPT)))
         await pair.engine._calls.wait_until(lambda: pair.core()["requests_transfer"] == 1)
-        # The request fails, and in the same turn of the loop somebody starts the next one and cancels the first.
+        # The request fails; in the same turn of the loop the next one is started and the first is cancelled.
         driver = pair.engine._driver
         driver.take_now(events.AbortRequested(at_s=driver.clock(), request_id="r1", cause="first"))
         second = pair.engine.restore(pair.request("r1", PROMPT))

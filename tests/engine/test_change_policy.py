@@ -1,4 +1,4 @@
-"""Policies changed while serving, and the breaker, on a real engine: nobody fails, and the journal replays."""
+"""Policies changed while serving, and the breaker, on a real engine: no request fails, and the journal replays."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_who_waits_for_memory_has_its_pages_fetched_ahead(make_pair, tmp_p
         assert again.sources == {"l1": 0, "l2": 0, "l3": 20, "transfer": 2}
         assert len(big.pages) == 21
         await pair.finish(again, PROMPT, [1])
-        # Who gives up while it waits leaves nothing behind.
+        # A request that is cancelled while it waits leaves nothing behind.
         await pair.engine.wait_settled()
         await pair.engine.flush()
         await pair.restore("big2", [7] * 84)
@@ -142,7 +142,7 @@ async def test_who_waits_for_memory_has_its_pages_fetched_ahead(make_pair, tmp_p
 
 
 class Failing:
-    """A memory engine that fails while `broken` is set, and counts who asks it."""
+    """A memory engine that fails while `broken` is set, and counts its calls."""
 
     def __init__(self) -> None:
         self._storage = open_storage("memory:?capacity=1MiB")

@@ -43,7 +43,7 @@ def number_of(event: Event) -> int:
 
 
 class ScriptedCore:
-    """Answers what is numbered n by forgetting the tokens of n; raises where it is told to."""
+    """Answers event number n by forgetting the tokens of n; raises for the numbers in `raises`."""
 
     def __init__(self, raises: dict[int, BaseException] | None = None) -> None:
         self.raises = raises or {}
@@ -62,7 +62,7 @@ class ScriptedCore:
 
 
 class Watcher:
-    """Writes down what it is told."""
+    """Records the steps it is called with."""
 
     def __init__(self) -> None:
         self.told: list[tuple[int, int, str]] = []
@@ -300,7 +300,7 @@ def ready(call: int) -> commands.ReportReady:
 
 
 def ready_rig(happened: list[str], raised: BaseException | None = None) -> Rig:
-    """Writes down what happens, and what a caller does who waits for that."""
+    """Records the commands performed, and what a caller that waits for readiness does."""
 
     def perform(command: Command) -> None:
         happened.append(type(command).__name__)

@@ -1,4 +1,4 @@
-"""Whoever ends a request, at any turn of the loop between its call and its end: right bytes or a clear end, no leak.
+"""A request ended at any turn of the loop between its call and its end: right bytes or a clear end, no leak.
 
 The states of a request are few, the awaits on its way are many. So a request over all four sources is ended after one
 turn of the loop, after two, and so on until it is over before it can be ended.
@@ -31,7 +31,7 @@ def one_event_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def warm(pair: Any) -> None:
-    """Two pages of PROMPT are on the device, four on the host, six in storage; nobody holds any of them."""
+    """Two pages of PROMPT are on the device, four on the host, six in storage; no request holds any of them."""
     for length, tiers in ((24, ("l1", "l2")), (16, ("l1",)), (8, ())):
         ready = await pair.restore("warm", PROMPT[:length])
         await pair.engine.finish(ready)
@@ -88,7 +88,7 @@ async def test_a_restore_that_is_ended_at_any_turn_holds_nothing(
             except (RequestFailed, asyncio.CancelledError):
                 pass
             else:
-                # It was READY already: its pages are right, or it has been told that they are its own no longer.
+                # It was READY already: either its pages are right, or `grow` refuses because the request has ended.
                 with suppress(InvalidRequest):
                     pair.engine.grow(ready, 0)
                     assert pair.wrong_pages(ready, PROMPT) == []

@@ -159,7 +159,7 @@ async def test_a_cancelled_close_still_closes_everything(make_pair) -> None:
 
 
 class HangingStorage:
-    """Storage whose end never comes."""
+    """Storage with a `close` that never returns."""
 
     def __init__(self) -> None:
         self._storage = open_storage("memory:?capacity=1MiB")

@@ -117,7 +117,7 @@ def test_dashboard_shows_every_metric_and_no_other() -> None:
     }
     there = {family.name for family in metric_families()}
     assert asked <= there
-    # A count that the panel of the outcomes shows as well, what nobody looks at, and what is live in the core.
+    # A count that the outcomes panel also shows, a metric that no panel uses, and the core's live request count.
     assert there - asked == {"tidekv_requests_arrived", "tidekv_poller_rounds", "tidekv_live"}
 
 

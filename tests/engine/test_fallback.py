@@ -161,7 +161,7 @@ async def test_a_deadline_ends_the_wait_with_its_state(make_pair) -> None:
         with pytest.raises(RequestFailed, match="deadline") as failed:
             await pair.engine.restore(pair.request("r1", PROMPT, deadline_s=0.05))
         assert "TRANSFER" in failed.value.detail
-        # The writer has not confirmed: its pages wait in the quarantine, and are nobody's.
+        # The writer has not confirmed: its pages wait in quarantine, without an owner.
         assert pair.core()["device_draining"] == 11
         held.set()
         await pair.assert_nothing_held()

@@ -25,13 +25,13 @@ from tidekv.states.types import PageIds
 PROMPT = list(range(100, 142))  # Ten pages of four tokens and a tail of two.
 OTHER = list(range(300, 342))
 OF_THE_PROCESS = {
-    # What no event tells: these are of the running process, and of nothing that can be replayed.
+    # Metrics of the running process: they follow from no event, so a replay cannot reproduce them.
     "tidekv_engine", "tidekv_loop_lag_seconds", "tidekv_poller_cpu_seconds", "tidekv_poller_rounds",
 }  # fmt: skip
 
 
 class MoodyStorage:
-    """A storage engine that does what a test tells it, once."""
+    """A storage engine that misbehaves once, in the way a test sets."""
 
     def __init__(self, inner: Storage) -> None:
         self._inner = inner
@@ -124,7 +124,7 @@ async def test_every_counter_follows_from_the_journal(make_pair, tmp_path: Path)
     path = tmp_path / "run.journal"
     storage = MoodyStorage(open_storage("memory:?capacity=64MiB"))
     limits = {"query_deadline_s": 0.05, "prefetch_base_s": 0.05, "fetch_run_pages": 16, "close_deadline_s": 5.0}
-    # How fast this machine is must not say what is fetched.
+    # The speed of this machine must not determine what is fetched.
     limits["fetch_deadline_share"] = 0.0
     async with make_pair(
         storage=storage, device_pages=24, journal_path=str(path), metrics_listen="127.0.0.1:0", **limits

@@ -1,4 +1,4 @@
-"""The poller: each operation is driven to one end and released once, whoever waits, and idleness costs nothing."""
+"""The poller: each operation is driven to one end and released once, whatever waits; idleness costs nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Run = Callable[[Main], None]
 
 @dataclass
 class Fake:
-    """An operation by script: over after `checks` checks, or not before `gate` opens; raises where it is told to."""
+    """A scripted operation: over after `checks` checks, or not before `gate` opens; raises on request."""
 
     checks: int = 0
     rounds: int = 0
@@ -262,7 +262,7 @@ def test_what_ends_together_wakes_the_loop_a_few_times_only() -> None:
 
 @pytest.mark.parametrize(
     ("wait_s", "rounds"),
-    # Longer than what has ended may wait for others to be told with it; or before one that has something to post.
+    # A wait longer than ended operations may be held back for batching; or a turn before one that has work to post.
     [(0.001, 0), (0.0, 1)],
 )
 def test_what_has_ended_is_told_before_the_next_one_is_asked_who_may_block(

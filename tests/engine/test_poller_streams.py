@@ -1,4 +1,4 @@
-"""Streams on the poller's thread: what is begun is told once, whenever it comes, and an empty stream costs nothing."""
+"""Streams on the poller's thread: each item's end is reported once, at any time, and an empty stream costs nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tidekv.transports.base import Drive, Ended, Turn
 
 
 class Counter:
-    """A stream whose items end one a turn, or some turns after they came; `gate` keeps all of them."""
+    """A stream that ends one item a turn, or some turns after it came; a closed `gate` holds all items."""
 
     def __init__(self, *, waits: int = 0, gate: threading.Event | None = None) -> None:
         self.items: deque[asyncio.Future[None]] = deque()
@@ -67,7 +67,7 @@ async def test_whatever_enters_between_any_two_turns_is_told_once(waits: int) ->
         for _ in range(300):
             at = rng.randrange(3)
             burst = [enter(drives[at], streams[at]) for _ in range(rng.choice((1, 1, 1, 5)))]
-            # Waiting for the last one only, the next comes while the stream is about to say that it is empty.
+            # Waiting for the last one only, the next comes while the stream is about to report that it is empty.
             await burst[-1]
 
     async with asyncio.TaskGroup() as callers:

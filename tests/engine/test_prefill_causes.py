@@ -1,4 +1,4 @@
-"""What a caller hears when no prefill sends the rest: one of a few causes, and the words behind it."""
+"""The error a caller gets when no prefill sends the rest: one of a few causes, and the detail behind it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Pool:
 
 
 class Decode:
-    """A receiver and what it told."""
+    """A receiver and the events it emitted."""
 
     def __init__(self, network: LoopbackNetwork, *, model: str = "m") -> None:
         self.pool = Pool(fill=0)

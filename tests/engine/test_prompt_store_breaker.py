@@ -13,7 +13,7 @@ from tidekv.states.errors import InvalidConfig, StorageFailed
 
 
 class Failing:
-    """A memory engine that fails while `broken` is set, and counts who asks it."""
+    """A memory engine that fails while `broken` is set, and counts its calls."""
 
     def __init__(self) -> None:
         self._storage = open_storage("memory:?capacity=1MiB")

@@ -1,4 +1,4 @@
-"""What goes wrong while prefill writes its prompts through: it is counted, and no page of anybody waits for it."""
+"""Faults while prefill writes its prompts through: each is counted, and no page of a request waits for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", pag
 
 
 class Gated:
-    """An engine whose calls wait for gates, or raise what they are told to."""
+    """An engine with calls that wait for gates, or raise what a test sets."""
 
     uri = "gated:"
 
@@ -187,7 +187,7 @@ async def test_a_prompt_that_extends_a_stored_one_hashes_only_its_new_pages(
 
 
 class Hanging(Gated):
-    """An engine whose puts and whose end never come, cancelled or not."""
+    """An engine with puts and a close that never return, cancelled or not."""
 
     def __init__(self, never: asyncio.Event) -> None:
         super().__init__()

@@ -107,7 +107,7 @@ async def test_an_abort_just_after_the_work_began_keeps_the_pages_until_it_ends(
             await engine.restore(REQUEST)
         assert len(begun) == 1
         if not at_once:
-            # The work still writes to these pages: they are nobody else's, though their request is gone.
+            # The work still writes to these pages: they are not reused, though their request is gone.
             assert engine.statistics()["core"]["device_owned"] == len(begun[0].pages) == 3
             assert engine.statistics()["core"]["device_free"] == 5
             may_end.set()
@@ -120,7 +120,7 @@ async def test_an_abort_just_after_the_work_began_keeps_the_pages_until_it_ends(
 
 
 class Moody:
-    """Storage whose calls end in a cancellation of their own."""
+    """Storage with calls that end in a cancellation of their own."""
 
     def __init__(self, storage: object) -> None:
         self._storage = storage

@@ -17,7 +17,7 @@ PAGE_SIZE = 4
 
 
 class Dialog:
-    """A conversation whose answers are a function of its seed: any process can say it again."""
+    """A conversation that is a function of its seed, so that any process can reproduce it."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -31,7 +31,7 @@ class Dialog:
         return self._some(1, 12)
 
     def next_turn(self, answer: list[int]) -> None:
-        """The answer was given, and the user says more. All that has KV, in whole pages, is stored."""
+        """Append the answer and a new user turn. All that has KV, in whole pages, is stored."""
         self.turn += 1
         self.stored_tokens = (len(self.tokens) + len(answer) - 1) // PAGE_SIZE * PAGE_SIZE
         self.tokens = [*self.tokens, *answer, *self._some(1, 20)]

@@ -52,7 +52,7 @@ async def workers(prefill_transport: NixlTransport, decode_transport: NixlTransp
     ):
 
         async def restore(request_id: str) -> list[int]:
-            """Restore the prompt, and tell which pages are wrong."""
+            """Restore the prompt, and return the wrong pages."""
             ready = await engine.restore(
                 DecodeRequest(request_id=request_id, tokens=PROMPT, prefill=peer.address, send_prompt=True)
             )

@@ -1,4 +1,4 @@
-"""Many requests with one prefix at once: prefill sends it once, whoever of them is aborted or cancelled."""
+"""Many requests with one prefix at once: prefill sends it once, whichever of them is aborted or cancelled."""
 
 from __future__ import annotations
 

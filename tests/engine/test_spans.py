@@ -1,4 +1,4 @@
-"""One span a request, its states as children, in the trace of whoever called: from the steps that the core made."""
+"""One span per request, its states as children, in the caller's trace: derived from the core's steps."""
 
 from __future__ import annotations
 

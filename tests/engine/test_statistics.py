@@ -19,7 +19,7 @@ PROMPT = list(range(100, 122))
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Let the loop run until a condition holds that nothing wakes anybody for."""
+    """Let the loop run until a condition holds that sends no wake-up."""
     async with asyncio.timeout(10):
         while not holds():  # noqa: ASYNC110  # See above.
             await asyncio.sleep(0)

@@ -44,7 +44,7 @@ async def test_top_shows_what_a_live_engine_has(make_pair) -> None:
         words = (await once.communicate())[0].decode()
         core = pair.core()
         assert once.returncode == 0
-        # Requests by state, restores by outcome, pages by condition, tokens by source: as the engine says.
+        # Requests by state, restores by outcome, pages by condition, tokens by source: equal to the engine's figures.
         assert re.search(r"READY +│ +1 ", words), words
         assert re.search(r"ready +│ +2 ", words), words
         row = next(line for line in words.splitlines() if line.startswith("│ device"))

@@ -1,4 +1,4 @@
-"""The bell: whatever is put before it rings is found by who waits for it, in any order of the two."""
+"""The bell: whatever is put before it rings is found by the waiting thread, in any order of the two."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The code that runs is the real one: the bell, and how the polling thread takes what is new. Its lock and its queue are
 stand-ins that stop before each of their calls, each of which is one step under the interpreter's lock, until it is that
-thread's turn. All orders are gone through, depth first: each run repeats a beginning and goes on with whoever can.
+thread's turn. All orders are gone through, depth first: each run repeats a prefix and continues with a runnable thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Unwound(BaseException):
 
 
 class Schedule:
-    """Two threads of which one runs at a time, in an order that is given; notes who could have run instead."""
+    """Two threads of which one runs at a time, in a given order; records which could have run instead."""
 
     def __init__(self, order: list[int]) -> None:
         self.order = order
@@ -118,7 +118,7 @@ class StepLock:
 
 
 class StepQueue(deque[Any]):
-    """A queue whose every call is a step."""
+    """A queue on which every call is a step."""
 
     schedule: Schedule
 

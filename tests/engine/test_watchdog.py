@@ -1,4 +1,4 @@
-"""The watchdog names whoever holds the loop up, and costs nothing while the engine is idle."""
+"""The watchdog names the code that holds the loop up, and costs nothing while the engine is idle."""
 
 from __future__ import annotations
 

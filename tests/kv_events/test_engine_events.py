@@ -1,4 +1,4 @@
-"""A real engine tells a router what it has in each tier."""
+"""A real engine publishes to a router what it has in each tier."""
 
 from __future__ import annotations
 

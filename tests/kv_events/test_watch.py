@@ -24,7 +24,7 @@ Held = dict[str, set[int]]
 
 
 class ByteTeller(KVEventTeller):
-    """For cores whose tokens are bytes: a page's key is as wide as the page has tokens."""
+    """For cores with bytes as tokens: a page's key is as wide as the page has tokens."""
 
     def _digests_of(self, node: Seen) -> list[bytes]:
         before = self._told[node.parent_id].last_digest if node.parent_id else node.namespace.encode()
@@ -39,7 +39,7 @@ class ByteTeller(KVEventTeller):
 
 
 class AtOnce:
-    """An outlet that makes events in the call, and says whether there is room."""
+    """An outlet that makes events in the call; `has_room` is set by the test."""
 
     def __init__(self, take: Callable[[Sequence[KVEvent]], None]) -> None:
         self._take = take
@@ -52,7 +52,7 @@ class AtOnce:
 
 
 class Router:
-    """Believes what it is told, and nothing that does not hang together."""
+    """Applies the events it receives, and rejects any that are inconsistent."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -170,7 +170,7 @@ def test_nothing_is_noted_where_nobody_watches() -> None:
 
 
 class Desk:
-    """An index whose keys are packed tokens, as in a live run, and a watcher told of a step whenever we say so."""
+    """An index with packed tokens as keys, as in a live run, and a watcher that is stepped explicitly."""
 
     def __init__(self) -> None:
         self.core = Core(CoreSettings(page_size=2, key_bytes=8, device_pages=16, host_pages=16))
@@ -188,7 +188,7 @@ class Desk:
         return inserted.node
 
     def told(self) -> list[KVEvent]:
-        """What is told of the last step."""
+        """The events published for the last step."""
         self.batches.clear()
         self.watcher.stepped(events.ClockAdvanced(at_s=0.0), [])
         return [event for batch in self.batches for event in batch]

@@ -59,7 +59,7 @@ class Contract:
         data_parallel_rank: int | None = None
 
 
-def published(package: str, module: str, stubs: dict[str, dict[str, object]]) -> Any:  # A module of somebody else.
+def published(package: str, module: str, stubs: dict[str, dict[str, object]]) -> Any:  # A third-party module.
     """Load one module of an unpacked wheel that TIDEKV_TEST_VLLM or TIDEKV_TEST_SGLANG names, else skip.
 
     What it imports of its own package is replaced: its message types need none of it.
@@ -95,7 +95,7 @@ def nothing(*_: object, **__: object) -> types.SimpleNamespace:
 
 
 def same(events: list[Any], kinds: Any) -> None:
-    """What was decoded is what was told, by the names of its fields."""
+    """Decoded events equal the published ones, by the names of their fields."""
     cleared, stored, removed = events
     assert isinstance(cleared, kinds.AllBlocksCleared)
     assert isinstance(stored, kinds.BlockStored)
@@ -187,7 +187,7 @@ class Listener:
         return found
 
     def wait_connected(self, publisher: KVEventPublisher) -> tuple[bytes, int, bytes]:
-        """Publish until the first batch arrives: what was sent before somebody listened is not heard."""
+        """Publish until the first batch arrives: messages sent before the subscription is in place are lost."""
         self.sub.rcvtimeo = 50
         while True:
             publisher.publish(lambda: [AllBlocksCleared()])
@@ -232,7 +232,7 @@ def test_what_was_missed_can_be_asked_for_and_what_is_not_kept_is_gone(
     for count in range(8):
         publisher.publish(lambda count=count: [BlockRemoved([count], "GPU")])
         publisher.publish(list)  # No events are no batch.
-    # The first answer tells when all were sent: asking is not ordered with publishing.
+    # The first answer shows when all were sent: requests are not ordered with publishing.
     while len(kept := listener.missed(0)) < 5 or kept[-1][0] != 7:
         pass
     assert [number for number, _ in kept] == [3, 4, 5, 6, 7]

@@ -1,6 +1,6 @@
 """Real models behind a whole engine: prefill computes prompts, decode restores their KV and goes on from it.
 
-What travels is judged by what the model says next, and byte by byte.
+Transfers are judged by the model's next tokens, and byte by byte.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Greedy:
 
 @dataclass
 class Asked:
-    """What one request brought: where its KV came from, the bytes of its prompt's pages, and what was said."""
+    """What one request brought: where its KV came from, the bytes of its prompt's pages, and the answer."""
 
     sources: dict[str, int]
     page_bytes: torch.Tensor
@@ -159,7 +159,7 @@ class Decode:
         self.engine.grow(ready, count + SPARE_TOKENS)
         answer = await asyncio.to_thread(self.runner.answer, prompt, ready.first_token, ready.pages.tolist(), count)
         if zero:
-            # Nobody is to hit what was spoilt.
+            # No later request may hit the spoilt pages.
             await self.engine.abort(request_id)
         else:
             await self.engine.finish(ready, answer.output)
@@ -179,7 +179,7 @@ MakeRig = Callable[..., AbstractAsyncContextManager[Rig]]
 
 @pytest.fixture
 def make_rig(tmp_path: Path) -> MakeRig:
-    """A rig whose prefill worker runs."""
+    """A rig with a running prefill worker."""
 
     @asynccontextmanager
     async def make(layout: Layout, make_runner: Callable[[DevicePool], Runner], **options: bool) -> AsyncIterator[Rig]:

@@ -1,7 +1,7 @@
 """A target and its draft on the same pages: restored draft KV is as good as fresh, from every tier.
 
 The draft is the target's first layers with the target's embeddings and head, so that it often proposes what the target
-says. Tokens are the target's own whatever the draft does; only the accept length tells whether its KV is there.
+generates. Tokens are the target's own whatever the draft does; only the accept length shows whether its KV is there.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 def in_one_process(name: str, greedy: Any, prompt: list[int]) -> list[int]:
-    """What every way must say: `generate()`; for quantised KV the same model on pages that go nowhere."""
+    """The reference output: `generate()`; for quantised KV the same model on pages that go nowhere."""
     if name != "fp8":
         model = {"llama": llama, "deepseek_v2": lambda: deepseek(2), "deepseek_v3": lambda: deepseek(3)}[name]()
         return generate_in_one_process(model, prompt, OUTPUT)
@@ -135,7 +135,7 @@ async def check_every_tier(name: str, make_rig: Any, greedy: Any, **options: boo
                 asked = await decode.ask_from(tier, prompt, OUTPUT)
                 assert asked.answer.output == wanted, tier
                 assert torch.equal(asked.page_bytes, fresh.page_bytes), tier
-            # The check can fail: without the KV it says something else.
+            # The check can fail: without the KV the output differs.
             assert (await decode.ask_from("l2", prompt, OUTPUT, zero="full")).answer.output != wanted
             # What decode wrote itself is restored too: the next turn goes on from prompt and output.
             longer = [*prompt, *wanted, *prompt_of(5, seed=2)]

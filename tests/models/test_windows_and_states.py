@@ -233,7 +233,7 @@ class Decode:
 
 @asynccontextmanager
 async def worker(name: str, folder: Path, *, nixl: bool = False) -> AsyncIterator[Decode]:
-    """A decode worker with storage, and its prefill, which has pools of its own and computes every prompt anew."""
+    """A decode worker with storage, and its prefill, which has pools of its own and computes every prompt again."""
     model = model_of(name)
     layouts = layouts_of(model, SIZE)
     network = LoopbackNetwork()
@@ -287,7 +287,7 @@ def in_one_process(name: str, prompt: list[int], output: int = OUTPUT) -> list[i
 async def check_every_tier(name: str, folder: Path, *, nixl: bool = False) -> None:
     prompt = prompt_of(PROMPT_TOKENS, seed=1)
     wanted = in_one_process(name, prompt)
-    # It does not say the same over and over, whatever was asked.
+    # The output is not one token repeated, which any prompt would match.
     assert len(set(wanted)) > 3
     whole = [*prompt, *wanted[:-1]]
     longer = [*whole, *prompt_of(3, seed=2)]
@@ -299,7 +299,7 @@ async def check_every_tier(name: str, folder: Path, *, nixl: bool = False) -> No
             assert await decode.ask(whole) == ({tier: len(whole)}, second)
             await decode.engine.flush(flushed)
             assert await decode.ask(longer) == ({tier: len(whole), "transfer": 3}, third)
-            # The check can fail: without what was restored it says something else.
+            # The check can fail: without what was restored the output differs.
             for component in decode.components:
                 await decode.engine.flush(flushed)
                 sources, answer = await decode.ask(whole, zero=component)

@@ -1,4 +1,4 @@
-"""Whoever leaves, leaves nothing behind: deadlines and aborts in each state, and the words that free a room's pages."""
+"""A request that leaves leaves nothing behind: deadlines and aborts in each state, and messages that free a room."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIVE = (State.PREALLOC, State.MATCH, State.PREFETCH, State.LOCAL_RESTORE, State.
 
 
 def settle_all(rig: Rig) -> None:
-    """Everything that is in flight ends, whoever still waits for it; the other request is given back."""
+    """End every operation in flight, whether or not a request waits for it; give back the other request."""
     if rig.core.request("big") is not None:
         rig.abort("big")
     for promise in rig.take_all(commands.SendPromise):
@@ -74,7 +74,7 @@ def test_outcomes_that_come_after_an_abort_only_give_pages_back(state: State) ->
 
 
 def in_transfer(rig: Rig, request_id: str = "a", *, ranks: int = 1) -> commands.SendPromise:
-    """A request whose pages are being written by so many ranks."""
+    """A request with pages that are being written by so many ranks."""
     rig.arrive(request_id, PROMPT)
     promise = rig.take(commands.SendPromise)
     rig.promised(promise, ranks=ranks)

@@ -18,7 +18,7 @@ TEN = b"abcdefghij"
 
 
 def stored_only(**settings: int | float) -> Rig:
-    """A core whose storage has the whole of TEN, and whose device and host are empty."""
+    """A core with the whole of TEN in storage, and with an empty device and host."""
     rig = Rig(**settings)
     rig.attach_storage()
     rig.make_cached("past", TEN)
@@ -49,7 +49,7 @@ def over(rig: Rig, request_id: str, tokens: bytes) -> None:
 
 @given(l1=st.integers(0, 10), l2=st.integers(0, 10), l3=st.integers(0, 12))
 def test_every_page_has_one_source_and_the_promise_is_what_they_cover(l1: int, l2: int, l3: int) -> None:
-    """One plan says what is copied, read, promised and asked for: the prompt is covered once, whoever has what."""
+    """One plan lists what is copied, read, promised and requested; together these cover the prompt exactly once."""
     rig = Rig(host_pages=32)
     rig.attach_storage()
     if l1 or l2:
@@ -90,7 +90,7 @@ def test_every_page_has_one_source_and_the_promise_is_what_they_cover(l1: int, l
 
 @pytest.mark.parametrize("gate", ["threshold", "host memory", "detached"])
 def test_what_is_declined_is_not_promised(gate: str) -> None:
-    """Each gate in front of a read makes the promise shorter; none leaves a promise behind that nobody keeps."""
+    """Each gate in front of a read makes the promise shorter; none leaves a promise that is not kept."""
     rig = stored_only(host_pages=32)
     if gate == "threshold":
         rig.core.state.settings = rig.core.settings.__class__(
@@ -155,7 +155,7 @@ def test_at_the_deadline_each_run_that_has_not_landed_is_asked_of_prefill_and_no
     rig.chunk(extend)
     rig.take(commands.SendReceived)
     assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 0, "l3": 6, "transfer": 4}
-    # The late read still writes to its host pages: they are its own until it says that it has ended.
+    # The late read still writes to its host pages: it owns them until it reports its end.
     assert rig.core.statistics()["host_owned"] == 4
     rig.fetched(late)
     over(rig, "a", TEN)

@@ -128,7 +128,7 @@ async def test_what_has_ended_in_the_turn_of_its_deadline_is_taken_before_the_de
     taken: list[events.Event] = []
 
     class Core:
-        """A core whose deadline is always due."""
+        """A core with a deadline that is always due."""
 
         def next_deadline_s(self) -> float | None:
             return None if any(isinstance(event, events.ClockAdvanced) for event in taken) else 0.0

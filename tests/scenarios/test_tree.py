@@ -1,4 +1,4 @@
-"""The tree changes under who uses it: splits, inserts and evictions between the beginning and the end of something."""
+"""The tree changes during use: splits, inserts and evictions between the beginning and the end of an operation."""
 
 from __future__ import annotations
 

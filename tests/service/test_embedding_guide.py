@@ -1,4 +1,4 @@
-"""The snippets of docs/embedding.md do what the page says, over NIXL."""
+"""The snippets of docs/embedding.md work as documented, over NIXL."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OUTPUT = 40
 
 
 def next_token(position: int) -> int:
-    """What our model says at a position, whatever was before."""
+    """The test model's next token at a position, independent of the tokens before it."""
     return 1000 + position
 
 
@@ -49,7 +49,7 @@ def guide() -> dict[str, Any]:
 
 @pytest.fixture
 def prefill(guide: dict[str, Any]) -> Iterator[str]:
-    """The address of a prefill worker on a loop of its own, whose rooms are served by the page's `answer`."""
+    """The address of a prefill worker on a loop of its own; the page's `answer` serves its rooms."""
     pool = guide["parts"]("unused")["device"]
     account = PagePool("prefill", pool.num_pages)
 
@@ -141,7 +141,7 @@ def test_the_paired_pool_is_the_callers_tensors(guide: dict[str, Any]) -> None:
 async def with_components(
     guide: dict[str, Any], ours: Any, theirs: Any, on_room: Callable[[Any], Awaitable[None]]
 ) -> AsyncIterator[DecodeEngine]:
-    """A decode engine whose components are `theirs`, and its prefill with `ours`, in this process."""
+    """A decode engine with the components `theirs`, and its prefill with `ours`, in this process."""
     network = LoopbackNetwork()
     async with (
         PrefillPeer(
@@ -190,7 +190,7 @@ async def test_the_tails_that_are_asked_for_are_sent(guide: dict[str, Any]) -> N
 async def test_a_window_and_a_record_go_on_and_are_left_at_the_last_full_page(
     guide: dict[str, Any], output: int, cached_tokens: int
 ) -> None:
-    """A model whose record is the sum of what it has seen, and whose window says where each token was."""
+    """A model with a record that is the sum of its tokens, and a window that holds the place of each token."""
     ours, theirs = guide["components"](), guide["components"]()
     window_pool, record_pool = theirs[0].device, theirs[1].device
     prompt = list(range(9 * 16))

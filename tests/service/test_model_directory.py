@@ -1,4 +1,4 @@
-"""The example service with a model directory, storage, and a prefill worker that is nobody's child."""
+"""The example service with a model directory, storage, and a prefill worker that it did not start."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def model_directory(tmp_path: Path) -> Path:
 
 @contextmanager
 def distant_prefill(model: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    """A prefill worker that is nobody's child, on its way: where it will listen, and how to wait until it does."""
+    """A prefill worker started apart from the service: where it will listen, and how to wait until it does."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     options = json.dumps({"model": str(model), "listen": address})

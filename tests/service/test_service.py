@@ -146,7 +146,7 @@ def test_more_than_the_queue_holds_is_told_to_come_again(service, generate) -> N
         assert {error.response.headers["retry-after"] for error in refused} == {"1"}
         served = next(number for number, answer in enumerate(answers) if isinstance(answer, list))
         assert answers[served] == generate(prompts[served], 8)
-        # Whoever comes again, as the client does by itself, is served.
+        # A refused client that retries, as the OpenAI client does by itself, is served.
         patient = service.openai.with_options(max_retries=20)
         again = pool.map(
             lambda prompt: patient.completions.create(model=service.model, prompt=prompt, max_tokens=1), prompts[:12]

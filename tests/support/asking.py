@@ -7,7 +7,7 @@ from tidekv.states import commands
 
 
 def ask(rig: Rig, name: str, tokens: bytes, found: int) -> commands.SendPromise:
-    """A prompt arrives; storage says how much of it it has; the promise follows."""
+    """A prompt arrives; storage returns how much of it it has; the promise follows."""
     rig.arrive(name, tokens)
     rig.answer(rig.take(commands.QueryStorage), found)
     promise = rig.take(commands.SendPromise)

@@ -85,7 +85,7 @@ def layouts_of(model: CausalModel, page_size: int) -> ModelLayouts:
 
 
 class ComponentModel:
-    """Runs a causal model of `transformers` whose cache lies in pools. It owns neither the pools nor the model.
+    """Runs a causal model of `transformers` with its cache in pools. It owns neither the pools nor the model.
 
     Pages beyond the last token and pages that a window has left behind are never read.
     """

@@ -94,7 +94,7 @@ def asked(rig: Rig, tokens: bytes = PROMPT, request_id: str = "a", **fields: obj
 
 
 def fetching(rig: Rig, tokens: bytes = PROMPT, **fields: object) -> list[commands.FetchComponent]:
-    """A request whose plan takes everything from storage."""
+    """A request with a plan that takes everything from storage."""
     rig.answer(asked(rig, tokens, **fields), 8, component_pages=ALL)
     return rig.take_all(commands.FetchComponent)
 

@@ -1,7 +1,7 @@
 """The core against any order of events that a world can produce: Hypothesis plays every part, and pages hold tags.
 
-Few tokens and small pools, so that prefixes collide and pages are short. Whatever is in flight ends when Hypothesis
-says so: well, badly, in part, or not before the end.
+Few tokens and small pools, so that prefixes collide and pages are short. Hypothesis decides when each operation in
+flight ends, and how: well, badly, in part, or not before the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Sending:
         self.is_aborted = False
 
     def open_spans(self) -> list[int]:
-        """Spans with something left to say."""
+        """Spans with chunks left to send."""
         return [] if self.is_aborted else [span for span in self.spans if span in self.cursors]
 
 
@@ -242,7 +242,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(room.open_spans() for room in self.sent_rooms()))
     @rule(pick=PICKS, count=st.integers(min_value=1, max_value=4))
     def post(self, pick: int, count: int) -> None:
-        """Start to write pages of a span, or say its last chunk."""
+        """Start to write pages of a span, or send its last chunk."""
         open_spans = [(room, span) for room in self.sent_rooms() for span in room.open_spans()]
         room, span = open_spans[pick % len(open_spans)]
         first, pages = room.spans[span]

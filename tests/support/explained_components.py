@@ -1,4 +1,4 @@
-"""Rows of the table of `test_explain`: what may happen to windows and states, and what must be said of it."""
+"""Rows of the table of `test_explain`: what may happen to windows and states, and the expected explanation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tidekv.states import commands, events
 from tidekv.states.components.specs import Component
 from tidekv.states.request.request import DECLINED
 
-Play = Any  # A core played by hand: the fixture `play`, whose class tests cannot import.
+Play = Any  # A core played by hand by the fixture `play`; tests cannot import its class.
 CASES: dict[str, tuple[Callable[[Play], None], tuple[str, ...], tuple[str, ...]]] = {}
 """By name: what is injected, words about request r1, and counters of the core that the injection moves."""
 COMPONENTS = (Component(name="window", kind="window", window_tokens=4, device_pages=12, host_pages=8),)

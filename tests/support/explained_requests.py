@@ -13,7 +13,7 @@ from tidekv.states.request.ready import Serving
 from tidekv.states.request.request import LOAD_CAUSES
 from tidekv.states.request.restore import Restore
 
-Play = Any  # A core played by hand: the fixture `play`, whose class tests cannot import.
+Play = Any  # A core played by hand by the fixture `play`; tests cannot import its class.
 CASES: dict[str, tuple[Callable[[Play], None], tuple[str, ...], tuple[str, ...]]] = {}
 """By name: what is injected, words about request r1, and counters of the core that the injection moves."""
 STATES = ("PREALLOC", "MATCH", "PREFETCH", "LOCAL_RESTORE", "TRANSFER")

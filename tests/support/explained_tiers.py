@@ -1,4 +1,4 @@
-"""Rows of the table of `test_explain`: what storage and copies may do to a request, and what must be said of it."""
+"""Rows of the table of `test_explain`: what storage and copies may do to a request, and the expected explanation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tidekv.engine.trace import causes
 from tidekv.states import commands, events
 from tidekv.states.request.request import DECLINED, LOAD_CAUSES
 
-Play = Any  # A core played by hand: the fixture `play`, whose class tests cannot import.
+Play = Any  # A core played by hand by the fixture `play`; tests cannot import its class.
 CASES: dict[str, tuple[Callable[[Play], None], tuple[str, ...], tuple[str, ...]]] = {}
 """By name: what is injected, words about request r1, and counters of the core that the injection moves."""
 
@@ -115,7 +115,7 @@ def breaker_is_open(play: Play) -> None:
 
 
 def answered_and_waiting(play: Play) -> None:
-    """Storage has said that it has all of r1, which waits for device pages."""
+    """Storage has answered that it has all of r1, which waits for device pages."""
     play.take(events.StorageChanged, available=True)
     play.bring_to("PREALLOC")
     play.answer_queries(found=4)

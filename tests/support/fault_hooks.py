@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GatedPoller:
-    """A poller whose operations halt at a closed gate. `halted` is set once the first one has halted."""
+    """A poller with operations that halt at a closed gate. `halted` is set once the first one has halted."""
 
     def __init__(self, inner: Poller) -> None:
         """Must be created on the loop that `inner` serves."""
@@ -85,7 +85,7 @@ class GatedPoller:
 
 
 class _GatedDrive:
-    """A drive whose stream halts for operations that begin while the gate is closed."""
+    """A drive with a stream that halts for operations that begin while the gate is closed."""
 
     def __init__(self, gate: GatedPoller, inner: StreamDrive, stream: _GatedStream) -> None:
         self._gate = gate
@@ -203,7 +203,7 @@ class _Gated:
 
 
 class GatedStorage:
-    """A storage engine whose reads and writes pass a gate; everything else is forwarded."""
+    """A storage engine with reads and writes that pass a gate; everything else is forwarded."""
 
     def __init__(self, inner: Storage) -> None:
         self._inner = inner

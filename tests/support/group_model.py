@@ -108,7 +108,7 @@ class ScaledKV:
 
 
 class GroupModel:
-    """Runs a causal model of `transformers` whose KV lies in pages. It owns neither the pages nor the model.
+    """Runs a causal model of `transformers` with its KV in pages. It owns neither the pages nor the model.
 
     Page ids are in prompt order. Positions before `start` are not computed, and nothing beyond the last token is read.
     """

@@ -36,7 +36,7 @@ def interpreted() -> ModuleType:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> PageLayout:
-    """Up to three groups, whose pieces are no multiple of a block, nor of each other, nor of an element's size."""
+    """Up to three groups; their pieces are no multiple of a block, nor of each other, nor of an element's size."""
 
     def group() -> KVLayout:
         kind = draw(st.sampled_from(["mha", "mla"]))

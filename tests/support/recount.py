@@ -13,7 +13,7 @@ from tidekv.states.request.request import State
 
 Samples = dict[tuple[str, str], float]
 BY_CAUSE = ("tidekv_cuts_total", "tidekv_declined_pages_total")
-"""Causes are not recounted: tests inject them, and say which."""
+"""Causes are not recounted: tests inject them, and pass the expected counts."""
 
 
 def scraped(text: str) -> tuple[set[str], Samples]:
@@ -35,7 +35,7 @@ def counters_of(samples: Samples) -> Samples:
 
 
 def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Samples:
-    """All counters once more, from what the steps of the journal say."""
+    """All counters once more, from the steps of the journal."""
     names = {
         commands.QueryStorage: "query", commands.FetchPages: "fetch", commands.StorePages: "store",
         commands.ProbeStorage: "probe", commands.CopyToDevice: "copy_to_device", commands.CopyToHost: "copy_to_host",

@@ -37,7 +37,7 @@ FIRST_TOKEN = 11
 class Instance(msgspec.Struct, frozen=True):
     """A model on several ranks, each with `heads` of `total`.
 
-    With `window_tokens` it also has a window, whose heads are distributed over the ranks like those of the pages.
+    With `window_tokens` it also has a window, with heads distributed over the ranks like those of the pages.
     """
 
     ranks: int

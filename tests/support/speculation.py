@@ -49,7 +49,7 @@ class Speculation:
         return first_token
 
     def answer(self, prompt: Sequence[int], first_token: int, pages: Sequence[int], count: int) -> Answer:
-        """Generate `count` tokens, including the given first one, after a prompt whose KV is in the pages.
+        """Generate `count` tokens, including the given first one, after a prompt with its KV in the pages.
 
         The pages must hold `count + proposals_max` tokens more than the prompt. At the end both models have KV of all
         positions but the last.

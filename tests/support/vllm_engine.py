@@ -2,7 +2,7 @@
 
     python -m tests.support.vllm_engine write|read|churn|contract URI NUMBER FILE [--async] [--page N]
 
-"write" runs one prompt of 4 pages from token NUMBER on, whose KV is a function of its tokens, and writes the pages'
+"write" runs one prompt of 4 pages from token NUMBER on, with KV that is a function of its tokens, and writes the pages'
 bytes to FILE in tidekv's order. "read" does so for what was loaded. "churn" serves conversations with few blocks, from
 seed NUMBER, with aborts, and checks every byte that attention would read; FILE gets figures as JSON. "contract" writes
 the parameters of the methods that vLLM's base class has and the connector has, too.
@@ -82,7 +82,7 @@ def content(tokens: Sequence[int], start: int, end: int) -> np.ndarray:
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """What the model says after these tokens."""
+    """The model's next token after these tokens."""
     return (sum(tokens) * 31 + len(tokens)) % VOCABULARY
 
 
@@ -303,7 +303,7 @@ def one_prompt(what: str, uri: str, first_token: int, file: Path, *, page: int, 
 
 
 def churn(uri: str, seed: int, file: Path, *, page: int, overlap: bool) -> None:
-    """Conversations whose blocks are evicted between turns: every token is what the model says without caches."""
+    """Conversations with blocks evicted between turns: every token equals the model's output without caches."""
     chance = random.Random(seed)
     engine = Engine(uri, num_blocks=40, page=page, overlap=overlap)
     shared = [chance.randrange(VOCABULARY) for _ in range(2 * page + 3)]
@@ -338,7 +338,7 @@ def churn(uri: str, seed: int, file: Path, *, page: int, overlap: bool) -> None:
 
 
 def spoil(folder: Path) -> None:
-    """Flip a byte of every page in storage: what its host memory has not is to be computed again, and stored anew."""
+    """Flip a byte of every page in storage: what its host memory has not is to be computed and stored again."""
     for file in folder.rglob("*.seg"):
         with file.open("r+b") as segment:
             # Segments are made at their full length, and filled from the front.

@@ -1,4 +1,4 @@
-"""A decode engine and a prefill peer with a window and a state, over loopback or NIXL, whose every byte is verified."""
+"""A decode engine and a prefill peer with a window and a state, over loopback or NIXL; every byte is verified."""
 
 from __future__ import annotations
 

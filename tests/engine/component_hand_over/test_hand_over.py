@@ -15,7 +15,7 @@ from tidekv.transports.loopback import LoopbackNetwork
 
 SIZE = 4
 WHOLE = list(range(100, 100 + 6 * SIZE))
-"""A prompt that ends with a page, whose tails can be kept."""
+"""A prompt that ends on a page boundary, so that its tails can be kept."""
 
 nixl = pytest.param(True, marks=pytest.mark.nixl, id="nixl")
 loopback = pytest.param(False, id="loopback")
@@ -116,7 +116,7 @@ async def test_a_tail_that_lands_late_hits_nobody_but_the_quarantine(
 ) -> None:
     # The pools have room for one request, and for a small one beside it.
     small = [9, 8, 7]
-    components = lambda: [pools["state"](2), pools["window"](8)]  # noqa: E731  # Said where it is used.
+    components = lambda: [pools["state"](2), pools["window"](8)]  # noqa: E731  # Kept next to its only use.
     async with asyncio.timeout(LIMIT_S), make_worker(components=components, heartbeat_s=0.05) as worker:
         held = HeldComponents(worker, monkeypatch)
         options = {"deadline_s": 0.3} if way == "deadline" else {}
@@ -142,7 +142,7 @@ async def test_without_the_quarantine_a_late_tail_overwrites_its_next_owner(
     make_worker: Any, pools: Any, leave: Any, without_quarantine: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the test above looks for can be seen."""
-    there = lambda: [pools["state"]()]  # noqa: E731  # Said where it is used.
+    there = lambda: [pools["state"]()]  # noqa: E731  # Kept next to its only use.
     async with (
         asyncio.timeout(LIMIT_S),
         make_worker(components=lambda: [pools["state"](1)], prefill_components=there) as worker,

@@ -130,7 +130,7 @@ class Worker:
         return counts
 
     def expect_nothing_held(self) -> None:
-        """Every page is free or cached, and nobody keeps any."""
+        """Every page is free or cached; none is owned, draining or protected."""
         for pools in self.components:
             for tier in ("device", "host"):
                 pages = self.pages(pools.name, tier)

@@ -1,4 +1,4 @@
-"""Components where something fails, or a caller is wrong: nobody sees a wrong byte, and no page is lost."""
+"""Components under failures and wrong calls: no wrong byte is handed out, and no page is lost."""
 
 from __future__ import annotations
 

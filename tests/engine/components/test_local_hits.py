@@ -86,7 +86,7 @@ async def test_a_flush_forgets_windows_and_states_with_their_pages(worker) -> No
         ready = await made.restore("r2", KEPT)
         answer = await made.engine.flush()
         assert answer["spared"]["l1"] == 8
-        # What a request goes on from is spared; the host's copies, which nobody needs now, are not.
+        # Pages that the live request continues from are spared; the unused host copies are flushed.
         assert made.pages("window")["cached"] == 3
         assert made.pages("window", "host")["cached"] == made.pages("state", "host")["cached"] == 0
         made.verify(ready, KEPT)

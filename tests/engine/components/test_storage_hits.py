@@ -143,7 +143,7 @@ async def test_a_component_without_host_pages_is_not_stored_and_the_others_are(w
         (in_storage,) = made.engine._runtime.storage_in_use.component_pages.items()
         assert in_storage[0] == "state" and in_storage[1].statistics().pages == 1
         await made.engine.flush(("l1", "l2"))
-        # Nobody can go on without the window.
+        # Storage holds the state only; without the window no request can continue from it.
         assert await made.answer("r2", KEPT, OUTPUT) == {"transfer": len(KEPT)}
         made.expect_nothing_held()
 

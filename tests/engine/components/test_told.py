@@ -1,4 +1,4 @@
-"""What an engine tells of its components: metrics, which follow from the journal, and the picture of now."""
+"""What an engine reports about its components: metrics, which follow from the journal, and current statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a group of ranks ends and begins anew: a rank that breaks, differs, or is lost is named."""
+"""How a group of ranks ends and starts again: a rank that breaks, differs, or is lost is named."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_a_rank_whose_core_breaks_stops_all_by_its_number(world) -> None:
     ends = await asyncio.gather(
         *(member.engine.finish(ready) for member, ready in zip(members, readies, strict=True)), return_exceptions=True
     )
-    # world.Rank 0 had taken the finish before it could hear of anything.
+    # Rank 0 had taken the finish before the failure of rank 1 could reach it.
     assert isinstance(ends[1], EngineClosed)
     with pytest.raises(EngineClosed, match="rank 1 broke"):
         async with asyncio.timeout(LIMIT_S):

@@ -173,6 +173,6 @@ async def test_what_one_prefill_rank_raises_is_the_cause_on_all_ranks_and_its_wo
         assert [type(end) for end in failed] == [RequestFailed] * 2
         assert {end.cause for end in failed} == {PrefillCause.RAISED}
         assert all("failed on rank" in end.detail for end in failed)
-        # That prefill rank tells both decode ranks; those that had heard it by the vote have its words.
+        # That prefill rank notifies both decode ranks; those it reached before the vote report its message.
         assert any("on this rank: prefill raised: ZeroDivisionError: no such head" in end.detail for end in failed)
         await world.settle(members)

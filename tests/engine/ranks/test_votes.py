@@ -39,7 +39,7 @@ async def quiet_votes(members) -> int:
     async with expected("the end of votes"):
         while True:
             votes = [member.statistics()["votes"] for member in members]
-            # Between two turns the votes of all ranks are equal, and no rank has anything to say.
+            # Between two turns the votes of all ranks are equal, and no rank has anything to send.
             is_quiet = len(set(votes)) == 1 and all(member.engine._runtime.ranks.is_caught_up for member in members)
             if is_quiet and votes == before:
                 return votes[0]
@@ -131,7 +131,7 @@ async def test_growth_within_the_reserve_waits_for_no_other_rank(world, monkeypa
         async with expected("growth within the reserve", limit_s=30.0):
             taken = await engine.wait_grown(ready, room + len(reserve) * world.PAGE_SIZE)
         assert taken == reserve
-        # What was taken is told; nothing is asked for.
+        # The pages taken are reported; no more are requested.
         assert [(event.page_count, event.wanted) for event in asked] == [(len(reserve), 0)]
         await world.finish_all(members, readies)
         await world.settle(members)

@@ -78,7 +78,7 @@ def test_on_done_is_called_on_the_engines_thread_and_may_go_on_from_there(runnin
         def on_restored(outcome: object) -> None:
             told.append((outcome, threading.current_thread().name))
             assert isinstance(outcome, Restored)
-            # Thirty pages are more than the reserve: this asks the engine, on whose thread it is already.
+            # Thirty pages are more than the reserve: this calls the engine, and already runs on its thread.
             assert len(rig.thread.grow(outcome.ready, 120)) == 30
             with pytest.raises(InvalidRequest, match="made on it"):
                 rig.thread.flush()
@@ -167,7 +167,7 @@ def test_an_abort_ends_what_waits_what_was_not_taken_and_what_is_ready(running) 
         assert not rig.thread.abort("r1")
         with pytest.raises(InvalidRequest):
             rig.thread.grow(ready)
-        # It is READY, and nobody has taken that: no poll after the abort may hand out its pages.
+        # It is READY, but not yet polled: no poll after the abort may hand out its pages.
         rig.thread.submit(rig.request("r2"))
         with selectors.DefaultSelector() as selector:
             selector.register(rig.thread, selectors.EVENT_READ)
