@@ -39,7 +39,7 @@ def test_pages_are_given_to_one_prompt_at_a_time_and_hold_what_is_said(steps: li
         ours = set(prompt.pages[prompt.known :])
         assert len(ours) == len(prompt.pages) - prompt.known
         assert not ours & {page for other in held for page in other.pages}, "a page has two writers"
-        # All of it is filled at once; pages that a prompt marks as not computed are not kept of it.
+        # All of it is filled at once; pages beyond `computed` at `give_back` are not kept.
         content.update(zip(prompt.pages[prompt.known :], prompt.digests, strict=True))
         held.append(prompt)
         if len(held) > 1 + place:

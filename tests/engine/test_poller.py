@@ -21,7 +21,7 @@ Run = Callable[[Main], None]
 
 @dataclass
 class Fake:
-    """A scripted operation: over after `checks` checks, or not before `gate` opens; raises on request."""
+    """A scripted operation: over after `checks` checks, or not before `gate` opens; call `fails_at` raises `error`."""
 
     checks: int = 0
     rounds: int = 0

@@ -187,7 +187,7 @@ async def test_a_prompt_that_extends_a_stored_one_hashes_only_its_new_pages(
 
 
 class Hanging(Gated):
-    """An engine with puts and a close that never return, cancelled or not."""
+    """An engine with puts that ignore cancellation and a close that waits, both until `never` is set."""
 
     def __init__(self, never: asyncio.Event) -> None:
         super().__init__()

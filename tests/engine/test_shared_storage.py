@@ -116,7 +116,7 @@ async def test_tokens_of_the_embedder_name_the_pages_where_the_promise_brings_no
 
 
 class Slow:
-    """An engine with puts that wait for a gate, and that may fail."""
+    """An engine with puts that wait for a gate; with `fails`, `exists` raises."""
 
     uri = "slow:"
 

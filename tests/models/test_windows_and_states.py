@@ -233,7 +233,7 @@ class Decode:
 
 @asynccontextmanager
 async def worker(name: str, folder: Path, *, nixl: bool = False) -> AsyncIterator[Decode]:
-    """A decode worker with storage, and its prefill, which has pools of its own and computes every prompt again."""
+    """A decode worker with storage, and its prefill, which has pools of its own and computes every prompt in full."""
     model = model_of(name)
     layouts = layouts_of(model, SIZE)
     network = LoopbackNetwork()

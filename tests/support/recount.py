@@ -13,7 +13,7 @@ from tidekv.states.request.request import State
 
 Samples = dict[tuple[str, str], float]
 BY_CAUSE = ("tidekv_cuts_total", "tidekv_declined_pages_total")
-"""Causes are not recounted: tests inject them, and pass the expected counts."""
+"""Not recounted: tests inject the causes of these."""
 
 
 def scraped(text: str) -> tuple[set[str], Samples]:
