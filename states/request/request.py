@@ -42,7 +42,7 @@ DECLINED = {
 
 
 class State(enum.Enum):
-    """What a request waits for. `tidekv.states.request.table` lists what it owns in each state."""
+    """State of a request, named by what it waits for. `tidekv.states.request.table` lists what it owns in each."""
 
     PREALLOC = "PREALLOC"
     MATCH = "MATCH"
@@ -142,13 +142,13 @@ class Request:
         self.first_generation = event.generation
         self.attempts = 0
         self.raised = 0
-        """How often a rule raised that was its own."""
+        """Number of raises by rules of this request."""
         self.raises: dict[tuple[State, str], int] = {}
         """The same by step: the state, and the event that was taken."""
         self.fallbacks: tuple[Fallback, ...] = ()
-        """What it gave up because rules raised, in order."""
+        """Fallbacks after raises, in order."""
         self.ending: Ending | None = None
-        """How far the caller's `finish` or `retract` has come."""
+        """Progress of the caller's `finish` or `retract`."""
         self.passed = 0
         self.short_need = 0
         self.short_version = -1
@@ -178,7 +178,7 @@ class Request:
         self.table: PageIds = page_ids()
         self.reserve: PageIds = page_ids()
         self.inserted: InsertResult | None = None
-        """What the tree took of its pages, while they are being kept."""
+        """Result of inserting its pages into the tree, while they are being kept."""
         self.loads: dict[Load, None] = {}
         self.room: Room | None = None
         self.component_pages: RequestComponents | None = None
@@ -217,7 +217,7 @@ class Request:
         return count
 
     def raises_of(self, taking: str) -> int:
-        """How often the step that takes this has raised in the state that the request is in."""
+        """Number of raises of the step that takes this, in the current state."""
         return self.raises.get((self.state, taking), 0)
 
     def gave_up(self, what: str) -> bool:
@@ -256,7 +256,7 @@ class Request:
 
 
 class Ending:
-    """How far the end of a READY request has come, so that it can be taken up again after a raise."""
+    """Progress of the end of a READY request, from which the end continues after a raise."""
 
     __slots__ = ("inserted", "is_backed_up")
 
@@ -271,7 +271,7 @@ class Ending:
 
 
 class Stage(enum.Enum):
-    """Where the contents of a load come from next. `tidekv.states.loads.loads` draws the transitions."""
+    """Stage of a load, named by the next source of its contents. `tidekv.states.loads.loads` draws the transitions."""
 
     FETCHING = "FETCHING"
     COPYING = "COPYING"

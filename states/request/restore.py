@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 ANSWER_AGE_MAX_S = 1.0
-"""Storage is asked again at admission if its answer, which left something to be desired, is older than this."""
+"""Maximum age of a storage answer that lacks pages of the prompt; if it is older, admission repeats the look-up."""
 
 
 class Recomputation:
