@@ -14,8 +14,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from tidekv.backends.copies.cuda import CopyChoice, CopyForm, CudaMover
-from tidekv.backends.copies.pieces import Launch, triton_launch
+from tidekv.backends.copies.cuda import CopyChoice, CopyForm, CudaMover, triton_launch
+from tidekv.backends.copies.pieces import Launch
 from tidekv.backends.copies.streams import streams_of
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool

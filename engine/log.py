@@ -122,8 +122,9 @@ class CoreLog:
             self._log.info("a prefill peer is dead: its pages are free", peer=event.writer)
 
     def _note_raise(self, request: Request | None) -> None:
+        log = self._log.bind(rule=self._core.state.raises[-1].rule)
         if request is None:
-            self._log.error("a rule of the core raised, the core goes on", exc_info=True)
+            log.error("a rule of the core raised, the core goes on", exc_info=True)
         else:
-            log = self._log.bind(**request_fields(request))
+            log = log.bind(**request_fields(request))
             log.error("a rule of the core raised, the request falls back", exc_info=True)

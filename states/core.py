@@ -313,24 +313,24 @@ class Core:
             self.state.dirty[request] = None
             after = request.state
             if request.raises:
-                # The step has ended well: if it raises another time, that is its first raise.
+                # The step has succeeded: its next exception is a first one again.
                 request.raises.pop((before, type(event).__name__), None)
             if after is not before:
                 self.moves.append((request.request_id, after))
         return done
 
     def _raised(self, request: Request, event: Event | None, taking: str) -> None:
-        """Handle the exception that a rule of this request raised on `event`; None if the rule `taking` handles none.
+        """Handle the exception that a rule of this request raised on `event`. Call it in the `except` block.
 
-        Must be called in the `except` block of that exception.
+        `taking` names the step: the class of the event, or the rule if it was not handling an event (None).
         """
         raised = self.state.note_raise(request)
         before = request.state
         if isinstance(event, events.TransitionRaised):
-            # The way out of a raise raised: that counts for the step that it was to lead out of.
+            # The fallback itself raised: count it for the step that it belongs to.
             taking = event.taking
         if request.count_raise(taking) > RAISES_MAX:
-            raise  # Called while the exception is handled: even failing the request does not work.
+            raise  # Re-raises the exception being handled: even failing the request has raised.
         fact = events.TransitionRaised(
             at_s=self.state.now_s, taking=taking, rule=raised.rule, error=raised.error, detail=raised.detail
         )

@@ -14,23 +14,21 @@ the order in which they are processed.
 from __future__ import annotations
 
 import heapq
-import sys
-import traceback
 from typing import TYPE_CHECKING, Final, Protocol
-
-import msgspec
 
 from tidekv.states.commands import Fallback
 from tidekv.states.components.index import ComponentIndex
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import PrefixIndex
+from tidekv.states.raises import raise_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tidekv.states.commands import Command
     from tidekv.states.events import Event, Outcome
+    from tidekv.states.raises import Raise
     from tidekv.states.request.request import Load, Request
     from tidekv.states.settings import CoreSettings
 
@@ -75,39 +73,6 @@ COUNTERS: Final = (
 """All counters of `CoreState.count`, so that statistics show each of them from the start."""
 
 
-class Raise(msgspec.Struct, frozen=True):
-    """A rule that raised, and that the core survived."""
-
-    rule: str
-    """The rule, as `Class.method`: one of the functions of this package."""
-    request_id: str
-    """The request that falls back; empty if the rule is of no single request."""
-    error: str
-    """The exception in one line."""
-    detail: str
-    """The traceback."""
-
-
-DISPATCHING = (
-    "tidekv.states.core",
-    "tidekv.states.core_state",
-    "tidekv.states.request.machine",
-    "tidekv.states.request.table",
-)
-"""Modules that call rules."""
-
-
-def rule_of(error: BaseException) -> str:
-    """Name the first function below the dispatching of the core that was running when `error` was raised."""
-    name = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        name = frame.f_code.co_qualname
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith("tidekv.") and module not in DISPATCHING:
-            break
-    return name
-
-
 class Operation(Protocol):
     """An effect under way outside of the core. It has exactly one outcome, which settles its pages even if late."""
 
@@ -149,9 +114,7 @@ class CoreState:
         self.raises: list[Raise] = []
         """Rules that raised in this step, in order."""
         self.raise_watchers: list[Callable[[Request | None], None]] = []
-        """Called by `note_raise`, with the request that falls back, while the exception is handled. They change nothing
-        and never raise.
-        """
+        """Called by `note_raise` with the request that falls back, if any. They change nothing and never raise."""
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
 
         # Work queues: work that a rule leaves for other rules of the same step. Dictionaries serve as ordered sets.
@@ -197,15 +160,8 @@ class CoreState:
 
     def note_raise(self, request: Request | None = None) -> Raise:
         """Record the exception that is being handled, which the core survives; `request` falls back."""
-        error = sys.exception()
-        assert error is not None, "note_raise was called outside of an except block"
+        raised = raise_of(request)
         self.count("transitions_raised")
-        raised = Raise(
-            rule=rule_of(error),
-            request_id="" if request is None else request.request_id,
-            error="".join(traceback.format_exception_only(error)).strip().splitlines()[-1],
-            detail=traceback.format_exc(),
-        )
         self.raises.append(raised)
         for watcher in self.raise_watchers:
             watcher(request)

@@ -46,6 +46,7 @@ PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
     ("Failed copies and calls to storage", "short", _rate("tidekv_calls_failed_total", "call")),
     ("Evicted pages", "short", _rate("tidekv_evicted_pages_total", "tier")),
     ("Counters of the core", "short", _rate("tidekv_core_total", "what")),
+    ("Rules that raised", "short", _rate("tidekv_raises_total", "rule")),
     ("Events", "short", _rate("tidekv_events_total", "type")),
     ("Lag of the event loop", "s", _quantiles("tidekv_loop_lag_seconds", "instance")),
     ("Votes of the ranks", "s", _quantiles("tidekv_vote_seconds", "instance")),

@@ -15,13 +15,14 @@ enqueued, so that a forward pass can follow the first while others still arrive.
 from __future__ import annotations
 
 import enum
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from tidekv.backends.copies.cpu_moves import page_runs
-from tidekv.backends.copies.pieces import IndexPieces, KernelPieces, Launch, PagePairs, layer_count, triton_launch
+from tidekv.backends.copies.pieces import IndexPieces, KernelPieces, Launch, PagePairs, layer_count
 from tidekv.backends.copies.staged import StagedMover, positions
 from tidekv.backends.copies.streams import Mark, Streams, streams_of
 from tidekv.backends.device.pool import DevicePool
@@ -33,6 +34,16 @@ from tidekv.states.errors import InvalidConfig
 # Estimated from the costs above, with a margin; not measured yet. `benchmarks/gpu.py` measures both forms over
 # stretches of all sizes, and prints where they meet.
 KERNEL_BELOW_BYTES: Final = 512 << 10
+
+
+def triton_launch() -> Launch | None:
+    """Return the launch function of the kernel, or None without Triton. Raises what a broken Triton raises."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    # Imported only when needed: it takes a second, and a CPU has no use for it.
+    kernel = importlib.import_module("tidekv.backends.copies.kernel")
+    launch: Launch = kernel.launch
+    return launch
 
 
 class CopyForm(enum.Enum):

@@ -6,7 +6,6 @@ scatter, a launch for each piece. Both enqueue on the current stream, and return
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import dataclass
 from typing import Protocol
@@ -87,16 +86,6 @@ class Launch(Protocol):
         to_rows: bool,
     ) -> None:
         """Enqueue the copy of these pieces of these pairs."""
-
-
-def triton_launch() -> Launch | None:
-    """Return the launch function of the kernel, or None without Triton. Raises what a broken Triton raises."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    # Imported only when needed: it takes a second, and a CPU has no use for it.
-    kernel = importlib.import_module("tidekv.backends.copies.kernel")
-    launch: Launch = kernel.launch
-    return launch
 
 
 class Pieces(Protocol):

@@ -7,7 +7,6 @@ they end, and it is closed then, or at the engine's end.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tidekv.backends.keys.chain import component_namespace, storage_namespace
 from tidekv.backends.storage.base import Siblings
+from tidekv.engine.log import engine_log
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
 from tidekv.states.validation import short
@@ -49,7 +49,7 @@ class Engine(Protocol):
     is_open: bool
 
 
-LOG = logging.getLogger("tidekv.engine")
+LOG = engine_log("tidekv.engine")
 
 START_S = 300.0
 """Seconds to open the storage that an engine starts with: an index that has to be rebuilt takes a while."""
@@ -192,9 +192,9 @@ class StorageInUse:
                 await parts.executor.storage_is_quiet()
         except TimeoutError:
             LOG.warning(
-                "%s is left with %d calls in flight: they keep their host pages until they end",
-                old.uri,
-                parts.executor.storage_calls,
+                "storage is left with calls in flight, which keep their host pages until they end",
+                storage=old.uri,
+                calls=parts.executor.storage_calls,
             )
 
     async def _leave(self, ending: Coroutine[object, object, None], engines: list[Storage], deadline_s: float) -> None:
@@ -212,7 +212,7 @@ class StorageInUse:
             task.result()
             return
         task.add_done_callback(_log_failure)
-        LOG.warning("%s is not closed yet: its calls have not ended", engines[0].uri)
+        LOG.warning("storage is not closed yet: its calls have not ended", storage=engines[0].uri)
 
     def _left(self, engines: Sequence[Storage], task: asyncio.Task[None]) -> None:
         self._leaving.discard(task)
@@ -301,4 +301,4 @@ async def _within(call: Coroutine[object, object, int], uri: str, what: str, dea
 
 def _log_failure(task: asyncio.Task[object]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        LOG.error("%s raised", task.get_name(), exc_info=error)
+        LOG.error("a task raised", task=task.get_name(), exc_info=error)

@@ -14,7 +14,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from tidekv.engine.journal.format import whole_text
-from tidekv.states.commands import ReportFailed
+from tidekv.states.commands import ReportFailed, ReportFinished, ReportReady, ReportRetracted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +35,9 @@ _pack_pool = struct.Struct("<7q").pack
 _pack_tick = struct.Struct("<q").pack
 # Pages are arrays, which msgspec has no form for.
 _encode = msgspec.msgpack.Encoder(enc_hook=bytes).encode
+
+WITH_TEXTS = frozenset({ReportFailed, ReportReady, ReportFinished, ReportRetracted})
+"""Commands that may hold texts of exceptions."""
 
 
 class Followed(NamedTuple):
@@ -77,7 +80,7 @@ class StepDigest:
             check = (value & 0xFFFF) << 32
         if commands:
             for command in commands:
-                if type(command) is ReportFailed or getattr(command, "fallbacks", ()):
+                if type(command) in WITH_TEXTS:
                     # Texts of exceptions differ between a run and its replay, which raises again in their place.
                     commands = [_without_texts(command) for command in commands]
                     break
@@ -132,7 +135,10 @@ def _encoded(followed: Sequence[object]) -> bytes:
 def _without_texts(command: Command) -> Command:
     if type(command) is ReportFailed:
         return msgspec.structs.replace(command, detail="")
-    return msgspec.structs.replace(command, fallbacks=()) if getattr(command, "fallbacks", ()) else command
+    if isinstance(command, ReportReady | ReportFinished | ReportRetracted) and command.fallbacks:
+        told = tuple(msgspec.structs.replace(fallback, error="") for fallback in command.fallbacks)
+        return msgspec.structs.replace(command, fallbacks=told)
+    return command
 
 
 def final_state(core: Core) -> dict[str, int]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tidekv import states
 from tidekv.engine.journal.format import FrameRecord, RaiseRecord
 from tidekv.states.core import Core
+from tidekv.states.raises import rule_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,7 +35,6 @@ STEP = Core.step.__code__
 STATES = tuple({name for folder in states.__path__ for name in (str(folder), str(Path(folder).resolve()))})
 EMPTY_CODE_BYTES = 8
 """Frames that a compiled module adds to a traceback have no more code than this."""
-DISPATCHING = ("/core.py", "/core_state.py", "/machine.py", "/table.py")
 ID_FIELDS = ("request_id", "op", "node_id", "first", "serial")
 LOCALS_MAX = 32
 TEXT_MAX = 200
@@ -52,7 +52,7 @@ def raise_record(at: int, request: Request | None) -> RaiseRecord:
     stack = _stack_of(error)
     return RaiseRecord(
         at=at,
-        rule=_rule_of(error),
+        rule=rule_of(error),
         error=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
         text=str(error),
         traceback="".join(traceback.format_exception(error)),
@@ -99,18 +99,6 @@ def _locals_of(frame: FrameType) -> dict[str, int | str]:
                     found[f"{name}.{field}"] = number
         if len(found) >= LOCALS_MAX:
             break
-    return found
-
-
-def _rule_of(error: BaseException) -> str:
-    """The first function of the core below its dispatching: the rule."""
-    found = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        if _is_of_core(code):
-            found = code.co_qualname
-            if not code.co_filename.endswith(DISPATCHING) and "<lambda>" not in found:
-                break
     return found
 
 

@@ -7,7 +7,6 @@ makes way for a new one, so clients that connect and stay silent cannot keep Pro
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import threading
 from typing import Final
@@ -15,11 +14,12 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from tidekv.engine.log import engine_log
 from tidekv.engine.metrics.collector import MetricsCollector
 from tidekv.states.errors import InvalidConfig, TidekvError
 from tidekv.states.validation import host_and_port
 
-LOG = logging.getLogger("tidekv.engine")
+LOG = engine_log("tidekv.engine")
 
 CONNECTIONS_MAX: Final = 32
 CONNECTION_S: Final = 5.0
@@ -109,7 +109,7 @@ class MetricsServer:
                 await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             # The client left, was too slow, or sent no request: its connection ends, and nothing else is affected.
-            LOG.debug("metrics connection ended: %r", error)
+            LOG.debug("a metrics connection ended", cause=repr(error))
 
     def _response(self, head: bytes) -> bytes:
         request, *lines = head.decode("latin-1").split("\r\n")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tidekv.engine.log import engine_log
 from tidekv.engine.metrics.fold import Histogram
 from tidekv.engine.ranks.group import open_channel
 from tidekv.states import commands, events
@@ -57,7 +57,7 @@ TIMER_MIN_S = 0.001
 LAST_VOTE_S = 0.1
 """A vote that all ranks have taken part in ends on all of them within this."""
 
-LOG = logging.getLogger("tidekv.engine")
+LOG = engine_log("tidekv.engine")
 
 
 class RankDriver:
@@ -192,9 +192,14 @@ class RankDriver:
         if isinstance(event, events.RoomFailed | events.RoomRefused):
             # Ranks vote on the cause; its words are not the same on all of them.
             self._calls.note_prefill(event.request_id, event.cause)
-            LOG.warning("rank %s: request %s: %s", self._group.rank, event.request_id, event.cause)
+            LOG.warning(
+                "a prefill failed for this rank",
+                rank=self._group.rank, request_id=event.request_id, generation=event.generation, cause=event.cause,
+            )  # fmt: skip
         elif isinstance(event, events.WriterLost):
-            LOG.warning("rank %s: %s: %s", self._group.rank, event.writer, event.cause)
+            LOG.warning(
+                "a prefill is out of reach of this rank", rank=self._group.rank, peer=event.writer, cause=event.cause
+            )
         try:
             self._agreement.receive(event)
             self._heard()

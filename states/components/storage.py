@@ -161,8 +161,8 @@ class ComponentStorage:
         first = sum(state.index.probe_prefix(request.namespace, request.keys))
         longest = max(component.trailing_pages(settings.page_size) for component in self._index.components.values())
         with Rollback() as undo:
-            query = StorageQuery(state, self._storage, request)
-            op = state.start_operation(query, deadline_s=settings.query_deadline_s)
+            operation = StorageQuery(state, self._storage, request)
+            op = state.start_operation(operation, deadline_s=settings.query_deadline_s)
             undo.callback(state.operations.pop, op)
             state.emit(
                 QueryComponents(

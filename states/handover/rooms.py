@@ -176,7 +176,7 @@ class Rooms:
         room.request.room = None
 
     def reopen(self, room: Room) -> None:
-        """Take `receive` back, in the step that it was called in."""
+        """Undo `receive`, within the same step."""
         self._live[room.key] = room
         room.request.room = room
 

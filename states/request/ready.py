@@ -90,7 +90,7 @@ class Serving:
         self._state.emit(ReportFlushed(call=event.call, dropped=dropped, spared=spared))
 
     def repeat(self, request: Request, event: TransitionRaised) -> None:
-        """A step of a READY request raised, and is repeated: a finish without a backup, growth without new pages."""
+        """Let a step that raised be repeated: a finish without a backup, growth without new pages."""
         ending = request.ending
         gives_up = "nothing" if ending is None or ending.is_backed_up else "backup"
         self._restore.give_up(request, event, "growth" if event.taking == GrowthTaken.__name__ else gives_up)

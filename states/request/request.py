@@ -142,11 +142,11 @@ class Request:
         self.first_generation = event.generation
         self.attempts = 0
         self.raised = 0
-        """Number of raises by rules of this request."""
+        """Exceptions that rules raised for this request."""
         self.raises: dict[tuple[State, str], int] = {}
-        """The same by step: the state, and the event that was taken."""
+        """The same by step: the state and the event. A step that succeeds is removed."""
         self.fallbacks: tuple[Fallback, ...] = ()
-        """Fallbacks after raises, in order."""
+        """What the request gave up because rules raised, in order."""
         self.ending: Ending | None = None
         """Progress of the caller's `finish` or `retract`."""
         self.passed = 0
@@ -178,7 +178,7 @@ class Request:
         self.table: PageIds = page_ids()
         self.reserve: PageIds = page_ids()
         self.inserted: InsertResult | None = None
-        """Result of inserting its pages into the tree, while they are being kept."""
+        """The result of inserting the request's pages in the tree, until the rest of `keep` is done."""
         self.loads: dict[Load, None] = {}
         self.room: Room | None = None
         self.component_pages: RequestComponents | None = None
@@ -210,18 +210,18 @@ class Request:
         return self.state in (State.PREFETCH, State.LOCAL_RESTORE, State.TRANSFER)
 
     def count_raise(self, taking: str) -> int:
-        """Count a raise of the step that takes this; returns how often it has raised."""
+        """Count an exception of the step that handles `taking`; return the count of this step."""
         self.raised += 1
         step = (self.state, taking)
         count = self.raises[step] = self.raises.get(step, 0) + 1
         return count
 
     def raises_of(self, taking: str) -> int:
-        """Number of raises of the step that takes this, in the current state."""
+        """How often the step that handles `taking` has raised in the present state."""
         return self.raises.get((self.state, taking), 0)
 
     def gave_up(self, what: str) -> bool:
-        """Whether it gave this up because a rule raised: one of `FALLBACKS`."""
+        """Whether the request gave up `what`, one of `FALLBACKS`, because a rule raised."""
         return any(fallback.gave_up == what for fallback in self.fallbacks)
 
     @property
@@ -256,13 +256,13 @@ class Request:
 
 
 class Ending:
-    """Progress of the end of a READY request, from which the end continues after a raise."""
+    """Progress of a finish or retract, so that it can continue after an exception."""
 
     __slots__ = ("inserted", "is_backed_up")
 
     def __init__(self) -> None:
         self.inserted = -1
-        """Pages that were new to the cache; -1: they are not kept yet."""
+        """Pages that were new to the cache; -1: not inserted yet."""
         self.is_backed_up = False
         """Whether its backup has begun, or there will be none."""
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 ANSWER_AGE_MAX_S = 1.0
-"""Maximum age of a storage answer that lacks pages of the prompt; if it is older, admission repeats the look-up."""
+"""At admission, storage is queried again if its answer did not cover the whole prompt and is older than this."""
 
 
 class Recomputation:
@@ -506,18 +506,18 @@ class Restore:
             self._loads.cut(load)
 
     def give_grant_back(self, request: Request, event: TransitionRaised) -> None:
-        """A step of a waiting request raised: it holds nothing again, and waits on without storage."""
+        """Give a grant back after an exception of a waiting request, which waits on without storage."""
         self.give_up(request, event, "nothing" if request.recomputes else "storage")
         self.leave(request, settled=True)
 
     def repeat(self, request: Request, event: TransitionRaised) -> None:
-        """A landing raised, and is repeated; or the commit, which enters nothing in the cache then."""
+        """Let a landing or a commit that raised be repeated; the commit then enters nothing in the cache."""
         lock = request.lock
         joins = request.inserted is None and lock is not None and lock.node.depth_pages < request.full_pages
         self.give_up(request, event, "cache" if event.taking == Progressed.__name__ and joins else "nothing")
 
     def give_up(self, request: Request, event: TransitionRaised, what: str) -> None:
-        """Note what a request gives up because a rule raised."""
+        """Count the exception, and note what the request gives up."""
         self._state.count("fallbacks_by_raise")
         request.trouble = event.detail
         request.fallbacks += (Fallback(event.rule, what, event.error),)

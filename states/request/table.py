@@ -147,13 +147,7 @@ TRANSITIONS = (
     Row(events.ChunkLanded, WITH_ROOM, None, before=Actions.land_chunk),
     Row(events.AuxLanded, WITH_ROOM, None, before=Actions.land_aux),
     # Fallback: the same request on fewer tiers, or in a new generation.
-    Row(
-        events.TransitionRaised,
-        (PREALLOC,),
-        None,
-        before=Restore.give_grant_back,
-        only_if=guards.is_first_raise,
-    ),
+    Row(events.TransitionRaised, (PREALLOC,), None, before=Restore.give_grant_back, only_if=guards.is_first_raise),
     Row(
         events.TransitionRaised,
         (MATCH, PREFETCH, LOCAL_RESTORE),

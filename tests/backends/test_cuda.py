@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from tidekv.backends.copies.copier import PageCopier
-from tidekv.backends.copies.cuda import CopyChoice
-from tidekv.backends.copies.pieces import triton_launch
+from tidekv.backends.copies.cuda import CopyChoice, triton_launch
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout

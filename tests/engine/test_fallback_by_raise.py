@@ -1,4 +1,4 @@
-"""Rules of the core that raise in a running engine: the request falls back, and everybody who should know does."""
+"""Exceptions in rules of a running engine: the request falls back; log, metrics and caller see it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_fallback_by_raise_is_logged_once_counted_and_told(make_pair, mo
         assert fallback.error == "ZeroDivisionError: insert is broken"
         (line,) = raises_logged(caplog)
         assert "the request falls back" in line
-        assert "request_id=r1" in line
+        assert "rule=Restore.commit request_id=r1" in line
         address = f"http://{pair.engine.metrics_address}/metrics"
         scraped = await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=30).read().decode())
         assert 'tidekv_raises_total{rule="Restore.commit"} 1.0' in scraped

@@ -14,7 +14,7 @@ from tests.support.each_call import raised_at_each_call
 from tests.support.raise_stories import STORIES
 from tidekv import JournalDamaged, ReplayDiverged, Replayer
 from tidekv.engine.journal import Recorder
-from tidekv.engine.journal.digest import final_state
+from tidekv.engine.journal.digest import StepDigest, final_state
 from tidekv.engine.journal.format import SUFFIX_BYTES, TurnLine, write_lines
 from tidekv.engine.journal.reader import JournalReader
 from tidekv.engine.simulation.rig import Rig
@@ -188,3 +188,13 @@ def test_each_raise_of_one_step_is_replayed(play: Any) -> None:
     assert isinstance(play.given[-1], commands.ReportFailed)
     replayed = Replayer(play.tape.end()).run()
     assert (replayed.complete, replayed.raises) == (True, 3)
+
+
+def test_what_a_request_gave_up_is_in_the_digest_and_the_text_of_the_exception_is_not() -> None:
+    def check_of(gave_up: str, error: str) -> int:
+        fallback = commands.Fallback("Restore.commit", gave_up, error)
+        finished = commands.ReportFinished(request_id="r", inserted=1, fallbacks=(fallback,))
+        return StepDigest(Rig().core).stepped([finished])
+
+    assert check_of("cache", "KeyError: 1") == check_of("cache", "KeyError: 'one'")
+    assert check_of("cache", "KeyError: 1") != check_of("backup", "KeyError: 1")
