@@ -77,7 +77,7 @@ class ComponentPools:
 
     @property
     def identity(self) -> ComponentIdentity:
-        """What a peer and a storage tier must agree on before they exchange bytes of it."""
+        """Properties that must be equal at both ends before bytes of this component are exchanged."""
         layout = self.device.layout
         return ComponentIdentity(
             name=self.name,

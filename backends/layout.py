@@ -105,7 +105,7 @@ class KVLayout:
         return self.piece_bytes * self.piece_count
 
     def identity(self, model: str) -> Identity:
-        """What a peer and a storage tier must agree on before they exchange bytes of this layout."""
+        """Return the properties that must be equal at both ends before bytes of this layout are exchanged."""
         return Identity(
             model=model,
             kind=self.kind,

@@ -76,7 +76,7 @@ class PageLayout:
         return sum(group.layout.page_bytes for group in self.groups)
 
     def identity(self, model: str) -> Identity:
-        """What a peer and a storage tier must agree on before they exchange bytes of this layout."""
+        """Return the properties that must be equal at both ends before bytes of this layout are exchanged."""
         full = self.groups[0].layout
         return Identity(
             model=model,

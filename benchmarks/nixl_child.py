@@ -1,10 +1,10 @@
-"""Test support: a second process with a NIXL transport, which tests command, stop and kill.
+"""A second process with a NIXL transport, which benchmarks and tests command, stop and kill.
 
     child = await NixlChild.spawn(pages=64, pieces=(4096, 512), seed=3)
     await child.ask(Add(...)); await child.ask(Write(ours=[1, 2], theirs=[5, 0])); child.end()
 
-The child runs `serve`, which lives here and not in a test, so that a spawned interpreter can import it. Both ends
-belong to one test and trust each other.
+The child runs `serve`, which is in a module of its own so that a spawned interpreter can import it. Both ends belong
+to one program and trust each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ START_S = 60.0
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Know a peer from now on → Done."""
+    """Add a peer → Done."""
 
     instance: str
     metadata: bytes
@@ -39,7 +39,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Write own pages over the last added peer's, again and again if `forever` → Done (once), Failed."""
+    """Write pages of the child to those of the last added peer; repeat if `forever` → Done (once), Failed."""
 
     ours: list[int]
     theirs: list[int]
@@ -47,19 +47,19 @@ class Write(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadPage(msgspec.Struct, frozen=True, tag=True):
-    """What stands in an own page → Content."""
+    """Return the content of a page of the child → Content."""
 
     page: int
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """It worked; for a write, this many bytes."""
+    """The command succeeded; for a write, with the number of written bytes."""
 
     size_bytes: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """It raised."""
+    """The command raised."""
 
     error: str
     text: str
@@ -72,7 +72,7 @@ class Content(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The child's first words: what its Hello would say."""
+    """First message of the child, with the content of its Hello."""
 
     instance: str
     metadata: bytes
@@ -104,12 +104,12 @@ class NumpyPool:
         )
 
     def page(self, index: int) -> bytes:
-        """The bytes of one page."""
+        """Return the bytes of one page."""
         return b"".join(piece[index].tobytes() for piece in self.pieces)
 
 
 class NixlChild:
-    """The test's end of a child process."""
+    """The parent's end of a child process."""
 
     def __init__(self, child: BaseProcess, connection: Connection) -> None:
         self._child = child
@@ -140,16 +140,16 @@ class NixlChild:
         return self._child.pid
 
     async def ask(self, command: Command) -> Answer:
-        """Give a command and wait for its answer."""
+        """Send a command and wait for its answer."""
         self.tell(command)
         return await self.answer()
 
     def tell(self, command: Command) -> None:
-        """Give a command."""
+        """Send a command."""
         self._connection.send_bytes(msgspec.msgpack.encode(command))
 
     async def answer(self) -> Answer:
-        """The next answer. Raises EOFError when the child is gone."""
+        """Receive the next answer. Raises EOFError if the child has ended."""
         await _wait_readable(self._connection)
         return _answers.decode(self._connection.recv_bytes())
 
@@ -158,7 +158,7 @@ class NixlChild:
         os.kill(self.pid, number)
 
     def end(self) -> None:
-        """Kill the child if it still lives, and reap it."""
+        """Kill the child if it still runs, and reap it."""
         if self._child.is_alive():
             self.signal(signal.SIGKILL)
         self._child.join()
@@ -168,7 +168,7 @@ class NixlChild:
 def serve(
     connection: Connection, pages: int, pieces: tuple[int, ...], seed: int | None, environment: dict[str, str]
 ) -> None:
-    """What the child runs, until the other end of the pipe is closed."""
+    """Run the child until the other end of the pipe is closed."""
     os.environ.update(environment)
     asyncio.run(_serve(connection, NumpyPool(pages, pieces, seed=seed)))
 

@@ -17,7 +17,7 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 class NoDisk(Exception):
-    """Reads of the disk cannot be told apart from reads of memory in this folder; the text is the reason."""
+    """Reads of disk and of memory cannot be distinguished in this folder; the text is the reason."""
 
 
 class Cached:
@@ -43,7 +43,7 @@ class Cached:
             left = self.resident_bytes()
             if not left:
                 return
-        raise NoDisk(f"the kernel keeps {left} bytes of {self._files[0].parent} in memory although told to drop them")
+        raise NoDisk(f"the kernel keeps {left} bytes of {self._files[0].parent} in memory after POSIX_FADV_DONTNEED")
 
     def resident_bytes(self) -> int:
         """Return the number of their bytes that are in memory."""

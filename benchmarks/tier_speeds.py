@@ -1,6 +1,6 @@
-"""How fast pages go each way: to and from the host, storage, and another process. `dev.py bench tiers` runs it.
+"""Throughput of pages to and from host, storage, and another process: `dev.py bench tiers`.
 
-Other programs of this folder measure each of them beside what one would write by hand; this is one look at all of them.
+An overview of all paths; other programs of this folder compare each of them with a hand-written baseline.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class CoreLog:
     def note_event(self, event: Event) -> None:
         """Log the loss of a peer, if that is what the event reports."""
         if type(event) is WriterLost:
-            self._log.warning("a prefill peer is out of reach: its rooms fail", peer=event.writer, cause=event.cause)
+            self._log.warning("a prefill peer is unreachable: its rooms fail", peer=event.writer, cause=event.cause)
         elif type(event) is WriterDead:
             self._log.info("a prefill peer is dead: its pages are free", peer=event.writer)
 

@@ -175,7 +175,7 @@ class SendReceived(Command, frozen=True, kw_only=True):
 
 
 class Fallback(msgspec.Struct, frozen=True, array_like=True):
-    """What a request gave up because a rule raised."""
+    """Fallback of a request after a rule raised."""
 
     rule: str
     """The rule that raised, as `Class.method`."""
@@ -193,7 +193,7 @@ FALLBACKS = {
     "backup": "what the request leaves is not backed up",
     "nothing": "the step ran once more",
 }
-"""What a request gives up if a rule raises: name and meaning."""
+"""Fallbacks of a request if a rule raises: name and meaning."""
 
 
 class ReportReady(Command, frozen=True, kw_only=True):
@@ -209,7 +209,7 @@ class ReportReady(Command, frozen=True, kw_only=True):
     it has moved past. None means that this worker has no components.
     """
     fallbacks: tuple[Fallback, ...] = ()
-    """What was given up because rules raised, in order."""
+    """Fallbacks after raises, in order."""
 
 
 class ReportFailed(Command, frozen=True, kw_only=True):
@@ -233,7 +233,7 @@ class ReportFinished(Command, frozen=True, kw_only=True):
     request_id: str
     inserted: int
     fallbacks: tuple[Fallback, ...] = ()
-    """What was given up because rules raised since the request arrived."""
+    """Fallbacks after raises since the request arrived, in order."""
 
 
 class ReportDropped(Command, frozen=True, kw_only=True):
@@ -248,7 +248,7 @@ class ReportRetracted(Command, frozen=True, kw_only=True):
     request_id: str
     held_pages: int
     fallbacks: tuple[Fallback, ...] = ()
-    """What was given up because rules raised since the request arrived."""
+    """Fallbacks after raises since the request arrived, in order."""
 
 
 class ReportFlushed(Command, frozen=True, kw_only=True):

@@ -120,7 +120,7 @@ class RankBroken(TidekvError):
 
 
 class RankLost(TidekvError):
-    """A rank of the instance is out of reach. Requests fail until all ranks have formed a new group."""
+    """A rank of the instance is unreachable. Requests fail until all ranks have formed a new group."""
 
     def __init__(self, *, rank: int, cause: str) -> None:
         super().__init__(f"rank {rank} is lost: {cause}")

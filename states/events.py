@@ -262,7 +262,7 @@ class RoomDrained(Event, frozen=True, kw_only=True):
 
 
 class WriterLost(Event, frozen=True, kw_only=True):
-    """A peer is out of reach. Its rooms fail, but it may still write to their pages."""
+    """A peer is unreachable. Its rooms fail, but it may still write to their pages."""
 
     writer: str
     cause: str
@@ -300,7 +300,7 @@ class PagesLost(Event, frozen=True, kw_only=True):
 
 
 class PrefillLost(Event, frozen=True, kw_only=True):
-    """The request's room will not be completed: prefill refused it, failed, or is out of reach.
+    """The request's room will not be completed: prefill refused it, failed, or is unreachable.
 
     `settled` means that its pages have no writer any more.
     """

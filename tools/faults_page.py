@@ -116,8 +116,8 @@ REQUIRED: dict[str, dict[str, str]] = {
         "clock_is_late": "Deadlines act on the next event with the time; none is missed.",
     },
     "Ourselves": {
-        "rule_raises": "Index and page accounts are as before the rule. The request falls back to L1 + L2, then to "
-        "L1 + transfer, and fails with the traceback the third time; other requests are not affected.",
+        "rule_raises": "Index and page accounts are as before the rule. The request falls back, and fails with the "
+        "traceback only if the same step raises again; other requests are not affected.",
     },
 }
 """The required behavior of each fault, by component."""

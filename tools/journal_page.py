@@ -64,7 +64,7 @@ and where in the core it raised: the replay raises at the same instruction and g
 same version of Python the place is exact; by other code the replay may diverge there, in "raises". An exception
 that left `Core.step` stands in `errors`: a refused event, or the end of the engine.
 
-**Privacy.** `keys` are digests of {digest_bytes} bytes a page, in base64. They tell which pages are equal, and
+**Privacy.** `keys` are digests of {digest_bytes} bytes a page, in base64. They show which pages are equal, and
 nothing else: each is a SipHash of the page's tokens under the secret that Python draws at the start of a process
 and that is not written anywhere. If Python hashes in another way, or `PYTHONHASHSEED` gives the secret, it is
 BLAKE2b under a secret of the run. With `journal.tokens` keys are the tokens, packed as little-endian u32; with

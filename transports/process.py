@@ -21,7 +21,7 @@ def this_process() -> ProcessMark:
 
 
 def is_gone(mark: ProcessMark) -> bool:
-    """True if the marked process ran on this host and has ended; False if it runs, or if this host cannot tell."""
+    """True if the marked process ran on this host and has ended; False if it runs, or if that is unknown here."""
     if not mark.host or mark.host != _host() or not mark.started:
         return False
     return _started(mark.pid) != mark.started

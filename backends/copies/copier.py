@@ -39,8 +39,8 @@ Pages: TypeAlias = "PageIds | npt.ArrayLike"
 
 @dataclass(frozen=True, slots=True)
 class CopierStatistics:
-    """Copies submitted, completed and failed, and bytes of the completed ones by direction. `kernel` says whether
-    copies may use the GPU kernel: "" if there is no GPU, or not yet.
+    """Copies submitted, completed and failed, and bytes of the completed ones by direction. `kernel` is the state
+    of the GPU kernel: "" without a GPU, or until the warm-up has ended.
     """
 
     submitted: int
@@ -169,7 +169,7 @@ class PageCopier:
         return self._host, self._mover
 
     def _warm_up(self, mover: CudaMover) -> None:
-        """Compile the kernel on the lane. If that fails, copies stay as they are, and statistics say so."""
+        """Compile the kernel on the lane. If that fails, copies stay as they are, and statistics report it."""
         ended = self._lanes.submit(TO_DEVICE, mover.warm_up)
         self._in_flight.add(ended)
         ended.add_done_callback(self._in_flight.discard)
@@ -276,5 +276,5 @@ class LayeredCopy:
         if not self.launched.done():
             raise InvalidRequest("copy by layers: it is not in its stream yet; await launched first")
         if layer >= len(self._marks):
-            raise CopyFailed(f"copy by layers: layer {layer} could not be launched; done says why")
+            raise CopyFailed(f"copy by layers: layer {layer} could not be launched; await done for the reason")
         return self._marks[layer]

@@ -224,7 +224,7 @@ def _as_pages(buffer: torch.Tensor, *, layout: KVLayout, like: torch.Tensor, nam
     if not isinstance(buffer, torch.Tensor):
         raise InvalidConfig(f"device pool: {name} must be a torch tensor, not {type(buffer).__name__}")
     if buffer.dtype != layout.torch_dtype:
-        raise InvalidConfig(f"device pool: {name} is {buffer.dtype}, the layout says {layout.dtype}")
+        raise InvalidConfig(f"device pool: {name} is {buffer.dtype}, the layout requires {layout.dtype}")
     if buffer.device != like.device or buffer.device.type not in ("cpu", "cuda"):
         raise InvalidConfig(f"device pool: {name} is on {buffer.device}; all must be on one cpu or cuda device")
     if not buffer.is_contiguous():

@@ -22,7 +22,7 @@ BufferOf = Callable[[int], memoryview]
 
 @dataclass(frozen=True, slots=True)
 class StorageStatistics:
-    """What an engine holds, and its counters since it was opened. Counts are pages unless the name says bytes.
+    """Content of an engine, and its counters since it was opened. Counts are pages, except those in bytes.
 
     `misses` and `failures` count by cause: why a requested page was not read, why a given page was not stored.
     """
@@ -54,14 +54,14 @@ class Storage(Protocol):
     """One storage engine, for one host pool and one namespace.
 
     All calls are made on one event loop. Bad arguments raise InvalidRequest and change nothing; a call after `close`
-    raises EngineClosed; StorageFailed means that the engine as a whole cannot work, and says why.
+    raises EngineClosed; StorageFailed means that the engine as a whole cannot work, and has the reason.
 
     **Pages are the call's until it returns.** `get_into` and `put_from` return, or raise, only when nothing writes to
     or reads from any of their pages any more. `timeout_s` bounds what is still started, not what already runs: NIXL
     cannot cancel. Cancelling the awaiting task has the same effect: nothing more is started, and CancelledError is
     raised once everything that runs has settled. A caller that cannot wait that long continues without the answer, and
     keeps the pages. The one exception is a poller that is closed first: its EngineClosed is raised from the call, and
-    says nothing about the pages.
+    does not mean that the pages are free.
     """
 
     @property
@@ -131,7 +131,7 @@ class Holding:
 
 @runtime_checkable
 class Census(Protocol):
-    """An engine that can list what it holds, for tools. Raises StorageFailed if the place does not answer."""
+    """An engine that can list its content, for tools. Raises StorageFailed if the place does not answer."""
 
     async def holdings(self) -> list[Holding]:
         """Return every namespace at the engine's place; needs no pool."""

@@ -31,7 +31,7 @@ EXISTS_KEYS_MAX: Final = 512
 VERIFY_PAGES_MAX: Final = 64
 
 NO_SERVICE: Final = frozenset({"unreachable", "timeout", "refused"})
-"""Causes that speak of the server and not of a page: after one of them nothing more of a call is started."""
+"""Causes that concern the server and not a page: after one of them nothing more of a call is started."""
 
 ChunkWork = Callable[[Sequence[bytes], PageIds], Awaitable[list[str]]]
 

@@ -85,7 +85,7 @@ class TransportSection(Options, frozen=True, kw_only=True, forbid_unknown_fields
     """PEM file with the certificate's key, without a password."""
     tls_authority: Text = ""
     """PEM file with the certificates that a peer's must be signed by. Decode dials under TLS if it is given; prefill
-    then takes nobody without a certificate. Bulk data is not under TLS.
+    then accepts no peer without a certificate. Bulk data is not under TLS.
     """
     allow_no_secret: bool = False
     """Let prefill listen on an address of the network without a secret and without client certificates: every program

@@ -2,7 +2,7 @@
 
 The decode worker is this process; the prefill worker is a child. Two workloads: conversations with a small real model,
 whose tokens are compared with those of one process, and recordings with synthetic KV, whose every page is verified.
-Each is run twice, with the decode cache and without, on fresh pools and with a prefill worker that has forgotten.
+Each is run twice, with and without decode cache, on new pools and with an empty cache of the prefill worker.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ ROOMS_END_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierOptions:
-    """Sizes of the decode worker. 0: chosen from the workload, small enough that L2 and L3 are used.
+    """Sizes of the decode worker. 0 chooses a size from the workload, small enough that L2 and L3 are used.
 
-    `storage` is a URI; empty: files in a temporary directory, gone at the end. `compare` runs the workload a second
-    time without decode cache. `engine` and `transport` are for who has a configuration of his own; the model and the
-    journal are set here. InvalidConfig names a wrong field.
+    `storage` is a URI; empty uses files in a temporary directory, which is deleted at the end. `compare` runs the
+    workload a second time without decode cache. `engine` and `transport` replace the defaults of the job; the model
+    and the journal of `engine` are overwritten. Raises InvalidConfig, which names the wrong field.
     """
 
     page_size: int = 16
@@ -58,17 +58,17 @@ class TierOptions:
     journal: str | None = None
     storage_options: Mapping[str, object] | None = None
     trace_layout: KVLayout | None = None
-    """How the synthetic KV of a recording lies in pages; None: with little KV a token. Its page size goes first."""
+    """Page layout of a recording's synthetic KV; its page size overrides `page_size`. None uses little KV per token."""
     verify_every: int = 1
-    """Of a recording, the pages of every so-manieth request are verified."""
+    """With a recording: the pages of one request in this many are verified."""
     computed_ahead: bool = False
-    """Of a recording: prefill has computed a prompt before decode asks for it. Then the time to ready is that of the
-    hand-over alone, without what prefill takes for what is new in a prompt, the same with and without decode cache.
+    """With a recording: prefill computes each prompt before decode requests it, with and without decode cache. The time
+    to ready is then that of the hand-over only, without the computation.
     """
     engine: EngineConfig | None = None
     transport: Callable[[], NixlTransport] | None = None
     shows: Callable[[str | None], None] | None = None
-    """Told where the metrics of a decode engine are when it has started, and None when it is about to end."""
+    """Called with the address of a decode engine's metrics once it has started, and with None before it ends."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -84,7 +84,7 @@ class TierOptions:
 
 @dataclass(slots=True)
 class JobResult:
-    """What the main job found. It has passed if `failures` is empty."""
+    """Result of the main job. It has passed if `failures` is empty."""
 
     layout: KVLayout
     l1_pages: int
@@ -95,7 +95,7 @@ class JobResult:
     """Tokens that were compared with those of one process, or pages that were verified."""
     smallest_margin: float = float("inf")
     reusable_tokens: int = 0
-    """Prompt tokens that an unlimited cache could have served, had requests come one after the other."""
+    """Prompt tokens that an unlimited cache could have served if requests had arrived one after the other."""
     failures: list[str] = field(default_factory=list)
     wall_s: float = 0.0
 
@@ -111,8 +111,8 @@ async def run_conversations(
 ) -> JobResult:
     """Serve generated conversations with the small model, and compare every token with one process's generate().
 
-    `damage` names a source of which one restored page is overwritten: then tokens must differ. With an address, the
-    prefill worker is one that runs already (`tidekv prefill`), and what it sent is what decode has received.
+    `damage` names a source of which one restored page is overwritten, so tokens must differ. With an address, a
+    running prefill worker is used (`tidekv prefill`); the bytes that it sent are then counted at decode.
     """
     if damage and damage not in SOURCES:
         raise InvalidConfig(f"damage must be one of {', '.join(SOURCES)}, not {damage!r}")
@@ -150,7 +150,7 @@ async def run_conversations(
 
 
 def model_order(shape: ModelShape, layout: KVLayout, *, num_pages: int) -> PrefillOrder:
-    """What a prefill worker must be, to serve conversations with this model."""
+    """Return the options of a prefill worker that serves conversations with this model."""
     return PrefillOrder(
         name="prefill-0",
         fingerprint=shape.fingerprint,
@@ -163,7 +163,7 @@ def model_order(shape: ModelShape, layout: KVLayout, *, num_pages: int) -> Prefi
 
 
 def model_layout(shape: ModelShape, page_size: int) -> KVLayout:
-    """How the KV of this model lies in pages."""
+    """Return the page layout of this model's KV."""
     return KVLayout(
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
@@ -181,7 +181,7 @@ async def run_trace(
     Raises InvalidRequest for a recording that cannot be read, with file and line.
     """
     started_s = time.perf_counter()
-    # Little KV a token: a recording's prompts are long, and what is tested does not depend on it.
+    # Little KV per token, because a recording's prompts are long and the checks do not depend on its amount.
     layout = tiers.trace_layout or KVLayout(
         num_layers=2, num_kv_heads=1, head_dim=16, dtype="bfloat16", page_size=tiers.page_size
     )
@@ -242,11 +242,11 @@ async def _decode_worker(
     model: str,
     cache: bool,
 ) -> AsyncIterator[_Worker]:
-    """Be a decode worker with fresh pools; at the end of the block the phase's figures are complete."""
+    """Run a decode worker with new pools for the duration of the block; then the phase's figures are complete."""
     before = await prefill.counts(forget=True)
     device = DevicePool.allocate(result.layout, result.l1_pages)
     host = HostPool.allocate(result.layout, result.l2_pages) if cache else None
-    # Small workloads have short prefixes; what is shown is that L3 works, not when it pays.
+    # Small workloads have short prefixes; the job shows that L3 works, not from which length on it pays.
     shown = EngineConfig(
         storage=StorageOptions(prefetch_threshold_tokens=result.layout.page_size), default_deadline_s=300.0
     )
@@ -255,7 +255,7 @@ async def _decode_worker(
     config = msgspec.structs.replace(config, model=model, journal=journal)
     if tiers.shows is not None and config.metrics.listen is None:
         config = msgspec.structs.replace(config, metrics=MetricsOptions(listen="127.0.0.1:0"))
-    # A directory in any case, so that the two ways do not differ in more than they must.
+    # Create the directory in both passes, so that they differ only in the cache.
     with tempfile.TemporaryDirectory(prefix="tidekv-", ignore_cleanup_errors=True) as folder:
         storage = open_storage(tiers.storage or f"file:{folder}?capacity=4GB", tiers.storage_options) if cache else None
         transport = tiers.transport() if tiers.transport else NixlTransport(name="decode-0")
@@ -290,7 +290,7 @@ def _shown(engine: DecodeEngine, tiers: TierOptions) -> Iterator[None]:
 
 
 async def _ended_rooms(prefill: PrefillProcess | DistantPrefill, phase: Phase) -> Counts | None:
-    """Wait until prefill has taken note that its rooms are over; what is open after a while counts as held."""
+    """Wait until prefill has ended its rooms; rooms that are open after the timeout count as held."""
     deadline_s = time.monotonic() + ROOMS_END_TIMEOUT_S
     while True:
         counts = await prefill.counts()
@@ -301,12 +301,12 @@ async def _ended_rooms(prefill: PrefillProcess | DistantPrefill, phase: Phase) -
         if not held or time.monotonic() > deadline_s:
             phase.held |= held
             return counts
-        # It hears of the end by another connection than the one that is asked here.
+        # Prefill learns of a room's end over another connection than the one queried here, so poll.
         await asyncio.sleep(0.02)
 
 
 def _contradictions(phase: Phase, layout: KVLayout) -> list[str]:
-    """Say what of a phase's figures cannot be."""
+    """Return descriptions of the contradictions within a phase's figures."""
     found = []
     if phase.held:
         found.append(f"{phase.name}: not given back at the end: {phase.held}")
@@ -318,7 +318,7 @@ def _contradictions(phase: Phase, layout: KVLayout) -> list[str]:
 
 
 def _sized_for(workload: Workload, shape: ModelShape, tiers: TierOptions) -> JobResult:
-    """Choose pools so small that what was said goes through L2 to L3, but a few requests fit at any time."""
+    """Choose pools so small that the conversations go through L2 to L3, but a few requests fit at any time."""
     said = sum(
         sum(len(turn.new_user_tokens) + turn.output_tokens for turn in conversation.turns)
         for conversation in workload.conversations

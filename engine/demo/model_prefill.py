@@ -37,7 +37,7 @@ class ModelPrefill:
         Raises InvalidRequest if the promise included no usable tokens.
         """
         if not room.tokens:
-            raise InvalidRequest("this prefill has tokens from nobody else: send the request with send_prompt=True")
+            raise InvalidRequest("this prefill receives no tokens: send the request with send_prompt=True")
         packed = bytes(room.tokens)
         async with self._freed:
             while (held := self._pages.take(packed)) is None:

@@ -1,4 +1,4 @@
-"""The main job's result as people read it: a table with both runs beside one another, and what was compared."""
+"""Text report of the main job: a table with both runs side by side, and the result of the comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = {"l1": "L1, device", "l2": "L2, host", "l3": "L3, storage", "transfer": 
 
 
 def report(result: JobResult, *, is_model: bool) -> RenderableType:
-    """Render a result; `is_model` says whether tokens were compared, or pages verified."""
+    """Render a result; `is_model`: tokens were compared; otherwise pages were verified."""
     table = Table(title=f"L1 {result.l1_pages} pages, L2 {result.l2_pages} pages of {result.layout.page_size} tokens")
     table.add_column("")
     for phase in result.phases:

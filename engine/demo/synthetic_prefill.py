@@ -82,7 +82,7 @@ class SyntheticPrefill:
     async def serve(self, room: Room) -> None:
         """Serve one room from its promise to its end. Raises InvalidRequest if the promise included no tokens."""
         if room.tokens is None:
-            raise InvalidRequest("this prefill has tokens from nobody else: send the request with send_prompt=True")
+            raise InvalidRequest("this prefill receives no tokens: send the request with send_prompt=True")
         packed = bytes(room.tokens)
         async with self._freed:
             while (taken := self._take(room, packed)) is None:

@@ -163,7 +163,7 @@ def listening(root: Path = Path("/"), *, pid: int | str = "self") -> list[str]:
 
 
 def data_plane(addresses: list[str], *, environment: Mapping[str, str]) -> Finding:
-    """Where UCX opens ports if a worker listens on an address of the network."""
+    """Check the addresses on which UCX opens ports if a worker listens on an address of the network."""
     devices = environment.get("UCX_NET_DEVICES", "")
     told = f"UCX_NET_DEVICES={devices}" if devices else "UCX_NET_DEVICES is not set"
     found = f"{told}; UCX listens on {', '.join(addresses) or 'no TCP port'}"

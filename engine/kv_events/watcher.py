@@ -1,19 +1,15 @@
 """KV events from changed nodes of the prefix index: the difference between the published and the current content.
 
-It works on copies taken on the loop's thread, in the order of the steps, so it may run in another thread. Additions
-precede removals, so a page that moves down a tier is never missing. Equal copies give equal events.
+A node is marked as changed when it gets or loses a copy, is split, is filled or begins to be filled by a load, becomes
+void, or is seen in storage. Marked nodes are compared with the published content after the step, because a marked node
+may have its former content again, or have left the tree. Without a watcher no node is marked.
 
-Watching what changes in the prefix index, for whoever tells others of it. Nobody watches: nothing is noted.
+The loop's thread only copies the content of the changed nodes, in the order of the steps. The sending thread makes
+hashes, differences and bytes from these copies; equal copies give equal events. Additions precede removals, so a page
+that moves down a tier is never missing.
 
-A node is touched when it gets or loses a copy, is cut in two, is filled or begins to be filled by a load, becomes void,
-or is seen in storage. What that means for others is theirs to find out, when a step is over: a node may be touched and
-be again what it was, or have left the tree.
-
-Watcher of the core's steps that passes changes of the prefix index on as KV events.
-
-On the loop's thread it only copies the content of the changed nodes: hashes, differences and bytes are made in the
-sending thread. "STORAGE" means that this engine has seen the page in storage. When the index forgets a page, consumers
-are sent its removal, although storage may still have it.
+"STORAGE" means that this engine has seen the page in storage. When the index forgets a page, consumers are sent its
+removal, although storage may still have it.
 """
 
 from __future__ import annotations
@@ -35,9 +31,9 @@ from tidekv.states.prefix.node import Node
 
 
 def watch(index: PrefixIndex) -> dict[Node, None]:
-    """Note from now on which nodes are touched, in the order of their first touch. The watcher empties the dict.
+    """Mark changed nodes from now on; returns them in the order of their first change. The watcher empties the dict.
 
-    All watchers of an index share it: there may be one.
+    An index has one such dict, and can have only one watcher.
     """
     if index.tree.dirty_nodes is None:
         index.tree.dirty_nodes = index.device_tier.dirty_nodes = index.host_tier.dirty_nodes = {}

@@ -62,7 +62,7 @@ COUNTS = (
     "store_rooms_skipped",
     "store_rooms_without_tokens",
 )
-"""What is counted, so that statistics have all counts from the start."""
+"""Names of the counts, so that statistics have all of them from the start."""
 
 
 class PromptStoreSettings(Options, frozen=True, kw_only=True):

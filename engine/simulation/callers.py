@@ -22,7 +22,7 @@ ALPHABET = b"ab"
 
 
 class CallerSurroundings(TierSurroundings, Protocol):
-    """The world as its callers see it."""
+    """Interface of the world for its callers."""
 
     prompt_tokens_max: int
     retracting: dict[str, tuple[Caller, bytes]]
@@ -34,11 +34,11 @@ class CallerSurroundings(TierSurroundings, Protocol):
         ...
 
     def next_serial(self) -> int:
-        """A number for the tokens of a request."""
+        """Return a new number, which identifies the tokens of a request."""
         ...
 
     def new_id(self) -> str:
-        """A name for a request: a new one, or one that was used before."""
+        """Return a request id: a new one, or one that was used before."""
         ...
 
     def take_arrival(self) -> bool:
@@ -46,28 +46,28 @@ class CallerSurroundings(TierSurroundings, Protocol):
         ...
 
     def arrive(self, caller: Caller, *, cache: bool, priority: int) -> None:
-        """Step the arrival of a request."""
+        """Submit a request."""
         ...
 
     def is_live(self, caller: Caller) -> bool:
-        """Whether the request lives."""
+        """Whether the request is live."""
         ...
 
     def end(self, caller: Caller) -> None:
-        """Forget a request that is over for its caller."""
+        """Forget a request that has ended for its caller."""
         ...
 
     def leave_tokens(self, caller: Caller, tags: list[int]) -> None:
-        """Keep the tokens that a request leaves: operations may name them until they are forgotten."""
+        """Keep the tokens that a request leaves, which operations may name until the core forgets them."""
         ...
 
     def check_components(self, caller: Caller, who: str) -> None:
-        """Check what a ready request was given of components."""
+        """Check the component pages of a ready request."""
         ...
 
 
 class Caller:
-    """One request, as its caller sees it."""
+    """The caller's state of one request."""
 
     def __init__(
         self, world: CallerSurroundings, client: Client, request_id: str, tokens: bytes, namespace: str

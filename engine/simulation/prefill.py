@@ -24,44 +24,44 @@ RoomKey = tuple[str, int]
 
 
 class Frames(Protocol):
-    """The way of frames to the core."""
+    """Delivery of frames to the core."""
 
     def deliver(self, room: ServedRoom, event: events.Event) -> None:
-        """Deliver a frame of this room, unless its sender is out of reach."""
+        """Deliver a frame of this room, unless its sender is unreachable."""
         ...
 
 
 class RoomsOut(Protocol):
-    """Which room is with which peer."""
+    """Assignment of rooms to peers."""
 
     def is_cancelled(self, key: RoomKey) -> bool:
         """Whether decode gave the room up before the promise was sent."""
         ...
 
     def sent(self, key: RoomKey, peer: Peer) -> None:
-        """Note that the promise left."""
+        """Record that the promise was sent."""
         ...
 
     def unsent(self, command: commands.SendPromise, cause: str) -> None:
-        """Note that the promise could not be sent."""
+        """Record that the promise could not be sent."""
         ...
 
     def life(self, key: RoomKey) -> Incarnation:
-        """The incarnation that a room is with."""
+        """Return the incarnation that has a room."""
         ...
 
 
 class PeerSurroundings(Surroundings, Protocol):
-    """The world as a peer sees it."""
+    """Interface of the world for a peer."""
 
     @property
     def frames(self) -> Frames:
-        """The way of frames to the core."""
+        """Delivery of frames to the core."""
         ...
 
     @property
     def rooms_out(self) -> RoomsOut:
-        """Which room is with which peer."""
+        """Assignment of rooms to peers."""
         ...
 
 
@@ -148,7 +148,7 @@ class Peer:
     def _send(self, command: commands.SendPromise, prompt: Prompt) -> None:
         world, life, key = self._world, self.life, (command.request_id, command.generation)
         if life.is_dead or life.is_lost or world.rooms_out.is_cancelled(key):
-            world.rooms_out.unsent(command, "out of reach")
+            world.rooms_out.unsent(command, "unreachable")
             return
         world.rooms_out.sent(key, self)
         slow = 0.5 if world.faults.hits("promise_is_slow") else 0.0

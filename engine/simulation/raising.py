@@ -100,7 +100,7 @@ class Places:
 
     def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:  # Any: all is handed on.
         def call(*arguments: Any, **named: Any) -> Any:
-            # A nested call is not a place of its own: for example the shared state evicts through the index.
+            # A nested call is not a separate place: for example the shared state evicts through the index.
             if self._is_stepping and not self._depth:
                 self.count += 1
                 if self.left:

@@ -51,7 +51,7 @@ FAULTS: dict[str, str] = {
 
 
 class Group(Protocol):
-    """The group as one of its ranks sees it."""
+    """Interface of the group for one of its ranks."""
 
     settings: CoreSettings
     contents: Contents
@@ -63,11 +63,11 @@ class Group(Protocol):
         ...
 
     def delay(self, rank: SimulatedRank) -> float:
-        """How long something takes on a rank."""
+        """Return the duration of an action on a rank."""
         ...
 
     def wish(self, rank: SimulatedRank) -> None:
-        """Let the leader know that a rank has news."""
+        """Inform the leader that a rank has news."""
         ...
 
     def stepped(self, rank: SimulatedRank, word: int) -> None:
@@ -75,7 +75,7 @@ class Group(Protocol):
         ...
 
     def ended(self, script: Script, rank: int, end: str) -> None:
-        """Note that the request is over for the caller of one rank."""
+        """Record the end of a request for the caller of one rank."""
         ...
 
     def try_to_form(self) -> None:

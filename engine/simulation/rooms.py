@@ -1,4 +1,4 @@
-"""Links between core and peers: which peer has which room, and faults of frames on the way."""
+"""Links between core and peers: the peer of each room, and faults of frames on the way."""
 
 from __future__ import annotations
 

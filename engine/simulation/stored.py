@@ -20,16 +20,16 @@ class StoredTags:
         return tag in self._present
 
     def leading(self, wanted: Sequence[int]) -> int:
-        """Return how many of them are present, up to the first that is missing."""
+        """Return the number of records before the first missing one."""
         return next((at for at, tag in enumerate(wanted) if tag not in self._present), len(wanted))
 
     def lose_one(self, wanted: Sequence[int]) -> None:
-        """Lose one of them if that fault strikes."""
+        """Lose one of the records if that fault strikes."""
         if self._faults.hits("page_is_lost"):
             self._present.pop(self._random.choice(wanted), None)
 
     def read(self, wanted: Sequence[int]) -> tuple[int, str]:
-        """Return how many of them a read brings, and its error."""
+        """Return the number of records that a read delivers, and its error."""
         good, error = self.leading(wanted), ""
         if self._faults.hits("fetch_fails"):
             good, error = self._random.choice((0, good)), "injected"

@@ -1,6 +1,6 @@
-"""What the parts of a simulated world ask of it: time, faults, pools, the core, and what requests know.
+"""Protocols of a simulated world, as its parts use it: time, faults, pools, the core, and the content of requests.
 
-The world makes its parts and is made of them; each part names only the protocol of what it uses.
+The world creates its parts. Each part depends only on the protocol that it uses, not on the world's class.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Requester(Protocol):
-    """A request as the tiers see it: the tags of its pages."""
+    """Interface of a request for the tiers: the tags of its pages."""
 
     tags: list[int]
     component_tags: Tags
 
 
 class Surroundings(Protocol):
-    """The world as its tiers and peers see it."""
+    """Interface of the world for its tiers and peers."""
 
     settings: CoreSettings
     core: Core
@@ -49,51 +49,51 @@ class Surroundings(Protocol):
         ...
 
     def delay(self) -> float:
-        """How long something takes that goes well."""
+        """Return the duration of an action without a fault."""
         ...
 
     def step(self, event: Event) -> None:
-        """Let the core take an event, and run its commands."""
+        """Pass an event to the core, and execute its commands."""
         ...
 
     def tell_now(self, event: Event) -> None:
-        """Step an event that was made before its time."""
+        """Pass on an event that was created earlier, with the current time."""
         ...
 
     def caller(self, request_id: str) -> Requester:
-        """The live request of that name."""
+        """Return the live request with that id."""
         ...
 
     def tags_of(self, namespace: str, tokens: bytes) -> list[int]:
-        """The tags of the full pages of these tokens."""
+        """Return the tags of the full pages of these tokens."""
         ...
 
     def tags_put(self, command: commands.StorePages) -> list[int]:
-        """The tags of the prompt whose pages are put."""
+        """Return the tags of the prompt whose pages are put."""
         ...
 
     def tokens_left(self, serial: int) -> list[int]:
-        """The tags of what a request left."""
+        """Return the tags of the tokens that a request left."""
         ...
 
     def lose_writer(self, writer: str) -> None:
-        """Step the event that a peer is out of reach."""
+        """Report that a peer is unreachable."""
         ...
 
     def note_losses(self, event: Event) -> None:
-        """Remember the request whose room an event ends: it may fail."""
+        """Record the request whose room an event ends: it may fail."""
         ...
 
 
 class GroupSettings(Protocol):
-    """What all ranks of a group share."""
+    """State that all ranks of a group share."""
 
     settings: CoreSettings
     contents: Contents
 
 
 class RankSurroundings(Protocol):
-    """One simulated rank as its tiers and rooms see it."""
+    """Interface of one simulated rank for its tiers and rooms."""
 
     number: int
     random: Random
@@ -111,11 +111,11 @@ class RankSurroundings(Protocol):
         ...
 
     def after(self, delay_s: float, action: Any, *arguments: Any) -> None:  # Any: as in Schedule.
-        """Do something later, if this life of the rank goes on until then."""
+        """Schedule an action; it is dropped if the rank's process has ended by then."""
         ...
 
     def delay(self) -> float:
-        """How long something takes."""
+        """Return the duration of an action."""
         ...
 
     def hits(self, name: str) -> bool:
@@ -123,17 +123,17 @@ class RankSurroundings(Protocol):
         ...
 
     def receive(self, event: Event) -> None:
-        """Take something that this rank has seen to the vote."""
+        """Pass a local event to the agreement."""
         ...
 
     def outcome(self, delay_s: float, make: Callable[[], Event]) -> None:
-        """End an operation after a while."""
+        """Deliver the outcome of an operation after a delay."""
         ...
 
     def tags(self, tokens: bytes) -> list[int]:
-        """The tags of the full pages of these tokens."""
+        """Return the tags of the full pages of these tokens."""
         ...
 
     def page_tags(self, script: Script) -> list[int]:
-        """The tags of all pages of a prompt."""
+        """Return the tags of all pages of a prompt."""
         ...

@@ -22,11 +22,11 @@ STUCK_S = 500.0
 
 
 class TierSurroundings(Surroundings, Protocol):
-    """The world as its tiers see it."""
+    """Interface of the world for its tiers."""
 
     @property
     def outcomes(self) -> Outcomes:
-        """Where operations end."""
+        """Receiver of the outcomes of operations."""
         ...
 
 

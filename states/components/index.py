@@ -45,7 +45,7 @@ class ComponentReceipt:
 
 
 class ComponentMatch(msgspec.Struct, frozen=True, eq=False):
-    """What a request has of one component at its boundary.
+    """Pages of one component that a request has at its boundary.
 
     `table`: device pages at positions [first, boundary). Of a state it is always one page, the snapshot to continue
     from, also at boundary 0. `own`: the pages that the request owns: first those of the table, then the spare ones. The

@@ -56,7 +56,7 @@ BOUNDARIES_TRIED_MAX = 16
 
 
 class PrefixCoverage(msgspec.Struct, frozen=True):
-    """How far the caches cover a prompt, and how far the caches and storage cover it together."""
+    """Coverage of a prompt by the caches, and by the caches and storage together."""
 
     cached_boundary: int
     """The longest boundary that the caches serve without storage."""
@@ -206,7 +206,7 @@ class ComponentStorage:
     def coverage(
         self, namespace: str, keys: bytes, first: int, found: int, component_pages: tuple[StoredComponent, ...]
     ) -> PrefixCoverage:
-        """How far the caches and storage cover the prompt now.
+        """Return the current coverage of the prompt by the caches and storage.
 
         Storage has `found` full pages from page `first` on, and the given component pages.
         """

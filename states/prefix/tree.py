@@ -22,7 +22,7 @@ class PageTree:
         self.tick = 0
         """Logical clock of recency; advances by one per call that uses nodes."""
         self.attachment = 1
-        """Number of the attached storage. `Node.stored` of an earlier number says nothing about this one."""
+        """Number of the attached storage. `Node.stored` of an earlier number is not valid for this one."""
         self.dirty_nodes: dict[Node, None] | None = None
         """Nodes that have changed, for `tidekv.engine.kv_events.watcher`. None if there is no watcher."""
         self.on_split: list[Callable[[Node, Node], None]] = []

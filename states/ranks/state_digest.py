@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tidekv.states.types import PageIds
 
 PARTS = ("events", "index", "device pool", "host pool", "requests", "rooms", "page tables")
-"""What is compared, by name; behind these, each component."""
+"""Names of the compared parts; each component follows them."""
 WINDOW_PAGES = 4096
 """Pages of a free list that one vote looks at."""
 PAGE_FIELDS = ("pages", "device_pages", "host_pages", "reserve", "source_pages", "target_pages")

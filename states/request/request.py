@@ -42,7 +42,7 @@ DECLINED = {
 
 
 class State(enum.Enum):
-    """What a request waits for. `tidekv.states.request.table` lists what it owns in each state."""
+    """State of a request, named by what it waits for. `tidekv.states.request.table` lists what it owns in each."""
 
     PREALLOC = "PREALLOC"
     MATCH = "MATCH"
@@ -271,7 +271,7 @@ class Ending:
 
 
 class Stage(enum.Enum):
-    """Where the contents of a load come from next. `tidekv.states.loads.loads` draws the transitions."""
+    """Stage of a load, named by the next source of its contents. `tidekv.states.loads.loads` draws the transitions."""
 
     FETCHING = "FETCHING"
     COPYING = "COPYING"

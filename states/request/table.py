@@ -68,7 +68,7 @@ raises again:
 
 `ReportReady.fallbacks` reports to the caller what was given up. Other reasons lead back to the queue:
 
-- A lost room (`PrefillLost`: prefill refused it, failed, or is out of reach) returns the request to the queue in a new
+- A lost room (`PrefillLost`: prefill refused it, failed, or is unreachable) returns the request to the queue in a new
   generation, with the next prefill of its list, until each was tried `attempts_per_prefill` times. After the last
   attempt, a caller that can compute the rest of the prompt itself receives that command; TRANSFER waits for it.
 - A request whose pages were lost to another writer returns to the queue as well (`PagesLost`).

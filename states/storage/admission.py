@@ -175,7 +175,7 @@ class StorageAdmission:
         return SourceLoad(self._throughput.page_s(self._state.now_s), self.pages_in_flight)
 
     def allowance(self, wanted: int, deadline_s: float) -> int:
-        """How many of `wanted` pages a plan may fetch now, if the fetch may take `deadline_s`."""
+        """Return how many of `wanted` pages a plan may fetch now, if the fetch may take `deadline_s`."""
         # Three independent limits: pages in flight, the deadline at the measured throughput, and the rate.
         settings = self._state.settings
         if settings.fetch_pages_in_flight_max:

@@ -33,7 +33,7 @@ class StoragePolicy(Options, frozen=True, kw_only=True):
     """Policies of the storage tier. Pages and tokens are counts, durations are seconds."""
 
     prefetch: PrefetchPolicy = "timeout"
-    """How long a request waits for its fetches. "timeout": `prefetch_base_s` and `prefetch_per_ki_token_s`.
+    """Maximum wait of a request for its fetches. "timeout": `prefetch_base_s` and `prefetch_per_ki_token_s`.
     "best_effort": until its transfer is done; pages that have landed by then are used. "wait_complete": until they end.
     Pages that have not landed are requested from prefill. These two are bounded by half of the time that the request
     has left when its plan is made. "soonest": like "timeout", but pages that the transfer would bring sooner are not

@@ -1,6 +1,6 @@
 """Split of a restore between storage and prefill, for pages that both could deliver.
 
-Pure arithmetic on two figures per source: the seconds that a page has cost lately
+Pure arithmetic on two figures per source: the seconds of a page in recent transfers
 (`tidekv.states.storage.throughput`), and the number of pages that wait before it. It applies to the fetch policy
 "soonest" and is made at two moments:
 
@@ -33,7 +33,7 @@ class SourceLoad(NamedTuple):
 
 
 def pages_to_fetch(count: int, rest: int, *, storage: SourceLoad, link: SourceLoad) -> int:
-    """How many of the first `count` pages to fetch so that the last page of all arrives as early as possible.
+    """Return how many of the first `count` pages to fetch so that the last page of all arrives as early as possible.
 
     Both sources have these pages; prefill also sends `rest` further ones that only it has.
     """
@@ -52,7 +52,7 @@ def pages_to_fetch(count: int, rest: int, *, storage: SourceLoad, link: SourceLo
 
 
 def fetches_to_keep(fetches: Sequence[tuple[float, int]], *, link: SourceLoad) -> int:
-    """How many of the fetches in flight to keep waiting for, while prefill is asked for the pages of the others.
+    """Return how many of the fetches in flight to keep; prefill is asked for the pages of the others.
 
     `fetches` are in the order of the prompt, each with the seconds until it lands (0: unknown) and its pages.
     """

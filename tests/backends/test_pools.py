@@ -100,7 +100,7 @@ def wrong_wraps() -> list[tuple[str, object, object]]:
         (r"v_buffers must be one tensor a layer", good, None),
         (r"k_buffers has 1 tensors for 2 layers", good[:1], good),
         (r"v_buffers has 3 tensors for 2 layers", good, [*good, good[0]]),
-        (r"k_buffers\[1\] is torch.float32, the layout says float16", [good[0], good[1].float()], buffers(layout)),
+        (r"k_buffers\[1\] is torch.float32, the layout requires float16", [good[0], good[1].float()], buffers(layout)),
         (r"v_buffers\[0\] must be a torch tensor, not ndarray", good, [good[0].numpy(), good[1]]),
         (r"v_buffers\[1\] has shape \[8, 4, 2, 5\]; it must be \[num_pages, 4, 2, 4\]", good,
          [good[0], torch.zeros(8, 4, 2, 5, dtype=torch.float16)]),

@@ -23,7 +23,7 @@ __all__ = ["Room", "RoomOutcome", "RoomSettings"]
 
 
 class RoomOutcome(StrEnum):
-    """How a room ended for prefill."""
+    """Outcome of a room for prefill."""
 
     RECEIVED = "received"
     LEASE_ENDED = "lease ended"

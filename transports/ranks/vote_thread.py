@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import PrefixStore  # torch.distributed has both, but its types do not say so.
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed has both, but not in its types.
 from torch._C._distributed_c10d import TCPStore as Store
 
 from tidekv.states.errors import InvalidConfig, TransferFailed

@@ -20,7 +20,7 @@ from tidekv.backends.storage.stats import StorageCounters
 from tidekv.states.errors import StorageFailed
 from tidekv.states.types import PageIds
 
-# Causes that speak of the page itself, not of the read: its entry is removed, so that it can be put again.
+# Causes that concern the page itself, not the read: its entry is removed, so that it can be put again.
 _BAD_PAGE: Final = ("missing", "truncated", "corrupt", "foreign")
 
 T = TypeVar("T")

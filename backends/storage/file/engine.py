@@ -65,7 +65,7 @@ class FileStorage:
         )
         self._registered = False
         self._file_store: FileStore | None = None
-        # Shelves whose directory was lost. Reads may still be running there, so they are closed at the end.
+        # Stores whose directory was lost. Reads may still be running there, so they are closed at the end.
         self._lost: list[FileStore] = []
 
     async def register(self, pool: PoolMemory, buffer_of: BufferOf, *, namespace: bytes, poller: Poller) -> None:

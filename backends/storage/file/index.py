@@ -7,7 +7,7 @@ changes since a tick without relying on any clock of the machine.
     a slot:   free ──reserve──▶ writing (by one living writer) ──publish──▶ published ──evict, forget──▶ free
 
 A process that dies leaves slots in writing; another process reclaims them as soon as it finds the writer's lock free.
-All methods block and belong to one thread, unless they say otherwise.
+All methods block and belong to one thread, unless their docstring states otherwise.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class Segments:
             if os.preadv(file, pages, self.geometry.page_offset(index), NO_WAIT) != wanted:
                 return None
         except OSError:
-            # Not in memory, or the file system cannot tell: a read that waits finds out.
+            # Not in memory, or unknown to the file system: a blocking read decides.
             return None
         return bytes(headers)
 

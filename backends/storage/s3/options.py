@@ -1,4 +1,4 @@
-"""Options of the `s3:` engine: pages as objects in a bucket of S3, or of a server that speaks its protocol.
+"""Options of the `s3:` engine: pages as objects in a bucket of S3, or of a server with its protocol.
 
     s3://bucket/prefix?region=eu-central-1&capacity=2TB
     s3://bucket?endpoint=http://127.0.0.1:9000                      MinIO, Ceph, Garage, SeaweedFS …

@@ -85,7 +85,7 @@ def read_settings(given: Mapping[str, object]) -> ConnectorSettings:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What both sides of a connector have in common: page layout, namespace, and the directions that are enabled.
+    """The common part of both sides of a connector: page layout, namespace, and the directions that are enabled.
 
     `ranks` counts the namespaces that pages are in: 1 if all ranks hold the same latent vectors.
     """
