@@ -52,7 +52,7 @@ async def test_holdings_are_told_without_a_pool_and_pages_with_one(places: tuple
 async def test_what_cannot_be_asked_says_so(rig_on: Callable[..., Rig], free_address: str, tmp_path: Path) -> None:
     for kind, server in (("redis", free_address), ("s3", "http://" + free_address)):
         with pytest.raises(StorageFailed, match="unreachable"):
-            await rig_on(kind, server).make(connect_s=0.3).holdings()
+            await rig_on(kind, server).make(connect_timeout_s=0.3).holdings()
     with pytest.raises(StorageFailed, match="unreachable"):
         await rig_on("mooncake", free_address).make(admin="http://" + free_address).holdings()
     with pytest.raises(InvalidConfig, match="give the option admin"):

@@ -20,7 +20,7 @@ from tidekv.states.types import page_ids
 Rig = Any
 RedisServer = Any
 
-QUICK = {"request_timeout_s": 0.2, "connect_s": 0.5}
+QUICK = {"request_timeout_s": 0.2, "connect_timeout_s": 0.5}
 AUTHORITY = Path(__file__).parent / "authority.pem"
 CERTIFICATE = Path(__file__).parent / "localhost.pem"
 

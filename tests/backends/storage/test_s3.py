@@ -18,7 +18,7 @@ from tidekv.states.types import page_ids
 Rig = Any
 S3Server = Any
 
-QUICK = {"request_timeout_s": 0.3, "connect_s": 0.2}
+QUICK = {"request_timeout_s": 0.3, "connect_timeout_s": 0.2}
 VALUE_BYTES = 4096 + 128
 
 

@@ -50,14 +50,15 @@ async def test_a_raise_after_the_agreement_took_a_call_breaks_the_engine_and_lea
     address = world.free_address()
     members = [world.Rank(rank, 2, address) for rank in range(2)]
     await asyncio.gather(*(member.enter() for member in members))
-    channel = members[1].engine._runtime.ranks._channel
-    wish = channel.wish
+    driver = members[1].engine._runtime.ranks
+    heard = driver._heard
 
     def raise_once() -> None:
-        channel.wish = wish
+        # Called right after the agreement has taken the event.
+        driver._heard = heard
         raise RuntimeError("planted")
 
-    channel.wish = raise_once
+    driver._heard = raise_once
     async with asyncio.timeout(LIMIT_S):
         ends = await asyncio.gather(
             *(member.restore("a", world.PROMPT) for member in reversed(members)), return_exceptions=True
