@@ -128,7 +128,7 @@ class MetricsServer:
         except Exception:
             # A bug of a collector must be visible to the operator, and must not end the endpoint.
             LOG.exception("metrics could not be collected")
-            return _message("500 Internal Server Error", _PLAIN, b"metrics could not be collected; the log says why\n")
+            return _message("500 Internal Server Error", _PLAIN, b"metrics could not be collected; see the log\n")
 
 
 def _message(status: str, content_type: str, body: bytes, *headers: str) -> bytes:
