@@ -365,7 +365,7 @@ class RankDriver:
             self._follow(agreement.decide(agreement.cast()))
         elif agreement.is_idle and self.core.is_idle:
             self._phase = Phase.FORMING
-            self._tasks.spawn(self._begin_anew(), name="begin anew")
+            self._tasks.spawn(self._begin_anew(), name="begin again")
         else:
             self._arm(due_s, now_s)
 
