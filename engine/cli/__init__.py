@@ -1,4 +1,4 @@
-"""The commands of the command line: each module has a `register(app)` that adds its command."""
+"""Commands of the command line. Each module has a `register(app)` that adds its command."""
 
 from tidekv.engine.cli import config, doctor, explain, replay, run, sides, simulate, store, timeline, top
 

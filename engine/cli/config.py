@@ -1,4 +1,4 @@
-"""`tidekv config show|check|schema`: what a worker would start with, what is wrong with it, and what there is."""
+"""`tidekv config show|check|schema`: effective values of a worker, mistakes in them, and the options available."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-config_app = typer.Typer(help="Look at the configuration of a worker before it starts.", no_args_is_help=True)
+config_app = typer.Typer(help="Inspect the configuration of a worker before it starts.", no_args_is_help=True)
 
 ConfigFile = Annotated[
     str | None, typer.Option("--config", metavar="FILE", help="TOML, YAML or JSON; else the variable TIDEKV_CONFIG.")
@@ -29,7 +29,7 @@ def show(
     given: Annotated[bool, typer.Option("--given", help="Only what differs from the defaults' source.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: option, value, from.")] = False,
 ) -> None:
-    """Print the value of every option, and where it came from. Passwords are hidden. Exit code 2 for mistakes."""
+    """Print the value and the origin of every option. Passwords are hidden. Exit code 2 for mistakes."""
     import msgspec
     from rich.console import Console
     from rich.markup import escape
@@ -56,7 +56,7 @@ def show(
 
 @config_app.command()
 def check(config: ConfigFile = None, settings: Settings = None) -> None:
-    """Name every mistake, with its place. Exit code 0: there is none. 2: there are some. Starts nothing."""
+    """Print every mistake with its place, and start nothing. Exit code 0 if there are none, 2 otherwise."""
     from tidekv.engine.config import gather
     from tidekv.engine.config.check import mistakes_here
 

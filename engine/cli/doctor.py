@@ -1,4 +1,4 @@
-"""`tidekv doctor`: look at this machine, and say in plain words what to change."""
+"""`tidekv doctor`: check this machine, and print what to change."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def doctor(
         str | None, typer.Option(metavar="DIRECTORY", help="Measure storage there: 256 MiB are written and removed.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list of check, level, found, advice.")] = False,
-    deadline_s: Annotated[float, typer.Option(min=1.0, help="All checks end within so many seconds.")] = 30.0,
+    deadline_s: Annotated[float, typer.Option(min=1.0, help="Maximum seconds for all checks.")] = 30.0,
 ) -> None:
     """Check this machine: NIXL, UCX, GPU, limits, memory, CPUs, storage speed, clock. Changes nothing.
 
-    Exit code 1 if something of tidekv will not work here (bad); what is merely slow or unsafe is a warning.
+    Exit code 1 if a part of tidekv does not work here (bad); slow or unsafe settings are warnings.
     """
     import msgspec
     from rich.console import Console

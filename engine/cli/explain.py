@@ -1,4 +1,4 @@
-"""`tidekv explain JOURNAL --request R`: in words, why a request took the time that it took."""
+"""`tidekv explain JOURNAL --request R`: explain the latency of a request."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def explain(
     slowest: Annotated[int, typer.Option(help="How many, without --request.")] = 3,
     torn_ok: TornOk = False,
 ) -> None:
-    """Say what was matched where, promised, delivered, wasted, cut and why, and what would have made it faster.
+    """Explain a request: pages matched, promised, delivered, wasted and cut, the causes, and what would make it faster.
 
-    Exit code 2 where the journal is none, is damaged, or lacks its tail; what is there is explained all the same.
+    Exit code 2 if the file is not a journal, is damaged, or lacks its tail; the part before that is explained anyway.
     """
     from tidekv.engine.journal import Replayer
     from tidekv.engine.trace.explain import explain as words_for

@@ -21,7 +21,7 @@ app = typer.Typer(
 
 @app.callback()
 def options(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show on stderr what the library warns of.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the library's warnings on stderr.")] = False,
 ) -> None:
     """Tiered decode-side KV cache for prefill/decode disaggregated LLM serving."""
     if verbose:
@@ -35,7 +35,7 @@ for register in COMMANDS:
 
 
 def main() -> None:
-    """Run the command line. What the user got wrong is one line on stderr and exit code 2; a bug has its traceback."""
+    """Run the command line. A user's mistake is one line on stderr and exit code 2; a bug prints its traceback."""
     try:
         app()
     except TidekvError as error:

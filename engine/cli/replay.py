@@ -1,4 +1,4 @@
-"""`tidekv replay JOURNAL`: step a fresh core through a journal; identical, or the first difference with both sides."""
+"""`tidekv replay JOURNAL`: step a fresh core through a journal, and print the first difference with both sides."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def register(app: typer.Typer) -> None:
 
 def replay(
     journal: Annotated[str, typer.Argument(help="The first file of a journal.")],
-    until: Annotated[int | None, typer.Option(help="Stop behind this event, and show the state there.")] = None,
+    until: Annotated[int | None, typer.Option(help="Stop after this event, and show the state there.")] = None,
     shrink: Annotated[
         str | None, typer.Option(help="Write a short journal of the first error or difference to this file.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Try a journal of other event types, too.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Accept a journal of other event types.")] = False,
     torn_ok: TornOk = False,
 ) -> None:
     """Step a fresh core through a journal and compare every state, plan, lock, page and command.
 
-    Rules that raised in the run raise again. Exit code 0: identical. 1: the core decides otherwise; the first such
+    Rules that raised in the run raise again. Exit code 0: identical. 1: the core decides differently; the first such
     event is shown with what differs. 2: the journal is damaged, its tail is missing, or it is of another version.
     """
     from tidekv.engine.journal import Replayer

@@ -1,4 +1,4 @@
-"""`tidekv run`: the main job, with a progress bar and a table."""
+"""`tidekv run`: serve and verify a workload, with a progress bar and a table."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def run(
     seed: Annotated[int, typer.Option(help="Seed of the generated workload.")] = 1,
     length_scale: Annotated[str, typer.Option(help="Factor on a recording's lengths, such as 1/8.")] = "1/8",
     time_scale: Annotated[float, typer.Option(help="Factor on a recording's times; 0: as fast as it goes.")] = 0.0,
-    requests: Annotated[int, typer.Option(help="At most so many requests of a recording; 0: all.")] = 500,
-    sessions: Annotated[int, typer.Option(help="At most so many sessions of a recording; 0: all.")] = 20,
+    requests: Annotated[int, typer.Option(help="Maximum requests of a recording; 0: all.")] = 500,
+    sessions: Annotated[int, typer.Option(help="Maximum sessions of a recording; 0: all.")] = 20,
     prompt_tokens_max: Annotated[int, typer.Option(help="Leave out longer prompts, as scaled; 0: none.")] = 0,
     page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
     l1_pages: Annotated[int, typer.Option(help="Device pages; 0: chosen from the workload.")] = 0,
@@ -49,11 +49,11 @@ def run(
     plot: Annotated[Path | None, typer.Option(help="Draw time to ready and sources to this .png or .svg file.")] = None,
     live: Annotated[bool, typer.Option("--live", help="Show the engine's requests and pools while it runs.")] = False,
 ) -> None:
-    """Serve a workload with a prefill and a decode worker in two processes, verify it, and print what came from where.
+    """Serve a workload with a prefill and a decode worker in two processes, verify it, and print tokens by source.
 
-    Exit code 1 if anything differs from what it must be, 2 for a wrong option or file.
+    Exit code 1 if a result differs from the expected one, 2 for a wrong option or file.
     """
-    # What a run needs takes seconds to import; other commands need not wait for it.
+    # Imported here: it takes seconds, and other commands do not need it.
     from rich.console import Console
 
     from tidekv.engine.demo import main_job
@@ -92,7 +92,7 @@ def run(
             options = agent_options(agents=conversations, rounds=rounds, seed=seed)
         else:
             options = WorkloadOptions(
-                kind=kind,  # type: ignore[arg-type]  # It says itself what is allowed.
+                kind=kind,  # type: ignore[arg-type]  # The workload checks it.
                 conversations=conversations,
                 rounds=rounds,
                 seed=seed,
@@ -110,7 +110,7 @@ def run(
 
 
 def finished(work: Coroutine[object, object, JobResult]) -> JobResult:
-    """Run the job on a loop of its own. Of errors that came as a group, the one that the user can mend is raised."""
+    """Run the job on its own loop. From a group of errors, raise the one that the user can fix."""
     import torch
     import uvloop
 
@@ -132,7 +132,7 @@ def finished(work: Coroutine[object, object, JobResult]) -> JobResult:
 def progress_bars(
     console: Console, totals: Mapping[str, int | None], view: LiveView | None = None
 ) -> Iterator[Progress]:
-    """Show one bar a phase, and below them what `view` sees; a phase with an unknown total shows a count."""
+    """Show one bar per phase, and `view` below them; a phase with an unknown total shows a count."""
     from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

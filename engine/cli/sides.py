@@ -1,4 +1,4 @@
-"""`tidekv prefill` and `tidekv decode`: one side of the main job each, on this machine or on two.
+"""`tidekv prefill` and `tidekv decode`: the two sides of `tidekv run`, on one machine or two.
 
 Both are configured by a file, environment variables and flags; see `tidekv.engine.config`.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tidekv.transports.nixl.transport import NixlTransport
 
 Secret = Annotated[
-    str | None, typer.Option(help="Shared secret of both sides; better by TIDEKV_SECRET, or transport.secret_file.")
+    str | None, typer.Option(help="Shared secret of both sides; prefer TIDEKV_SECRET or transport.secret_file.")
 ]
 PageSize = Annotated[int | None, typer.Option(help="Tokens a page; both sides must have the same (default 16).")]
 PREFILL_PAGES = 1024
@@ -37,7 +37,7 @@ def prefill(
     config: ConfigFile = None,
     settings: Settings = None,
     listen: Annotated[
-        str | None, typer.Option(help="Where decode workers find this one; port 0: any (default 127.0.0.1:7000).")
+        str | None, typer.Option(help="Address for decode workers to dial; port 0: any (default 127.0.0.1:7000).")
     ] = None,
     secret: Secret = None,
     page_size: PageSize = None,
@@ -73,7 +73,7 @@ def prefill(
             transport=_transport(loaded, "prefill-0", listens=True),
             lease_s=section.lease_s,
             close_deadline_s=section.close_deadline_s,
-            # It is of both sides: one file may be theirs.
+            # The option belongs to both sides, which may share one file.
             bigram_keys=loaded.configuration.engine.bigram_keys,
         ) as (peer, _, _):
             console.print(
@@ -86,14 +86,14 @@ def prefill(
                 console.print(f"sent {counts['pages_sent']:,} pages, {counts['bytes_sent']:,} bytes")
 
     torch.set_num_threads(1)
-    # It may be interrupted while it starts.
+    # Ctrl-C may interrupt the start.
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
     console.print("ended")
 
 
 async def _told_to_end() -> None:
-    """Wait for SIGTERM, or for Ctrl-C where that is not ignored, as a shell has it for jobs in the background."""
+    """Wait for SIGTERM or Ctrl-C. Ctrl-C stays ignored if it is, as for background jobs of a shell."""
     told = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -118,7 +118,7 @@ def decode(
 ) -> None:
     """Serve generated conversations with the small model against a prefill worker that runs elsewhere.
 
-    Prints what came from where, and compares every token with those of one process. Exit code 1 if any differs.
+    Prints tokens by source, and compares every token with those of a single process. Exit code 1 if any differs.
     """
     addresses = None if prefill is None else [address.strip() for address in prefill.split(",")]
     flags = {
@@ -128,7 +128,7 @@ def decode(
         "storage.uri": ("--storage", storage),
         "engine.journal.path": ("--journal", journal),
     }
-    # A small workload has short prefixes: what is shown is that storage works, not when it pays.
+    # A small workload has short prefixes: the command shows that storage works, not when it pays.
     loaded = _loaded(
         config,
         settings,
@@ -179,7 +179,7 @@ def _loaded(
     *,
     defaults: Mapping[str, object],
 ) -> Loaded:
-    """Read the configuration and look whether this machine has what it asks for. Raises InvalidConfig."""
+    """Read the configuration and check it against this machine. Raises InvalidConfig."""
     from tidekv.engine.config import load
     from tidekv.engine.config.check import mistakes_here
 
@@ -199,7 +199,7 @@ def _pools(loaded: Loaded, page_bytes: int) -> tuple[int, int]:
 
 
 def _transport(loaded: Loaded, name: str, *, listens: bool) -> Callable[[], NixlTransport]:
-    """Return what makes this worker's transport: one each time, since a transport is used once."""
+    """Return a factory of this worker's transport, since a transport is used once."""
     from tidekv.engine.config.tls import dial_context, listen_context
 
     section = loaded.configuration.transport

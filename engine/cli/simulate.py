@@ -12,9 +12,9 @@ import typer
 from tidekv.states.errors import InvalidConfig
 
 RANKS_MAX = 8
-"""More ranks than one machine has accelerators show nothing new."""
+"""Maximum ranks: as many as one machine has accelerators; more add no coverage."""
 SMALLEST_MAX = 3
-"""Of so many seeds that fail, the smallest run is looked for: that takes some seconds each."""
+"""Maximum failing seeds that are shrunk; each takes some seconds."""
 
 
 def register(app: typer.Typer) -> None:
@@ -34,9 +34,9 @@ def simulate(
 ) -> None:
     """Serve requests in virtual time with seeded faults at every boundary, and check every invariant on the way.
 
-    Exit code 1 if something was seen that must never happen. For the first such seeds, the smallest run that shows it
-    is looked for; its command is printed, and its journal written. With --ranks, every rank has tiers and faults of its
-    own, and may lag or die; faults are "all" or "none" then.
+    Exit code 1 if an invariant was violated. The first failing seeds are shrunk to the smallest run that still fails;
+    its command is printed, and its journal written. With --ranks, every rank has tiers and faults of its own, and may
+    lag or die; faults are then "all" or "none".
     """
     from rich.console import Console
     from rich.progress import track

@@ -1,4 +1,4 @@
-"""`tidekv store`: look at what a storage engine holds, check it, clean it, copy it to another."""
+"""`tidekv store`: inspect, check, clean or copy the pages of a storage engine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 WIDTH_UNSEEN: Final = 120
 
 store_app = typer.Typer(
-    help="Look at storage: file:/path, redis://host, s3://bucket, mooncake://host, or what a package adds.",
+    help="Inspect storage: file:/path, redis://host, s3://bucket, mooncake://host, or what a package adds.",
     no_args_is_help=True,
 )
 
-Uri = Annotated[str, typer.Argument(help="Where the store is, as open_storage takes it.", metavar="URI")]
+Uri = Annotated[str, typer.Argument(help="URI of the store, as for open_storage.", metavar="URI")]
 Options = Annotated[str | None, typer.Option(help="More options: a JSON object, or @file (JSON, TOML, YAML).")]
-Namespace = Annotated[str | None, typer.Option(help="The namespace, or how its name starts; if there are several.")]
-PageBytes = Annotated[int | None, typer.Option(help="Bytes of a page, where the store does not tell.", min=1)]
+Namespace = Annotated[str | None, typer.Option(help="The namespace or a prefix of its name, if there are several.")]
+PageBytes = Annotated[int | None, typer.Option(help="Bytes of a page, if the store does not record them.", min=1)]
 
 
 def register(app: typer.Typer) -> None:
@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
 
 @store_app.command("ls")
 def list_namespaces(uri: Uri, options: Options = None) -> None:
-    """List the namespaces of a store: how long their pages are, and how many there are."""
+    """List the namespaces of a store, with the size and the number of their pages."""
     from rich.console import Console
     from rich.table import Table
 
@@ -51,14 +51,14 @@ def list_namespaces(uri: Uri, options: Options = None) -> None:
         together = "?" if one.page_bytes is None else _size(one.page_bytes * one.pages)
         table.add_row(one.namespace.hex(), size, f"{one.pages:,}", together)
     console = Console()
-    # Where nobody looks, nothing is cut.
+    # Output that is not a terminal is not truncated.
     console = console if console.is_terminal else Console(width=WIDTH_UNSEEN)
     console.print(table if found else "no namespace")
 
 
 @store_app.command("stat")
 def show(uri: Uri, options: Options = None, namespace: Namespace = None, page_bytes: PageBytes = None) -> None:
-    """Open one namespace, write and read a page, and tell what the engine says of itself.
+    """Open one namespace, write and read a page, and print the engine's statistics.
 
     Exit code 1 if it cannot be used now.
     """
@@ -88,7 +88,7 @@ def show(uri: Uri, options: Options = None, namespace: Namespace = None, page_by
 
 @store_app.command("verify")
 def verify(uri: Uri, options: Options = None, namespace: Namespace = None, page_bytes: PageBytes = None) -> None:
-    """Read every page of a namespace, and name each that is damaged. Exit code 1 if there is one."""
+    """Read every page of a namespace, and print each damaged one. Exit code 1 if there is one."""
     from tidekv.engine.cli.store_tools import check
 
     async def run() -> bool:
@@ -106,7 +106,7 @@ def verify(uri: Uri, options: Options = None, namespace: Namespace = None, page_
 
 @store_app.command("gc")
 def collect(uri: Uri, options: Options = None, namespace: Namespace = None, page_bytes: PageBytes = None) -> None:
-    """Read every page of a namespace, and remove those that are damaged."""
+    """Read every page of a namespace, and remove the damaged ones."""
     from tidekv.engine.cli.store_tools import clean
 
     async def run() -> None:
@@ -127,7 +127,7 @@ def copy_pages(
     namespace: Namespace = None,
     page_bytes: PageBytes = None,
 ) -> None:
-    """Copy the pages of a namespace to another store, but for those that it has. Damaged pages stay behind.
+    """Copy the pages of a namespace that another store lacks to that store. Damaged pages are skipped.
 
     Exit code 1 if a page could not be copied.
     """
@@ -164,7 +164,7 @@ async def _one(place: Place, namespace: str | None, page_bytes: int | None) -> A
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr, so that what is printed can go on to another program."""
+    """Show a bar on stderr, so that stdout can be piped to another program."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,4 +1,4 @@
-"""What `tidekv store` does: open an engine with a small pool of its own; list, check, clean or copy what it holds."""
+"""Operations of `tidekv store`: open an engine with a small pool, and list, check, clean or copy its pages."""
 
 from __future__ import annotations
 
@@ -21,29 +21,27 @@ from tidekv.states.types import PoolMemory, Segment, page_ids
 BATCH_BYTES: Final = 64 << 20
 BATCH_PAGES_MAX: Final = 512
 TIMEOUT_S: Final = 60.0
-# More than there is anywhere: looking at a store must never make it smaller.
+# Larger than any store: inspecting a store must never evict pages from it.
 CAPACITY_UNBOUNDED: Final = 1 << 62
 
 Advance = Callable[[int], None]
-"""Told how many more pages are done."""
+"""Called with the number of pages done since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a store is, and how to open it. `options` as for open_storage, in text."""
+    """Location of a store and options to open it. `options` as for open_storage, as text."""
 
     uri: str
     options: str | None = None
 
     def open(self, *, to_write: bool = False) -> Storage:
-        """Make the engine. One that is only looked at has no bound, unless the URI gives it one."""
+        """Make the engine. One that is only inspected has no bound, unless the URI sets one."""
         storage = open_storage(self.uri, self.options)
         if split_uri(self.uri).scheme != "file" or self._has_capacity():
             return storage
         if to_write:
-            raise InvalidConfig(
-                f"{self.uri} may be cut to a capacity that was not meant; say how much it may hold: ?capacity=200GB"
-            )
+            raise InvalidConfig(f"{self.uri} may be cut to a capacity that was not meant; set one: ?capacity=200GB")
         joint = "&" if split_uri(self.uri).query else "?"
         return open_storage(f"{self.uri}{joint}capacity={CAPACITY_UNBOUNDED}", self.options)
 
@@ -63,11 +61,11 @@ class OpenStore:
 
     @property
     def pages(self) -> int:
-        """How many pages it knows of."""
+        """Return the number of pages in the store."""
         return self.storage.statistics().pages
 
     async def listed(self) -> AsyncIterator[Sequence[bytes]]:
-        """Return the keys of all pages; an engine without a list of its own reads them all for it."""
+        """Return the keys of all pages; an engine without an index reads all pages for it."""
         if isinstance(self.storage, Census):
             async for keys in self.storage.listed():
                 yield keys
@@ -78,7 +76,7 @@ class OpenStore:
 
 @dataclass(slots=True)
 class Copied:
-    """What became of the pages of a copy. `lost` could not be read, or not be stored."""
+    """Result of a copy. `lost` pages could not be read or stored."""
 
     copied: int = 0
     there: int = 0
@@ -87,27 +85,27 @@ class Copied:
 
 @dataclass(slots=True)
 class Checked:
-    """What a check found: how many pages are whole, and the cause for each that is not."""
+    """Result of a check: the number of intact pages, and the cause for each damaged one."""
 
     whole: int = 0
     damaged: dict[bytes, str] = field(default_factory=dict)
 
 
 async def holdings_of(place: Place) -> list[Holding]:
-    """Return the namespaces at a place. InvalidConfig if its engine cannot tell."""
+    """Return the namespaces of a store. Raises InvalidConfig if its engine cannot list them."""
     storage = place.open()
     try:
         if not isinstance(storage, Census):
-            raise InvalidConfig(f"{storage.uri} cannot tell what it holds; give --namespace and --page-bytes")
+            raise InvalidConfig(f"{storage.uri} cannot list its namespaces; give --namespace and --page-bytes")
         return await storage.holdings()
     finally:
         await storage.close()
 
 
 async def choose(place: Place, *, namespace: str | None, page_bytes: int | None) -> tuple[bytes, int]:
-    """Find out which namespace is meant, by the start of its name, and how long its pages are.
+    """Find a namespace by a prefix of its name, and the size of its pages.
 
-    InvalidConfig says what there is if that is not one.
+    Raises InvalidConfig, which lists the namespaces, unless exactly one matches.
     """
     whole = bytes.fromhex(namespace) if namespace and len(namespace) == 64 and _is_hex(namespace) else None
     if whole is not None and page_bytes is not None:
@@ -122,7 +120,7 @@ async def choose(place: Place, *, namespace: str | None, page_bytes: int | None)
         )
     size = page_bytes or meant[0].page_bytes
     if size is None:
-        raise InvalidConfig("this engine does not tell how long its pages are; give --page-bytes")
+        raise InvalidConfig("this engine does not record the size of its pages; give --page-bytes")
     return meant[0].namespace, size
 
 
@@ -150,7 +148,7 @@ async def opened(*storages: Storage, namespace: bytes, page_bytes: int) -> Async
 
 
 async def check(store: OpenStore, advance: Advance) -> Checked:
-    """Read every page, and tell which are damaged."""
+    """Read every page, and return the damaged ones."""
     checked = Checked()
     async for verdict in store.storage.verify():
         if verdict.ok:
@@ -162,14 +160,14 @@ async def check(store: OpenStore, advance: Advance) -> Checked:
 
 
 async def clean(store: OpenStore, advance: Advance) -> tuple[Checked, int]:
-    """Read every page, and remove those that are damaged; returns how many went."""
+    """Read every page, and remove the damaged ones; returns the number removed."""
     checked = await check(store, advance)
     gone = await store.storage.delete(list(checked.damaged)) if checked.damaged else []
     return checked, sum(gone)
 
 
 async def copy(source: OpenStore, target: OpenStore, advance: Advance) -> Copied:
-    """Copy every whole page that the target does not have yet."""
+    """Copy every intact page that the target does not have yet."""
     copied = Copied()
     batch: list[bytes] = []
     async for keys in source.listed():
@@ -200,7 +198,7 @@ async def _copy_batch(source: OpenStore, target: OpenStore, keys: Sequence[bytes
 
 
 def _pool(pages: int, page_bytes: int) -> npt.NDArray[np.uint8]:
-    """Allocate pages from a multiple of 4096 on, as direct file I/O wants them."""
+    """Allocate pages at a multiple of 4096, as direct file I/O requires."""
     raw = np.zeros(pages * page_bytes + 4096, np.uint8)
     first = -raw.ctypes.data % 4096
     return raw[first : first + pages * page_bytes].reshape(pages, page_bytes)

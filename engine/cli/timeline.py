@@ -1,4 +1,4 @@
-"""`tidekv timeline JOURNAL`: requests as bars in the terminal, as a page for a browser, or for Perfetto."""
+"""`tidekv timeline JOURNAL`: requests as bars in the terminal, as an HTML page, or as a Perfetto trace."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def timeline(
     request: Annotated[str | None, typer.Option(help="Only the requests of this id.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write trace-event JSON for ui.perfetto.dev.")] = None,
-    limit: Annotated[int, typer.Option(help="In the terminal, the last so many requests; 0: all.")] = 40,
+    limit: Annotated[int, typer.Option(help="Maximum requests in the terminal, the newest ones; 0: all.")] = 40,
     torn_ok: TornOk = False,
 ) -> None:
-    """Show what requests waited for, and what ran for them meanwhile.
+    """Show the waits of requests, and the work that ran for them meanwhile.
 
-    Exit code 2 where the journal is none, is damaged, or lacks its tail; what is there is shown all the same.
+    Exit code 2 if the file is not a journal, is damaged, or lacks its tail; the part before that is shown anyway.
     """
     from rich.console import Console
 

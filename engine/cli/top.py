@@ -1,4 +1,4 @@
-"""`tidekv top ADDRESS`: the running engine, refreshed."""
+"""`tidekv top ADDRESS`: live overview of a running engine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def register(app: typer.Typer) -> None:
 
 def top(
     address: Annotated[str, typer.Argument(help="host:port of the engine's metrics (engine.metrics.listen).")],
-    interval_s: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    interval_s: Annotated[float, typer.Option(help="Seconds between two refreshes.", min=0.1)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and exit.")] = False,
 ) -> None:
     """Show the requests of a running engine by state, and its pools by use, until Ctrl-C or its end."""
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""What commands do with a journal whose tail is missing: show what is there, say where it ends, exit with code 2."""
+"""Handling of a journal without its tail: commands show the rest, report where it ends, and exit with code 2."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ TornOk: TypeAlias = Annotated[
 
 
 def refuse_without_events(replayer: Replayer) -> None:
-    """Call it at the journal's end, before anything is printed. Raises JournalDamaged where it was cut before the
-    first event: then there is nothing to show, whatever is allowed.
+    """Check a journal at its end, before anything is printed. Raises JournalDamaged if it was cut before the first
+    event: then there is nothing to show, whether a missing tail is allowed or not.
     """
     if replayer.torn is not None and not replayer.events:
         raise replayer.torn
 
 
 def tell_torn(replayer: Replayer, *, torn_ok: bool) -> None:
-    """Say on standard error where the tail is missing, if it is, and exit with TORN unless that is allowed."""
+    """Print on standard error where the tail is missing, if it is, and exit with TORN unless that is allowed."""
     if replayer.torn is not None:
         print(f"tidekv: {replayer.torn}", file=sys.stderr)
         if not torn_ok:

@@ -1,4 +1,4 @@
-"""Configuration from one file, environment variables and flags, in that order: checked, named, and told where from."""
+"""Configuration from a file, environment variables and flags, with checks and the origin of each value."""
 
 from tidekv.engine.config.load import Loaded, Mistake, gather, load
 from tidekv.engine.config.sections import Configuration

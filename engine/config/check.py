@@ -1,4 +1,4 @@
-"""What a configuration asks of this machine: looked at before anything starts, and named where it is not there."""
+"""Checks of a configuration against this machine, before anything starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tidekv.states.errors import InvalidConfig
 
 
 def mistakes_here(loaded: Loaded) -> Iterator[Mistake]:
-    """Find what cannot work on this machine, or does not fit together. Blocks; opens and changes nothing."""
+    """Yield options that cannot work on this machine or with each other. Blocks; opens and changes nothing."""
     for path, problem in _problems(loaded):
         yield Mistake(loaded.origins[path], f"{path}: {problem}")
 
@@ -23,7 +23,7 @@ def mistakes_here(loaded: Loaded) -> Iterator[Mistake]:
 def _problems(loaded: Loaded) -> Iterator[tuple[str, str]]:
     config = loaded.configuration
     if config.storage.uri:
-        # Imported late: storage engines bring numpy, which whoever has none configured need not wait for.
+        # Imported late: storage engines import numpy, which a configuration without storage does not need.
         from tidekv.backends.storage.uri import open_storage
 
         try:

@@ -1,4 +1,4 @@
-"""Options of a decode engine: what concerns all of it, and one group for each of its parts."""
+"""Options of a decode engine: general ones, and one group for each of its parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Vocabulary = Annotated[int, Meta(ge=0, le=2**32)]
 
 
 class StorageOptions(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The storage tier: policies, which `DecodeEngine.change_policy` changes later, and bounds, which stay."""
+    """The storage tier: policies, which `DecodeEngine.change_policy` can change, and bounds, which are fixed."""
 
     fetch_run_pages: PositiveCount = 32
     """Pages of one storage read; the copy to the device starts with each run that has landed."""
@@ -37,7 +37,7 @@ class StorageOptions(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def policy(self) -> StoragePolicy:
-        """The part that can be changed later."""
+        """The options that can be changed later."""
         return StoragePolicy(**{name: getattr(self, name) for name in POLICY_FIELDS})
 
 
@@ -177,13 +177,13 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise InvalidConfig("kv_events.replay needs kv_events.endpoint: without it there are no batches")
 
     def page_keys(self, page_size: int) -> PageKeys:
-        """How the core and storage know pages of this size."""
+        """Return the identity of pages of this size in the core and in storage."""
         return PageKeys(page_size, bigrams=self.bigram_keys)
 
     def core_settings(
         self, *, page_size: int, device_pages: int, host_pages: int, components: tuple[Component, ...] = ()
     ) -> CoreSettings:
-        """The part of the options that decides."""
+        """Return the settings of the core."""
         return CoreSettings(
             page_size=page_size,
             key_bytes=self.page_keys(page_size).key_bytes,

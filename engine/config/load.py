@@ -1,4 +1,4 @@
-"""From sources to a checked configuration that says where each value came from.
+"""Loading: merges sources into a checked configuration with the origin of each value.
 
 defaults < file < environment < --set < flags of the command. All mistakes are found at once, before anything starts.
 """
@@ -42,7 +42,7 @@ class Loaded(msgspec.Struct, frozen=True):
         return attrgetter(path)(self.configuration)
 
     def is_given(self, path: str) -> bool:
-        """Tell whether somebody gave the option."""
+        """Return whether a source gave the option."""
         return self.origins[path] != DEFAULT
 
 
@@ -54,7 +54,7 @@ def load(
     flags: Mapping[str, tuple[str, object]] | None = None,
     defaults: Mapping[str, object] | None = None,
 ) -> Loaded:
-    """Read and check a configuration. Raises InvalidConfig, which names every mistake, one a line. Blocks.
+    """Read and check a configuration. Raises InvalidConfig, which names every mistake, one per line. Blocks.
 
     `file` is TOML, YAML or JSON by its ending; without it, the variable TIDEKV_CONFIG may name one. `environment` is
     the process's own unless given. `settings` are "section.option=value". `flags` are those of a command, by option:
@@ -74,7 +74,7 @@ def gather(
     flags: Mapping[str, tuple[str, object]] | None = None,
     defaults: Mapping[str, object] | None = None,
 ) -> tuple[Loaded, list[Mistake]]:
-    """Like `load`, with the mistakes beside what remains without the values that have one."""
+    """As `load`, but return the mistakes with the configuration that remains without the wrong values."""
     environment = os.environ if environment is None else environment
     file = file or environment.get(FILE_VARIABLE)
     mistakes: list[Mistake] = []
@@ -84,7 +84,7 @@ def gather(
         given += values
         mistakes += wrong
     given += from_flags(flags or {})
-    # Later sources replace earlier ones; what is replaced is not looked at.
+    # Later sources replace earlier ones; replaced values are not checked.
     last = {value.path: value for value in given}
     sections: dict[str, dict[str, object]] = {section: {} for section in section_types()}
     origins = dict.fromkeys(all_options(), DEFAULT)
@@ -111,7 +111,7 @@ def _section(
     origins: dict[str, str],
     mistakes: list[Mistake],
 ) -> msgspec.Struct:
-    """Make a section. If that cannot be, leave out each option that is wrong beside the defaults, or else all."""
+    """Make a section. If that fails, leave out each option that is wrong on top of the defaults, or else all."""
     kind = section_types()[section]
     try:
         return kind(**groups, **options)
@@ -127,7 +127,7 @@ def _section(
             mistakes.append(Mistake(origins[path], f"{path}: {error}"))
             origins[path] = DEFAULT
     if len(right) == len(options):
-        # Each option is right by itself; together they are not.
+        # Each option is valid by itself, but not their combination.
         mistakes.append(Mistake(f"section {section}", whole))
         right = {}
     try:
@@ -138,7 +138,7 @@ def _section(
 
 
 def _typed(option: Option, given: Given) -> object:
-    """Return a value as the type of its option wants it. Raises InvalidConfig, which hides passwords."""
+    """Convert a value to the type of its option. Raises InvalidConfig, which hides passwords."""
     value = given.value
     try:
         if given.is_text:

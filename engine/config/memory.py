@@ -1,4 +1,4 @@
-"""How much memory there is for pools: what the kernel has left, within every control group that bounds this process.
+"""Memory available for pools: the kernel's free memory within every control group that bounds this process.
 
 The control groups that bound this process, of version 1 or 2, read from files. `root` is / except in tests.
 """
@@ -12,18 +12,18 @@ from typing import Literal, NamedTuple
 import msgspec
 
 UNLIMITED = 1 << 60
-"""Version 1 writes a number near 2**63 where there is no limit."""
+"""Version 1 writes a number near 2**63 for no limit."""
 
 
 class Group(NamedTuple):
-    """One control group that this process is in, itself or by a child of it."""
+    """One control group that contains this process, directly or by a child group."""
 
     directory: Path
     version: Literal[1, 2]
 
 
 def groups(controller: str, root: Path = Path("/")) -> Iterator[Group]:
-    """Yield the groups of this process for one controller, innermost first. None where there are none."""
+    """Yield the groups of this process for one controller, innermost first; nothing if there are none."""
     mounted = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -37,7 +37,7 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[Group]:
 
 
 def number_in(file: Path) -> int | None:
-    """Return the number that a file of a group holds; None if there is no file, or it says that there is no limit."""
+    """Return the number in a file of a group; None if there is no file or no limit."""
     text = next(iter(_lines(file)), "").strip()
     if not text.isdigit() or int(text) >= UNLIMITED:
         return None
@@ -54,7 +54,7 @@ def stat_in(file: Path, name: str) -> int:
 
 
 def cpu_limit(root: Path = Path("/")) -> float | None:
-    """Return how many CPUs the groups allow, the least of all levels; None: no limit."""
+    """Return the number of CPUs that the groups allow, the minimum of all levels; None: no limit."""
     least: float | None = None
     for group in groups("cpu", root):
         if group.version == 2:
@@ -69,9 +69,9 @@ def cpu_limit(root: Path = Path("/")) -> float | None:
 
 
 def _upwards(base: Path, path: str) -> Iterator[Path]:
-    """Yield the directory of a group and those above it, up to where the hierarchy is mounted.
+    """Yield the directory of a group and its parents, up to the mount point of the hierarchy.
 
-    In a container the path may be one of the host, which is not there: then what is mounted is the container's own.
+    In a container the path may be one of the host, which does not exist: then the mounted group is the container's own.
     """
     parts = [part for part in path.split("/") if part]
     if ".." in parts or not base.joinpath(*parts).is_dir():
@@ -84,14 +84,14 @@ def _lines(file: Path) -> list[str]:
     try:
         return file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return []  # Not mounted, not Linux, or not ours to read: it bounds nothing that we could know of.
+        return []  # Not mounted, not Linux, or not readable: no known bound.
 
 
 KIB = 1024
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Bytes that there are, bytes that are free, and what sets the bound, in words."""
+    """Total bytes, free bytes, and a description of what sets the bound."""
 
     total_bytes: int
     free_bytes: int
@@ -138,7 +138,7 @@ def stat_of(meminfo: Path, name: str) -> int:
 
 
 def _usage(group: Group) -> tuple[int | None, int]:
-    """Return limit and use of a group. Its clean file pages are given up on demand, and are not use."""
+    """Return limit and use of a group. Its clean file pages are reclaimed on demand, and do not count as use."""
     if group.version == 2:
         limit, used = number_in(group.directory / "memory.max"), number_in(group.directory / "memory.current")
         cached = stat_in(group.directory / "memory.stat", "inactive_file")

@@ -1,4 +1,4 @@
-"""Every option that there is, with its type, default, unit and effect, as the types and their docstrings say."""
+"""List of all options with type, default, unit and effect, from the types and their docstrings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _UNITS: Final = {
 
 
 class Option(NamedTuple):
-    """One option, by the name of its section and its own."""
+    """One option, identified by its section and its name."""
 
     section: str
     name: str
@@ -58,7 +58,7 @@ class Option(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Its name in full, as `--set` and mistakes have it."""
+        """Its full name, as in `--set` and in error messages."""
         return f"{self.section}.{self.name}"
 
     @property
@@ -68,11 +68,11 @@ class Option(NamedTuple):
 
     @property
     def is_secret(self) -> bool:
-        """Whether its value is never shown."""
+        """Whether its value is hidden."""
         return self.name == "secret"
 
     def shown(self, value: object) -> object:
-        """Return the value as it may be shown: passwords are hidden."""
+        """Return the value for display: passwords are hidden."""
         if self.is_secret:
             return HIDDEN if value else ""
         if self.name == "options":
@@ -98,13 +98,13 @@ def _sections_within(path: str, kind: type[msgspec.Struct]) -> Iterator[tuple[st
 
 
 def is_section(kind: object) -> bool:
-    """Whether a field holds options of its own, and is none itself."""
+    """Return whether a field is a group of options instead of an option."""
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 @functools.cache
 def all_options() -> Mapping[str, Option]:
-    """Every option by its path, section by section, in the order of the types."""
+    """Return every option by its path, section by section, in the order of the types."""
     found = {}
     for section, kind in section_types().items():
         effects = docstrings_of(kind)
@@ -122,7 +122,7 @@ def all_options() -> Mapping[str, Option]:
 
 @functools.cache
 def docstrings_of(kind: type) -> Mapping[str, str]:
-    """The docstrings of a class's fields: the texts that stand below them in the source, in one line each."""
+    """Return the docstrings of a class's fields, the strings below them in the source, in one line each."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if not base.__module__.startswith("tidekv."):
@@ -131,7 +131,7 @@ def docstrings_of(kind: type) -> Mapping[str, str]:
         assert isinstance(definition, ast.ClassDef), "a class's source is a class"
         for node, below in zip(definition.body, definition.body[1:], strict=False):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(below, ast.Expr):
-                assert isinstance(below.value, ast.Constant), "what stands alone in a class is a docstring"
+                assert isinstance(below.value, ast.Constant), "an expression in a class is a docstring"
                 found[node.target.id] = " ".join(str(below.value.value).split())
     return found
 
@@ -146,5 +146,5 @@ def _is_password(name: str) -> bool:
 
 
 def refused(path: str) -> InvalidConfig:
-    """The error for an option that does not exist, with the one that was probably meant."""
+    """Return the error for an option that does not exist, with the closest existing one."""
     return unknown(path, all_options(), "option", InvalidConfig)  # type: ignore[return-value]  # Of the class given.

@@ -1,4 +1,4 @@
-"""The JSON Schema of a configuration file, from the types; editors complete and check with it."""
+"""JSON Schema of a configuration file, made from the types, for editors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def json_schema() -> dict[str, object]:
 
 
 def _any_value(kind: type) -> dict[str, object]:
-    """Options of storage engines are theirs to check: here they may be anything."""
+    """Options of storage engines may be anything here: the engines check them."""
     if kind is object:
         return {"description": "What the engine takes."}
     raise NotImplementedError(kind)

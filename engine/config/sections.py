@@ -1,6 +1,6 @@
-"""What a worker is configured by, section by section. The types are the schema; their docstrings are the documentation.
+"""Sections of a worker's configuration. The types are the schema; their docstrings are the documentation.
 
-Nothing here looks at the machine: whether a directory or that much memory is there is `check`'s business.
+Nothing here inspects the machine: `check` verifies that directories and memory exist.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CacheSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     page_size: PositiveCount = 16
     """Tokens that a page holds: the unit of matching, allocating and moving. Prefill and decode must have the same."""
     device: Text = "cpu"
-    """Where L1 lies: cpu, cuda or cuda:N."""
+    """Device of L1: cpu, cuda or cuda:N."""
     l1: str | int = "auto"
     """Size of the device pool (L1); every page of a running request is there. "auto": chosen by the command."""
     l2: str | int = "auto"
@@ -42,9 +42,9 @@ class CacheSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         parse_memory(self.l2, what="l2")
 
     def pool_pages(self, page_bytes: int, *, device: Memory, host: Memory) -> tuple[int, int]:
-        """Return the pages of L1 and L2, for pages of that many bytes; 0 where it says "auto".
+        """Return the pages of L1 and L2, for pages of that many bytes; 0 for "auto".
 
-        Raises InvalidConfig for more than is free. On the CPU both pools share the same memory: L1 goes first.
+        Raises InvalidConfig for more than is free. On the CPU both pools share the same memory: L1 is sized first.
         """
         l1 = parse_memory(self.l1, what="l1").pages(page_bytes=page_bytes, memory=device, what="cache.l1")
         if self.device == "cpu":
@@ -57,8 +57,8 @@ class StorageSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The storage tier (L3)."""
 
     uri: Text = ""
-    """Which engine, and where: memory:, file:/path?capacity=200GB, redis://host and so on. Empty: none, or what the
-    command chooses.
+    """URI of the storage engine: memory:, file:/path?capacity=200GB, redis://host and so on. Empty: none, or the
+    command's choice.
     """
     options: dict[str, object] = msgspec.field(default_factory=dict)
     """Further options of the engine, beside those in the URI. Passwords belong here, or in a file that only the worker
@@ -70,40 +70,40 @@ class TransportSection(Options, frozen=True, kw_only=True, forbid_unknown_fields
     """The links and the bulk transfer between workers."""
 
     name: Text = ""
-    """The worker's name in logs and at its peers; empty: prefill-0 or decode-0."""
+    """Name of the worker in logs and at its peers; empty: prefill-0 or decode-0."""
     secret: Text = ""
-    """What both ends must know, also by TIDEKV_SECRET. Empty: every program that reaches the port may connect, so that
-    prefill listens on loopback only.
+    """Secret shared by both ends, also read from TIDEKV_SECRET. Empty: every program that reaches the port may connect,
+    so prefill listens on loopback only.
     """
     secret_file: Text = ""
-    """A file that holds the secret, as secrets are mounted; instead of `secret`."""
+    """File that holds the secret, for mounted secrets; used instead of `secret`."""
     tls_certificate: Text = ""
     """PEM file with this worker's certificate, and its key unless `tls_key` has it. Prefill listens under TLS if it is
-    given; decode shows it to a prefill that asks for one.
+    given; decode presents it to a prefill that requires one.
     """
     tls_key: Text = ""
     """PEM file with the certificate's key, without a password."""
     tls_authority: Text = ""
-    """PEM file with the certificates that a peer's must be signed by. Decode dials under TLS if it is given; prefill
-    then accepts no peer without a certificate. Bulk data is not under TLS.
+    """PEM file with the certificates that must sign a peer's certificate. Decode dials under TLS if it is given;
+    prefill then refuses peers without a certificate. Bulk data is not under TLS.
     """
     allow_no_secret: bool = False
     """Let prefill listen on an address of the network without a secret and without client certificates: every program
     that reaches the port may then read and write this worker's memory.
     """
     data_network: Literal["auto", "loopback", "any"] = "auto"
-    """Where UCX opens the ports of the bulk data, which check nothing: "loopback" on this machine only, "any" on every
+    """Where UCX opens the unauthenticated ports of the bulk data: "loopback" on this machine only, "any" on every
     network device, "auto" the latter if an address of this worker or of its prefill workers is on the network.
     `UCX_NET_DEVICES` in the environment takes precedence.
     """
     backends: dict[str, dict[str, str]] = msgspec.field(default_factory=lambda: {"UCX": {}})
     """NIXL plugins to use, each with its own options."""
     progress_delay_us: PositiveCount = 20_000
-    """How long NIXL's progress thread sleeps between its rounds. Less sees sooner what a peer wrote, and costs CPU."""
+    """Pause of NIXL's progress thread between its rounds. A shorter one sees a peer's writes sooner, and costs CPU."""
     call_timeout_s: Seconds = 30.0
-    """Bounds each call that sets something up, such as a NIXL plugin."""
+    """Maximum time of each setup call, such as for a NIXL plugin."""
     close_timeout_s: Seconds = 5.0
-    """How long closing waits for writes in flight."""
+    """Maximum time that closing waits for writes in flight."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,13 +129,13 @@ class PrefillSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A prefill worker (`tidekv prefill`)."""
 
     listen: str = "127.0.0.1:7000"
-    """host:port at which decode workers find this one; port 0: any."""
+    """host:port at which decode workers reach this one; port 0: any."""
     lease_s: Seconds = 10.0
     """Maximum seconds for which a room's pages are kept after the last ping of its decode worker that names it. Decode
     may ask for less.
     """
     close_deadline_s: Seconds = 5.0
-    """How long closing waits for writes in flight before the transport is closed under them."""
+    """Maximum time that closing waits for writes in flight before the transport is closed anyway."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -157,7 +157,7 @@ class DecodeSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Configuration(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that a worker can be told. Each field is a section of the file."""
+    """All options of a worker. Each field is a section of the file."""
 
     cache: CacheSection = CacheSection()
     storage: StorageSection = StorageSection()

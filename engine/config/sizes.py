@@ -1,4 +1,4 @@
-"""Sizes of pools as people write them: bytes, pages, a share of what is free, or a multiple of another pool."""
+"""Sizes of pools: bytes, pages, a share of free memory, or a multiple of another pool."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _PAGES: Final = re.compile(r"(\d+)\s*pages?")
 
 
 class MemorySize(msgspec.Struct, frozen=True):
-    """One size, read but not yet counted: percent, a factor, bytes or pages, according to its kind."""
+    """A parsed size that is not yet converted to pages: percent, a factor, bytes or pages, by its kind."""
 
     kind: Literal["auto", "bytes", "pages", "free", "total", "ratio"]
     amount: float = 0
 
     def pages(self, *, page_bytes: int, memory: Memory, l1_pages: int = 0, what: str) -> int:
-        """Return how many pages of `page_bytes` that is. Raises InvalidConfig if it is none, or more than is free.
+        """Return the number of pages of `page_bytes`. Raises InvalidConfig if it is 0, or more than is free.
 
-        "auto" is 0 pages: whoever asks chooses.
+        "auto" is 0 pages: the caller chooses.
         """
         if self.kind == "auto":
             return 0
@@ -52,7 +52,7 @@ class MemorySize(msgspec.Struct, frozen=True):
 
 
 def parse_memory(value: object, *, what: str) -> MemorySize:
-    """Read a size. Raises InvalidConfig, which says what is allowed."""
+    """Parse a size. Raises InvalidConfig, which names the allowed forms."""
     text = value.strip().lower() if isinstance(value, str) else ""
     if text == "auto":
         return MemorySize("auto")

@@ -1,4 +1,4 @@
-"""Where values come from: a file, environment variables, `--set`, flags. Each source gives values with their origin."""
+"""Sources of values: a file, environment variables, `--set`, flags. Each returns values with their origin."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tidekv.states.validation import unknown
 
 FILE_VARIABLE: Final = "TIDEKV_CONFIG"
 SECRET_VARIABLE: Final = "TIDEKV_SECRET"
-# What Kubernetes sets for a Service whose name begins with tidekv, and the tests of this project for themselves.
+# Set by Kubernetes for a Service with a name that begins with tidekv, and by this project's tests.
 _NOT_OURS: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT$|_PORT_\d+_(TCP|UDP|SCTP)|^TIDEKV_(STORAGE_KILLS|TEST_)")
 
 
 class Given(NamedTuple):
-    """A value that somebody gave, and where. Text from the environment or a flag is yet to be read."""
+    """A value and its origin. Text from the environment or a flag is not parsed yet."""
 
     path: str
     value: object
@@ -27,7 +27,7 @@ class Given(NamedTuple):
 
 
 class Mistake(NamedTuple):
-    """What is wrong, and where it was given."""
+    """A mistake and the origin of the value."""
 
     origin: str
     what: str
@@ -37,7 +37,7 @@ class Mistake(NamedTuple):
 
 
 def from_file(path: str) -> tuple[list[Given], list[Mistake]]:
-    """Read a TOML, YAML or JSON file, by its ending. Blocks."""
+    """Read a TOML, YAML or JSON file, by its suffix. Blocks."""
     try:
         tables = read_extra_options(f"@{path}")
     except InvalidConfig as error:
@@ -53,7 +53,7 @@ def from_file(path: str) -> tuple[list[Given], list[Mistake]]:
 
 
 def from_environment(environment: Mapping[str, str]) -> tuple[list[Given], list[Mistake]]:
-    """Take what TIDEKV_SECTION_OPTION variables say. A variable of ours that means nothing is a mistake."""
+    """Read TIDEKV_SECTION_OPTION variables. An unknown TIDEKV_ variable is a mistake."""
     paths = {option.variable: path for path, option in all_options().items()}
     given: list[Given] = []
     mistakes: list[Mistake] = []
@@ -70,7 +70,7 @@ def from_environment(environment: Mapping[str, str]) -> tuple[list[Given], list[
 
 
 def from_settings(settings: Sequence[str]) -> tuple[list[Given], list[Mistake]]:
-    """Take what `--set section.option=value` says."""
+    """Read `--set section.option=value`."""
     given: list[Given] = []
     mistakes: list[Mistake] = []
     for setting in settings:
@@ -83,12 +83,12 @@ def from_settings(settings: Sequence[str]) -> tuple[list[Given], list[Mistake]]:
 
 
 def from_flags(flags: Mapping[str, tuple[str, object]]) -> list[Given]:
-    """Take flags of a command: by option, the flag's name and its value; None was not given."""
+    """Read flags of a command: by option, the flag's name and its value; None: not given."""
     return [Given(path, value, flag) for path, (flag, value) in flags.items() if value is not None]
 
 
 def top_sections() -> list[str]:
-    """The sections of a file, without the groups within them."""
+    """Return the sections of a file, without the groups within them."""
     return [section for section in section_types() if "." not in section]
 
 

@@ -9,10 +9,10 @@ from tidekv.states.errors import InvalidConfig
 
 
 def listen_context(section: TransportSection) -> ssl.SSLContext | None:
-    """Return what prefill listens under; None: without TLS. With an authority, who dials needs a certificate of it.
+    """Return prefill's TLS context; None: no TLS. With an authority, peers need a certificate signed by it.
 
-    Raises InvalidConfig for files that cannot be used, and for an authority without a certificate of our own: the links
-    would not be under TLS although somebody wants them to be. Blocks.
+    Raises InvalidConfig for files that cannot be used, and for an authority without a certificate for this worker: the
+    links would not be under TLS although the configuration asks for it. Blocks.
     """
     if not section.tls_certificate:
         if section.tls_authority:
@@ -27,14 +27,14 @@ def listen_context(section: TransportSection) -> ssl.SSLContext | None:
 
 
 def dial_context(section: TransportSection) -> ssl.SSLContext | None:
-    """Return what decode dials under; None: without TLS. It trusts the authority, and shows its certificate if it has
+    """Return decode's TLS context; None: no TLS. It trusts the authority, and presents its certificate if it has
     one.
 
     Raises InvalidConfig for files that cannot be used, and for a certificate without an authority. Blocks.
     """
     if not section.tls_authority:
         if section.tls_certificate:
-            raise InvalidConfig("tls_certificate is given, but dialling under TLS needs tls_authority: whom to trust")
+            raise InvalidConfig("tls_certificate is given, but dialling under TLS needs tls_authority to check prefill")
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     _load_authority(context, section)
@@ -44,7 +44,7 @@ def dial_context(section: TransportSection) -> ssl.SSLContext | None:
 
 
 def check_files(section: TransportSection) -> None:
-    """Raise InvalidConfig unless each file that is named holds what it is named for. Blocks."""
+    """Raise InvalidConfig unless each file in the options has the expected content. Blocks."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if section.tls_certificate:
         _load_certificate(context, section)

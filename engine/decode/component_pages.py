@@ -1,13 +1,13 @@
-"""Windows and states of a READY request: what it is given of each, how a window goes on, and what may be left of them.
+"""Windows and states of a READY request: the pages granted, how a window advances, and the pages kept at the end.
 
     position          first             full pages of the tokens kept
     a window          [ tail at the prompt's end )[ the page that is written ]…
     given             `pages`, some shared and only read, others the request's `own`
     left at the end            [ whole pages of the tail of the last boundary )
 
-A window holds all the pages that it will ever need: going on to a new page, it writes again over the page of its own
-that it left behind longest ago (`WindowPages`). A state has one record, in which the model goes on; it can be left
-where it stands at the end of a page.
+A window holds all the pages that it will ever need: when it advances to a new page, it overwrites the oldest of its own
+pages behind it (`WindowPages`). A state has one record, which the model updates; it can be left if it is at the end of
+a page.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from tidekv.states.components.specs import ComponentTable
 
 LeftComponents: TypeAlias = "Mapping[str, tuple[int, Sequence[int] | npt.NDArray[np.int32]]]"
-"""What is left of components, by name: `(first, pages)`, pages of its device pool at positions [first, first +
+"""Pages left of components, by name: `(first, pages)`, pages of its device pool at positions [first, first +
 len(pages)) of the tokens; position p stands for tokens [p * page_size, (p + 1) * page_size). A record is left at the
-position of the page that it stands behind."""
+position of the last page that it covers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadyComponent:
-    """What a READY request has of one component.
+    """Pages of one component that a READY request has.
 
     `pages`: pages of its device pool at positions [first, first + len(pages)) of the prompt, which cover the window
     before its end; of a state one, the record after the prompt's last token. `own`: the pages that the request may
@@ -54,7 +54,7 @@ class ReadyComponent:
 
 
 def ready_component_pages(tables: tuple[ComponentTable, ...] | None) -> dict[str, ReadyComponent]:
-    """The core's words as a caller reads them."""
+    """Return the component pages of a READY request, by name, from the tables in the core's command."""
     return {
         table.component: ReadyComponent(
             table.first, np.array(table.pages, dtype=np.int32), np.array(table.own, dtype=np.int32)
@@ -64,7 +64,7 @@ def ready_component_pages(tables: tuple[ComponentTable, ...] | None) -> dict[str
 
 
 class WindowPages:
-    """The pages of one window while its request generates: always those of the tail before the page that is written.
+    """The pages of one window while its request generates: the tail before the page that is being written.
 
     `pages` are pages of the component's device pool at positions [first, first + len(pages)).
     """
@@ -79,15 +79,15 @@ class WindowPages:
         self._free = deque(page for page in tail.own.tolist() if page not in in_use)
 
     def grow(self, tokens: int) -> list[int]:
-        """Make room for the token before position `tokens`; returns the pages that this adds, mostly none. Their old
-        bytes are of no use to anybody. Raises InvalidRequest where that would skip a page: grow token by token.
+        """Make room for the token before position `tokens`; returns the pages that this adds, usually none. Their old
+        bytes are unused. Raises InvalidRequest if that would skip a page: grow token by token.
         """
         end = -(-tokens // self._page_size)
         position = self.first + len(self.pages)
         if end <= position:
             return []
         if end > position + 1:
-            raise InvalidRequest(f"a window whose pages end at position {position} cannot go on at {end - 1}")
+            raise InvalidRequest(f"a window with pages up to position {position} cannot continue at {end - 1}")
         while self.pages and self.first < position - self._trailing_pages:
             left = self.pages.pop(0)
             self.first += 1
@@ -98,7 +98,7 @@ class WindowPages:
         return [page]
 
     def left(self, tokens: int) -> tuple[int, list[int]]:
-        """What is to be left, of so many tokens that have KV: the tail at the end of their last full page."""
+        """Return the pages to leave for this number of tokens with KV: the tail at the end of their last full page."""
         boundary = tokens // self._page_size
         first = max(self.first, boundary - self._trailing_pages)
         return first, self.pages[first - self.first : boundary - self.first] if boundary > first else []
@@ -107,9 +107,9 @@ class WindowPages:
 def component_pages_left(
     request_id: str, given: Mapping[str, ReadyComponent], left: LeftComponents | None, *, full_pages: int
 ) -> tuple[ComponentLeft, ...]:
-    """Check what a caller leaves of components, against what it was given and the full pages of its tokens.
+    """Check the pages that a caller leaves of components, against its own pages and the full pages of its tokens.
 
-    Raises InvalidRequest, which names component and page, for whatever is not the request's at that position.
+    Raises InvalidRequest, which names component and page, for pages that are not the request's at that position.
     """
     if left is None:
         return ()

@@ -1,4 +1,4 @@
-"""The decode engine: what a decode worker embeds in its asyncio service."""
+"""Decode engine, to be embedded in the asyncio service of a decode worker."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 Tier = Literal["l1", "l2", "l3"]
 GENERATIONS_MAX = 1 << 16
-"""Rooms that one request can open. Ids may be used again, generations of an id never."""
+"""Maximum rooms of one request. Ids may be used again, but not generations of an id."""
 
 
 class DecodeEngine:
-    """Restores prompts onto a device from its own cache, host memory, storage, and prefill.
+    """Restores prompts onto a device from the device cache, host memory, storage, and prefill.
 
-    An async context manager: entering starts it, leaving closes it and aborts what is still live. All methods are
-    called on the loop that entered it (InvalidRequest elsewhere), within the block (EngineClosed outside). It takes
-    over transport and storage, and closes both; the pools stay the caller's. If an invariant breaks, all calls fail
-    with EngineClosed and leaving the block raises what broke. An engine is entered once.
+    An async context manager: entering starts it, leaving closes it and aborts live requests. All methods are called on
+    the loop that entered it (InvalidRequest elsewhere), within the block (EngineClosed outside). It owns transport and
+    storage, and closes both; the caller owns the pools. If an invariant breaks, all calls fail with EngineClosed and
+    leaving the block raises the error. An engine is entered once.
     """
 
     def __init__(
@@ -58,13 +58,12 @@ class DecodeEngine:
         recompute: Recompute | None = None,
         ranks: RankGroup | None = None,
     ) -> None:
-        """Nothing is started. Raises InvalidConfig for parts that do not fit each other.
+        """Start nothing. Raises InvalidConfig for parts that do not fit each other.
 
-        `components`: sliding windows and recurrent states of the model, which travel beside the KV of every page; a
-        prefix is then as long as all of them can go on from.
-        `recompute` is the last resort: where no prefill of a request's list can send what is missing, it computes that
-        on this machine, and the request is READY all the same. `ranks`: it is one of several engines that
-        decide as one.
+        `components`: sliding windows and recurrent states of the model, which are transferred with the KV of every
+        page; a prefix then ends at a position from which all of them can continue.
+        `recompute` is the last resort: if no prefill of a request's list can send the missing pages, it computes them
+        on this machine, and the request becomes READY. `ranks`: one of several engines that make the same decisions.
         """
         self.config: EngineConfig = checked(config, EngineConfig, "config", InvalidConfig)
         self._runtime = Runtime(
@@ -82,7 +81,7 @@ class DecodeEngine:
         self._serial = 0
 
     async def __aenter__(self) -> Self:
-        """Start all parts. Raises what they raise, with everything stopped again; EngineClosed if entered before."""
+        """Start all parts. If one raises, stop all and raise its error; EngineClosed if entered before."""
         await self._runtime.start()
         self._driver = self._runtime.front
         self._growth = Growth(self._calls, self._driver, page_size=self.layout.page_size)
@@ -95,13 +94,13 @@ class DecodeEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Abort what is live, wait for what is in flight (bounded by `close_deadline_s`), and stop everything."""
+        """Abort live requests, wait at most `close_deadline_s` for work in flight, and stop everything."""
         await self._runtime.close()
 
     # --- Restore ---
 
     async def restore(self, request: DecodeRequest) -> ReadyRequest:
-        """Bring the prompt's KV onto the device. The pages are the caller's until finish, retract or abort.
+        """Restore the prompt's KV onto the device. The caller owns the pages until finish, retract or abort.
 
         Raises InvalidRequest (nothing was changed), CapacityError (the queue is full), RequestFailed, EngineClosed.
         Cancelling the awaiting task aborts the request.
@@ -148,7 +147,7 @@ class DecodeEngine:
             generation=serial * GENERATIONS_MAX,
             can_recompute=self._calls.last_resort is not None,
         )
-        # From here on the id is live and the event is posted: both or neither, whatever raises in between.
+        # From here on the id is live and the event is posted: both or neither, even if a statement in between raises.
         try:
             outcome = self._calls.begin(request, prompt, serial=serial, deadline_at_s=arrival.deadline_at_s)
             self._driver.post(arrival)
@@ -158,7 +157,7 @@ class DecodeEngine:
         try:
             ready = await outcome
         except asyncio.CancelledError:
-            # It may have failed just now, and its id may be another request's already.
+            # The request may have failed just now, and its id may belong to another request already.
             if outcome.done() and not outcome.cancelled():
                 outcome.exception()
             if self._calls.serial_of(request.request_id) == serial:
@@ -170,18 +169,18 @@ class DecodeEngine:
             raise
         if not self._calls.holds(ready):
             # Aborted, or given back, between the core's decision and this line: an abort that is still queued ends it,
-            # and its pages may be another request's already.
+            # and its pages may belong to another request already.
             cause = "aborted" if self._runtime.is_open else "engine closed"
             raise RequestFailed(request.request_id, cause, "just when it had become READY")
         return ready
 
     async def abort(self, request_id: str) -> bool:
-        """End a request, waiting or READY. True: it is over now, and its id is free; its `restore` raises
-        RequestFailed("aborted"), also if the core decided READY before it took the abort. False: it is not live, or was
-        given to finish or retract before.
+        """End a request, waiting or READY. True: it has ended, and its id is free; its `restore` raises
+        RequestFailed("aborted"), even if the core decided READY before it took the abort. False: it is not live, or
+        finish or retract was called for it before.
 
         Waits until the core has taken the abort: for a turn of the loop, with ranks for a vote, which ends within the
-        ranks' `vote_timeout_s`. Transfers that still write are not waited for. The engine's end raises EngineClosed.
+        ranks' `vote_timeout_s`. Does not wait for transfers that still write. Raises EngineClosed if the engine ends.
         """
         self._runtime.check_open()
         checked(request_id, Text, "request_id")
@@ -196,7 +195,7 @@ class DecodeEngine:
     # --- After READY ---
 
     def grow(self, ready: ReadyRequest, tokens: int = 1) -> list[int]:
-        """Make room for `tokens` more tokens; returns the pages that this adds to `ready.pages`, mostly none.
+        """Make room for `tokens` more tokens; returns the pages that this adds to `ready.pages`, usually none.
 
         Raises OutOfPages, having changed nothing: retract or finish a request, and call again. Raises InvalidRequest if
         the request was given back, or lost to an engine error: then its pages are no longer the caller's.
@@ -215,7 +214,7 @@ class DecodeEngine:
 
     def note_growth(self, ready: ReadyRequest, page_count: int) -> None:
         """Note that `grow_from_reserve` took pages, on any thread: the reserve is refilled soon. Call it before the
-        request is given back. Does nothing for a request that is lost already.
+        request is given back. Does nothing for a request that is already lost.
         """
         self._runtime.check_open()
         self._growth.note(ready, page_count)
@@ -223,23 +222,23 @@ class DecodeEngine:
     async def finish(
         self, ready: ReadyRequest, output_tokens: Tokens = (), *, component_pages: LeftComponents | None = None
     ) -> int:
-        """Keep prompt and output in the cache, back them up, give everything back.
+        """Keep prompt and output in the cache, back them up, and release the request's pages.
 
-        The last output token has no KV yet and is left out. `component_pages`: what is to be kept of components, by
-        name, as
-        `(first, pages)`: own or shared pages at their positions, whose bytes are there. A prefix can be restored as far
-        as all components were left there. Returns how many pages were new to the cache. Raises InvalidRequest for
-        output that the request has no room for and for pages that are not its, RequestFailed where it was aborted just
-        before. Cancelling the awaiting task changes nothing: it is given back.
+        The last output token has no KV yet and is left out. `component_pages`: the pages to keep of components, by
+        name, as `(first, pages)`: own or shared pages at their positions, which must be written. A prefix can be
+        restored up to a position at which all components were left. Returns the number of pages that were new to the
+        cache. Raises InvalidRequest for output beyond the request's room and for pages of other requests,
+        RequestFailed if it was aborted just before. Cancelling the awaiting task changes nothing: the request is
+        given back.
         """
         return await self._give_back(events.FinishRequested, ready, output_tokens, component_pages)
 
     async def retract(
         self, ready: ReadyRequest, output_tokens: Tokens = (), *, component_pages: LeftComponents | None = None
     ) -> RetractedRequest:
-        """Give the device pages back; what of the KV reaches host memory is held there until `resume` or `drop`.
+        """Release the device pages; KV that reaches host memory is held there until `resume` or `drop`.
 
-        `component_pages` and errors are those of `finish`. Where the awaiting task is cancelled, nothing stays held.
+        `component_pages` and errors are those of `finish`. If the awaiting task is cancelled, nothing stays held.
         """
         self._runtime.check_open()
         live = self._calls.ready(ready)
@@ -256,9 +255,9 @@ class DecodeEngine:
         )
 
     async def resume(self, retracted: RetractedRequest) -> ReadyRequest:
-        """Restore prompt and output so far in a new room; the first token it brings is the next one of the output.
+        """Restore prompt and output so far in a new room; its first token is the next one of the output.
 
-        Raises as `restore`. What was held in host memory is released when the request is READY or has failed; it stays
+        Raises as `restore`. Host memory held for it is released when the request is READY or has failed; it stays
         held if the call was refused (InvalidRequest, CapacityError).
         """
         self._runtime.check_open()
@@ -266,13 +265,13 @@ class DecodeEngine:
         return await self._submit(retracted.request, retracted.packed_tokens)
 
     def drop(self, retracted: RetractedRequest) -> None:
-        """Release what a retracted request that will not be resumed holds in host memory."""
+        """Release the host memory of a retracted request that will not be resumed."""
         self._runtime.check_open()
         checked(retracted, RetractedRequest, "retracted")
         self._driver.post(events.RetractedDropped(at_s=self._driver.clock(), request_id=retracted.request.request_id))
 
     def _drop_unclaimed(self, request_id: str, done: asyncio.Future[int]) -> None:
-        """Release what the request holds: the call of retract ended without its answer."""
+        """Release the host memory of the request, since the call of retract ended without its answer."""
         if not done.cancelled() and done.exception() is None:
             self._driver.post(events.RetractedDropped(at_s=self._driver.clock(), request_id=request_id))
 
@@ -283,7 +282,7 @@ class DecodeEngine:
         output_tokens: Tokens,
         component_pages: LeftComponents | None,
     ) -> asyncio.Future[int]:
-        """Post the tokens that have KV and what is left of components; extend the call's prompt by the tokens."""
+        """Post the tokens that have KV and the component pages left; extend the call's prompt by the tokens."""
         self._runtime.check_open()
         live = self._calls.ready(ready)
         page_keys = self._runtime.prompt_keys.page_keys
@@ -308,10 +307,10 @@ class DecodeEngine:
     async def flush(
         self, tiers: tuple[str, ...] = ("l1", "l2"), *, timeout_s: float = CLEAR_S
     ) -> dict[str, dict[str, int]]:
-        """Forget everything in these tiers that is not in use: {"dropped": …, "spared": …}, pages by tier.
+        """Drop all unused pages of these tiers; returns {"dropped": …, "spared": …}, pages by tier.
 
         "l3" clears storage; it spares nothing. Raises InvalidRequest for another tier, and for "l3" without storage;
-        StorageFailed if clearing takes longer than `timeout_s` seconds: it goes on.
+        StorageFailed if clearing takes longer than `timeout_s` seconds: it continues in the background.
         """
         self._runtime.check_open()
         chosen: tuple[Tier, ...] = checked(tiers, tuple[Tier, ...], "tiers")
@@ -336,28 +335,28 @@ class DecodeEngine:
     async def attach_storage(
         self, storage: str | Storage, options: Mapping[str, object] | None = None, *, timeout_s: float | None = None
     ) -> None:
-        """Use this storage from now on, in place of the one there was; requests run on meanwhile.
+        """Use this storage from now on instead of the present one; requests continue meanwhile.
 
         The new one is opened first, then the calls of the old one are awaited, and the old one is closed: all within
         `timeout_s` seconds (None: `close_deadline_s`). If the new one is not open by then, StorageFailed is raised. If
-        the old one hangs, it is replaced all the same: its calls keep their host pages until they end, and it is closed
-        then, or at the engine's end. If this raises (InvalidConfig, StorageFailed) or is cancelled before the exchange,
-        the old one is in use as before, and the new one closed. What closing the old one raises is raised, with the new
-        one in use. The engine closes storage at its end.
+        the old one hangs, it is replaced anyway: its calls keep their host pages until they end, and it is closed then,
+        or at the engine's end. If this raises (InvalidConfig, StorageFailed) or is cancelled before the exchange, the
+        old one stays in use, and the new one is closed. An error in closing the old one is raised with the new one in
+        use. The engine closes storage at its end.
         """
         self._runtime.check_open()
         if isinstance(storage, str):
             storage = open_storage(storage, options)
         elif options is not None:
-            raise InvalidRequest("options go with the URI of a storage, not with an engine that is made already")
+            raise InvalidRequest("options need the URI of a storage, not an engine that exists already")
         elif storage is None:
             raise InvalidRequest("storage must be a URI or a storage engine, not None; detach_storage() removes it")
         check_storage(storage)
         await self._runtime.storage_in_use.swap(storage, timeout_s=self._exchange_s(timeout_s))
 
     async def detach_storage(self, *, timeout_s: float | None = None) -> None:
-        """Use no storage from now on: its calls in flight are awaited, then it is closed. A storage that hangs is left
-        behind after `timeout_s` seconds (None: `close_deadline_s`), as by `attach_storage`.
+        """Use no storage from now on: wait for its calls in flight, then close it. A storage that hangs is abandoned
+        after `timeout_s` seconds (None: `close_deadline_s`), as by `attach_storage`.
         """
         self._runtime.check_open()
         await self._runtime.storage_in_use.swap(None, timeout_s=self._exchange_s(timeout_s))
@@ -370,14 +369,14 @@ class DecodeEngine:
 
     @property
     def policy(self) -> StoragePolicy:
-        """How storage is used now."""
+        """The present storage policy."""
         return policy_of(self._core.state.settings)
 
     def change_policy(self, **changes: object) -> StoragePolicy:
-        """Use storage in another way from now on: `change_policy(prefetch="best_effort", breaker_failures=4)`.
+        """Change the storage policy from now on: `change_policy(prefetch="best_effort", breaker_failures=4)`.
 
-        Names and values are those of `StoragePolicy`, which is returned; what is not named stays, and so does how what
-        is under way goes on. Raises InvalidConfig, having changed nothing, for a name or value that there is not.
+        Names and values are those of `StoragePolicy`, which is returned; other options stay, and operations under way
+        are not affected. Raises InvalidConfig, having changed nothing, for an unknown name or value.
         """
         self._runtime.check_open()
         policy = changed_policy(self.policy, changes)
@@ -385,7 +384,7 @@ class DecodeEngine:
         return policy
 
     def probe_prefix(self, tokens: Tokens, *, namespace: str = "") -> dict[str, int]:
-        """Tokens of this prompt that are in device and host memory now, {"l1": …, "l2": …}. Changes nothing. Pages that
+        """Return the tokens of this prompt in device and host memory, {"l1": …, "l2": …}. Changes nothing. Pages that
         are still being received or copied do not count.
 
         For routers. Any page may be evicted at any time, so the answer promises nothing. Raises InvalidRequest.
@@ -399,10 +398,10 @@ class DecodeEngine:
         return {"l1": device * self.layout.page_size, "l2": host * self.layout.page_size}
 
     async def drain(self, timeout_s: float | None = None) -> list[str]:
-        """Take no new requests, and wait until those that are live were given back, or the time is up.
+        """Take no new requests, and wait until live requests are given back, or until the timeout.
 
-        Resuming is still possible. Returns the ids of the requests that are live still. Without `timeout_s` it waits as
-        long as callers keep READY requests, or until the engine ends (EngineClosed): that is the caller's choice.
+        Resuming is still possible. Returns the ids of the requests that are still live. Without `timeout_s` it waits as
+        long as callers keep READY requests, or until the engine ends (EngineClosed).
         """
         self._runtime.check_open()
         checked(timeout_s, SecondsOrZero | None, "timeout_s")
@@ -415,7 +414,7 @@ class DecodeEngine:
         return []
 
     async def wait_formed(self) -> None:
-        """Wait until all ranks of the instance are there (again); without ranks they always are.
+        """Wait until all ranks of the instance are connected; returns at once without ranks.
 
         Unbounded, since a lost rank may never come back: set a deadline with `asyncio.timeout`.
         """
@@ -424,34 +423,34 @@ class DecodeEngine:
             await self._runtime.ranks.wait_formed()
 
     async def wait_settled(self) -> None:
-        """Wait until nothing is in flight but READY requests: no restore, backup, put, or page in the quarantine.
+        """Wait until only READY requests are left: no restore, backup, put, or page in quarantine.
 
         Restores end by their deadlines; further requests and storage that hangs may prolong the wait without bound: set
-        a deadline with `asyncio.timeout`. The engine's end raises EngineClosed.
+        a deadline with `asyncio.timeout`. Raises EngineClosed if the engine ends.
         """
         self._runtime.check_open()
         await self._runtime.wait_settled()
 
     @property
     def metrics_address(self) -> str | None:
-        """host:port where Prometheus may scrape; None if `metrics.listen` is not set."""
+        """host:port of the Prometheus endpoint; None if `metrics.listen` is not set."""
         return None if self._runtime.metrics is None else self._runtime.metrics.address
 
     def holds(self, ready: ReadyRequest) -> bool:
-        """Whether its pages are still its: not given back, aborted, or lost. May be asked on any thread."""
+        """Return whether the request still owns its pages: not given back, aborted, or lost. Any thread may call it."""
         return self._calls.holds(ready)
 
     def states(self) -> dict[str, str]:
-        """Where each live request waits, by its id: "PREALLOC" to "READY"."""
+        """Return the state of each live request by id: "PREALLOC" to "READY"."""
         return {request_id: request.state.value for request_id, request in self._core.state.requests.items()}
 
     @property
     def is_running(self) -> bool:
-        """Whether it takes calls: entered, and neither left nor broken. May be read on any thread."""
+        """Whether the engine takes calls: entered, and neither left nor broken. Any thread may read it."""
         return self._runtime.is_open
 
     def statistics(self) -> dict[str, object]:
-        """Counts of now and since the start, by part; also after the end."""
+        """Return current values and totals since the start, by part; works after the end, too."""
         if self._runtime.loop is None:
             raise EngineClosed("the engine was not started: enter it with `async with`")
         return self._runtime.statistics()

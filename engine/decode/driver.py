@@ -1,4 +1,4 @@
-"""One inbox, one consumer: takes events, lets the core decide, starts the commands, keeps the core's one timer.
+"""Driver of the core: one inbox with one consumer, which steps the core, starts its commands and keeps its timer.
 
 The core is stepped here only, on the loop's thread, between two awaits. Outcomes of commands come back through the same
 inbox; nothing steps the core from within a step.

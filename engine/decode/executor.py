@@ -1,12 +1,12 @@
-"""Executor: each command becomes work on the tiers or a message to prefill, and each outcome one event.
+"""Executor of commands: work on the tiers or a message to prefill, with one event for each outcome.
 
-It decides nothing and never raises into the driver: a failure is an outcome, with its text.
+It makes no decisions and never raises into the driver: a failure is an outcome, with its text.
 
 The storage hit count of a request passes seven modules and enters the core by one event; the core passes it on within
 that step, by the row of `StorageAnswered` in the table of the request machine:
 
     storage engine `exists` ──▶ executor `_run_query` ──StorageAnswered──▶ driver ──▶ core `step` ──▶ storage admission
-    `StorageQuery` ──▶ restore `note_answer`, `fix_plan` ──▶ plan `PlanFetches.load`, whose loads are sources of READY
+    `StorageQuery` ──▶ restore `note_answer`, `fix_plan` ──▶ plan `PlanFetches.load`: its loads are sources of READY
 
 Each component has a storage engine of its own, beside that of the full pages. The page of a component has the key of
 the full page at its position, so both stand for the same prompt.
@@ -48,7 +48,7 @@ class CallsInFlight:
     def __init__(self) -> None:
         self.count = 0
         self.is_probed = False
-        """Whether a probe is in flight: a store that hangs is not probed again before that one has ended."""
+        """Whether a probe is in flight: a store is probed again only after its last probe has ended."""
         self._quiet = asyncio.Event()
         self._quiet.set()
 
@@ -151,8 +151,8 @@ class Executor:
                 )
 
     def use(self, storage: Storage | None, component_storages: Mapping[str, Storage]) -> None:
-        """Send calls to this storage, and to these by component, from now on. Calls in flight go on where they are;
-        the core is not sent what they have stored there.
+        """Send calls to this storage, and to these by component, from now on. Calls in flight continue on the old one;
+        the core does not receive the pages that they store there.
         """
         self._storage = storage
         self._component_storages = component_storages
@@ -171,7 +171,7 @@ class Executor:
 
     def _query(self, command: Query) -> None:
         prompt = self._calls.live(command.request_id).prompt
-        # The storages of now: an exchange meanwhile must not mix the answers of two.
+        # The present storages: an exchange meanwhile must not mix the answers of two.
         components = dict(self._component_storages) if isinstance(command, commands.QueryComponents) else {}
         self._use_storage(self._run_query(self._storage_of(""), components, prompt, command), f"query {command.op}")
 
@@ -185,7 +185,7 @@ class Executor:
             keys = await prompt.digests(begin, command.first + command.count - begin)
             if command.count:
                 found = leading(await self._exist(storage, keys[command.first - begin :]))
-            # A request cannot go on behind the last full page, whatever is stored there.
+            # A request cannot continue after the last full page, even if pages are stored there.
             keys = keys[: command.first + found - begin]
             for name, engine in components.items():
                 here.append(events.StoredComponent(name, ranges_of(await self._exist(engine, keys), begin)))
@@ -229,7 +229,7 @@ class Executor:
         self._use_storage(self._run_store(storage, prompt, command), f"store {command.op}")
 
     def _prompt_put(self, op: int) -> Prompt:
-        """Return the tokens behind a put whose request is gone, from the keys by which the core knows its pages."""
+        """Return the tokens of a put after the end of its request, from the page keys of the core."""
         namespace, keys = self._keys_put(op)
         packed = self._prompt_keys.page_keys.tokens_of(keys)
         return self._prompt_keys.prompt(packed, namespace_seed(namespace))
@@ -253,7 +253,7 @@ class Executor:
         if self._in_flight.is_probed:
             self._probed(command, f"{storage.uri} has not ended its last probe")
             return
-        # The probe itself cannot be cut off. Its outcome can: what it brings later is for an operation that has ended.
+        # The probe itself cannot be stopped, but its outcome can be dropped: its operation has ended.
         slow = f"{storage.uri} did not end a probe within {self._store_timeout_s:g} s"
         late = asyncio.get_running_loop().call_later(self._store_timeout_s, self._probed, command, slow)
         self._in_flight.is_probed = True
@@ -285,12 +285,12 @@ class Executor:
         return storage
 
     def _use_storage(self, call: Awaitable[None], name: str) -> None:
-        """Run a call; storage is not quiet before it has ended."""
+        """Run a call, and count it as in flight until it ends."""
         self._spawn(self._in_flight.begin(call), name)
 
     def _text_of(self, command: Command, raised: Exception) -> str:
         """Return the text of an outcome for an exception."""
-        # An engine's own failures explain themselves; anything else is a defect, whose traceback must not be lost.
+        # An engine's own failures have a message; anything else is a defect, so its traceback is kept.
         if isinstance(raised, TidekvError):
             return str(raised)
         self.raised += 1
@@ -338,7 +338,7 @@ class Executor:
     def _promise(self, command: commands.SendPromise) -> None:
         live = self._calls.live(command.request_id)
         addresses = live.request.prefills
-        # A router brings the prompt to the first prefill, once; for any further room this engine does.
+        # A router sends the prompt to the first prefill, once; for any further room this engine sends it.
         sends_prompt = live.request.send_prompt or command.renewed
         self._receiver.promise(
             addresses[command.prefill],
@@ -351,7 +351,7 @@ class Executor:
             # None: these tokens must not be kept.
             key_seed=live.prompt.seed if live.request.cache else None,
             component_pages=command.component_pages,
-            # A prefill that does not answer leaves the prefills after it their share of the time.
+            # A prefill that does not answer must leave time for the prefills after it.
             connect_s=max(live.deadline_at_s - self._clock(), 0.0) / (len(addresses) - command.prefill),
         )
 
@@ -366,12 +366,12 @@ class Executor:
 
 
 def _component_of(command: Fetch | Store) -> str:
-    """Return the component whose pages a command moves; "" for full pages."""
+    """Return the component of the pages that a command moves; "" for full pages."""
     return command.component if isinstance(command, commands.FetchComponent | commands.StoreComponent) else ""
 
 
 def ranges_of(flags: Sequence[bool], first: int) -> tuple[tuple[int, int], ...]:
-    """Return the ranges [begin, end) of positions whose flag is set; the first flag is that of position `first`."""
+    """Return the ranges [begin, end) of positions with a set flag; the first flag is that of position `first`."""
     ranges = []
     at = first
     for is_here, run in groupby(flags):

@@ -1,4 +1,4 @@
-"""Room for the new tokens of a READY request, out of the pages that it holds in reserve.
+"""Room for the new tokens of a READY request, from the pages that it holds in reserve.
 
     ready.pages     [0, length) has tokens or room for them; the last page may have room for more
     ready.reserve   page ids that are the request's already; growth takes them from the front
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Growth:
-    """Growth of READY requests as the engine offers it: taken on the loop, and told to the core."""
+    """Growth of READY requests: pages are taken on the loop, and an event informs the core."""
 
     def __init__(self, calls: PendingCalls, front: Driver | RankDriver, *, page_size: int) -> None:
         self._calls = calls
@@ -45,10 +45,10 @@ class Growth:
         return self._take(ready, tokens, needed)
 
     async def wait_grown(self, ready: ReadyRequest, tokens: int, *, hold_s: float) -> list[int]:
-        """See `DecodeEngine.wait_grown`. `hold_s`: so long the callers of other ranks are waited for."""
+        """See `DecodeEngine.wait_grown`. `hold_s`: maximum seconds to wait for the callers of other ranks."""
         live = self._check(ready)
         needed = pages_needed(ready, tokens, page_size=self._page_size)
-        # The first answer may be to growth that was told before this was asked; a second one is not.
+        # The first answer may be to growth posted before this request; a second one is not.
         for _ in range(2):
             if needed <= len(ready.reserve):
                 break
@@ -73,7 +73,7 @@ class Growth:
             self._front.post(self._event(ready, page_count))
 
     def _check(self, ready: ReadyRequest) -> LiveCall:
-        """The call behind a request that may grow. Raises InvalidRequest: aborted requests do not grow."""
+        """Return the call of a request that may grow. Raises InvalidRequest for an aborted request."""
         live = self._calls.ready(ready)
         if live.is_aborted:
             raise InvalidRequest(f"request {ready.request_id!r} was aborted: its pages are no longer yours")
@@ -85,15 +85,15 @@ class Growth:
                 f"request {ready.request_id!r} needs {needed} more device pages; {len(ready.reserve)} can be had"
             )
         if needed:
-            # Before it takes them: a request that is lost while this is told has grown by nothing.
+            # Before the pages are taken: a request that is lost while this is posted has not grown.
             self._tell(ready, needed)
         taken = grow_from_reserve(ready, tokens, page_size=self._page_size)
-        assert taken is not None, "what was told is there"
+        assert taken is not None, "the posted pages are available"
         return taken
 
     def _tell(self, ready: ReadyRequest, page_count: int, *, wanted: int = 0) -> None:
         self._front.take_now(self._event(ready, page_count, wanted=wanted))
-        # It ended just now: pages that are no longer the request's must not be written to.
+        # The request ended just now: its former pages must not be written to.
         self._calls.ready(ready)
 
     def _event(self, ready: ReadyRequest, page_count: int, *, wanted: int = 0) -> events.GrowthTaken:
@@ -102,16 +102,16 @@ class Growth:
 
 
 def pages_needed(ready: ReadyRequest, tokens: int, *, page_size: int) -> int:
-    """Pages that room for `tokens` more tokens would add. Raises InvalidRequest if that is no count."""
-    if type(tokens) is not int or tokens < 0:  # Growth of each token comes here: a right count costs no more than this.
+    """Return the pages to add for `tokens` more tokens. Raises InvalidRequest if `tokens` is not a count."""
+    if type(tokens) is not int or tokens < 0:  # Runs for each token: a valid count costs no more than this.
         checked(tokens, Count, f"request {ready.request_id!r}: tokens")
     return max(0, -(-(ready.length + tokens) // page_size) - len(ready.pages))
 
 
 def grow_from_reserve(ready: ReadyRequest, tokens: int, *, page_size: int) -> list[int] | None:
-    """Make room for `tokens` more tokens; returns the pages that this took, mostly none.
+    """Make room for `tokens` more tokens; returns the pages that this took, usually none.
 
-    None, having changed nothing, where the reserve has too few. One thread at a time may call it for a request.
+    Returns None, having changed nothing, if the reserve has too few. One thread at a time may call it for a request.
     """
     needed = pages_needed(ready, tokens, page_size=page_size)
     if needed > len(ready.reserve):
@@ -125,7 +125,7 @@ def grow_from_reserve(ready: ReadyRequest, tokens: int, *, page_size: int) -> li
 
 
 def pack_output(tokens: Tokens, *, vocabulary: int | None) -> bytes:
-    """Generated tokens as packed little-endian u32; there may be none. Raises InvalidRequest."""
+    """Return generated tokens, possibly none, as packed little-endian u32. Raises InvalidRequest."""
     try:
         is_empty = not len(tokens)
     except TypeError:
@@ -134,7 +134,7 @@ def pack_output(tokens: Tokens, *, vocabulary: int | None) -> bytes:
 
 
 def kept_tokens(ready: ReadyRequest, packed_output: bytes, *, page_size: int) -> int:
-    """How many tokens of prompt and output have KV: all but the last of the output.
+    """Return how many tokens of prompt and output have KV: all but the last of the output.
 
     Raises InvalidRequest for output that the request's pages have no room for.
     """

@@ -32,7 +32,7 @@ FlushAnswer = dict[str, dict[str, int]]
 
 
 class LiveCall:
-    """A live request as its caller sees it: waiting, then READY, until it is given back."""
+    """A live request from its caller's view: waiting, then READY, until it is given back."""
 
     def __init__(self, request: DecodeRequest, prompt: Prompt, *, serial: int, deadline_at_s: float) -> None:
         self.request = request
@@ -183,7 +183,7 @@ class PendingCalls:
             await waiter
 
     def after_drain(self) -> None:
-        """End the waits whose condition holds now. Call it after the core has taken events."""
+        """End the waits with a condition that is now true. Call it after the core has taken events."""
         if not self._waiters:
             return
         waiting = []
@@ -236,13 +236,13 @@ class PendingCalls:
         return self._tokens_left[serial]
 
     def tell(self, command: Command) -> None:
-        """Take a command that is an answer to a caller."""
+        """Resolve the call that a command answers."""
         self._tellers[type(command)](command)
 
     def recompute(
         self, command: commands.Recompute, end: Callable[[commands.Recompute, Exception | None], None]
     ) -> Coroutine[object, object, None]:
-        """Have the caller compute what no prefill can send; `end` is called with the outcome."""
+        """Have the caller compute pages that no prefill can send; `end` is called with the outcome."""
         # Looked up now: when the work begins, the request may be gone, and its id used again.
         return self._recompute(self._live[command.request_id], command, end)
 

@@ -81,7 +81,7 @@ class Runtime:
         recompute: Recompute | None,
         ranks: RankGroup | None = None,
     ) -> None:
-        """Nothing is started. Raises InvalidConfig for parts that do not fit each other."""
+        """Start nothing. Raises InvalidConfig for parts that do not fit each other."""
         checked(device, DevicePool, "device", InvalidConfig)
         if host is not None:
             checked(host, HostPool, "host", InvalidConfig)
@@ -134,7 +134,7 @@ class Runtime:
         self.storage_in_use = StorageInUse(self, storage)
 
     async def start(self) -> None:
-        """Start all parts. Raises what they raise, with everything stopped again, and EngineClosed the second time."""
+        """Start all parts. If one raises, stop all and raise its error. Raises EngineClosed the second time."""
         if self.loop is not None:
             raise EngineClosed("this engine was entered before: an engine lives once, make another one")
         self.loop = asyncio.get_running_loop()
@@ -266,7 +266,7 @@ class Runtime:
         await self._drive_core()
 
     def _deliver(self, event: events.Event) -> None:
-        """Take what a peer has sent."""
+        """Take a message of a peer."""
         self.log.note_event(event)
         self.front.post(event)
 
@@ -291,9 +291,9 @@ class Runtime:
         self.front.stop()
 
     async def close(self) -> None:
-        """Abort what is live, wait for what is in flight (bounded by `close_deadline_s`), and stop everything.
+        """Abort live requests, wait at most `close_deadline_s` for work in flight, and stop everything.
 
-        Storage that hangs is left behind at that deadline as well. Raises what broke the engine, if something did. A
+        Storage that hangs is abandoned at that deadline, too. Raises the error that broke the engine, if any. A
         cancelled caller still waits for the end.
         """
         await settled(asyncio.get_running_loop().create_task(self._close(), name="tidekv close"))
@@ -347,7 +347,7 @@ class Runtime:
         failures = await close_in_order(
             [self.ranks, getattr(self, "receiver", None)], part_s=CLOSE_PART_S, late_s=late_s
         )
-        # A copy that hangs is ended by nothing that is closed later.
+        # Closing other parts does not end a copy that hangs.
         copiers = [self.copier, *self.component_copiers.values(), self._lanes]
         failures += await close_in_order(copiers, part_s=late_s, late_s=late_s)
         failures += await close_in_order(
@@ -398,7 +398,7 @@ class Runtime:
         await self.calls.wait_until(is_settled)
 
     def statistics(self) -> dict[str, object]:
-        """Counts of now and since the start, by part."""
+        """Return current values and totals since the start, by part."""
         return {
             "core": self.core.statistics(),
             "receiver": self.receiver.statistics(),
@@ -471,7 +471,7 @@ async def _has_ended(closing: asyncio.Task[object], timeout_s: float, failures: 
 
 
 class EffectGroup:
-    """Runs effects until `close`. An effect that raises is a defect: it is passed to `on_failure`, all others end.
+    """Task group of effects. An effect that raises is a defect: it is passed to `on_failure`, and all others end.
 
     A TaskGroup cancels the task that entered it and wraps what leaves its block. Entered by the embedder's own task, it
     would wrap the embedder's exceptions, so a supervisor task enters it.
@@ -506,7 +506,7 @@ class EffectGroup:
     async def close(self, *, timeout_s: float) -> bool:
         """Wait for running effects; after `timeout_s` cancel them and wait as long again. False if some still run.
 
-        An effect whose memory may still be written to settles before it ends, even if it is cancelled.
+        An effect with memory that may still be written to settles before it ends, even if it is cancelled.
         """
         if self._supervisor is None:
             return True

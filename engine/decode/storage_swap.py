@@ -1,4 +1,4 @@
-"""The storage that an engine uses, and its exchange while requests run.
+"""Storage of an engine, and its exchange while requests run.
 
 No wait here is without a deadline: a store that hangs can be replaced. Its calls in flight keep their host pages until
 they end, and it is closed then, or at the engine's end.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """The parts of an engine that an exchange of its storage concerns."""
+    """Parts of an engine that an exchange of its storage involves."""
 
     core: Core
     calls: PendingCalls
@@ -52,9 +52,9 @@ class Engine(Protocol):
 LOG = engine_log("tidekv.engine")
 
 START_S = 300.0
-"""Seconds to open the storage that an engine starts with: an index that has to be rebuilt takes a while."""
+"""Maximum seconds to open the storage that an engine starts with, which may have to rebuild its index."""
 CLEAR_S = 60.0
-"""Seconds to clear storage, unless the caller says otherwise."""
+"""Default maximum seconds to clear storage."""
 
 
 def check_storage(storage: object) -> None:
@@ -64,12 +64,12 @@ def check_storage(storage: object) -> None:
 
 
 class StorageInUse:
-    """One storage engine or none, and the former ones that are not closed yet."""
+    """The storage engine, if any, and the former ones that are not closed yet."""
 
     def __init__(self, parts: Engine, first: Storage | None) -> None:
         self.current: Storage | None = None
         self.component_pages: dict[str, Storage] = {}
-        """Beside it, by component, the engines of components that have host pages."""
+        """By component, the engines of components that have host pages."""
         self.retired: list[Storage] = []
         self._runtime = parts
         self._first = first
@@ -77,7 +77,7 @@ class StorageInUse:
         self._leaving: set[asyncio.Task[None]] = set()
 
     def own_first(self) -> None:
-        """Take over the storage that the engine was given: the engine closes it from now on."""
+        """Take ownership of the given storage: the engine closes it from now on."""
         self.current = self._first
 
     async def register_first(self) -> None:
@@ -117,8 +117,8 @@ class StorageInUse:
                 await self._leave(engine.close(), [engine], deadline_s)
 
     async def clear(self, *, timeout_s: float = CLEAR_S) -> int:
-        """Remove all that is stored; returns how many full pages there were. Raises what the engines raise, and
-        StorageFailed if they take too long: they go on then.
+        """Remove all stored pages; returns the number of full pages removed. Raises errors of the engines, and
+        StorageFailed if they take too long: they then continue in the background.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         for engine in self.component_pages.values():
@@ -128,7 +128,7 @@ class StorageInUse:
         return await _within(self.current.clear(), self.current.uri, "cleared", deadline_s)
 
     def abandon_leaving(self) -> None:
-        """Cancel the ends of former engines that hang: the engine's own end has closed what can be closed."""
+        """Cancel the closing of former engines that hang, at the engine's end."""
         for task in self._leaving:
             task.cancel()
 
@@ -151,8 +151,8 @@ class StorageInUse:
         self._runtime.executor.use(storage, component_pages)
 
     async def _prepare(self, old: Storage | None, new: Storage | None, deadline_s: float) -> dict[str, Storage]:
-        """Open the new one and drain the old one; all of it, or nothing and the new one closed. Returns the engines of
-        components beside the new one.
+        """Open the new storage and drain the old one; on an error, close the new one. Returns the engines of components
+        of the new one.
         """
         parts = self._runtime
         is_told = False
@@ -198,9 +198,9 @@ class StorageInUse:
             )
 
     async def _leave(self, ending: Coroutine[object, object, None], engines: list[Storage], deadline_s: float) -> None:
-        """Run the end of unused engines until the deadline, and after that in the background.
+        """Close unused engines until the deadline, and after that in the background.
 
-        Raises what ending raises before the deadline.
+        Raises errors of closing that occur before the deadline.
         """
         task = asyncio.get_running_loop().create_task(ending, name=f"closing {engines[0].uri}")
         self.retired += engines
@@ -217,7 +217,7 @@ class StorageInUse:
     def _left(self, engines: Sequence[Storage], task: asyncio.Task[None]) -> None:
         self._leaving.discard(task)
         if not task.cancelled() and task.exception() is None:
-            # After an error the engine's own end closes them once more.
+            # After an error the engine closes them again at its own end.
             for engine in engines:
                 self.retired.remove(engine)
 
@@ -226,7 +226,7 @@ class StorageInUse:
         return asyncio.get_running_loop().create_task(self._register(storage), name=f"opening {storage.uri}")
 
     async def _register(self, storage: Storage) -> dict[str, Storage]:
-        """Open a storage for full pages, and one beside it for each component."""
+        """Open a storage for full pages, and one for each component."""
         parts = self._runtime
         assert parts.host is not None
         group = parts.rank_group
@@ -265,7 +265,7 @@ class StorageInUse:
 
 
 async def _opened(storage: Storage, opening: asyncio.Task[dict[str, Storage]], deadline_s: float) -> dict[str, Storage]:
-    """Wait until a storage is open. Raises what opening it raises, StorageFailed at the deadline."""
+    """Wait until a storage is open. Raises errors of opening it, StorageFailed at the deadline."""
     try:
         await asyncio.wait({opening}, timeout=max(deadline_s - asyncio.get_running_loop().time(), 0.0))
     finally:
@@ -277,7 +277,7 @@ async def _opened(storage: Storage, opening: asyncio.Task[dict[str, Storage]], d
 
 
 async def _close_unused(storage: Storage, opening: asyncio.Task[dict[str, Storage]]) -> None:
-    """Close a storage that is not used after all, once opening it has ended."""
+    """Close a storage that is no longer needed, once opening it has ended."""
     opening.cancel()
     await asyncio.wait({opening})
     component_pages = {} if opening.cancelled() or opening.exception() else opening.result()

@@ -1,4 +1,4 @@
-"""What callers of the decode engine give and get."""
+"""Arguments and results of the decode engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMESPACE_MARK = "\0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRequest:
-    """A prompt whose KV is wanted on this device. Raises InvalidRequest, which names the field and what is allowed."""
+    """Request to restore a prompt's KV. Raises InvalidRequest, which names the field and the allowed values."""
 
     request_id: str
     """Unique among live requests: 1 to 512 printable characters."""
@@ -74,7 +74,7 @@ class DecodeRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecomputeJob:
-    """What the caller of the engine is asked to compute itself, because no prefill is left."""
+    """Work for the engine's caller to compute, because no prefill is left."""
 
     request: DecodeRequest
     pages: npt.NDArray[np.int32]
@@ -83,12 +83,12 @@ class RecomputeJob:
     packed_tokens: bytes = field(repr=False)
     """The prompt, as packed little-endian u32."""
     component_pages: Mapping[str, ReadyComponent] = field(default_factory=dict)
-    """By component, where its window or state at the prompt's end is to be written; none of it is there yet."""
+    """By component, the pages for its window or state at the prompt's end, which are not written yet."""
 
 
 Recompute = Callable[[RecomputeJob], Awaitable["tuple[int, Mapping[str, object]]"]]
-"""Writes the KV of the rest of a prompt into its pages; returns the first token and aux. What it raises fails the
-request with its words. The pages are its to write until it returns, even where the request was aborted meanwhile."""
+"""Writes the KV of the rest of a prompt into its pages; returns the first token and aux. An exception fails the
+request with its message. It may write the pages until it returns, even if the request was aborted meanwhile."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,36 +102,36 @@ class ReadyRequest:
     first_token: int
     aux: Mapping[str, object]
     sources: Mapping[str, int]
-    """Prompt tokens by where they came from: l1, l2, l3, transfer."""
+    """Prompt tokens by source: l1, l2, l3, transfer."""
     length: int
-    """Tokens that there is room for: the prompt, and what `grow` was asked for."""
+    """Tokens with room in the pages: the prompt, and the tokens added by `grow`."""
     packed_tokens: bytes = field(repr=False)
     """The prompt, as packed little-endian u32."""
     generation: int = 0
     reserve: deque[int] = field(default_factory=deque, repr=False)
-    """Pages that `grow` hands out next. They are the engine's to take and to refill."""
+    """Pages that `grow` returns next. Only the engine takes from it and refills it."""
     component_pages: Mapping[str, ReadyComponent] = field(default_factory=dict)
-    """What it has of each of the engine's components, by name: windows and states at the prompt's end."""
+    """Pages of each of the engine's components, by name: windows and states at the prompt's end."""
     fallbacks: tuple[Fallback, ...] = ()
-    """What was given up because rules of the engine raised, in order: `rule`, `gave_up`, `error`. `finish` and
-    `retract` add to it. Empty unless tidekv or one of its components has a bug; the log has the traceback.
+    """Fallbacks because rules of the engine raised, in order: `rule`, `gave_up`, `error`. `finish` and `retract` add
+    to it. Empty unless tidekv or one of its components has a bug; the log has the traceback.
     """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RetractedRequest:
-    """A request that gave its device pages back. What of its KV is in host memory stays there until `resume`."""
+    """A request without device pages. Its KV in host memory stays there until `resume`."""
 
     request: DecodeRequest
     packed_tokens: bytes = field(repr=False)
     """Prompt and output so far, as packed little-endian u32."""
     held_tokens: int
-    """Tokens, counted from the first, whose KV is held in host memory."""
+    """Number of leading tokens with KV held in host memory."""
 
 
 def join_namespaces(engine: str, request: str) -> str:
-    """The namespace of a request within that of its engine. Where both have a name, no other names give the same: it
-    begins with a mark that no name may hold.
+    """Return the namespace of a request within that of its engine. If both have a name, the result is unique: it
+    begins with a mark that no name may contain.
     """
     if engine and request:
         return f"{NAMESPACE_MARK}{len(engine)}:{engine}{request}"

@@ -1,4 +1,4 @@
-"""The journal: every event that a core took, written so that the run can be replayed, seen and explained."""
+"""Journal of every event that a core took, for replay, traces and explanations of a run."""
 
 from tidekv.engine.journal.journal import Journal
 from tidekv.engine.journal.recorder import Recorder

@@ -1,7 +1,7 @@
-"""Digests of what follows from events: they tell whether two cores did the same, event by event and part by part.
+"""Digests of a core's decisions and state, to compare two cores event by event and part by part.
 
 `StepDigest` rolls one 64-bit number over every move, command and eviction of a core, and at the end of each turn over
-the accounts of each part of its state. Page keys do not enter: a journal holds other keys than its run had.
+the accounts of each part of its state. Page keys are excluded: a journal holds other keys than its run had.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from tidekv.states.request.request import State
 
 STATE_PARTS = ("index", "device pool", "host pool")
-"""Parts of the state with a digest behind each turn; each tier of each component follows."""
+"""Parts of the state with a digest after each turn; each tier of each component follows."""
 ACCOUNT_NUMBERS = ("free", "owned", "cached", "draining", "protected", "receipts", "next")
 """Numbers of a pool: pages by state, cached pages that must stay, locks and pins, the next free page (-1: none)."""
 _pack_pool = struct.Struct("<7q").pack
 _pack_tick = struct.Struct("<q").pack
-# Pages are arrays, which msgspec has no form for.
+# Pages are arrays, which msgspec cannot encode.
 _encode = msgspec.msgpack.Encoder(enc_hook=bytes).encode
 
 WITH_TEXTS = frozenset({ReportFailed, ReportReady, ReportFinished, ReportRetracted})
@@ -41,7 +41,7 @@ WITH_TEXTS = frozenset({ReportFailed, ReportReady, ReportFinished, ReportRetract
 
 
 class Followed(NamedTuple):
-    """What followed from one event."""
+    """Effects of one event."""
 
     moves: list[tuple[str, State]]
     commands: list[Command]
@@ -50,7 +50,7 @@ class Followed(NamedTuple):
 
 
 class StepDigest:
-    """Follows one core from its first step on. Call `stepped` behind every step, `end_turn` behind every turn."""
+    """Rolling digest of one core from its first step on. Call `stepped` after each step, `end_turn` after each turn."""
 
     def __init__(self, core: Core) -> None:
         self.value = 0
@@ -72,7 +72,7 @@ class StepDigest:
         index.on_evict.append(self._note_eviction)
 
     def stepped(self, commands: Sequence[Command]) -> int:
-        """Take the step that the core has just made; returns its check (see `TurnLine.checks`)."""
+        """Add the core's last step; returns its check (see `TurnLine.checks`)."""
         value, check = self.value, 0
         moves = self._core.moves
         if moves:
@@ -94,11 +94,11 @@ class StepDigest:
         return check
 
     def followed(self, commands: list[Command]) -> Followed:
-        """What has followed from the step that the core has just made. Call it before `stepped`."""
+        """Return the effects of the core's last step. Call it before `stepped`."""
         return Followed(self._core.moves, commands, list(self._evicted))
 
     def end_turn(self) -> list[int]:
-        """Roll over the accounts; returns 16 bits of each part (see `parts`)."""
+        """Add the accounts of all parts; returns 16 bits of each part (see `parts`)."""
         value = xxh3_64_intdigest(_pack_tick(self._tree.tick), self.value)
         found = [value & 0xFFFF]
         for account, tier in self._pools:
@@ -110,7 +110,7 @@ class StepDigest:
         return found
 
     def accounts(self) -> dict[str, dict[str, int]]:
-        """The numbers behind each part, by name."""
+        """Return the numbers of each part, by name."""
         found = {self.parts[0]: {"tick": self._tree.tick}}
         for name, (account, tier) in zip(self.parts[1:], self._pools, strict=True):
             free = account.free_pages
@@ -142,9 +142,9 @@ def _without_texts(command: Command) -> Command:
 
 
 def final_state(core: Core) -> dict[str, int]:
-    """Checksums of index, pools and requests, and every number of `Core.statistics`. O(tree); changes nothing.
+    """Return checksums of index, pools and requests, and every number of `Core.statistics`. O(tree).
 
-    Page keys do not enter: a journal has others than the run had.
+    Page keys are excluded: a journal holds other keys than its run had.
     """
     return {
         "crc_index": _index(core),
@@ -184,7 +184,7 @@ def _index(core: Core) -> int:
 
 
 def _components(core: Core) -> dict[str, int]:
-    """Pools of components, and which of their pages each node has."""
+    """Return a checksum of component pools and of the component pages of each node."""
     index = core.state.components
     if index is None:
         return {}

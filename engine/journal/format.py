@@ -1,4 +1,4 @@
-"""The journal's format: what each line holds, how it is encoded, and the checksum that chains the lines.
+"""Format of the journal: the lines, their encoding, and the checksum that chains them.
 
 A line is one JSON object that ends in `"sum"`: the XXH32 of the line without that field, seeded with the sum of the
 line before (0 for the first). A flipped bit, a missing line and two swapped lines are therefore found at that line.
@@ -52,7 +52,7 @@ class RunLine(Line, frozen=True, kw_only=True, tag="run"):
     schema: str
     """A checksum of the event types and their fields."""
     code: str
-    """A checksum of the source of the core. A replay by other code may rightly diverge."""
+    """A checksum of the source of the core. A replay by other code may correctly diverge."""
     packages: dict[str, str]
     """Versions of Python and of the packages that the run used."""
     page_keys: str
@@ -194,11 +194,11 @@ class FrameRecord(msgspec.Struct, frozen=True, array_like=True):
     """Bytecode offset of the instruction that raised, or that called the next frame."""
     line: int
     locals: dict[str, int | str]
-    """Its local numbers and strings, and the ids of local objects: they tell the iterations of a loop apart."""
+    """Its local numbers and strings, and the ids of local objects, which distinguish the iterations of a loop."""
 
 
 class RaiseRecord(msgspec.Struct, frozen=True):
-    """A rule that raised within the core, and that the core survived."""
+    """A rule that raised within the core and was handled there."""
 
     at: int
     """The event, counted from 0 within the turn."""
@@ -212,7 +212,7 @@ class RaiseRecord(msgspec.Struct, frozen=True):
     stack: list[FrameRecord]
     """Where it raised: frames of the core, outermost first. A replay raises at the same instruction."""
     request_id: str = ""
-    """The request that paid for it; "" if it is the rule's of no request."""
+    """The request affected by the raise; "" for a rule without a request."""
 
 
 class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -228,18 +228,18 @@ class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TurnLine(Line, frozen=True, kw_only=True, omit_defaults=True, tag="turn"):
-    """The events that one turn of the loop took, in order, and digests of what followed from them."""
+    """The events that one turn of the loop took, in order, and digests of their effects."""
 
     turn: int
     """Counted from 0, without gaps."""
     at_s: float
-    """Time of the core behind the last event, in monotonic seconds."""
+    """Time of the core after the last event, in monotonic seconds."""
     took: list[EventRecord]
     """The events, each as `[type, field, …]`."""
     checks: list[int]
-    """By event: 16 bits each of the digest behind its moves, its commands, its evictions; 0 for what is empty."""
+    """By event: 16 bits each of the digest after its moves, its commands, its evictions; 0 for an empty list."""
     parts: list[int]
-    """16 bits of a digest of each part of the state behind the turn, in the order of the table below."""
+    """16 bits of a digest of each part of the state after the turn, in the order of the table below."""
     digest: str
     """64 bits, rolling: every move, command, eviction and part of the state since the start of the run."""
     raises: list[RaiseRecord] = []
@@ -249,7 +249,7 @@ class TurnLine(Line, frozen=True, kw_only=True, omit_defaults=True, tag="turn"):
 
 
 class GapLine(Line, frozen=True, kw_only=True, tag="gap"):
-    """Turns are missing here: the disk was too slow. A replay ends in front of it."""
+    """Turns are missing here because the disk was too slow. A replay ends before this line."""
 
     turns: int
     events: int
@@ -302,7 +302,7 @@ def seal(body: bytes, before: int) -> tuple[bytes, int]:
 
 
 def unseal(line: bytes, before: int) -> tuple[bytes, int] | None:
-    """Return the body and the checksum of a line without its newline; None if it was not written behind that line."""
+    """Return the body and the checksum of a line without its newline; None if it does not continue the chain."""
     body = line[:-SUFFIX_BYTES] + b"}"
     checksum = xxh32_intdigest(body, before)
     return (body, checksum) if line[-SUFFIX_BYTES:] == b',"sum":"%08x"}' % checksum else None
@@ -322,7 +322,7 @@ def write_lines(path: str | Path, lines: Iterable[bytes]) -> None:
 
 @lru_cache(maxsize=1)
 def schema_checksum() -> str:
-    """A checksum of every event type and field, and of every line."""
+    """Return a checksum of every event type and field, and of every line."""
     kinds = (*event_types(), *get_args(EventRecord), *get_args(AnyLine), RaiseRecord, FrameRecord, ErrorRecord)
     words = [(kind.__name__, tuple(field_types(kind).items())) for kind in kinds]
     return _checksum(repr(words).encode())
@@ -330,14 +330,14 @@ def schema_checksum() -> str:
 
 @lru_cache(maxsize=1)
 def code_checksum() -> str:
-    """A checksum of every source file of the core."""
+    """Return a checksum of every source file of the core."""
     folder = Path(states.__path__[0])
     return _checksum(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py"))))
 
 
 @lru_cache(maxsize=1)
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter to a run."""
+    """Return versions of Python and of the packages that affect a run."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -348,7 +348,7 @@ def package_versions() -> dict[str, str]:
 
 
 def field_types(kind: type) -> dict[str, str]:
-    """The fields of a struct with their types as they are written in the source, inherited ones first."""
+    """Return the fields of a struct with their types as written in the source, inherited ones first."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         found.update({name: str(words) for name, words in vars(base).get("__annotations__", {}).items()})

@@ -1,9 +1,9 @@
-"""The journal of a running engine: a recorder on the loop, and a thread that writes its lines to disk.
+"""Journal of a running engine: a recorder on the loop, and a thread that writes its lines to disk.
 
-The loop encodes: a thread would hold the interpreter for as long, and for longer at a stretch. Turns with a very long
-prompt are left to the thread, which also seals the lines and writes them. It wakes a moment after the first turn and
-writes all that there is; kill -9 loses at most that moment. Behind a slow disk turns are dropped, never the service: a
-`gap` line counts them. What is missing in the journal at its end is logged.
+The loop encodes, since a thread would hold the interpreter as long, and longer without a pause. Turns with a very long
+prompt are left to the thread, which also seals the lines and writes them. It wakes shortly after the first turn and
+writes all that is queued; kill -9 loses at most that delay. If the disk is slow, turns are dropped and the service is
+not delayed: a `gap` line counts them. The number of missing events is logged at the end.
 
     step ──▶ Recorder ──end_turn──▶ line ──▶ queue ──▶ thread: checksum, file
                               └──▶ turn with a long prompt ──▶ thread: digests, line
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 LOG = engine_log("tidekv.journal")
 
 PAGES_ON_LOOP_MAX = 2048
-"""Maximum pages of a prompt that the loop hashes, half a millisecond; a longer prompt is left to the thread."""
+"""Maximum pages of a prompt that the loop hashes, half a millisecond; the thread hashes longer prompts."""
 BYTES_WAITING_MAX = 64 << 20
-"""Maximum bytes that wait for the thread. Turns that come then are dropped."""
+"""Maximum bytes queued for the thread. Further turns are dropped."""
 COALESCE_S = 0.1
 """Seconds that the thread waits for more turns, unless HURRY_BYTES wait."""
 HURRY_BYTES = 1 << 20
@@ -47,7 +47,7 @@ class Waiting(NamedTuple):
     """A line on its way to the disk."""
 
     line: bytes | Turn
-    """Without its checksum; or a turn that the thread renders."""
+    """The encoded line without its checksum, or a turn that the thread renders."""
     size_bytes: int
     events: int
 
@@ -55,8 +55,8 @@ class Waiting(NamedTuple):
 class Journal:
     """Records one core, and writes its journal to `path` (a file, or a directory that gets a file for each run).
 
-    With `segment_bytes` the journal goes on in a new file when one has that size; with `segments_max` only so many of
-    the newest are kept, and the journal can no longer be replayed once the first is deleted. 0 disables either.
+    With `segment_bytes` the journal continues in a new file when one has that size; `segments_max` is the maximum
+    number of newest files kept: the journal cannot be replayed once the first is deleted. 0 disables either.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Journal:
         self._longest_on_loop = PAGES_ON_LOOP_MAX * core.settings.key_bytes
         self.path: Path = place_of_run(path, instance=instance, run=self._recorder.run)
         self.stepped: Stepped = self._recorder.stepped
-        """Takes the step that the core has just made. Never blocks."""
+        """Takes the core's last step. Never blocks."""
         self._queue: deque[Waiting] = deque()
         # Each counter only grows and has one writer: the loop, or the thread.
         self._queued_bytes = self._taken_bytes = 0
         self._left_to_thread = self._rendered = 0
-        """Turns that the thread is to render, and that it has rendered. While they differ it renders all turns."""
+        """Turns left to the thread to render, and turns it has rendered. While they differ it renders all turns."""
         self._events_written = 0
         self._missing_turns = self._missing_events = 0
         """Dropped since the last gap line that was queued."""
@@ -131,7 +131,7 @@ class Journal:
 
     def _has_room(self) -> bool:
         waiting = self._queued_bytes - self._taken_bytes
-        # Once turns were dropped, half of the room must be free again: one gap line, not many.
+        # After turns were dropped, wait until half of the room is free: one gap line instead of many.
         return waiting <= (BYTES_WAITING_MAX // 2 if self._missing_turns else BYTES_WAITING_MAX)
 
     def _queue_gap(self) -> None:
@@ -150,12 +150,12 @@ class Journal:
 
     @property
     def events_dropped(self) -> int:
-        """Events that are not in the journal. Before `close` those that still wait are counted, too."""
+        """Number of events missing in the journal. Before `close` it includes queued events."""
         return self._recorder.events - self._events_written
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what waits and the end record, and close the file, within `timeout_s`. The core is not stepped any
-        more. Logs what is missing in the journal.
+        """Write the queue and the end record, and close the file, within `timeout_s`. The core must not be stepped
+        afterwards. Logs the number of missing events.
         """
         self.end_turn()
         self._closing.set()
@@ -178,7 +178,7 @@ class Journal:
             )
 
     def _end_early(self, error: Exception) -> None:
-        """A full or missing disk, or a defect, ends the journal and never the service."""
+        """End the journal, but not the service, after an error of the disk or a defect."""
         self._failure = error
         self._queue.clear()
         trace = None if isinstance(error, OSError) else error
@@ -194,7 +194,7 @@ class Journal:
             self._hurry.wait(COALESCE_S)
             self._wake.clear()
             self._hurry.clear()
-            # Before the queue is read: what is queued from now on sets the event again.
+            # Before the queue is read: lines queued from now on set the event again.
             self._is_awake = False
             self._guard(self._write_waiting)
         self._guard(self._write_waiting)
@@ -202,7 +202,7 @@ class Journal:
         try:
             self._files.close()
         except OSError as error:
-            # Some disks report only now that they did not store what they accepted.
+            # Some file systems report failed writes only at this point.
             self._failure, self._has_ended = self._failure or error, False
 
     def _guard(self, write: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Opening the journal of a core, as the engine's configuration says."""
+"""Opening of a core's journal by the engine's configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 async def open_journal(
     config: EngineConfig, core: Core, *, identity: Identity, page_bytes: int, instance: str
 ) -> Journal | None:
-    """Open the journal of a core that has taken no event; None where none is wanted. Raises InvalidConfig."""
+    """Open the journal of a core that has taken no event; None if journals are disabled. Raises InvalidConfig."""
     path = config.journal.path
     if path is None:
         return None

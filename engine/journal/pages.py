@@ -1,4 +1,4 @@
-"""Page keys for a journal: keyed digests instead of tokens, so that a journal does not reveal prompts.
+"""Page keys of a journal: keyed digests instead of tokens, so that a journal does not reveal prompts.
 
 Each page's digest is over its tokens only: the index compares pages for equality and needs nothing else. The key is the
 secret that Python draws for its own hash (SipHash) at the start of a process. It is not written anywhere, and without
@@ -28,20 +28,20 @@ CONVERSATIONS_MAX = 16
 """Maximum prompts remembered by one first page: a growing conversation is hashed once."""
 REMEMBERED_BYTES_MAX = 32 << 20
 BLOCK_PAGES = 1024
-"""Pages hashed at a stretch: half a millisecond."""
+"""Pages hashed between two pauses: half a millisecond."""
 GROUP_PAGES = 64
 """Pages hashed by one call."""
 
 
 class Group(NamedTuple):
-    """How so many pages are cut out of a prompt, from a byte on, and their hashes made to bytes."""
+    """Codecs for a number of pages: one cuts them out of a prompt at an offset, one packs their hashes."""
 
     cut: Callable[[bytes, int], tuple[bytes, ...]]
     join: Callable[..., bytes]
 
 
 class PageDigests:
-    """Digests of pages whose keys are `key_bytes` wide."""
+    """Digests of pages with keys of `key_bytes` bytes."""
 
     def __init__(self, key_bytes: int, breathe: Callable[[], None] | None = None) -> None:
         """`breathe` is called between every BLOCK_PAGES pages of one prompt that have to be hashed."""
@@ -53,10 +53,10 @@ class PageDigests:
         """By first page: keys and digests of prompts, the last used one last."""
         self._remembered_bytes = 0
         self.hashed = 0
-        """Pages that were hashed so far."""
+        """Number of pages hashed so far."""
 
     def of(self, keys: bytes, known: bytes = b"") -> bytes:
-        """One digest of DIGEST_BYTES for each page's key. `known` are those of the first pages."""
+        """Return one digest of DIGEST_BYTES for each page's key. `known` are those of the first pages."""
         if not keys:
             return b""
         first_page = keys[: self._width]
@@ -64,7 +64,7 @@ class PageDigests:
         found = -1
         if prompts:
             if known:
-                # Usually it continues the prompt that was used last of these.
+                # Usually it continues the most recently used prompt of these.
                 found = len(prompts) - 1 if prompts[-1][1] is known else -1
             else:
                 for at in range(len(prompts) - 1, -1, -1):
@@ -82,7 +82,7 @@ class PageDigests:
         return digests
 
     def _remember(self, prompts: list[tuple[bytes, bytes]], found: int, keys: bytes, digests: bytes) -> None:
-        """Put a prompt behind the others that begin with its first page, in place of number `found` (-1: of none)."""
+        """Append a prompt to the others with the same first page, and remove number `found` (-1: none)."""
         if found >= 0:
             self._forget(prompts, found)
         elif len(prompts) >= CONVERSATIONS_MAX:
@@ -102,7 +102,7 @@ class PageDigests:
             self._forget(prompts, -1)
 
     def _hash(self, keys: bytes, first: int) -> bytes:
-        """Digests of the pages from byte `first` on."""
+        """Return digests of the pages from byte `first` on."""
         block_bytes = BLOCK_PAGES * self._width
         if len(keys) - first <= block_bytes:
             return self._hash_block(keys, first, len(keys))
@@ -128,7 +128,7 @@ class PageDigests:
         group = self._groups.get(count)
         if group is None:
             group = self._groups[count] = self._group(count)
-        # Cut, hashed and joined by one call each: a loop, even one in C over single pages, costs as much as the hashes.
+        # One call each to cut, hash and join: a loop over pages, even in C, costs as much as the hashes.
         return group.join(*map(hash, group.cut(keys, first)))
 
     def _group(self, count: int) -> Group:

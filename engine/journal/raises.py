@@ -1,11 +1,11 @@
-"""Raises of rules as facts: where in the core's code a rule raised, and the same raise again in a replay.
+"""Recording of the place where a rule raised in the core's code, and the same raise in a replay.
 
-A rule that raises is survived by the core, and what follows depends on how far it came. A defect raises in a replay as
-it did in the run; a raise from outside (memory, a hook, an injected fault) does not. So the place is recorded: the
-frames of the core from `Core.step` down, each with the bytecode offset of its instruction, and the local numbers and
-strings that tell the iterations of a loop apart. A replay follows the same frames and raises in front of the same
-instruction. Frames of other packages, of tests and of the simulation are left out on both sides. By the same code on
-the same version of Python the place is exact; by other code it may not be found, and the replay diverges there.
+The core handles a rule that raises, and its later decisions depend on the statements executed before the raise. A
+defect raises again in a replay; an external error (memory, a hook, an injected fault) does not. So the place is
+recorded: the frames of the core from `Core.step` down, each with the bytecode offset of its instruction, and the local
+numbers and strings that distinguish the iterations of a loop. A replay follows the same frames and raises before the
+same instruction. Frames of other packages, of tests and of the simulation are excluded. With the same code on the same
+version of Python the place is exact; with other code it may not be found, and the replay diverges there.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 STEP = Core.step.__code__
 STATES = tuple({name for folder in states.__path__ for name in (str(folder), str(Path(folder).resolve()))})
 EMPTY_CODE_BYTES = 8
-"""Frames that a compiled module adds to a traceback have no more code than this."""
+"""Maximum code size of the frames that a compiled module adds to a traceback."""
 ID_FIELDS = ("request_id", "op", "node_id", "first", "serial")
 LOCALS_MAX = 32
 TEXT_MAX = 200
 
 
 class ReplayedRaise(Exception):
-    """A raise of the run, raised again by the replay. Its class has the name of the one in the run."""
+    """Exception of the run, raised again by the replay. Its class has the name of the original one."""
 
 
 def raise_record(at: int, request: Request | None) -> RaiseRecord:
-    """Describe the exception that is being handled: call it where the core survives one."""
+    """Describe the exception that is being handled. Call it in the core's handler."""
     error = sys.exception()
     assert error is not None, "the core calls its raise watchers while it handles the exception"
     kind = type(error)
@@ -102,9 +102,10 @@ def _locals_of(frame: FrameType) -> dict[str, int | str]:
     return found
 
 
+def _rule_of(error: BaseException) -> str:
 @lru_cache(maxsize=4096)
 def _is_of_core(code: CodeType) -> bool:
-    # No replay can follow the frames that a compiled module leaves in a traceback.
+    # A replay cannot follow the frames of a compiled module in a traceback.
     return code.co_filename.startswith(STATES) and len(code.co_code) > EMPTY_CODE_BYTES
 
 
@@ -120,13 +121,13 @@ def _instructions(code: CodeType) -> list[int]:
 
 
 def _instruction_at(code: CodeType, offset: int) -> int:
-    """Start of the instruction that an offset is within: a call in progress points behind its opcode."""
+    """Return the start of the instruction at an offset: a call in progress points after its opcode."""
     starts = _instructions(code)
     return starts[max(bisect.bisect_right(starts, offset) - 1, 0)]
 
 
 class RaiseInjector:
-    """Steps a core so that the rules raise where they raised in the run."""
+    """Steps a core with the recorded raises of its rules."""
 
     def __init__(self, core: Core, *, key_bytes: int, compares_locals: bool = True) -> None:
         """`key_bytes` is the width of a page's key in the run: local offsets into keys scale with it. Without
@@ -140,7 +141,7 @@ class RaiseInjector:
         core.state.raise_watchers.append(self._go_on)
 
     def step(self, event: Event, raises: Sequence[RaiseRecord]) -> list[Command]:
-        """`Core.step` with these raises, in order. One whose place is not reached is left out."""
+        """Run `Core.step` with these raises, in order. Raises at places that are not reached are skipped."""
         if not raises:
             return self._core.step(event)
         self._left = iter(raises)
@@ -165,7 +166,7 @@ class RaiseInjector:
             frame = frame.f_back
 
     def _entered(self, frame: FrameType, kind: str, argument: Any) -> Any:  # Any: as sys.settrace has it.
-        """A function of the core was called: follow its instructions."""
+        """Trace the instructions of a function of the core that was called."""
         if not _is_of_core(frame.f_code):
             return None
         frame.f_trace_lines = False
@@ -182,7 +183,7 @@ class RaiseInjector:
         return self._at_instruction
 
     def _is_at(self, frame: FrameType, stack: Sequence[FrameRecord]) -> bool:
-        """Whether the frames of the core up to `Core.step` are those of the stack."""
+        """Return whether the frames of the core up to `Core.step` match the stack."""
         current: FrameType | None = frame
         for recorded in reversed(stack):
             while current is not None and not _is_of_core(current.f_code):

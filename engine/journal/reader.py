@@ -1,4 +1,4 @@
-"""Reads the lines of a journal, file by file, and checks that each is the line that was written in that place.
+"""Reader of a journal: yields its lines, file by file, and checks their chain of checksums.
 
 Raises JournalRefused for a file that is no journal of this version, and JournalDamaged for a line that was changed,
 lost or moved. A run that was killed has no end record and may end in half a line: that is reported as `torn`, and every
@@ -35,7 +35,7 @@ SEGMENT_BEGINS = b'{"event":"segment"'
 
 
 class _Start(msgspec.Struct):
-    """What the first lines of all versions share."""
+    """Fields of the first line in all versions."""
 
     event: str = ""
     version: int = 0
@@ -49,9 +49,9 @@ class JournalReader:
         """Read the header. Raises JournalRefused, JournalDamaged. `force` tries a journal of other event types."""
         self.path = Path(path)
         self.torn: JournalDamaged | None = None
-        """Set at the end of a journal without an end record: why, and at which line."""
+        """For a journal without an end record, set at its end: the cause and the line."""
         self.place = (str(self.path), 1)
-        """File and number of the line that was read last."""
+        """File and number of the last line read."""
         self._force = force
         self._sum = 0
         self.header = self._read_header()
@@ -77,7 +77,7 @@ class JournalReader:
         unsealed = unseal(line.removesuffix(b"\n"), 0)
         body = line if unsealed is None else unsealed[0]
         start = _start_of(body)
-        # Earlier versions had another checksum, or none; a header of this version whose checksum is wrong was changed.
+        # Earlier versions had another checksum, or none; a header of this version with a wrong checksum was changed.
         has_checksum = b'"sum":"' in line
         is_another = start.version != JOURNAL_VERSION if unsealed is not None or not has_checksum else False
         if start.event == "run" and is_another:
@@ -106,7 +106,7 @@ class JournalReader:
         return header
 
     def lines(self) -> Iterator[TurnLine | EndLine]:
-        """Yield all lines behind the header, in order; stop at the end record, or set `torn` and stop.
+        """Yield all lines after the header, in order; stop at the end record, or set `torn` and stop.
 
         Raises JournalDamaged at the first line that is not what was written there.
         """
@@ -169,7 +169,7 @@ class JournalReader:
             line: AnyLine = _DECODER.decode(body)
             return line
         except msgspec.DecodeError as error:
-            # The checksum is right: it was written so, by another version of tidekv.
+            # The checksum is right, so another version of tidekv wrote this line.
             raise JournalRefused(f"{self.place[0]}:{at} cannot be read by this tidekv: {error}") from error
 
     def _damaged(self, at: int, cause: str) -> JournalDamaged:

@@ -1,4 +1,4 @@
-"""Makes journal lines of the steps of one core. It has no thread and no clock, and writes nothing.
+"""Recorder: makes journal lines of the steps of one core. It has no thread and no clock, and writes nothing.
 
 `stepped` takes each step and rolls the digest, `end_turn` returns the turn. `render` makes its line: page keys become
 digests, and structlog renders the record by msgspec. The writer seals lines with their checksums.
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tidekv.states.request.request import Request
 
 ARRIVED_MIN = 256
-"""Keys of so many requests are kept before those of requests that ended are looked for."""
+"""Number of requests with kept keys that starts a search for requests that ended."""
 NOT_ARRIVED = (b"", b"")
 
 
@@ -63,7 +63,7 @@ class Turn(NamedTuple):
 
 
 class Stepped(Protocol):
-    """A function that takes the steps of a core."""
+    """Callback for the steps of a core."""
 
     def __call__(self, event: Event, given: Sequence[Command], error: str = "") -> None: ...
 
@@ -85,7 +85,7 @@ class Recorder:
         """`breathe` is called now and then while long prompts are hashed, to leave the interpreter to other threads."""
         self.run = secrets.token_hex(8)
         self.turns = self.events = 0
-        """Turns that have ended, and events that were taken."""
+        """Number of turns ended and of events taken."""
         self._core = core
         self._digest = StepDigest(core)
         self._took: list[EventRecord] = []
@@ -96,7 +96,7 @@ class Recorder:
         core.state.raise_watchers.append(self._note_raise)
         self._digests = None if with_tokens else PageDigests(core.settings.key_bytes, breathe)
         self._arrived: dict[str, tuple[bytes, bytes]] = {}
-        """By request: the keys that arrived, and as they were written."""
+        """By request: the keys that arrived, and the keys written."""
         self._arrived_max = ARRIVED_MIN
         self._log = structlog.wrap_logger(Rendered(), processors=[_render], wrapper_class=structlog.BoundLogger).bind()
         settings = core.settings
@@ -120,7 +120,7 @@ class Recorder:
     # --- On the thread of the core ---
 
     def stepped(self, event: Event, given: Sequence[Command], error: str = "") -> None:
-        """Take the step that the core has just made. With `error`, its exception is being handled."""
+        """Add the core's last step. With `error`, its exception is being handled."""
         self._took.append(event)
         self._checks.append(self._digest.stepped(given))
         if type(event) in WITH_KEYS:
@@ -147,7 +147,7 @@ class Recorder:
         turn = Turn(line, self._keyed)
         self.turns += 1
         self.events += len(took)
-        # The turn has the lists: it may be rendered much later.
+        # The turn owns the lists: it may be rendered much later.
         self._took, self._checks, self._keyed, self._raises, self._errors = [], [], [], [], []
         return turn
 
@@ -156,7 +156,7 @@ class Recorder:
 
     def _note_error(self, name: str) -> None:
         error = sys.exception()
-        # A refused event has changed nothing; its traceback is of no use.
+        # A refused event has changed nothing; its traceback is not needed.
         is_told = error is not None and not isinstance(error, IllegalEvent)
         trace = "".join(traceback.format_exception(error)) if is_told else ""
         self._errors.append(ErrorRecord(len(self._took) - 1, name, "" if error is None else str(error), trace))
@@ -175,11 +175,11 @@ class Recorder:
     # --- Other lines ---
 
     def run_line(self) -> bytes:
-        """The first line, without its checksum."""
+        """Return the first line, without its checksum."""
         return self._say(self._header)
 
     def segment_line(self, number: int, *, first_event: int, previous: int) -> bytes:
-        """The first line of a further file, without its checksum."""
+        """Return the first line of a further file, without its checksum."""
         return self._say(
             SegmentLine(
                 version=JOURNAL_VERSION,
@@ -191,11 +191,11 @@ class Recorder:
         )
 
     def gap_line(self, turns: int, events: int) -> bytes:
-        """A line for turns that are missing, without its checksum."""
+        """Return a line for missing turns, without its checksum."""
         return self._say(GapLine(turns=turns, events=events))
 
     def end_line(self) -> bytes:
-        """The last line, without its checksum. The core is not stepped any more."""
+        """Return the last line, without its checksum. The core must not be stepped afterwards."""
         return self._say(EndLine(turns=self.turns, events=self.events, final=final_state(self._core)))
 
     def _say(self, line: Line) -> bytes:
@@ -219,7 +219,7 @@ class Recorder:
         return RetractRecord(event.at_s, event.request_id, *self._left(event))
 
     def _left(self, event: FinishRequested | RetractRequested) -> tuple[bytes, int, Any, int]:
-        """What a request leaves: keys behind those of its arrival, tokens, tails, and pages that are left out."""
+        """Return the record of a finished request: keys after those of its arrival, tokens, tails, and keys omitted."""
         keys, known = self._arrived.pop(event.request_id, NOT_ARRIVED)
         if not event.keys.startswith(keys):
             keys, known = NOT_ARRIVED
@@ -228,7 +228,7 @@ class Recorder:
         return written[len(known) :], event.tokens, event.component_pages, same_pages
 
     def _forget_ended(self) -> None:
-        """Drop the keys of requests that failed. An event that still comes of one is written with all its keys."""
+        """Drop the keys of requests that failed. A later event of one is written with all its keys."""
         requests = self._core.state.requests
         for name in [name for name in self._arrived if name not in requests]:
             del self._arrived[name]

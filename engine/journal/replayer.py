@@ -1,4 +1,4 @@
-"""Steps a fresh core through a journal, raises where its rules raised, and compares every digest."""
+"""Replayer: steps a fresh core through a journal, repeats the raises of its rules, and compares every digest."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 OTHER_CODE = "the code of the core is not the code that wrote the journal"
 FOLLOWED = ("moves", "commands", "evictions")
-"""What a check of `TurnLine.checks` holds 16 bits of, the highest first."""
+"""Parts of a check in `TurnLine.checks`, 16 bits each, highest first."""
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One event that the core has just taken again."""
+    """One replayed event."""
 
     seq: int
     event: Event
@@ -50,18 +50,18 @@ class Step(msgspec.Struct, frozen=True):
     error: str
     """The class of the error that the step raised; "" for none."""
     raises: Sequence[RaiseRecord] = ()
-    """Rules that raised within the step, and that the core survived."""
+    """Rules that raised within the step and were handled by the core."""
 
 
 class Replayed(msgspec.Struct, frozen=True):
     """The result of a replay that did not diverge."""
 
     events: int
-    """Events that were taken again."""
+    """Number of replayed events."""
     complete: bool
     """The replay reached the end record, and the final index, pools and counters are those of the run."""
     torn: JournalDamaged | None
-    """Where the tail of the journal is missing; None if the replay was stopped or is complete."""
+    """Place at which the tail of the journal is missing; None if the replay was stopped or is complete."""
     raises: int = 0
     """Rules that raised, in the run and again in the replay."""
 
@@ -72,13 +72,13 @@ class Replayer:
         replayer = Replayer("run.journal")
         replayer.run()                  # or: for step in replayer.steps(): … replayer.core …
 
-    `core` is the core behind the last step that was made: read it freely. One Replayer replays once.
+    `core` is the core after the last step, for reading only. One Replayer replays once.
     """
 
     def __init__(self, path: str | Path, *, force: bool = False, compare: bool = True) -> None:
         """Raises JournalRefused for a file that is no journal of this version, JournalDamaged for a broken header.
 
-        `force` tries journals of other event types. Without `compare` no digest is compared: today's core decides.
+        `force` accepts journals of other event types. Without `compare` no digest is compared.
         """
         self._reader = JournalReader(path, force=force)
         self._compare = compare
@@ -103,19 +103,19 @@ class Replayer:
 
     @property
     def events(self) -> int:
-        """Events that were taken again so far."""
+        """Number of events replayed so far."""
         return self._events
 
     @property
     def torn(self) -> JournalDamaged | None:
-        """Where the tail of the journal is missing, once `steps` has reached it."""
+        """Place at which the tail of the journal is missing, once `steps` has reached it."""
         return self._reader.torn
 
     def run(self, *observers: Watcher, until: int | None = None) -> Replayed:
-        """Replay to the end, or up to and with event `until`; `observers` follow every step.
+        """Replay to the end, or up to and including event `until`; `observers` receive every step.
 
-        Raises ReplayDiverged at the first event from which something else follows than in the run, and JournalDamaged
-        at the first line that is not the one that was written.
+        Raises ReplayDiverged at the first event with other effects than in the run, and JournalDamaged at the first
+        line that was changed.
         """
         for step in self.steps(until=until):
             for observer in observers:
@@ -123,9 +123,7 @@ class Replayer:
         return Replayed(self._events, self._complete, self.torn, self._raises)
 
     def steps(self, *, until: int | None = None) -> Iterator[Step]:
-        """Yield the same, step by step. Behind the last step of a turn its state is compared when the next is asked
-        for.
-        """
+        """As `run`, but yield each step. The state after a turn is compared when the next step is requested."""
         if until is not None and until < 0:
             return
         for line in self._reader.lines():
@@ -164,7 +162,7 @@ class Replayer:
         except IllegalEvent as illegal:
             raised = type(illegal).__name__
         except Exception as broken:
-            # Whatever it is: if it did not end the run as well, the error differs below.
+            # Any exception: if it did not end the run as well, the error differs below.
             raised = type(broken).__name__
         followed = self._digest.followed(commands)
         ours = self._digest.stepped(commands)
@@ -183,7 +181,7 @@ class Replayer:
                         differing.append(name)
                         recorded[name] = f"digest {digests[0]:04x}" if digests[0] else "none"
                         replayed[name] = f"digest {digests[1]:04x} of {_in_words(what)}" if what else "none"
-                        # The digest rolls: everything behind the first difference differs as well.
+                        # The digest rolls: all checks after the first difference differ as well.
                         break
             if differing:
                 self._diverge(seq, in_short(event), line, differing, recorded, replayed)

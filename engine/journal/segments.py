@@ -1,7 +1,7 @@
-"""The files of a journal: the first has the journal's name, further ones that name and a number.
+"""Files of a journal: the first has the journal's name, further ones that name and a number.
 
-A journal holds one run. What an earlier run left under the same name is moved aside, to `NAME.previous`, and replaces
-what was moved aside before. A name that is a directory gets a file of its own for each run.
+A journal holds one run. Files of an earlier run with the same name are renamed to `NAME.previous`, and replace those
+renamed before. A directory gets one file for each run.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from tidekv.states.errors import InvalidConfig
 
 PREVIOUS = ".previous"
 FILE_MODE = 0o600
-"""Nobody else reads a journal: it may hold prompts."""
+"""File mode: only the owner reads a journal, which may hold prompts."""
 PIECES_MAX = 1000
-"""Systems take no more than 1,024 at once."""
+"""Maximum buffers of one write: the systems' limit is 1,024."""
 
 
 def segment_path(first: Path, number: int) -> Path:
-    """The file of segment `number`; 0 is the first."""
+    """Return the file of segment `number`; 0 is the first."""
     return first if number == 0 else first.with_name(f"{first.name}.{number}")
 
 
 def segment_numbers(first: Path) -> list[int]:
-    """Which segments of a journal are there, in order; the first is not counted."""
+    """Return the numbers of the existing segments, in order, without the first."""
     pattern = re.compile(re.escape(first.name) + r"\.([1-9][0-9]*)")
     found = (pattern.fullmatch(entry.name) for entry in first.parent.glob(f"{_escaped(first.name)}.*"))
     return sorted(int(match[1]) for match in found if match)
@@ -39,7 +39,7 @@ def _escaped(name: str) -> str:
 
 
 def place_of_run(path: str, *, instance: str, run: str) -> Path:
-    """The first file of a new run, out of whose way everything older was moved. Raises InvalidConfig."""
+    """Return the first file of a new run, after renaming the files of an earlier one. Raises InvalidConfig."""
     place = Path(path)
     try:
         if place.is_dir():
@@ -64,18 +64,18 @@ def _move_aside(first: Path) -> None:
 
 
 def _open_own(path: Path) -> FileIO:
-    # Without a buffer: a line is long enough, and a thread that hangs in a write holds no lock that others wait for.
+    # Unbuffered: lines are long enough, and a thread that hangs in a write must not hold a lock of the file.
     return FileIO(path, "wb", opener=lambda name, flags: os.open(name, flags, FILE_MODE))
 
 
 class SegmentFiles:
-    """Appends lines to the newest segment, begins a new one when told, and forgets the oldest.
+    """Writer of segments: appends lines to the newest, begins a new one on request, and deletes the oldest.
 
-    Raises OSError where a disk does; the caller decides.
+    Raises the OSError of the disk; the caller handles it.
     """
 
     def __init__(self, first: Path, *, segments_max: int, run_line: bytes) -> None:
-        """Raises InvalidConfig where the first file cannot be written."""
+        """Raises InvalidConfig if the first file cannot be written."""
         self.number = 0
         self._first = first
         self._segments_max = segments_max
@@ -86,8 +86,8 @@ class SegmentFiles:
             raise InvalidConfig(f"journal {str(first)!r} cannot be written: {error}") from error
 
     def begin_next(self) -> None:
-        """Go on in a new file, whose first line is what is written next."""
-        # Opened first: where that fails, the old file is still there to be closed.
+        """Continue in a new file, with the next line as its first."""
+        # Opened first: if that fails, the old file is still open and can be closed.
         fresh = _open_own(segment_path(self._first, self.number + 1))
         self._file.close()
         self._file, self.number = fresh, self.number + 1
@@ -95,7 +95,7 @@ class SegmentFiles:
             segment_path(self._first, self.number - self._segments_max).unlink(missing_ok=True)
 
     def write(self, pieces: Sequence[bytes]) -> None:
-        """Append lines, and hand them over to the system: the death of this process does not lose them any more."""
+        """Append lines, and pass them to the system: the end of this process does not lose them."""
         for at in range(0, len(pieces), PIECES_MAX):
             some = pieces[at : at + PIECES_MAX]
             written = os.writev(self._file.fileno(), some)
@@ -105,7 +105,7 @@ class SegmentFiles:
     def _write_rest(self, rest: memoryview) -> None:
         while rest:
             written = self._file.write(rest)
-            assert written is not None, "the file blocks: it takes something, or raises"
+            assert written is not None, "a blocking file writes bytes or raises"
             rest = rest[written:]
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Makes a short journal of one that ends in an error of the core, or that replays differently.
+"""Shrinking of a journal that ends in an error of the core, or that diverges in a replay.
 
 If a step ends in an error, requests and then single events are left out for as long as the same class of error still
 ends the run. That shifts the numbers of operations, so outcomes are matched by what their operation was for. Raises of
-the run happen again wherever their place is still reached. A journal that diverges is cut behind the first difference:
+the run are repeated if their place is still reached. A journal that diverges is cut after the first difference, since
 there is no other core to compare with.
 """
 
@@ -33,10 +33,10 @@ from tidekv.states.request.restore import Recomputation
 from tidekv.states.storage.admission import StorageQuery
 
 RUNS_MAX = 2000
-"""So many shortened runs are tried at most."""
+"""Maximum number of shortened runs to try."""
 
 Purpose: TypeAlias = "tuple[str, tuple[str, ...], int]"
-"""What an operation is for: its command, its requests, and which of such it is."""
+"""Purpose of an operation: its command, its requests, and its number among equal ones."""
 
 
 Place: TypeAlias = "tuple[bool, int]"
@@ -46,12 +46,12 @@ Left: TypeAlias = "tuple[str, int, tuple[Place, ...]]"
 
 
 class Shrunk(msgspec.Struct, frozen=True):
-    """What became of a journal."""
+    """Result of shrinking a journal."""
 
     events_before: int
     events_after: int
     what: str
-    """What the short journal still shows."""
+    """Description of the error or difference in the short journal."""
 
 
 def shrink(path: str | Path, out: str | Path) -> Shrunk:
@@ -79,19 +79,19 @@ def shrink(path: str | Path, out: str | Path) -> Shrunk:
 
 
 class _Facts(NamedTuple):
-    """What belongs to an event beside its fields."""
+    """Facts about an event that are not in its fields."""
 
     left: tuple[Left, ...]
-    """What it leaves of components."""
+    """Component pages that it leaves."""
     raises: Sequence[RaiseRecord]
 
 
 Taken: TypeAlias = "tuple[Event, Sequence[RaiseRecord]]"
-"""An event as a shortened run takes it, with the raises of rules within its step."""
+"""An event of a shortened run, with the raises of rules within its step."""
 
 
 class _Purposes:
-    """Tells operations by what they are for, in any run of the same requests."""
+    """Identifies operations by their purpose, in any run of the same requests."""
 
     def __init__(self) -> None:
         self.of_op: dict[int, Purpose] = {}
@@ -99,7 +99,7 @@ class _Purposes:
         self._seen: Counter[tuple[str, tuple[str, ...]]] = Counter()
 
     def note(self, given: Iterable[object], core: Core) -> None:
-        """Note the operations that a step has begun."""
+        """Record the operations that a step has begun."""
         for command in given:
             if isinstance(command, Operation):
                 kind = (type(command).__name__, _requests_of(core.state.operations.get(command.op)))
@@ -125,19 +125,19 @@ def _requests_of(operation: object) -> tuple[str, ...]:
 
 
 class LeftComponents:
-    """Follows one run: what its READY requests were given of components."""
+    """Tracks the component pages of the READY requests of one run."""
 
     def __init__(self) -> None:
         self._tables: dict[str, dict[str, ComponentTable]] = {}
 
     def note(self, given: Iterable[Command]) -> None:
-        """Note what a step has told callers."""
+        """Record the answers of a step to callers."""
         for command in given:
             if isinstance(command, ReportReady):
                 self._tables[command.request_id] = {table.component: table for table in command.component_pages or ()}
 
     def places(self, event: Event) -> tuple[Left, ...]:
-        """What an event of this run leaves; what is not the request's is left out."""
+        """Return the component pages that an event of this run leaves, only those of its request."""
         if not isinstance(event, FinishRequested | RetractRequested):
             return ()
         tables = self._tables.get(event.request_id, {})
@@ -151,8 +151,8 @@ class LeftComponents:
         return tuple(found)
 
     def leave(self, event: Event, left: tuple[Left, ...]) -> Event:
-        """An event of another run, with the pages that it leaves in this one. A component whose pages are not all there
-        is left out.
+        """Return an event of another run with the pages that it leaves in this one, without components with missing
+        pages.
         """
         if not isinstance(event, FinishRequested | RetractRequested):
             return event
@@ -173,7 +173,7 @@ def _page_at(table: ComponentTable, place: Place) -> int | None:
 
 
 class _Reduction:
-    """Leaves out what is not needed for the error."""
+    """Removes events that are not needed for the error."""
 
     def __init__(self, header: RunLine, purposes: dict[int, Purpose], facts: dict[int, _Facts], error: str) -> None:
         """`facts` are by the id of the event."""
@@ -215,7 +215,7 @@ class _Reduction:
         return list(dict.fromkeys(name for event in events for name in sorted(self._named(event))))
 
     def _named(self, event: Event) -> set[str]:
-        """The requests that an event is for, alone or together."""
+        """Return the requests of an event."""
         op = getattr(event, "op", None)
         if op is not None:
             return set(self._purposes[op][1]) if op in self._purposes else set()
@@ -223,8 +223,8 @@ class _Reduction:
         return set() if name is None else {name}
 
     def _run(self, events: list[Event]) -> tuple[list[Event], list[Taken]] | None:
-        """Return the events that mattered to a core if the last of them raised the error: as they were, and with the
-        numbers that operations have in this run. Events that the core does not know or refuses do not matter.
+        """Return the events that a core took if the last of them raised the error: the original ones, and with the
+        numbers of operations of this run. Events that the core refuses or ignores are left out.
         """
         if self._runs >= RUNS_MAX:
             return None
@@ -262,7 +262,7 @@ class _Reduction:
 
 
 def _write(out: str | Path, header: RunLine, events: Sequence[Taken]) -> None:
-    """Run the events once more and record them, each as a turn. The keys are those of the journal."""
+    """Run the events again and record each as a turn. The keys are those of the journal."""
     core = Core(header.core)
     recorder = Recorder(core, with_tokens=True, config=header.config, layout=header.layout, instance=header.instance)
     injector = RaiseInjector(core, key_bytes=header.key_bytes, compares_locals=False)
@@ -279,8 +279,8 @@ def _write(out: str | Path, header: RunLine, events: Sequence[Taken]) -> None:
 
 
 def _cut(path: str | Path, out: str | Path, last_turn: int) -> tuple[int, int]:
-    """Copy the journal up to and with a turn; returns the events before and after. It has no end record then, as if the
-    run had been killed.
+    """Copy the journal up to and including a turn; returns the number of events before and after. The copy has no end
+    record, as after a killed run.
     """
     reader = JournalReader(path)
     lines = [encode_line(reader.header)]

@@ -1,4 +1,4 @@
-"""Metrics, counted from the very events and commands that the journal holds."""
+"""Metrics, counted from the same events and commands that the journal records."""
 
 from tidekv.engine.metrics.collector import MetricsCollector
 from tidekv.engine.metrics.fold import Histogram, MetricsFold

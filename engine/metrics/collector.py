@@ -1,4 +1,4 @@
-"""Metrics in the Prometheus data model, made when somebody scrapes."""
+"""Metrics in the Prometheus data model, made on each scrape."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ POLLERS = {"poller": "transport", "storage_poller": "storage"}
 
 
 class MetricsCollector(Collector):
-    """Register it with a `prometheus_client.CollectorRegistry`.
+    """Collector for a `prometheus_client.CollectorRegistry`.
 
-    `page_bytes` turns pages into bytes. `statistics` are those of a running engine, for what no event tells: poller,
-    copies, storage, ranks; `loop_lag` is how late the loop was whenever somebody looked, `vote_s` how long votes took.
+    `page_bytes` turns pages into bytes. `statistics` are those of a running engine that no event carries: poller,
+    copies, storage, ranks; `loop_lag` is the measured lateness of the loop, `vote_s` the duration of votes.
     A scrape may come from any thread: it copies what it reads, and a number may be one step newer than its neighbor.
     """
 
@@ -40,7 +40,7 @@ class MetricsCollector(Collector):
         self._vote_s = vote_s
 
     def collect(self) -> Iterator[Metric]:
-        """All families, in the same order every time."""
+        """Return all families, always in the same order."""
         fold = self._fold
         yield CounterMetricFamily("tidekv_requests_arrived", "Requests that asked for a restore.", value=fold.arrived)
         yield _counter("tidekv_requests_ended", "Restores by outcome: ready, or the cause.", "outcome", fold.ended)
@@ -109,7 +109,7 @@ class MetricsCollector(Collector):
         yield live
         yield GaugeMetricFamily(
             "tidekv_storage_breaker_open",
-            "1 while storage is asked nothing, because it kept failing.",
+            "1 while the breaker is open and storage is not used.",
             value=counts["l3_breaker_open"],
         )
         if self._loop_lag is not None:
@@ -150,7 +150,7 @@ def _histogram(name: str, help_text: str, histogram: Histogram) -> Metric:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Counts of all that took no longer than each bound."""
+    """Return cumulative counts, by upper bound."""
     total = 0
     buckets: list[tuple[str, float]] = []
     for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), histogram.buckets, strict=True):
@@ -174,7 +174,7 @@ def _pollers(statistics: Mapping[str, object]) -> Iterator[Metric]:
 
 
 def _numbers(statistics: Mapping[str, object]) -> Iterator[tuple[str, str, float]]:
-    """Every number in the statistics, by part and name; those of the core have metrics of their own."""
+    """Yield every number in the statistics, by part and name; those of the core have metrics of their own."""
     for part, values in statistics.items():
         if part == "core":
             continue

@@ -1,6 +1,6 @@
-"""Counts what a core did, step by step: in a running engine and over a journal alike, so that they cannot disagree.
+"""Counters of a core's steps, the same code for a running engine and a journal, so that they cannot disagree.
 
-Told of every step behind it. Nothing here reads a clock: times are those of the events. Nothing here may raise.
+Runs after every step. Nothing here reads a clock: times are those of the events. Nothing here may raise.
 
 Durations by bucket.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from tidekv.states.prefix.node import Node, TierName
 
 BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Upper bounds of the buckets of every histogram; one more, without a bound, is behind them."""
+"""Upper bounds of the buckets of every histogram; one more, without a bound, follows them."""
 
 
 class Histogram:
-    """Counts by bucket, not summed up, and the sum of what was observed."""
+    """Counts by bucket, not cumulative, and the sum of the observations."""
 
     __slots__ = ("buckets", "sum_s")
 
@@ -34,7 +34,7 @@ class Histogram:
         self.sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one."""
+        """Count one observation."""
         self.buckets[bisect_left(BOUNDS_S, seconds)] += 1
         self.sum_s += seconds
 
@@ -52,19 +52,19 @@ _CALLS: dict[type[commands.Command], str] = {
     commands.CopyComponent: "copy_component",
     commands.Recompute: "recompute",
 }
-"""What is timed from its command to its outcome."""
+"""Commands that are timed until their outcome."""
 # Reading a member off its class is a slow property in Python 3.11.
 _READY, _FAILED, _PREALLOC = State.READY, State.FAILED, State.PREALLOC
 
 
 class MetricsFold:
-    """All counters of one core. Give it the core before its first step, and `stepped` every step."""
+    """All counters of one core, from its first step on. Pass every step to `stepped`."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
         self.arrived = 0
         self.ended: Counter[str] = Counter()
-        """Restores by how they ended: "ready", or the cause of the failure."""
+        """Restores by outcome: "ready", or the cause of the failure."""
         self.tokens: Counter[str] = Counter()
         """Prompt tokens of READY requests by source."""
         self.pages: Counter[str] = Counter()
@@ -74,7 +74,7 @@ class MetricsFold:
         stored there, left by callers.
         """
         self.cuts: Counter[str] = Counter()
-        """Spans that were asked of prefill by extend, by what had failed."""
+        """Spans asked of prefill by extend, by the cause of the failure."""
         self.declined: Counter[str] = Counter()
         """Pages that storage had and that were not fetched, by the cause: `tidekv.states.request.request.DECLINED`."""
         self.raises: Counter[str] = Counter()
@@ -106,12 +106,12 @@ class MetricsFold:
         core.state.index.on_evict.append(self._evict)
 
     def follow(self, core: Core) -> None:
-        """Count on with another core, which has taken no event."""
+        """Continue with another core, which has taken no event."""
         self.core = core
         core.state.index.on_evict.append(self._evict)
 
     def stepped(self, event: events.Event, given: list[commands.Command], error: str = "") -> None:
-        """Count the step that the core has just made."""
+        """Count the core's last step."""
         kind = type(event)
         self.events[kind.__name__] += 1
         for raised in self.core.state.raises:
@@ -131,7 +131,7 @@ class MetricsFold:
             if getattr(event, "error", "") or kind is events.CommandRaised:
                 self.calls_failed[name] += 1
             elif copied is not None:
-                # Of a copy there is all or nothing; storage says how much.
+                # A copy transfers all pages or none; a storage outcome has a count.
                 count = getattr(event, "good", getattr(event, "stored", copied[2]))
                 self.component_pages[copied[:2]] += max(count, 0)
             elif kind is events.PagesFetched:
@@ -164,7 +164,7 @@ class MetricsFold:
         elif state is not _FAILED:
             self._since[request_id] = (state, at_s, arrived_at_s)
         if (state is _PREALLOC or state is _FAILED) and (landed := self._landed.pop(request_id, 0)):
-            # What its room has brought stays behind with the room.
+            # Pages that its room delivered stay with the room.
             self.pages["wasted"] += landed
 
     def _chunk(self, event: events.ChunkLanded) -> None:
@@ -173,7 +173,7 @@ class MetricsFold:
         if request is not None and request.generation == event.generation:
             self._landed[event.request_id] += event.count
         else:
-            # Of a room that was left, or of a request that is over.
+            # From a room that was left, or for a request that has ended.
             self.pages["wasted"] += event.count
 
     def _promise(self, command: commands.SendPromise) -> None:

@@ -31,7 +31,7 @@ _PLAIN: Final = "text/plain; charset=utf-8"
 
 
 class MetricsServer:
-    """Serves GET /metrics at `listen` ("host:port"; port 0: any free port) from construction until `close`.
+    """HTTP server of GET /metrics at `listen` ("host:port"; port 0: any free port), from construction until `close`.
 
     Any other path is 404, any other method 405. Each connection answers one request.
     """
@@ -48,7 +48,7 @@ class MetricsServer:
         except OSError as error:
             raise InvalidConfig(f"metrics cannot be served at {listen!r}: {error}") from error
         self.address = f"{listen.rpartition(':')[0]}:{self._listener.getsockname()[1]}"
-        """Where it listens, with the port that was chosen."""
+        """Address of the listening socket, with the port that the system chose."""
         self._open: dict[asyncio.Task[None], None] = {}
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
@@ -57,7 +57,7 @@ class MetricsServer:
 
     @property
     def connections(self) -> int:
-        """Connections open now."""
+        """Number of open connections."""
         return len(self._open)
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class MetricsServer:
         except Exception:
             # A bug of a collector must be visible to the operator, and must not end the endpoint.
             LOG.exception("metrics could not be collected")
-            return _message("500 Internal Server Error", _PLAIN, b"metrics could not be collected; the log says why\n")
+            return _message("500 Internal Server Error", _PLAIN, b"metrics could not be collected; see the log\n")
 
 
 def _message(status: str, content_type: str, body: bytes, *headers: str) -> bytes:

@@ -1,14 +1,14 @@
-"""Drives one rank: between what happens here and the core stands the vote of all ranks.
+"""Driver of one rank, which passes events to the core after a vote of all ranks.
 
-What is posted goes to the agreement; what the ranks agree on goes to the `Driver`, which steps the core as ever. A turn
-is over on this rank when the core has taken all of its events; only then does the next one begin.
+Posted events go to the agreement; agreed events go to the `Driver`, which steps the core. A turn is over on this rank
+when the core has taken all of its events; only then does the next one begin.
 
     FORMING ──all ranks are there──▶ VOTING ──a rank is lost──▶ ALONE ──nothing in flight──▶ FORMING, with an empty core
 
-In ALONE this rank votes with itself: every request fails, and everything that still reads or writes its pages is waited
-for. PendingCalls raise RankLost until the group is formed again.
+In ALONE this rank votes with itself: every request fails, and the rank waits for all operations that still read or
+write their pages. PendingCalls raise RankLost until the group is formed again.
 
-What one rank is doing: see `tidekv.engine.ranks.driver` for how it goes from one to the next.
+`Phase` is the state of one rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Phase(enum.Enum):
-    """What this rank is doing."""
+    """State of this rank."""
 
     FORMING = "forming"
     VOTING = "voting"
@@ -52,16 +52,16 @@ class Phase(enum.Enum):
 
 
 EPOCH_GENERATIONS = 1 << 44
-"""Generations of one epoch of a group: none is used again, whichever rank led before."""
+"""Generations of one epoch of a group; none is used again after a change of the leader."""
 TIMER_MIN_S = 0.001
 LAST_VOTE_S = 0.1
-"""A vote that all ranks have taken part in ends on all of them within this."""
+"""Maximum seconds between the ends of one complete vote on different ranks."""
 
 LOG = engine_log("tidekv.engine")
 
 
 class RankDriver:
-    """The driver of one rank, as callers, effects and receiver see it. Every method is called on the loop."""
+    """Driver of one rank for callers, effects and receiver. Every method is called on the loop."""
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class RankDriver:
     ) -> None:
         """`renew` makes an empty core and its driver, and attaches them here."""
         self.lost: RankLost | None = None
-        """Why calls are refused now."""
+        """Reason for which calls are refused."""
         self.turns = 0
         self.losses = 0
         self.vote_s = Histogram()
-        """From this rank's casting its words to the answer of all ranks."""
+        """Durations from this rank's vote to the answer of all ranks."""
         self.hold_s = group.hold_s
-        """So long a call waits for the callers of all ranks."""
+        """Maximum seconds that a call waits for the callers of all ranks."""
         self._group = group
         self._calls = calls
         self._renew = renew
@@ -101,7 +101,7 @@ class RankDriver:
         self._left: asyncio.Future[None] = self._loop.create_future()
 
     def attach(self, core: Core, driver: Driver, *, has_storage: bool) -> None:
-        """Begin with this core, which has taken no event, and its driver, which tells this object of every step."""
+        """Begin with this core, which has taken no event, and its driver, which reports every step to this object."""
         self.core = core
         self._driver = driver
         self._agreement = Agreement(core, rank=self._group.rank, hold_s=self._group.hold_s)
@@ -110,8 +110,8 @@ class RankDriver:
             self._agreement.receive(events.StorageChanged(at_s=0.0, available=True, component_pages=component_pages))
 
     async def start(self) -> None:
-        """Find the other ranks. Raises RankLost where they are not there in time, InvalidConfig where the leader does
-        not take this rank.
+        """Connect to the other ranks. Raises RankLost if they are not connected in time, InvalidConfig if the leader
+        refuses this rank.
         """
         await self._channel.start()
         self._channel.settled()
@@ -121,19 +121,19 @@ class RankDriver:
         except TimeoutError:
             raise RankLost(
                 rank=LEADER,
-                cause=f"the {self._group.ranks} ranks did not all come to {self._group.address} within "
+                cause=f"the {self._group.ranks} ranks did not all connect to {self._group.address} within "
                 f"{self._group.form_timeout_s:g} s",
             ) from None
 
     async def wait_formed(self) -> None:
-        """Wait until all ranks are there (again).
+        """Wait until all ranks are connected.
 
         Unbounded: the caller sets the deadline (`start` does); `close` ends it with a cancellation.
         """
         await asyncio.shield(self._formed)
 
     async def leave(self, timeout_s: float) -> None:
-        """Wait, at most `timeout_s`, until the other ranks leave as well, so that none is taken for lost. Call it when
+        """Wait at most `timeout_s` until the other ranks leave as well, so that none counts as lost. Call it when
         nothing is in flight.
         """
         if self._phase is Phase.VOTING:
@@ -142,7 +142,7 @@ class RankDriver:
             await asyncio.wait([self._left], timeout=timeout_s)
 
     async def close(self) -> None:
-        """Vote no more, and end the channel."""
+        """Stop voting, and close the channel."""
         self._phase = Phase.CLOSED
         self._channel.leave()
         if self._timer is not None:
@@ -152,7 +152,7 @@ class RankDriver:
         await self._tasks.close()
         await self._channel.close()
 
-    # --- What callers, effects and receiver see of a driver ---
+    # --- Interface of a driver for callers, effects and receiver ---
 
     def clock(self) -> float:
         """Monotonic seconds of this rank; the core's time is the leader's."""
@@ -160,7 +160,7 @@ class RankDriver:
 
     @property
     def group_name(self) -> str:
-        """What the ranks of this epoch call themselves together, towards prefill; no other group has this name."""
+        """Name of the ranks of this epoch towards prefill, unique to this group."""
         return self._channel.group_name
 
     def check(self) -> None:
@@ -170,7 +170,7 @@ class RankDriver:
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether the core has taken everything that this rank and its callers have told so far."""
+        """Whether the core has taken every event of this rank and its callers."""
         has_news = self._agreement.has_news and self._phase is not Phase.FORMING
         return self._driver.is_caught_up and not self._in_turn and not has_news
 
@@ -187,10 +187,10 @@ class RankDriver:
                 event, generation=event.generation + self._channel.epoch * EPOCH_GENERATIONS
             )
             if self._group.rank != LEADER:
-                # The leader's caller may never make this call: then it ends here.
+                # Bounded: the leader's caller may never make this call.
                 self._loop.call_later(self._group.hold_s, self._heard)
         if isinstance(event, events.RoomFailed | events.RoomRefused):
-            # Ranks vote on the cause; its words are not the same on all of them.
+            # Ranks vote on the cause; its message differs between them.
             self._calls.note_prefill(event.request_id, event.cause)
             LOG.warning(
                 "a prefill failed for this rank",
@@ -211,11 +211,11 @@ class RankDriver:
                 raise
 
     def take_now(self, event: Event) -> None:
-        """Like `post`: no rank steps its core by itself, so that what follows from the event follows later."""
+        """As `post`: a rank does not step its core without a vote, so the event takes effect later."""
         self.post(event)
 
     def stop(self) -> None:
-        """Take no more events, since this rank's engine broke or ends; a last vote announces it to the other ranks."""
+        """Take no more events, since this rank's engine broke or ends; a last vote informs the other ranks."""
         self._driver.stop()
         if self._phase is Phase.VOTING:
             self._agreement.has_broken = True
@@ -228,12 +228,12 @@ class RankDriver:
         self._agreement.stepped(event, given, error)
 
     def after_drain(self) -> None:
-        """The core has taken events; with the last of a turn, the turn is over."""
+        """Handle events taken by the core; the last event of a turn ends it."""
         if self._driver.is_caught_up and (self._in_turn or self._phase is Phase.ALONE):
             self._end_turn()
 
     def statistics(self) -> dict[str, int | str]:
-        """rank, ranks, phase, epoch, turns, votes, slots (in use), losses (of a rank)."""
+        """Return rank, ranks, phase, epoch, turns, votes, slots (in use), losses (of a rank)."""
         return {
             "rank": self._group.rank,
             "ranks": self._group.ranks,
@@ -261,12 +261,12 @@ class RankDriver:
                 self._has_wished = True
                 self._channel.wish()
         elif not self._is_called:
-            # Behind whatever else happens in this turn of the loop: it will be one vote.
+            # After the other callbacks of this turn of the loop, so that their events share one vote.
             self._is_called = True
             self._loop.call_soon(self._begin_turn)
 
     def _begin_turn(self) -> None:
-        """Begin the next turn, where there is one to begin and none is under way."""
+        """Begin the next turn if there are events and no turn is under way."""
         self._is_called = False
         if self._in_turn or not (self._driver.is_caught_up or self._agreement.has_broken):
             return
@@ -306,7 +306,7 @@ class RankDriver:
         if self._phase is not Phase.VOTING or opening.epoch != self._channel.epoch or vote.cancelled():
             return
         if failed is not None:
-            # This turn never ends: the group is over as soon as the lost rank is named.
+            # This turn never ends: the group ends as soon as the lost rank is known.
             self._channel.vote_failed(opening.turn, str(failed))
             return
         try:
@@ -324,7 +324,7 @@ class RankDriver:
         self._follow(decision)
 
     def _follow(self, decision: Decision) -> None:
-        """Have the core take what was decided."""
+        """Pass the agreed events to the core."""
         self._in_turn = True
         for refusal in decision.refusals:
             self._refuse(refusal)
@@ -338,7 +338,7 @@ class RankDriver:
         self._is_called = True
         self._loop.call_soon(self._begin_turn)
         self._heard()
-        # Waits for a core that is caught up could not end within the turn.
+        # Waiting for a core that is caught up could not end within the turn.
         self._calls.after_drain()
 
     def _refuse(self, refusal: Refusal) -> None:
@@ -370,7 +370,7 @@ class RankDriver:
             self._follow(agreement.decide(agreement.cast()))
         elif agreement.is_idle and self.core.is_idle:
             self._phase = Phase.FORMING
-            self._tasks.spawn(self._begin_anew(), name="begin anew")
+            self._tasks.spawn(self._begin_anew(), name="begin again")
         else:
             self._arm(due_s, now_s)
 
@@ -380,7 +380,7 @@ class RankDriver:
         if self._group.group is None:
             self._channel.settled()
 
-    # --- What the channel tells ---
+    # --- Callbacks of the channel ---
 
     def group_formed(self, epoch: int) -> None:
         """See `RankOwner`."""
@@ -407,15 +407,15 @@ class RankDriver:
     def rank_refused(self, cause: str) -> None:
         """See `RankOwner`."""
         if not self._formed.done():
-            self._formed.set_exception(InvalidConfig(f"rank 0 does not take rank {self._group.rank}: {cause}"))
+            self._formed.set_exception(InvalidConfig(f"rank 0 refuses rank {self._group.rank}: {cause}"))
 
     def rank_lost(self, rank: int, cause: str) -> None:
         """See `RankOwner`."""
         if self._phase is Phase.FORMING:
-            # Nothing is in flight, and all try again.
+            # Nothing is in flight, so all ranks try again.
             self._channel.settled()
         elif self._phase is Phase.VOTING:
-            # What the ranks agreed on last may reach this rank a moment later than the end of another.
+            # The last agreement may reach this rank slightly after the end of another rank.
             self._loop.call_later(LAST_VOTE_S if self._is_voting else 0.0, self._lose, RankLost(rank=rank, cause=cause))
 
     def _lose(self, lost: RankLost) -> None:

@@ -1,8 +1,8 @@
-"""Which rank of a decode instance an engine is, and how it finds the others: `DecodeEngine(..., ranks=RankGroup(...))`.
+"""Rank of an engine in a decode instance, and its connection to the others: `DecodeEngine(ranks=RankGroup(...))`.
 
 With tensor parallelism each rank has an engine over its slice of the KV. Callers make the same calls on every rank, at
 their own pace: restore, finish and retract of the same request ids with the same tokens. The order is that of rank 0.
-What one rank cannot do, no rank does; where one fails, all fall back alike.
+An operation that one rank cannot do is done by none; if one rank fails, all fall back the same way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ else:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """One rank's place among the ranks of an instance. Raises InvalidConfig for what cannot be.
+    """Place of one rank among the ranks of an instance. Raises InvalidConfig for invalid values.
 
     Votes and the rank channel are not encrypted: the address belongs to a network that only the ranks can reach.
     """
@@ -41,26 +41,26 @@ class RankGroup:
     address: Text
     """host:port at which rank 0 listens; the others dial it. The port is not 0: all ranks know it beforehand."""
     kv_heads_total: Count = 0
-    """KV heads of the whole model; 0: as many as all ranks hold together. To be given where there are more ranks than
-    heads, so that some ranks hold copies; prefill must say the same.
+    """KV heads of the whole model; 0: as many as all ranks hold together. Required if there are more ranks than heads,
+    so that some ranks hold copies; prefill must set the same.
     """
     stages: PositiveCount = 1
     """Pipeline stages: ranks are counted stage by stage, and those of a stage hold the KV of its layers. All ranks
     vote, and the first of the first stage leads; prefill must have as many stages.
     """
     secret: Text = ""
-    """Must be the same on all ranks; whoever does not know it is not let in."""
+    """Secret of the ranks; a rank with another one is refused."""
     silence_s: Seconds = 5.0
-    """A rank that is silent for so long is lost."""
+    """Maximum seconds of silence; a rank that is silent for longer is lost."""
     vote_timeout_s: Seconds = 10.0
-    """A vote that takes longer has failed; who did not take part is lost."""
+    """Maximum seconds of a vote; after that it has failed, and ranks that did not vote are lost."""
     hold_s: Seconds = 10.0
-    """A call waits for the callers of all ranks so long; then it is refused on all."""
+    """Maximum seconds that a call waits for the callers of all ranks; then all ranks refuse it."""
     form_timeout_s: Seconds = 60.0
-    """Entering the engine waits for the other ranks so long."""
+    """Maximum seconds that entering the engine waits for the other ranks."""
     group: ProcessGroup | None = None
-    """A gloo group of the same ranks to vote in. None: one is made, and made again after a loss; the embedder's group
-    cannot be, so that after a loss the instance serves no more.
+    """A gloo group of the same ranks for votes. None: the engine makes one, and a new one after a loss. An embedder's
+    group cannot be made again, so the instance stops serving after a loss.
     """
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class RankGroup:
 
 
 def open_channel(group: RankGroup, owner: RankOwner, *, settings: bytes) -> RankChannel:
-    """The channel of this rank to the others; nothing is opened yet."""
+    """Return the channel of this rank to the others, not opened yet."""
     return RankChannel(
         owner,
         rank=group.rank,
@@ -88,7 +88,7 @@ def open_channel(group: RankGroup, owner: RankOwner, *, settings: bytes) -> Rank
 
 
 class Place(TypedDict):
-    """A rank's place, as the hand-over takes it."""
+    """Return a rank's place for the hand-over."""
 
     rank: int
     ranks: int
@@ -97,14 +97,14 @@ class Place(TypedDict):
 
 
 def place_of(group: RankGroup | None) -> Place:
-    """The place of a rank; without a group it is alone."""
+    """Return the place of a rank; without a group, that of a single rank."""
     if group is None:
         return Place(rank=0, ranks=1, stages=1, kv_heads_total=0)
     return Place(rank=group.rank, ranks=group.ranks, stages=group.stages, kv_heads_total=group.kv_heads_total)
 
 
 def settings_digest(settings: CoreSettings, identity: Identity, *, stages: int = 1) -> bytes:
-    """A digest of everything that must be configured alike on all ranks; stages have layers of their own."""
+    """Return a digest of the options that must be equal on all ranks; stages have different layers."""
     if stages > 1:
         identity = msgspec.structs.replace(
             identity, **dict.fromkeys(("layers", "page_bytes"), 0), piece_bytes=(), components=()

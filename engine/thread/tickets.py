@@ -200,13 +200,13 @@ class Tickets:
             return live
 
     def became_ready(self, ticket: Ticket, ready: ReadyRequest) -> Restored:
-        """Mark a request as READY, whose pages can be given back from now on."""
+        """Mark a request as READY: its pages can be given back from now on."""
         with self._lock:
             ticket.live.ready, ticket.live.stage = ready, Stage.READY
         return Restored(ticket.number, ticket.live.request_id, ready)
 
     def close(self, ticket: Ticket) -> None:
-        """Close a ticket whose outcome is on its way to the caller."""
+        """Close a ticket after its outcome was sent to the caller."""
         with self._lock:
             self._open.pop(ticket.number, None)
 

@@ -1,1 +1,1 @@
-"""What a journal shows of each request: its story, in words and as pictures."""
+"""Traces of requests from a journal or a running engine, as text, pictures and spans."""

@@ -1,4 +1,4 @@
-"""RequestTraces in the terminal: one bar a request, or one request with a lane for each thing that ran for it."""
+"""Request traces in the terminal: one bar per request, or one request with a lane per kind of work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BLOCK = "█"
 
 
 def all_bars(request_traces: list[RequestTrace], *, now_s: float, width: int) -> RenderableType:
-    """A table of requests with their states on one time axis."""
+    """Return a table of requests with their states on one time axis."""
     if not request_traces:
         return Text("no requests")
     start_s = min(request_trace.arrived_at_s for request_trace in request_traces)
@@ -51,9 +51,9 @@ def all_bars(request_traces: list[RequestTrace], *, now_s: float, width: int) ->
 
 
 def one_request(request_trace: RequestTrace, *, now_s: float, width: int) -> RenderableType:
-    """The lanes of one request, from its arrival until it was READY or FAILED."""
+    """Return the lanes of one request, from its arrival until it was READY or FAILED."""
     start_s = request_trace.arrived_at_s
-    # What is late may end at any time; the axis ends where the request was given back.
+    # Late operations may end at any time; the axis ends at the time at which the request was given back.
     end_s = request_trace.given_back_at_s or request_trace.ended_at_s or now_s
     table = Table("what", "from ms", "to ms", f"{(end_s - start_s) * 1000:.1f} ms", "")
     ended_at_s = request_trace.ended_at_s or now_s
@@ -79,7 +79,7 @@ def one_request(request_trace: RequestTrace, *, now_s: float, width: int) -> Ren
 
 
 def legend() -> Text:
-    """What the colors mean."""
+    """Legend of the colors."""
     text = Text()
     for state in ("PREALLOC", "MATCH", "PREFETCH", "LOCAL_RESTORE", "TRANSFER", "READY"):
         text.append(f"{BLOCK} ", COLORS[state])
@@ -97,7 +97,7 @@ def _states(request_trace: RequestTrace, start_s: float, end_s: float, until_s: 
 
 
 def _append(bar: Text, name: str, from_s: float, to_s: float, start_s: float, end_s: float, width: int) -> None:
-    """Draw [from_s, to_s) of an axis that is `width` columns wide; what is short still gets a column."""
+    """Draw [from_s, to_s) of an axis that is `width` columns wide, with at least one column."""
     span_s = max(end_s - start_s, 1e-9)
     first = min(int((from_s - start_s) / span_s * width), width - 1)
     last = max(first + 1, min(width, round((to_s - start_s) / span_s * width)))

@@ -1,4 +1,4 @@
-"""The words for everything that can go another way than planned: what an outcome means, and what follows from it."""
+"""Texts for every deviation from a plan: its cause and its consequence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONSEQUENCES = {
     "late store": "the host pages stay pinned until it has ended",
     "recompute": "nothing was left to fall back to",
 }
-"""What follows from trouble with a kind of work."""
+"""Consequence of a failure, by kind of work."""
 LATE = {
     "query": "storage was late: it did not answer within its deadline",
     "fetch": "storage was late: the fetch did not end within its deadline",
@@ -55,18 +55,18 @@ EXTENDED = {
     "start_raised": "starting the fetch or the copy raised",
     "other": "it could not be restored here",
 }
-"""Why a part of the promise was taken back: name, as metrics have it, and meaning."""
+"""Causes for withdrawing a part of the promise: name, as in metrics, and meaning."""
 OF_STORAGE = ("query", "fetch", "tail fetch", "store")
 AFTER_RAISES = {
     **FALLBACKS,
     "storage": "the plan was cut to L1, L2 and transfer",
     "host": "the plan was cut to L1 and transfer",
 }
-"""What follows if a rule raises, by what the request gives up."""
+"""Consequence of a rule that raised, by what the request gives up."""
 
 
 def trouble_of(event: events.Event, work: Work) -> str:
-    """What went wrong with a work that ended with this event; "" for nothing."""
+    """Return the cause of failure of a work that ended with this event; "" for success."""
     name = NAMES[work.kind]
     if isinstance(event, events.CommandRaised):
         return f"starting {name} raised: {last_line(event.detail)}"
@@ -82,7 +82,7 @@ def trouble_of(event: events.Event, work: Work) -> str:
 
 
 def good_of(event: events.Event, work: Work) -> int:
-    """How many of the work's pages came."""
+    """Return how many of the work's pages arrived."""
     for name in ("found", "good", "stored"):
         if hasattr(event, name):
             return max(0, min(int(getattr(event, name)), work.count))
@@ -90,7 +90,7 @@ def good_of(event: events.Event, work: Work) -> int:
 
 
 def declined_words(request: Request, core: Core) -> str:
-    """Why pages that storage has are not fetched, with the setting that says so."""
+    """Return why pages in storage are not fetched, with the setting responsible."""
     cause, count = request.declined
     policy = core.state.settings
     detail = ""
@@ -108,7 +108,7 @@ def declined_words(request: Request, core: Core) -> str:
 
 
 def breaker_words(core: Core) -> str:
-    """Why nobody asks storage anything."""
+    """Return why the breaker stops requests to storage."""
     limit = core.state.settings.breaker_failures
     return (
         f"the breaker is open: storage failed or was late {limit} times in a row, and is asked nothing until a probe "
@@ -117,7 +117,7 @@ def breaker_words(core: Core) -> str:
 
 
 def unasked_words(request: Request, core: Core) -> str:
-    """Why storage is not asked for this request, which is to wait for admission; "" where that is as planned."""
+    """Return why storage is not queried for a request waiting for admission; "" if that is as planned."""
     state = core.state
     if not state.storage_available or request.restore_limit or request.query_op:
         return ""
@@ -128,7 +128,7 @@ def unasked_words(request: Request, core: Core) -> str:
 
 
 def unstored_words(core: Core, kept_tokens: int) -> str:
-    """Why what a finished request leaves is not put in storage; "" where it is there already, or there is none."""
+    """Return why a finished request's pages are not stored; "" if they are stored already or there is no storage."""
     settings = core.state.settings
     if not core.state.storage_available:
         return ""
@@ -144,7 +144,7 @@ def unstored_words(core: Core, kept_tokens: int) -> str:
 
 
 def policy_words(before: StoragePolicy, after: StoragePolicy) -> str:
-    """What a change of policy changes."""
+    """Return a description of a policy change."""
     changed = [
         f"{name} from {getattr(before, name)} to {getattr(after, name)}"
         for name in POLICY_FIELDS
@@ -154,9 +154,9 @@ def policy_words(before: StoragePolicy, after: StoragePolicy) -> str:
 
 
 def extend_cause(load: Load | None, event: events.Event) -> str:
-    """Why pages of a load are asked of prefill in the step that took `event`, by name: a label of a metric.
+    """Return why the step of `event` asks prefill for pages of a load: the name, which is a metric's label.
 
-    One of `LOAD_CAUSES`, or what the event says more exactly: "fetch_failed", "start_raised".
+    One of `LOAD_CAUSES`, or a more exact cause from the event: "fetch_failed", "start_raised".
     """
     cause = "other" if load is None else load.cause or "other"
     if isinstance(event, events.CommandRaised) and cause in ("fetch_short", "copy_failed"):
@@ -167,12 +167,12 @@ def extend_cause(load: Load | None, event: events.Event) -> str:
 
 
 def in_one_line(trouble: str) -> str:
-    """What a peer or an error said, behind the words that say whose it is: a cause may be a whole traceback."""
+    """Shorten a cause, which may be a whole traceback, to its prefix and the last line of its message."""
     head, _, said = trouble.partition(": ")
     return f"{head}: {last_line(said)}" if said else head
 
 
 def last_line(text: str) -> str:
-    """The line of a traceback that says what it was."""
+    """Return the last line of a traceback, which names the error."""
     lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else "no words"
+    return lines[-1].strip() if lines else "no message"

@@ -1,4 +1,4 @@
-"""Says in plain words why a request took the time that it took: what each tier served, promised, wasted, and why."""
+"""Explanation of a request's latency in text: what each tier served, promised and wasted, and why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SOURCE_WORDS = {
     "l2": "host memory (L2)",
     "l3": "storage (L3)",
     "transfer": "prefill",
-    "recompute": "its caller, who computed it",
+    "recompute": "its caller, which computed it",
 }
 WAIT_WORDS = {
     "PREALLOC": "for free device pages",
@@ -21,7 +21,7 @@ WAIT_WORDS = {
 
 
 def explain(trace: RequestTrace, *, now_s: float) -> str:
-    """The story of one request, as lines of text. `now_s` is the end of the journal, for those that are under way."""
+    """Return the explanation of one request as lines of text. `now_s`, the journal's end, bounds live requests."""
     lines = [_headline(trace, now_s)]
     if trace.resumes is not None:
         since_s = trace.arrived_at_s - (trace.resumes.given_back_at_s or trace.arrived_at_s)
@@ -130,7 +130,7 @@ def _waste(trace: RequestTrace) -> list[str]:
 
 
 def _faster(trace: RequestTrace, now_s: float) -> list[str]:
-    """One piece of advice, for what cost most."""
+    """Return one piece of advice, for the longest wait."""
     spent = trace.time_in(now_s)
     if not spent or not sum(spent.values()):
         return []

@@ -1,4 +1,4 @@
-"""The running engine below the progress of a run: a thread looks at its metrics now and then, as `tidekv top` does."""
+"""Live view of an engine below the progress bars of a run: a thread polls its metrics, as `tidekv top` does."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tidekv.engine.trace.top import Sample, scrape, show
 from tidekv.states.errors import InvalidRequest
 
 CLOSE_S = 5.0
-"""Maximum seconds that the end of a view waits for its last look."""
+"""Maximum seconds that closing a view waits for its last poll."""
 
 
 class LiveView:
-    """Shows one engine after another. Use it as a context: it owns the thread that looks."""
+    """Live view of one engine after another. A context manager that owns the polling thread."""
 
     def __init__(self, *, interval_s: float = 0.5) -> None:
         self.looked = threading.Event()
-        """Set after every look that saw an engine; whoever waits for one clears it."""
+        """Set after every successful poll; the waiting caller clears it."""
         self._interval_s = interval_s
         self._address: str | None = None
         self._picture: RenderableType = Text("no engine is running yet", style="dim")
@@ -39,17 +39,17 @@ class LiveView:
     ) -> None:
         self._is_closing = True
         self._wake.set()
-        # The thread ends after its present look, whose scrape has a deadline.
+        # The thread ends after its current poll, whose scrape has a deadline.
         self._thread.join(CLOSE_S)
 
     def watch(self, address: str | None) -> None:
-        """Look at the engine whose metrics are here, now and again; None: it is over, and its last picture stays."""
+        """Poll the metrics at this address from now on. None stops polling; the last picture stays."""
         self._address = address
         if address is not None:
             self._wake.set()
 
     def below(self, progress: RenderableType) -> RenderableType:
-        """What to show now."""
+        """Return the current picture."""
         return Group(progress, self._picture)
 
     def _follow(self) -> None:
@@ -67,7 +67,7 @@ class LiveView:
             try:
                 now, now_s = scrape(address, timeout_s=1.0), time.monotonic()
             except InvalidRequest:
-                continue  # It has just ended, or is busy: the next look tells.
+                continue  # The engine has just ended or is busy: the next poll decides.
             same = before if seen == address else None
             self._picture = show(now, same, now_s - before_s)
             before, before_s, seen = now, now_s, address

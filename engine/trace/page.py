@@ -1,4 +1,4 @@
-"""RequestTraces as one HTML page that needs nothing else: no network, no library. Lanes, zoom, search, hover, click."""
+"""Request traces as one self-contained HTML page with lanes, zoom and search; it needs no network or library."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ WEB_COLORS = {"grey50": "#8a8f98", "yellow": "#d9a514", "magenta": "#b14fc5", "b
 
 
 def html_page(request_traces: list[RequestTrace], *, now_s: float, title: str) -> str:
-    """The page, complete."""
+    """Return the complete page."""
     start_s = min((request_trace.arrived_at_s for request_trace in request_traces), default=0.0)
     ends = [request_trace.ended_at_s or request_trace.arrived_at_s for request_trace in request_traces]
     data = {
         "title": title,
-        # What is late may end long after the last request.
+        # Late operations may end long after the last request.
         "view": 1.02 * max([end_s - start_s for end_s in ends], default=0.0) or 1e-6,
         "end": max(now_s - start_s, 1e-6),
         "colors": {name: WEB_COLORS[color] for name, color in COLORS.items()},
         "requests": [_request(request_trace, start_s, now_s) for request_trace in request_traces],
     }
     page = resources.files("tidekv.engine.trace").joinpath("timeline.html").read_text(encoding="utf-8")
-    # A request may be called "</script>": nothing of the data may end the script that it stands in.
+    # A request's id may be "</script>": data must not end the script element that contains it.
     encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
     return page.replace(DATA_MARK, encoded)
 

@@ -1,6 +1,6 @@
-"""Figures of measurements and runs as pictures, drawn by matplotlib (extra `plot`), which is loaded when asked for.
+"""Plots of measurements and runs by matplotlib (extra `plot`), which is imported on first use.
 
-Every function returns a figure of its own; nothing here touches matplotlib's global state.
+Every function returns a new figure and leaves matplotlib's global state unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUANTILES = (0.5, 0.99)
 
 
 def check_plot(path: Path | None) -> None:
-    """Say before anything is measured that a plot could not be written. Raises InvalidConfig."""
+    """Check, before a measurement starts, that a plot can be written. Raises InvalidConfig."""
     if path is None:
         return
     if path.suffix not in SUFFIXES:
@@ -49,7 +49,7 @@ def check_plot(path: Path | None) -> None:
 
 
 def save_plot(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG or SVG, by the name of the file. Raises InvalidConfig where that cannot be written."""
+    """Write a figure as PNG or SVG, by the file's suffix. Raises InvalidConfig if it cannot be written."""
     try:
         figure.savefig(path, dpi=DPI)
     except OSError as error:
@@ -57,9 +57,9 @@ def save_plot(figure: Figure, path: Path) -> None:
 
 
 def plot_rounds(rounds: Mapping[str, Sequence[Mapping[str, int]]], prompts: Sequence[int]) -> Figure:
-    """Sources by round: for each way of running, one stacked bar a round, in percent of its prompt tokens.
+    """Plot sources by round: for each mode, one stacked bar per round, in percent of its prompt tokens.
 
-    `rounds`: by name of the way, tokens by source of each round; `prompts`: the tokens of a prompt in each round.
+    `rounds`: by name of the mode, tokens by source of each round; `prompts`: the tokens of a prompt in each round.
     """
     figure = _figure(len(rounds))
     for axes, (name, sources) in zip(_axes(figure, len(rounds)), rounds.items(), strict=True):
@@ -72,7 +72,7 @@ def plot_rounds(rounds: Mapping[str, Sequence[Mapping[str, int]]], prompts: Sequ
 
 
 def plot_run(ready_s: Mapping[str, Sequence[float]], sources: Mapping[str, Mapping[str, int]]) -> Figure:
-    """A run: how the time to ready is distributed, and where the prompt tokens came from, for each of its phases."""
+    """Plot, for each phase of a run, the distribution of the time to ready and the prompt tokens by source."""
     figure = _figure(2)
     times, bars = _axes(figure, 2)
     for name, seconds in ready_s.items():
@@ -98,7 +98,7 @@ def plot_run(ready_s: Mapping[str, Sequence[float]], sources: Mapping[str, Mappi
 
 
 def plot_bandwidth(speeds: Mapping[str, float], *, page_bytes: int, batch_bytes: int) -> Figure:
-    """Bandwidth by tier: one bar a way that pages go, in GB/s."""
+    """Plot bandwidth by tier: one bar per path of pages, in GB/s."""
     figure = _figure(1)
     (axes,) = _axes(figure, 1)
     names = list(speeds)
@@ -112,7 +112,7 @@ def plot_bandwidth(speeds: Mapping[str, float], *, page_bytes: int, batch_bytes:
 
 
 def plot_scaling(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
-    """Cost against work: one line a part, through (units of work, seconds), and beside it what n log n would cost."""
+    """Plot cost against work: one line per part through (units of work, seconds), with n log n for comparison."""
     figure = _figure(len(curves))
     for axes, (name, points) in zip(_axes(figure, len(curves)), curves.items(), strict=True):
         counts, seconds = (np.array(column) for column in zip(*points, strict=True))
@@ -128,7 +128,7 @@ def plot_scaling(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
 
 
 def _figure(columns: int) -> Figure:
-    # Not pyplot: it keeps every figure of the process, and chooses a window system.
+    # Not pyplot, which keeps every figure of the process and chooses a window system.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(3.0 + 4.0 * columns, 4.2), layout="constrained")
@@ -139,7 +139,7 @@ def _axes(figure: Figure, columns: int) -> list[Axes]:
 
 
 def _stack(axes: Axes, labels: Sequence[str], bars: Sequence[Mapping[str, int]]) -> None:
-    """One bar a label, in percent of its sum, with the sources in their order."""
+    """Draw one bar per label, in percent of its sum, with the sources in their order."""
     totals = np.array([sum(bar.values()) or 1 for bar in bars])
     below = np.zeros(len(bars))
     for source, color in SOURCE_COLORS.items():
@@ -152,7 +152,7 @@ def _stack(axes: Axes, labels: Sequence[str], bars: Sequence[Mapping[str, int]])
 
 
 def _legend(figure: Figure) -> None:
-    """One legend for all axes, below them."""
+    """Draw one legend for all axes, below them."""
     handles: dict[str, Artist] = {}
     for axes in figure.axes:
         bars, names = axes.get_legend_handles_labels()

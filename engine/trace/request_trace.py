@@ -1,6 +1,6 @@
-"""The story of a request: what it waited for, what each tier and prefill did for it, every fallback with its cause.
+"""Trace of a request: its waits, the work of each tier and of prefill, and every fallback with its cause.
 
-Folded from the steps of a replay: events say what happened, commands what was wished, the core who shared what. All
+Folded from the steps of a replay: events are outcomes, commands are requested work, the core has the sharing. All
 times are those of the events, in seconds; pages are counted from the first of the prompt.
 """
 
@@ -13,7 +13,7 @@ SOURCES = ("l1", "l2", "l3", "transfer", "recompute")
 
 @dataclass(slots=True)
 class Work:
-    """One thing that ran for a request: a question to storage, a fetch, a copy, a put, a span of a room."""
+    """One piece of work for a request: a storage query, a fetch, a copy, a put, a span of a room."""
 
     kind: str
     """"query", "fetch", "copy", "tail fetch", "tail", "backup", "store", "span", "recompute"."""
@@ -22,26 +22,26 @@ class Work:
     begun_at_s: float
     ended_at_s: float | None = None
     good: int = 0
-    """Pages that it brought."""
+    """Pages delivered."""
     trouble: str = ""
-    """What went wrong, in words."""
+    """Description of the failure."""
     wasted: int = 0
-    """Pages that it brought for nothing."""
+    """Pages delivered and not used."""
     generation: int = 0
     span: int = 0
     chunks: list[tuple[float, int]] = field(default_factory=list)
-    """When how many pages of a span landed."""
+    """Time and page count of each landing of a span."""
     ahead: bool = False
     """Whether it was fetched ahead of the request's admission."""
     cause: str = ""
-    """Why a part of the promise was taken back, where this is the span for it; whence a tail was copied."""
+    """For a span: why a part of the promise was withdrawn. For a tail: the source of the copy."""
     component: str = ""
-    """Whose pages a tail is of."""
+    """The component of a tail's pages."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """What was decided at the end of MATCH, once for each room."""
+    """The plan at the end of MATCH, one for each room."""
 
     at_s: float
     generation: int
@@ -50,20 +50,20 @@ class Plan:
     l2_pages: int
     l3_pages: int
     shared_pages: int
-    """Of them, pages that another request was loading already."""
+    """Of them, pages that another request was already loading."""
     promised_tokens: int
     delta_pages: int
     declined_pages: int
-    """Pages that storage had and that were not fetched: there was no host memory, or too few to be worth it."""
+    """Pages in storage that were not fetched: host memory was short, or the pages were too few to be worth it."""
     trailing_pages: dict[str, int] = field(default_factory=dict)
     """Pages that prefill was asked for, by component."""
     sent_pages: dict[str, int] = field(default_factory=dict)
-    """Pages that prefill was sending for other requests already, by the request."""
+    """Pages that prefill was already sending for other requests, by request."""
 
 
 @dataclass(slots=True)
 class Fallback:
-    """Something went another way than planned."""
+    """A deviation from the plan."""
 
     at_s: float
     cause: str
@@ -83,18 +83,18 @@ class RequestTrace:
     prefill_count: int
     deadline_at_s: float
     states: list[tuple[float, str]] = field(default_factory=list)
-    """When it came to which state."""
+    """Time of each change of state."""
     plans: list[Plan] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=dict)
     """Prompt tokens by source, once it is READY."""
     needed_pages: int = 0
-    """What it waited for in PREALLOC, where it did not fit at once."""
+    """What the request waited for in PREALLOC, if it did not fit at once."""
     ended: str = ""
     """"READY", "FAILED", or "" while it is under way."""
     cause: str = ""
-    """Of a failure."""
+    """Cause of a failure."""
     detail: str = ""
     given_back_at_s: float | None = None
     given_back: str = ""
@@ -103,21 +103,21 @@ class RequestTrace:
     held_pages: int = 0
     """Pages of a retracted request that are held in host memory."""
     notes: list[tuple[float, str]] = field(default_factory=list)
-    """What was changed for all requests while this one restored."""
+    """Changes for all requests while this one restored."""
     resumes: RequestTrace | None = None
-    """The retracted request that this one goes on from."""
+    """The retracted request that this one resumes."""
     was_ready: bool = False
-    """Whether it failed only after it had been READY."""
+    """Whether the request failed after it had been READY."""
     attempts: int = 0
     raised: int = 0
 
     @property
     def ended_at_s(self) -> float | None:
-        """When it was READY or FAILED."""
+        """Time at which the request became READY or FAILED."""
         return next((at_s for at_s, state in self.states if state in ("READY", "FAILED")), None)
 
     def time_in(self, until_s: float) -> dict[str, float]:
-        """Seconds in each state before READY or FAILED, until `until_s` where it is under way."""
+        """Return seconds in each state before READY or FAILED, up to `until_s` for a live request."""
         spent: dict[str, float] = {}
         for (at_s, state), (next_s, _) in zip(self.states, [*self.states[1:], (until_s, "")], strict=True):
             if state in ("READY", "FAILED"):
@@ -126,5 +126,5 @@ class RequestTrace:
         return spent
 
     def fall_back(self, at_s: float, cause: str, consequence: str) -> None:
-        """Note a fallback."""
+        """Record a fallback."""
         self.fallbacks.append(Fallback(at_s, cause, consequence))

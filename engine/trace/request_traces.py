@@ -1,6 +1,6 @@
-"""Folds the steps of a core into stories: of a replay, or of a running engine.
+"""Folding of a core's steps into request traces, in a replay or a running engine.
 
-What was planned for a request when its promise went out: which pages come from where.
+`plan_of` derives the plan behind a promise: the source of each page.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 def plan_of(
     command: SendPromise, request: Request | None, begun: Container[int], *, page_size: int, at_s: float
 ) -> tuple[Plan, list[int]]:
-    """The plan behind a promise, and the operations under way that it shares with others. `begun` are the operations
+    """Return the plan behind a promise, and the live operations that it shares with others. `begun`: operations
     that the same step has begun.
     """
     loads = {"l2": 0, "l3": 0}
@@ -59,7 +59,7 @@ def plan_of(
         for load in request.loads:
             pages = load.sharers.get(request, 0)
             if load.filler is request:
-                continue  # What its own room is to bring.
+                continue  # Its own room brings these.
             if load.filler is not None:
                 name = load.filler.request_id
                 sent[name] = sent.get(name, 0) + pages
@@ -87,18 +87,18 @@ def plan_of(
 
 
 UNTOLD_CAUSES = ("rule_raised", "transfer_done", "sender_left", "sender_slow")
-"""Causes of an extend that no outcome has told before."""
+"""Causes of an extend that no outcome reported before."""
 
 
 class RequestTraces:
-    """All requests of a core; a `Watcher` of its steps, from the first one on."""
+    """Traces of all requests of a core: a `Watcher` of its steps, from the first one on."""
 
     def __init__(self, core: Core, *, keep: bool = True) -> None:
-        """`keep`: whether `all` keeps requests that ended; without it the embedder reads them from `ended`."""
+        """`keep`: whether `all` keeps requests that ended; if False, the caller reads them from `ended`."""
         self.all: list[RequestTrace] = []
         """In order of arrival."""
         self.ended: list[RequestTrace] = []
-        """Those that became READY or FAILED in the last step."""
+        """Requests that became READY or FAILED in the last step."""
         self.last_at_s = 0.0
         self._keep = keep
         self._core = core
@@ -106,7 +106,7 @@ class RequestTraces:
         self._live: dict[str, RequestTrace] = {}
         self._by_serial: dict[int, RequestTrace] = {}
         self._open: dict[int, tuple[Work, list[RequestTrace]]] = {}
-        """By operation: work in flight, and whose it is."""
+        """By operation: work in flight and its request."""
         self._spans: dict[tuple[str, int, int], Work] = {}
         self._begun: set[int] = set()
         """Operations that the step has begun."""
@@ -115,10 +115,10 @@ class RequestTraces:
         self._event: events.Event
         self._breaker_is_open = False
         self._kept: dict[int, int] = {}
-        """Tokens that a finished request leaves, by its serial, until that is backed up."""
+        """Tokens of a finished request, by its serial, until they are backed up."""
         self._given_away: dict[str, RequestTrace] = {}
         """Retracted requests that may be resumed."""
-        # Each kind of command has a teller that takes just that kind.
+        # Each kind of command has a handler of that kind only.
         self._tellers: dict[type[commands.Command], Callable[[Any, float, Core], None]] = {
             commands.QueryStorage: self._query,
             commands.QueryComponents: self._query,
@@ -140,7 +140,7 @@ class RequestTraces:
         }
 
     def named(self, request_id: str) -> list[RequestTrace]:
-        """Every request of that name: ids may be used again."""
+        """Return every request with that id: ids may be used again."""
         return [request_trace for request_trace in self.all if request_trace.request_id == request_id]
 
     def stepped(self, event: events.Event, given: list[commands.Command], error: str = "") -> None:
@@ -206,13 +206,13 @@ class RequestTraces:
             self._note_all(at_s, "storage was attached" if event.available else "storage was detached")
 
     def _note_all(self, at_s: float, words: str) -> None:
-        """Tell everybody who restores."""
+        """Add a note to every request that is being restored."""
         for request_trace in self._live.values():
             if not request_trace.ended:
                 request_trace.notes.append((at_s, words))
 
     def _end_work(self, event: events.Event, at_s: float, core: Core) -> None:
-        """End what the event says has ended, and what the clock or another event has given up."""
+        """End the work that the event completes, and the work that the clock or another event cancelled."""
         if isinstance(event, events.ClockAdvanced):
             self._give_up_late(at_s, core)
         elif isinstance(event, events.ChunkLanded | events.AuxLanded):
@@ -272,7 +272,7 @@ class RequestTraces:
 
     @staticmethod
     def _note_fallbacks(request_trace: RequestTrace, fallbacks: tuple[commands.Fallback, ...], at_s: float) -> None:
-        """Note what was given up because rules raised, as far as it is not noted yet."""
+        """Record fallbacks of rules that raised, except those recorded already."""
         for fallback in fallbacks[request_trace.raised :]:
             cause = f"a rule of the core raised: {fallback.error} (in {fallback.rule})"
             request_trace.fall_back(at_s, cause, AFTER_RAISES[fallback.gave_up])
@@ -299,7 +299,7 @@ class RequestTraces:
                 work.wasted, work.trouble = work.good, "the room was left"
         request = core.request(request_trace.request_id)
         if request is None:
-            return  # It has ended in the same step, and that is told.
+            return  # The request ended in the same step, which is recorded.
         whither = "for other pages"
         if request.recomputes:
             whither = "for its caller to compute the rest"
@@ -447,7 +447,7 @@ class RequestTraces:
         self._give_back(command.request_id, "dropped", at_s)
 
     def _forget_tokens(self, command: commands.ForgetTokens, at_s: float, core: Core) -> None:
-        """What the request left is backed up, as far as it will be."""
+        """Record the end of the backup of a finished request."""
         request_trace = self._by_serial.pop(command.serial, None)
         tokens = self._kept.pop(command.serial, None)
         if request_trace is None or tokens is None or any(work.kind == "store" for work in request_trace.works):
@@ -463,6 +463,6 @@ class RequestTraces:
 
 
 def read_request_traces(replayer: Replayer) -> RequestTraces:
-    """Replay a journal to its end, and return all stories."""
+    """Replay a journal to its end, and return all request traces."""
     replayer.run(request_traces := RequestTraces(replayer.core))
     return request_traces

@@ -1,8 +1,8 @@
-"""One OpenTelemetry span a request, with a child for each state it waited in.
+"""OpenTelemetry spans: one per request, with a child for each state it waited in.
 
-Fed from the same steps as journal and metrics, behind them, and told in the words of `tidekv explain`. A span is made
-when its request is READY or has failed, with the times of the events: nothing is open meanwhile that could be lost.
-The embedder's provider exports it; nothing here is global.
+Spans are made from the same steps as journal and metrics, after them, with the texts of `tidekv explain`. A span is
+made when its request is READY or has failed, with the times of the events, so no open span can be lost. The embedder's
+provider exports it; nothing here is global.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NS = 1e9
 
 
 def trace_requests(engine: DecodeEngine, provider: TracerProvider) -> RequestSpans:
-    """Make spans of every request of a started engine from now on, by tracers of this provider.
+    """Make spans of every request of a started engine from now on, with tracers of this provider.
 
     Call it within the engine's block, before its first request (InvalidRequest). A request's span is a child of the
     span within which `restore` or `resume` was called. Give the provider a BatchSpanProcessor: one that exports at once
@@ -49,7 +49,7 @@ def trace_requests(engine: DecodeEngine, provider: TracerProvider) -> RequestSpa
         found = False
     if not found:
         raise InvalidConfig("spans need OpenTelemetry, which is an extra: pip install 'tidekv[otel]'")
-    engine.statistics()  # Raises EngineClosed where it was not started.
+    engine.statistics()  # Raises EngineClosed if the engine was not started.
     parts = engine._runtime
     if parts.core.state.requests:
         raise InvalidRequest("spans are made of whole requests: call trace_requests before the engine's first one")
@@ -60,10 +60,10 @@ def trace_requests(engine: DecodeEngine, provider: TracerProvider) -> RequestSpa
 
 
 class RequestSpans:
-    """Watches the steps of one core. Never raises into it: what goes wrong here is logged once, and counted."""
+    """Watcher of one core's steps that makes spans. Never raises: the first error is logged, all are counted."""
 
     def __init__(self, core_of: Callable[[], Core], provider: TracerProvider, *, now_s: float) -> None:
-        """`core_of` gives the engine's core: it may get another one. `now_s`: what the events' clock says now."""
+        """`core_of` returns the engine's current core. `now_s` returns the time on the events' clock."""
         self.spans_made = 0
         """Requests that have a span."""
         self.failures = 0
@@ -76,7 +76,7 @@ class RequestSpans:
         self._parents: dict[str, Context] = {}
 
     def begun(self, request_id: str) -> None:
-        """A caller asks for a request now, in its own context."""
+        """Record the caller's context for a request that it submits."""
         from opentelemetry.context import get_current
 
         context = get_current()
@@ -91,13 +91,13 @@ class RequestSpans:
             for request_trace in self._request_traces.ended:
                 self._emit(request_trace)
         except Exception:
-            # The embedder's processor may raise whatever it likes; no request suffers from it.
+            # The embedder's processor may raise anything; requests must not be affected.
             if not self.failures:
                 LOG.exception("spans could not be made; further failures are only counted")
             self.failures += 1
 
     def _follow(self, core: Core) -> None:
-        """A new core has none of the requests that the last one had."""
+        """Start over with a new core, which has no requests."""
         if core is not self._core:
             self._core = core
             self._request_traces = RequestTraces(core, keep=False)
@@ -125,7 +125,7 @@ class RequestSpans:
         span.end(self._ns(ended_at_s))
 
     def _tell(self, span: Span, request_trace: RequestTrace, ended_at_s: float) -> None:
-        """Children for the states, events for plans and for all that went another way."""
+        """Add children for the states, and events for plans and fallbacks."""
         from opentelemetry.trace import set_span_in_context
 
         within = set_span_in_context(span)
@@ -158,7 +158,7 @@ class RequestSpans:
 
 
 def _attributes(request_trace: RequestTrace) -> dict[str, str | int]:
-    """What is asked of spans: who, how much, from where, and what for nothing."""
+    """Return a span's attributes: the request, its sizes, its sources, and wasted pages."""
     spans = [work for work in request_trace.works if work.kind == "span"]
     attributes: dict[str, str | int] = {
         "tidekv.request_id": request_trace.request_id,

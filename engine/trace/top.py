@@ -1,4 +1,4 @@
-"""The running engine at a glance, from its metrics: requests by state, pools by use, tokens by source."""
+"""Overview of a running engine from its metrics: requests by state, pools by use, tokens by source."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ CONDITIONS = {"owned": "cyan", "cached": "blue", "draining": "red", "free": "gre
 
 
 def scrape(address: str, *, timeout_s: float = 5.0) -> Sample:
-    """Numbers by metric and by values of labels, in the order of the labels' names.
+    """Return numbers by metric and by label values, in the order of the labels' names.
 
-    Raises InvalidRequest where nobody answers with metrics of tidekv.
+    Raises InvalidRequest if the address does not serve metrics of tidekv.
     """
     try:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=timeout_s) as answer:
@@ -36,12 +36,12 @@ def scrape(address: str, *, timeout_s: float = 5.0) -> Sample:
     except (OSError, ValueError, urllib.error.URLError) as error:
         raise InvalidRequest(f"no engine answers at {address!r}: {error}; is engine.metrics.listen set?") from error
     if "tidekv_requests" not in found:
-        raise InvalidRequest(f"what answers at {address!r} is no tidekv engine")
+        raise InvalidRequest(f"the server at {address!r} is not a tidekv engine")
     return found
 
 
 def show(now: Sample, before: Sample | None, elapsed_s: float) -> RenderableType:
-    """One picture. Rates are those since `before`."""
+    """Return one picture. Rates are those since `before`."""
     states = Table("state", "requests", title="requests")
     for (state,), count in now["tidekv_requests"].items():
         states.add_row(Text(state, COLORS.get(state, "")), f"{count:.0f}")
@@ -61,7 +61,7 @@ def show(now: Sample, before: Sample | None, elapsed_s: float) -> RenderableType
         declined.add_row(cause, f"{count:.0f}")
     lines: list[RenderableType] = [_pools(now), Columns([states, ended, sources, cuts, declined])]
     if now.get("tidekv_storage_breaker_open", {}).get((), 0):
-        lines.append(Text("storage is left alone: the breaker is open", "bold red"))
+        lines.append(Text("storage is not used: the breaker is open", "bold red"))
     return Group(*lines)
 
 

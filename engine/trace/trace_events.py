@@ -1,4 +1,4 @@
-"""RequestTraces as trace-event JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""Request traces as trace-event JSON for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRACK_OF = {
 
 
 def trace_events(request_traces: list[RequestTrace], *, now_s: float) -> bytes:
-    """One process a request, one thread a kind of work; times in microseconds since the first arrival."""
+    """Return one process per request, one thread per kind of work; microseconds since the first arrival."""
     start_s = request_traces[0].arrived_at_s if request_traces else 0.0
     events: list[dict[str, object]] = []
     serial = 0
@@ -70,7 +70,7 @@ def trace_events(request_traces: list[RequestTrace], *, now_s: float) -> bytes:
 
 
 def _work_events(work: Work, process: int, serial: int, start_s: float, now_s: float) -> list[dict[str, object]]:
-    """A pair of asynchronous events: works of one kind overlap."""
+    """Add a pair of asynchronous events, since works of one kind overlap."""
     track = TRACK_OF[work.kind]
     shared: dict[str, object] = {
         "name": f"{work.kind} [{work.first}, {work.first + work.count})",

@@ -65,7 +65,7 @@ def test_a_window_always_has_its_tail_and_the_page_that_is_written(
 def test_a_window_that_would_skip_a_page_is_told_so() -> None:
     pages = WindowPages(tail(1, [5, 6], [6, 7, 8]), window_tokens=4, page_size=2)
     assert pages.grow(6) == [] and pages.grow(7) == [7]
-    with pytest.raises(InvalidRequest, match="whose pages end at position 4 cannot go on at 5"):
+    with pytest.raises(InvalidRequest, match="with pages up to position 4 cannot continue at 5"):
         pages.grow(11)
     assert pages.pages == [5, 6, 7]
 

@@ -128,7 +128,7 @@ CALLS: dict[str, tuple[Callable, str]] = {
     "attach what": (lambda engine, ready: engine.attach_storage("nonsense:x"), "there is no storage engine 'nonsense'"),
     "attach options": (
         lambda engine, ready: engine.attach_storage(open_storage("memory:?capacity=1MiB"), {"capacity": 1}),
-        "options go with the URI of a storage",
+        "options need the URI of a storage",
     ),
     "policy name": (lambda engine, ready: engine.change_policy(prefech="timeout"), "did you mean prefetch?"),
     "policy value": (lambda engine, ready: engine.change_policy(write="never"), "through, selective or back"),

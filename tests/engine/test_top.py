@@ -80,7 +80,7 @@ async def test_top_tells_that_storage_is_left_alone(make_pair) -> None:
         storage.exists = fail  # type: ignore[method-assign]  # The engine under it stays whole.
         await pair.engine.finish(await pair.restore("r1", PROMPT))
         words = printed(top.show(await asyncio.to_thread(top.scrape, pair.engine.metrics_address), None, 0.0))
-        assert "storage is left alone: the breaker is open" in words
+        assert "storage is not used: the breaker is open" in words
 
 
 async def test_live_view_follows_one_engine_and_then_another(make_pair) -> None:

@@ -67,7 +67,7 @@ def prefill_ends(end: Callable[[Play], None], state: str) -> None:
             play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
         play.bring_everything("r1")
 
-    @says(f"{cause}: {detail}", "for its caller to compute the rest", "The caller computed", "who computed it", "READY",
+    @says(f"{cause}: {detail}", "for its caller to compute the rest", "The caller computed", "which computed", "READY",
           counts="recomputes", name=f"prefill {end.__name__} in {state}, and the caller computes")  # fmt: skip
     def recompute(play: Play) -> None:
         play.bring_to(state, can_recompute=True)

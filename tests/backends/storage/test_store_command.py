@@ -137,8 +137,8 @@ def test_what_is_not_clear_is_refused_and_says_what_there_is(root: Path, tmp_pat
     for words, said in (
         (["verify", f"file:{root}"], "2 namespaces of .* no --namespace; there are: 6e6e6e6e6e6e6e6e…, 6f6f"),
         (["verify", f"file:{root}", "--namespace", "abc"], "0 namespaces"),
-        (["verify", "memory:"], "cannot tell what it holds; give --namespace and --page-bytes"),
-        (["cp", f"file:{root}", f"file:{tmp_path / 'copy'}", "--namespace", "6e"], "how much it may hold"),
+        (["verify", "memory:"], "cannot list its namespaces; give --namespace and --page-bytes"),
+        (["cp", f"file:{root}", f"file:{tmp_path / 'copy'}", "--namespace", "6e"], "set one: "),
         (["ls", "file:/dev/null", "--options", "{"], "must be a JSON object"),
         (["ls", "nowhere:"], "no storage engine 'nowhere'"),
     ):
