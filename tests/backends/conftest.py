@@ -1,4 +1,4 @@
-"""Real servers for storage engines, each a process of its own on 127.0.0.1; tests say skipped where there is none."""
+"""Real servers for storage engines, each a process of its own on 127.0.0.1; tests are skipped if none is installed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class S3Server:
         ) is None:
             assert line, "moto did not start"
         self.address, self.port = found[1], int(found[2])
-        # It writes a line for each request, which nobody reads.
+        # It writes a line for each request, which no test reads.
         self._drain = threading.Thread(target=self._process.stderr.read)
         self._drain.start()
         self.request("PUT", "")
@@ -233,7 +233,7 @@ def start_mooncake(tmp_path: Path) -> Iterator[Callable[..., MooncakeServers]]:
 
 @pytest.fixture
 def free_address() -> str:
-    """A place where nobody listens."""
+    """An address without a listener."""
     return f"127.0.0.1:{free_port()}"
 
 

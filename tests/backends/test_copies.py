@@ -1,4 +1,4 @@
-"""Copies between pools: the right bytes at the right pages, in order, and an end for each, whoever still waits."""
+"""Copies between pools: the right bytes at the right pages, in order, and an end for each, even without a waiter."""
 
 from __future__ import annotations
 

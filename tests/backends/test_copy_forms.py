@@ -39,7 +39,7 @@ MOVERS = ["kernel", "staged by kernel", "staged by torch"]
 
 
 class ScrambledStreams:
-    """A device whose streams advance when the test says so, one at a time, by chance: what has no mark to wait for
+    """A device with streams that the test advances, one at a time, at random: what has no mark to wait for
     goes wrong."""
 
     def __init__(self, seed: int) -> None:

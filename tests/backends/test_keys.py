@@ -157,7 +157,7 @@ def test_storage_namespace_tells_every_difference() -> None:
 
 
 def test_storage_namespace_stays_what_it_was() -> None:
-    # A change here orphans every stored page: raise STORAGE_FORMAT, and say so in the changelog.
+    # A change here orphans every stored page: raise STORAGE_FORMAT, and note it in the changelog.
     assert storage_namespace(IDENTITY).hex() == "777e88039319cc4eb81be1d3a51482dd94e0cfe97360e07cc7e00ac2cdbe06ac"
 
 
@@ -181,7 +181,7 @@ def test_long_arrays_pack_alike_however_they_are_written(count: int) -> None:
     before = tokens.copy()
     packed = pack_tokens(tokens)
     assert type(packed) is bytes and packed == tokens.astype("<u4").tobytes()
-    # What was given away is nobody else's: neither the array nor the next packing reaches it.
+    # A returned packing is exclusive to its caller: neither the array nor the next packing changes it.
     assert pack_tokens(tokens[::-1].copy()) != packed == before.astype("<u4").tobytes()
     for wrong in (-1, 2**32, -(2**63), 2**63 - 1):
         tokens[count - 2] = wrong

@@ -1,4 +1,4 @@
-"""Pages of several groups: the arithmetic, what is refused, and pools whose groups share their page ids."""
+"""Pages of several groups: the arithmetic, what is refused, and pools with groups that share page ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools: bytes come back as they went in, memory lies where the pool says, and bad input changes nothing."""
+"""Pools: bytes come back as they went in, memory lies at the pool's addresses, and bad input changes nothing."""
 
 from __future__ import annotations
 

@@ -100,9 +100,9 @@ def copies(draw: st.DrawFn) -> Copy:
 async def outcomes_of(
     made: list[Copy], cursed: set[int], left: set[int], *, inline_turn_s: float
 ) -> tuple[list[str], list[int], CopierStatistics, bytes]:
-    """Make copies all at once; the outcome of each, in which order each lane told them, statistics, and all bytes.
+    """Make copies all at once; the outcome of each, in which order each lane reported them, statistics, and all bytes.
 
-    Who has `left` cancels its waiter right after it has asked. Copies of one lane only: two have no order.
+    A caller marked in `left` cancels its waiter right after its call. Copies of one lane only: two have no order.
     """
     device, host = pools()
     told: list[int] = []

@@ -1,4 +1,4 @@
-"""Lanes of a GPU without one: who launches, who waits, and what is told when. The device is a gated stand-in."""
+"""Lanes of a GPU without one: the launching thread, the waiting thread, and when outcomes are reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float16", pag
 
 
 class GatedMark:
-    """A mark that the device reaches when the test says so."""
+    """A mark that the device reaches when the test releases it."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.reached = threading.Event()
@@ -137,7 +137,7 @@ async def test_what_the_device_reports_is_the_copys_outcome() -> None:
     streams.lanes.marks[0].reached.set()
     with pytest.raises(RuntimeError, match="illegal memory access"):
         await ended
-    # A device that takes no event any more does not hold up anybody either.
+    # A device that takes no event any more does not block any caller either.
     streams.lanes.lost = True
     with pytest.raises(RuntimeError, match="the device is lost"):
         await lane.submit(lambda: None)

@@ -1,4 +1,4 @@
-"""The table of targets is whole, a missing peer is named, and what fails is told; no figure is judged here."""
+"""The table of targets is whole, a missing peer is named, and failures are reported; no figure is judged here."""
 
 from __future__ import annotations
 

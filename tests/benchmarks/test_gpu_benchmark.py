@@ -1,4 +1,4 @@
-"""The GPU's benchmark without a GPU: it says so, and its parts run on the CPU, on figures that mean nothing."""
+"""The GPU benchmark without a GPU: it reports that, and its parts run on the CPU, on meaningless figures."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def _ends(load: list[tuple[float, int]], base_s: float, request_s: float) -> dic
 def test_a_stalled_batch_is_later_by_the_time_it_stood() -> None:
     schedule, ended = Schedule(), []
     batch = DecodeBatch(schedule, base_s=1.0, request_s=0.0)
-    batch.stall(5.0)  # Nobody is there: nobody is delayed.
+    batch.stall(5.0)  # No request is present, so none is delayed.
     batch.join(10, lambda: ended.append(schedule.now_s))
     schedule.at(3.0, batch.stall, 2.0)
     while schedule.run_next():

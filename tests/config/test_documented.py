@@ -1,4 +1,4 @@
-"""Every option is documented and in the schema; the page and the known flags say what there is."""
+"""Every option is documented and in the schema; the page and the known flags match the options."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 
 def level(finding: Finding) -> str:
-    """Every finding that is not ok says what to do."""
+    """Every finding that is not ok states a remedy."""
     assert bool(finding.advice) == (finding.level != "ok"), finding
     assert not finding.advice or finding.advice.endswith((".", "?", "tidekv")), finding
     return finding.level

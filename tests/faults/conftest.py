@@ -46,7 +46,7 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32", pa
 
 @dataclass
 class Decode:
-    """A decode engine, and what tests ask of it. `prefills` are where its requests go unless they say otherwise."""
+    """A decode engine, and the calls tests make on it. `prefills` are the default peers of its requests."""
 
     engine: DecodeEngine
     device: DevicePool
@@ -72,7 +72,7 @@ class Decode:
         return ready
 
     def wrong(self, ready: ReadyRequest, tokens: Sequence[int]) -> list[int]:
-        """Pages of the prompt, by place, whose bytes are not what they must be; those of components are never."""
+        """Pages of the prompt, by place, with wrong bytes; the component pages must be right."""
         digests = prompt_digests(pack_tokens(tokens), PAGE_SIZE)
         assert wrong_components(self.components, ready.component_pages, digests) == {}
         return self.kv.verify(ready.pages[: len(digests)].tolist(), digests)
@@ -117,7 +117,7 @@ class Prefill:
 
 
 def words(first: int, pages: int, tail: int = 0) -> list[int]:
-    """A prompt of that many pages, like no other prompt whose `first` is different."""
+    """A prompt of that many pages, unlike every prompt with another `first`."""
     return [1_000_000 * first + number for number in range(pages * PAGE_SIZE + tail)]
 
 

@@ -58,7 +58,7 @@ async def test_five_hundred_aborts_leave_nothing_behind(
         async def lane(lane: int, numbers: Any) -> None:
             for _ in numbers:
                 tokens = prompt(source.randrange(12), source.randrange(1, 24), tail=source.randrange(3))
-                # Ids come again as soon as their owners have ended: only generations tell the requests apart.
+                # Ids come again as soon as their owners have ended: only generations distinguish the requests.
                 request = decode.request(f"r{lane}", tokens)
                 outcome = await abort_at_random(decode.engine, request, source, partial(check_and_finish, tokens))
                 await decode.until(lambda: not decode.engine._calls.is_live(f"r{lane}"))

@@ -1,7 +1,7 @@
 """Two prefill workers that are killed, stopped and started again at random, under a load that aborts at random.
 
 Nothing is known beforehand but what must hold: a request that is READY has the right bytes, now and when everything
-has settled; one that failed says that prefill was lost, or was aborted; nobody hangs; and nothing is held at the end.
+has settled; one that failed reports that prefill was lost, or was aborted; none hangs; and nothing is held at the end.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Windows and states between processes, whose prefill is killed or stopped in the middle of a tail.
+"""Windows and states between processes, with prefill killed or stopped in the middle of a tail.
 
-What it has begun to write of a tail is nobody's until it has said that it is done, or its death is proven.
+The pages of a tail it has begun to write stay reserved until it has reported the end, or its death is proven.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def turn(request_id: str, tokens: list[int], prefill: Any) -> Turn:
 
 
 async def take_turn(child: Any, request_id: str, tokens: list[int], prefill: Any) -> dict[str, int]:
-    """A turn of a decode child, whose every page must be right; returns its tokens by source."""
+    """Run a turn of a decode child and require every page to be correct; return its tokens by source."""
     served = await child.ask(turn(request_id, tokens, prefill), Served)
     assert served.wrong == []
     await child.ask(Settle(), Done)
@@ -111,7 +111,7 @@ async def test_interrupted_in_the_middle_of_restores_it_ends_by_itself(
         assert counts["requests_transfer"] > 0
         assert counts["requests_ready"] == 0
         child.signal(signal.SIGINT)
-        # What it waits for is the word of its writer, who writes to it until then.
+        # It waits for the message of its writer, which writes to it until then.
         prefill.gate.open_gate()
         closed = (await child.line.hear(Closed)).counts
         assert await child.wait_ended() == 128 + signal.SIGINT
@@ -150,7 +150,7 @@ async def test_stopped_for_longer_than_its_lease_it_goes_on_with_right_bytes(
         await room.aborted.wait()
         assert room.outcome == RoomOutcome.LEASE_ENDED
         child.signal(signal.SIGCONT)
-        # It hears that the room is over, and keeps the pages from everybody until the last write has ended.
+        # It is notified that the room is over, and keeps the pages reserved until the last write has ended.
         assert (await child.line.hear(Failed)).cause in ("lease ended", "prefill lost")
         assert (await child.counts())["device_draining"] == 20
         prefill.gate.open_gate()

@@ -69,7 +69,7 @@ async def test_a_late_write_hits_nobody_but_the_quarantine(make_pair: Any, begun
     ):
         await leave(pair.engine, pair.network, waiting, way)
         waits_for_pages = asyncio.create_task(pair.restore("next", NEXT))
-        # Who fits beside the quarantine is served, from other pages.
+        # A request that fits beside the quarantine is served, from other pages.
         small = await pair.restore("small", NEXT[:8])
         assert not set(small.pages.tolist()) & targets
         assert pair.core()["device_draining"] == 10
@@ -96,7 +96,7 @@ async def test_without_the_quarantine_the_next_owner_is_overwritten(
         ready = await pair.restore("next", NEXT)
         assert set(ready.pages.tolist()) & targets
         held.let_go.set()
-        # Drained comes after the last write; it is late by now, since nobody waits for it.
+        # Drained comes after the last write; it is late by now, since no request waits for it.
         await pair.engine._calls.wait_until(lambda: pair.core().get("frames_late", 0) > 0)
         assert pair.wrong_pages(ready, NEXT) != []
         await pair.engine.finish(ready)

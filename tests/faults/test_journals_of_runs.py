@@ -1,4 +1,4 @@
-"""Journals of whole runs over NIXL end where the runs ended: `tidekv run`, and a recording whose prefill is killed."""
+"""Journals of whole runs over NIXL end where the runs ended: `tidekv run`, and a recording with a killed prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prefill worker that is killed in the middle of a write: nobody hangs, nobody reads what it left behind."""
+"""A prefill worker that is killed in the middle of a write: no request hangs, and none reads what it left behind."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ async def test_with_one_prefill_the_request_fails_and_says_why(
         with pytest.raises(RequestFailed) as failed:
             await waiting
         assert failed.value.cause in ("prefill lost", "prefill process gone")
-        # Who was READY does not care.
+        # Requests that were READY are unaffected.
         assert decode.wrong(kept, prompt(1, PAGES)) == []
         await decode.engine.finish(kept)
         await decode.assert_nothing_held()
-        # What failed left nothing in the cache; what was cached can be had, once somebody sends the first token.
+        # What failed left nothing in the cache; what was cached is usable, once another prefill sends the first token.
         assert decode.engine.probe_prefix(prompt(2, PAGES))["l1"] == 0
         await spawn_prefill(listen=child.ready.address)
         assert (await decode.serve("lost", prompt(2, PAGES)))["transfer"] == PAGES * 16

@@ -1,7 +1,7 @@
 """A prefill worker that stops in the middle of a write, and goes on later: its late bytes find their old pages only.
 
-It may be stopped for any time, and what it has begun it ends: nothing can fence it but its own word. So its pages stay
-in the quarantine, whoever wants them, until it has said that it is done with them.
+It may be stopped for any time, and it ends what it has begun: only its own message can fence it. So its pages stay
+in the quarantine, even if requests need them, until it has reported that it is done with them.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ async def test_processes_serve_with_faults_of_their_own_and_keep_the_same(ranks:
             served = await serve_all(members, Serve(seed, 40))
             assert len({one.books for one in served}) == 1
             assert all((one.sources, one.ends) == (served[0].sources, served[0].ends) for one in served)
-            # Where a prefill rank fails a room the request fails, on all ranks; whatever else fails costs nobody one.
+            # If a prefill rank fails a room, the request fails on all ranks; no other failure costs a request.
             assert {cause for one in served for cause in one.causes} <= {"prefill failed"}
             assert served[0].ends["finished"] > 20
             assert served[0].sources["l1"] > 0
@@ -91,7 +91,7 @@ async def test_a_divergence_that_was_planted_on_one_rank_is_named_on_all(part: D
     async with instance(2, fault_rate=0.0, ends=False) as members:
         await serve_all(members, Serve(1, 20))
         members[1].tell(Plant(part))
-        # A tree is compared when ranks are idle: behind the last of these requests, so that the next ones hear of it.
+        # A tree is compared when ranks are idle: behind the last of these requests, so that the next ones detect it.
         rounds = [await serve_all(members, Serve(seed, 20)) for seed in (2, 3)]
         for rank in range(2):
             causes = [cause for served in rounds for cause in served[rank].causes]

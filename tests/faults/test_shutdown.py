@@ -63,7 +63,7 @@ class Held:
 
 
 class HeldStorage:
-    """Storage in memory whose answers can be held."""
+    """Storage in memory with answers that a test can hold."""
 
     def __init__(self, held: Held) -> None:
         self._held = held
@@ -143,7 +143,7 @@ async def test_closing_tells_the_caller_at_once_and_waits_for_what_is_in_flight(
         engine = make_engine(held)
         async with engine:
             waiting = await enter_state(engine, held)
-            # What is in flight goes on when the caller has been told, and not before.
+            # What is in flight continues after the caller was notified, and not before.
             waiting.add_done_callback(lambda _: held.let_go.set())
         if state == "READY":
             await waiting

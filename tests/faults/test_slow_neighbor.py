@@ -1,4 +1,4 @@
-"""A slow prefill worker and a slow disk delay those who need them, and nobody else."""
+"""A slow prefill worker and a slow disk delay the requests that need them, and no others."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_a_slow_disk_delays_only_who_reads_from_it(
         storage.gate.close_gate()
         reads = decode.start("reads", stored)
         await storage.gate.halted.wait()
-        # Their backups wait for the disk as well, and hold up nobody.
+        # Their backups wait for the disk as well, and block no request.
         for number in range(10, 40):
             await decode.serve(f"r{number}", prompt(number, 12))
         assert decode.engine._core.request("reads").state is State.PREFETCH
@@ -86,7 +86,7 @@ async def test_who_reads_from_a_disk_that_hangs_is_served_by_prefill(
         ready = await decode.restore("reads", stored)
         assert ready.sources["transfer"] == 16 * PAGE_SIZE
         await decode.engine.finish(ready)
-        # The reads that hang may still write to their host pages: those are nobody's until they have ended.
+        # The reads that hang may still write to their host pages: those have no owner until the reads have ended.
         assert decode.core()["host_owned"] + decode.core()["host_draining"] >= 16
         storage.gate.open_gate()
         await decode.assert_nothing_held()

@@ -45,7 +45,7 @@ class Disk:
         self.filler.unlink()
 
     def make_read_only(self) -> None:
-        """What the kernel does to a file system whose disk fails: open files cannot be written any more either."""
+        """What the kernel does to a file system on a failing disk: open files cannot be written any more either."""
         subprocess.run(["mount", "-o", "remount,abort", str(self.path)], check=True)
 
 
@@ -149,7 +149,7 @@ async def test_a_damaged_page_is_a_miss_and_comes_from_prefill(
         assert kind != "corrupt" or misses == {"corrupt": 1}
         await decode.engine.wait_settled()
         await decode.engine.flush()
-        # What was damaged has been stored anew.
+        # The damaged pages have been stored again.
         assert (await decode.serve("mended", tokens))["l3"] == PAGES * PAGE_SIZE
 
     async with asyncio.timeout(LIMIT_S), prefill_over_nixl() as prefill:

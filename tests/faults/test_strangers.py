@@ -87,7 +87,7 @@ def mutated(frame: bytes, source: Random) -> bytes:
 
 
 async def trouble(address: str, number: int, source: Random, hello: wire.Hello) -> None:
-    """One stranger: says something that is wrong, and stays as long as it is let."""
+    """One stranger: sends something wrong, and stays as long as it is allowed to."""
     stranger = await Stranger.connect(address, f"127.1.{number // 250}.{1 + number % 250}")
     frame = wire.encode_frame(hello)
     try:
@@ -151,7 +151,7 @@ async def test_strangers_change_no_byte_end_no_process_and_take_bounded_memory(
             stranger.writer.write(wire.LENGTH.pack(wire.HELLO_BYTES_MAX) + bytes(wire.HELLO_BYTES_MAX - 1))
         counts = await child.counts()
         assert counts["links_over_quota"] >= 16
-        # Nothing tells how much the child will read: it is looked at for a while, and the most counts.
+        # The amount that the child will read is unknown: it is looked at for a while, and the most counts.
         memory_peak = 0
         for _ in range(20):
             memory_peak = max(memory_peak, resident_bytes(child.pid))

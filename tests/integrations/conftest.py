@@ -105,7 +105,7 @@ async def _engine_on(uri: str, layout: KVLayout) -> AsyncIterator[Restored]:
 @pytest.fixture
 def engine_on() -> Callable[[str, KVLayout], AbstractAsyncContextManager[Restored]]:
     """A decode engine and its prefill, with the storage of a URI, for pages of a layout: `restored(tokens)` serves a
-    prompt, and tells how many tokens came from where, and what the first 4 pages hold. When the block is left well,
+    prompt, and returns how many tokens came from where, and what the first 4 pages hold. When the block is left well,
     all is stored.
     """
     return _engine_on

@@ -33,7 +33,7 @@ def test_a_last_step_that_hangs_is_left_behind_with_the_thread_stopped(monkeypat
 
 
 class Hanging:
-    """Storage whose reads never end."""
+    """Storage with reads that never end."""
 
     def __init__(self, reading: threading.Event) -> None:
         self._reading = reading

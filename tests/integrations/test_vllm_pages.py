@@ -29,7 +29,7 @@ KEYS = [bytes([number]) * 32 for number in range(1, 30)]
 
 
 class Storehouse:
-    """A storage engine whose calls a test can hold, or let fail. Everything else is the real engine's."""
+    """A storage engine with calls that a test can hold or fail. Everything else is the real engine's."""
 
     def __init__(self, inner: Storage) -> None:
         self._inner = inner
@@ -276,7 +276,7 @@ def test_a_load_has_not_ended_while_it_still_writes_to_blocks(worker: Callable[.
     def slow(*given: Any, **named: Any) -> None:
         begun.set()
         gate.wait()
-        # What was said of the load by now would be too early.
+        # A report of the load at this point would be too early.
         assert reader.pages.take_ended() == []
         write(*given, **named)
 

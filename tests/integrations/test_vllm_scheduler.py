@@ -38,7 +38,7 @@ def shared_of(*, per_page: int = 1, loads: bool = True, saves: bool = True, **se
 
 @dataclass
 class AskedLookup:
-    """Storage that answers when it is told to."""
+    """Storage that answers when a test releases it."""
 
     asked: list[tuple[list[bytes], Future[int]]] = field(default_factory=list)
 

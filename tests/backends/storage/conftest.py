@@ -51,7 +51,7 @@ class ThreadPoller:
                 over = pollable.post()
                 while not over:
                     over = pollable.check()
-            except Exception as error:  # Told to whoever waits, as the real poller does.
+            except Exception as error:  # Reported to the waiter, as by the real poller.
                 outcome = error
             try:
                 pollable.release()

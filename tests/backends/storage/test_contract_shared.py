@@ -1,4 +1,4 @@
-"""What every engine owes when somebody else uses the same store at the same time, asked of every engine."""
+"""The contract of every engine when another process uses the same store at the same time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_writers_of_the_same_keys_leave_the_whole_page_of_one_of_them(rig:
     there = page_ids(range(40, 40 + PAGES_EACH))
     for engine in engines:
         found = await engine.get_into(keys, there, timeout_s=30)
-        # Mooncake refuses who comes while another one writes, and may so refuse both.
+        # Mooncake refuses a writer while another one writes, and may therefore refuse both.
         assert all(found) or rig.kind == "mooncake"
         for page, good in zip(there, found, strict=True):
             assert not good or any(rig.pool.holds(page, content) for content in contents)

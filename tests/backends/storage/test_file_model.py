@@ -23,7 +23,7 @@ NUMBERS = st.lists(st.integers(0, 30), min_size=1, max_size=PAGES, unique=True)
 
 
 class NoPoller:
-    """The plain way of moving pages asks nobody."""
+    """The plain way of moving pages needs no other component."""
 
     def submit(self, pollable: Pollable) -> asyncio.Future[None]:
         raise AssertionError("the engine under test has no transfers")

@@ -20,7 +20,7 @@ PAGE_BYTES = 4096
 # benchmarks/storage_kills.py does many more, and kills readers, too.
 KILLS = int(os.environ.get("TIDEKV_STORAGE_KILLS", "12"))
 
-# A process that keeps forking writers and killing them, each after it has told of some batches. Forked from a process
+# A process that keeps forking writers and killing them, each after it has reported some batches. Forked from a process
 # that has no threads, because importing everything again for each of them would take most of the time.
 SCRIPT = """
 import asyncio, hashlib, os, random, signal, sys
@@ -101,7 +101,7 @@ async def test_writers_killed_at_any_moment_leave_no_wrong_byte_and_no_lost_room
         while await child.stdout.read(1):
             killed += 1
             await files.put(engine, range(killed, killed + 4))
-            # The rig checks each page that is said to be there.
+            # The rig checks each page that is reported as present.
             found_of_others += sum(await files.get(engine, range(30 + killed % 2, 100, 2)))
             assert sum(file.stat().st_size for file in files.root.glob("*/*.seg")) <= capacity
         assert await child.wait() == 0

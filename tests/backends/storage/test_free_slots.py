@@ -12,7 +12,7 @@ SEGMENT_SLOTS = 8
 
 
 def mirror_of(segments: int, taken: set[int]) -> SlotCache:
-    """Return a mirror with so many segments in which some slots are reserved by somebody else."""
+    """Return a mirror with so many segments in which some slots are reserved by another owner."""
     mirror = SlotCache()
     for segment in range(1, segments + 1):
         mirror.add_segment(segment, SEGMENT_SLOTS)

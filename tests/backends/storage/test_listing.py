@@ -1,4 +1,4 @@
-"""What engines tell tools about their place, before and after they have a pool."""
+"""What engines report to tools about their location, before and after they have a pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHER = b"o" * 32
 async def places(
     request: pytest.FixtureRequest, rig_on: Callable[..., Rig]
 ) -> AsyncIterator[tuple[Rig, dict[str, object]]]:
-    """Each engine that can tell what it holds, with the options that it needs for it."""
+    """Each engine that can list its contents, with the options required for that."""
     if request.param == "file-threads":
         yield rig_on(request.param, ""), {}
     elif request.param == "mooncake":

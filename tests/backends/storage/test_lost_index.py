@@ -1,4 +1,4 @@
-"""The index of a directory lost, damaged or foreign: the segments tell what was there, and nothing wrong comes back."""
+"""The index of a directory lost, damaged or foreign: contents are recovered from the segments, none of them wrong."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Turns(Executor):
         return future
 
     def taken(self, first: int) -> list[int]:
-        """The pieces that two threads take in turns, of a batch whose first share was given `first`."""
+        """The pieces that two threads take in turns, of the batch that starts at `given[first]`."""
         (one, _), (other, _) = self.given[first : first + 2]
         return [run.first for pair in zip(one, other, strict=True) for run in pair]
 
@@ -59,7 +59,7 @@ async def test_a_batch_behind_another_is_read_in_order_and_one_alone_by_halves(t
     await asyncio.sleep(0)
     assert [turns.taken(first) for first in (0, 2, 4)] == [halves, list(range(PAGES)), list(range(PAGES))]
     await ends(*calls)
-    # The others have ended: it is alone again. What is written goes to two files, whoever else writes.
+    # The others have ended: it is alone again. What is written goes to two files, regardless of other writers.
     calls = [begin(io.fetch), begin(io.store), begin(io.store)]
     await asyncio.sleep(0)
     assert [turns.taken(first) for first in (0, 2, 4)] == [halves] * 3

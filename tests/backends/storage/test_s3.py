@@ -190,7 +190,7 @@ async def test_holdings_leave_out_what_is_no_namespace(s3: Rig) -> None:
     odd = b"d" * 32
     for name in ("notes/p/a", "zz/p/b", f"{b'short'.hex()}/p/c", f"{odd.hex()}ab/p/d", "meta"):
         await link.put(f"{prefix}/{name}", b"4096")
-    # A namespace whose size is not written there as a number has pages all the same.
+    # A namespace without a numeric size in its record still has pages.
     await link.put(f"{prefix}/{odd.hex()}/p/{bytes(32).hex()}", b"x")
     await link.put(f"{prefix}/{odd.hex()}/meta", b"4 KiB")
     await link.put(f"{prefix}x/{bytes(32).hex()}/p/e", b"x")

@@ -43,7 +43,7 @@ def fill(uri: str, numbers: range, *, namespace: bytes = NAMESPACE) -> None:
 
 
 def read(uri: str, numbers: range, *, namespace: bytes = NAMESPACE) -> list[bool]:
-    """Tell which pages of some numbers are there, whole and right."""
+    """Return which of the numbered pages are present, complete and correct."""
 
     async def get() -> list[bool]:
         async with opened(open_storage(uri), namespace=namespace, page_bytes=PAGE_BYTES) as (store,):

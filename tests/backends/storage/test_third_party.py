@@ -37,7 +37,7 @@ gone = {module}_that_is_gone:open_attic
 
 @pytest.fixture
 def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An installed package with engines, as far as the interpreter can tell."""
+    """A package with engines that looks installed to the interpreter."""
     module = "attic_for_tidekv"
     (tmp_path / f"{module}.py").write_text(MODULE)
     metadata = tmp_path / "attic_for_tidekv-1.0.dist-info"
