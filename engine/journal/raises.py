@@ -102,7 +102,6 @@ def _locals_of(frame: FrameType) -> dict[str, int | str]:
     return found
 
 
-def _rule_of(error: BaseException) -> str:
 @lru_cache(maxsize=4096)
 def _is_of_core(code: CodeType) -> bool:
     # A replay cannot follow the frames of a compiled module in a traceback.
