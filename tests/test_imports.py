@@ -1,4 +1,4 @@
-"""What importing the package costs, and what it says on its own: nothing."""
+"""What importing the package costs, and that it prints nothing by itself."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def imports_of(source: str) -> set[str]:
             found.add(node.module or "")
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("import_module", "importlib.import_module"):
-            # A name that is made while running is nobody's to check.
+            # A name that is made at run time cannot be checked.
             found.add(str(ast.literal_eval(node.args[0])))
     return found
 
@@ -98,7 +98,7 @@ def test_an_import_that_hides_where_it_leads_is_refused(line: str) -> None:
 
 @pytest.mark.parametrize("folder", ["states", "backends", "transports"])
 def test_a_folder_loads_only_what_it_may(folder: str) -> None:
-    # What the imports say, seen from the other side: an interpreter that has loaded every module of the folder.
+    # The imports, checked from the other side: an interpreter that has loaded every module of the folder.
     modules = [
         ".".join(("tidekv", *path.relative_to(ROOT).with_suffix("").parts))
         for path in files_of(folder)

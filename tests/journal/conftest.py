@@ -122,7 +122,7 @@ class Play:
         self._serial = 0
 
     def begin_with(self, components: tuple[Component, ...] = (), **changes: Any) -> None:
-        """Begin anew with components beside the KV, or with other settings."""
+        """Start again with components beside the KV, or with other settings."""
         self.core = Core(msgspec.structs.replace(PLAY_SETTINGS, components=components, **changes))
         self.tape = Tape(self.core, self.tape.path)
 
@@ -178,7 +178,7 @@ class Play:
         self.take(events.PolicyChanged, policy=changed_policy(policy_of(self.core.state.settings), changes))
 
     def bring_to(self, state: str, request_id: str = "r1", **fields: Any) -> None:
-        """A request waits in this state; from the plan on it has a room whose promise went to p0."""
+        """Bring a request into this state; from the plan on it has a room with a promise sent to p0."""
         if state == "PREALLOC":
             self.arrive("big", tokens=b"0123456789abcdef0123456789abcdef")
             self.bring_everything("big")
@@ -205,7 +205,7 @@ class Play:
         self.take(events.PromiseSent, request_id=request_id, generation=room.generation, writer=writer, ranks=1)
 
     def to_room(self, kind: type[events.Event], request_id: str = "r1", **fields: Any) -> None:
-        """What prefill says of the request's room."""
+        """Apply an event that prefill sends for the request's room."""
         request = self.core.request(request_id)
         assert request is not None
         self.take(kind, request_id=request_id, generation=request.generation, **fields)

@@ -24,7 +24,7 @@ def journal(simulate) -> Path:
 
 
 def damage_of(path: Path) -> JournalDamaged | None:
-    """What a replay says of the journal's bytes; a divergence would be raised."""
+    """What a replay reports about the journal's bytes; a divergence would be raised."""
     try:
         return Replayer(path).run().torn
     except JournalDamaged as damage:
@@ -59,7 +59,7 @@ def test_bytes_of_the_header_and_of_the_last_line_count(journal: Path) -> None:
 
 
 def damage_of_lines(path: Path) -> JournalDamaged | None:
-    """What reading alone says: the same, and no core is stepped."""
+    """What reading reports: the same, without stepping a core."""
     try:
         reader = JournalReader(path)
         for _ in reader.lines():
@@ -124,7 +124,7 @@ def test_torn_tail_is_tolerated_and_told_at_every_length(journal: Path) -> None:
 def test_line_with_a_good_checksum_and_another_digest_is_a_divergence_in_that_part(
     journal: Path, field: str, at: int, part: str
 ) -> None:
-    # Whoever changes a journal on purpose can seal it again; then the digests of the replay disagree.
+    # A journal changed on purpose can be sealed again; then the digests of the replay disagree.
     forged = [line[:-SUFFIX_BYTES] + b"}" for line in journal.read_bytes().splitlines()]
     turn = msgspec.json.decode(forged[1])
     turn[field][-1 if field == "parts" else 0] ^= 1 << at

@@ -23,7 +23,7 @@ from tidekv.states.request import guards_and_actions
 from tidekv.states.request.request import DECLINED, LOAD_CAUSES, State
 from tidekv.states.request.table import TRANSITIONS
 
-Play = Any  # A core played by hand: the fixture `play`, whose class tests cannot import.
+Play = Any  # A core played by hand: the fixture `play`, with a class that tests cannot import.
 
 
 CASES = {**explained_tiers.CASES, **explained_components.CASES, **explained_requests.CASES}
@@ -49,11 +49,11 @@ def test_words_name_the_injected_cause(play: Play, name: str) -> None:
 
 
 NO_CAUSE = {
-    # What comes for nobody, or twice, changes nothing for any request.
+    # What comes for no request, or twice, changes nothing for any request.
     "frames_foreign", "chunks_foreign", "chunks_repeated", "calls_late",
     # Storage is asked again: nothing went wrong any more.
     "l3_breaker_closed",
-    # What is written back or dropped belongs to nobody who is served, and what was fetched ahead is no trouble.
+    # What is written back or dropped belongs to no request being served, and what was fetched ahead is no trouble.
     "l1_pages_dropped", "l2_pages_dropped", "pages_fetched_ahead", "component_pages_stored", "l3_puts_declined",
     # Nor is what several requests are sent once.
     "shared_transfer_pages",
@@ -149,7 +149,7 @@ FAULT_ROWS = {
     "rule_raises": "a rule raises once",
 }
 FAULTS_WITHOUT_CAUSE = {
-    # Nothing goes another way than planned: it only takes longer, and the times say so.
+    # Nothing goes another way than planned: it only takes longer, and the times show it.
     "promise_is_slow", "write_is_slow", "aux_is_slow", "drain_is_slow", "recompute_is_slow", "clock_is_late",
     "component_write_is_slow",
     # A miss is a miss, whatever made it.

@@ -1,4 +1,4 @@
-"""docs/journal.md says what the journal holds."""
+"""docs/journal.md lists what the journal holds."""
 
 from __future__ import annotations
 

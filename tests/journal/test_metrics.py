@@ -16,7 +16,7 @@ from tidekv.states.request.request import DECLINED, LOAD_CAUSES
 PAGE_BYTES = 1024
 
 
-def samples_of(fold: MetricsFold):  # type: ignore[no-untyped-def]  # As recount.py says.
+def samples_of(fold: MetricsFold):  # type: ignore[no-untyped-def]  # As in recount.py.
     registry = CollectorRegistry()
     registry.register(MetricsCollector(fold, page_bytes=PAGE_BYTES))
     return scraped(generate_latest(registry).decode())[1]

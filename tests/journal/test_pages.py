@@ -1,4 +1,4 @@
-"""Digests in place of page keys: equal for equal pages, and of no use to whoever has only the journal."""
+"""Digests in place of page keys: equal for equal pages, and of no use to a reader with only the journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Raises of rules are facts: a replay raises at the same place and goes on, and tells them from damage and changes."""
+"""Raises of rules are facts: a replay raises at the same place and goes on, distinct from damage and changes."""
 
 from __future__ import annotations
 

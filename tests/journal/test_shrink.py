@@ -20,7 +20,7 @@ TURN_EVENTS = 5
 
 
 def first_that_breaks(simulate, directory: Path, seeds: range, **drawn: Callable[[int], object]) -> Path:
-    """The journal of the first seed whose simulation breaks; what is drawn for it follows from the seed."""
+    """The journal of the first seed that breaks the simulation; what is drawn for it follows from the seed."""
     for seed in seeds:
         try:
             simulate(seed, 60, **{name: draw(seed) for name, draw in drawn.items()})
@@ -43,7 +43,7 @@ def test_journal_of_a_broken_core_is_reduced_to_the_few_events_that_break_it(sim
     path = first_that_breaks(simulate, tmp_path, range(1, 20))
     out = tmp_path / "short.journal"
     shrunk = shrink(path, out)
-    # Requests whose pages the broken one needs stay: what prefill sent it would not fit otherwise.
+    # Requests with pages that the broken one needs stay: what prefill sent it would not fit otherwise.
     assert shrunk.events_after < shrunk.events_before / 2
     steps = list(Replayer(out).steps())
     assert steps[-1].error == "BrokenInvariant"

@@ -1,4 +1,4 @@
-"""A disk that hangs or refuses: the loop never waits for it, memory is bounded, and what is missing is told."""
+"""A disk that hangs or refuses: the loop never waits for it, memory is bounded, and missing records are reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LINE_BYTES = 2_000
 
 
 class HangingDisk:
-    """What a journal writes behind its header goes into a pipe that nobody reads, until `works`."""
+    """What a journal writes behind its header goes into a pipe without a reader, until `works`."""
 
     def __init__(self, journal: Journal) -> None:
         self._path = journal.path

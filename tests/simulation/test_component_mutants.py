@@ -30,7 +30,7 @@ MUTANTS: dict[str, tuple[Mutant, str, int]] = {}
 
 
 def mutant(words: str, *, first_seed: int = 1) -> Callable[[Mutant], Mutant]:
-    """`words` is what a run says that sees it. Those before `first_seed` were seen to say nothing."""
+    """`words` is the error of a run that finds it. Runs of seeds before `first_seed` did not find it."""
 
     def enter(plant: Mutant) -> Mutant:
         MUTANTS[plant.__name__] = (plant, words, first_seed)

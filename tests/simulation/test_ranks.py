@@ -32,7 +32,7 @@ def test_every_request_of_every_rank_ends(ranks: int) -> None:
 
 @pytest.mark.parametrize(("seed", "ranks"), [(400108, 4), (620006, 6)])
 def test_a_rank_that_died_in_a_vote_leaves_nobody_waiting(seed: int, ranks: int) -> None:
-    # The others had told the end of a backup in that vote, and had nothing else to tell afterwards.
+    # The others had reported the end of a backup in that vote, and had nothing else to report afterwards.
     without_components = draw_settings(Random(f"settings {seed}"))
     assert simulate_ranks(seed, ranks, 50, settings=without_components).epochs == 2
 

@@ -1,4 +1,4 @@
-"""The simulation itself: it repeats itself, says what failed, and passes on the core as it is."""
+"""The simulation itself: it repeats itself, reports what failed, and passes on the core as it is."""
 
 from __future__ import annotations
 

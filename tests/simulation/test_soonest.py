@@ -1,4 +1,4 @@
-"""Runs in which it is divided who brings what storage has: with faults at every boundary, nothing is lost or stuck."""
+"""Runs that split pages between storage and transfer: with faults at every boundary, nothing is lost or stuck."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_the_queue_gives_what_a_look_at_all_nodes_would(calls: list[tuple[str, i
             first = min(ready, key=lambda one: (nodes[one].tick, one), default=None)
             popped = queue.pop()
             assert (None if popped is None else popped.node_id) == first
-            # Whoever was not ready was passed over, and has to be pushed again.
+            # A node that was not ready was passed over, and has to be pushed again.
             queued = {one for one in queued if nodes[one] in queue}
             assert first not in queued and ready - {first} <= queued
         queue.check()

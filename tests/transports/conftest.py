@@ -207,7 +207,7 @@ class Prefill:
 
 
 class Dialler:
-    """A decode worker that says what a test wants."""
+    """A decode worker that sends what a test wants."""
 
     def __init__(self, world, name: str = "decode-0") -> None:
         self.pool = world.Pool(16)

@@ -1,8 +1,8 @@
 """Rooms under seeded trouble: aborts, cut links, killed and restarted prefills, slow writes, extends, retries.
 
 Whatever happens, each room ends, what is complete is right, and a page that was declared settled is never written
-again: it is poisoned at that moment, and the poison must still be there at the end. The same with components, whose
-tails are part of it.
+again: it is poisoned at that moment, and the poison must still be there at the end. The same with components: their
+tails are included.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Asked:
 
 
 class Chaos:
-    """A decode worker whose core is this test."""
+    """A decode worker with this test as its core."""
 
     def __init__(self, world, seed: int, *, has_components: bool) -> None:
         self.world = world
@@ -230,7 +230,7 @@ async def test_every_room_ends_and_no_settled_page_is_written(world, seed: int, 
     statistics = chaos.decode.receiver.statistics()
     assert (statistics["rooms_open"], statistics["rooms_unsettled"]) == (0, 0)
     assert statistics.get("rooms_broken", 0) == 0
-    # Prefill is left with nothing but rooms whose Received or Abort is on its way.
+    # Prefill is left only with rooms that have a Received or Abort on its way.
     await chaos.prefill.sender.close()
     assert chaos.prefill.sender.statistics()["writes_in_flight"] == 0
     assert chaos.prefill.sender.statistics()["peers"] == 0

@@ -45,7 +45,7 @@ def promise(
 
 
 async def computed(world, *components, component_pages: Iterable[ComponentPages], **of_prefill: object) -> tuple:
-    """Both workers, and a room that asks for these tails, whose pages are all sent."""
+    """Both workers, and a room that asks for these tails, with all pages sent."""
     decode, prefill = await pair(world, *components, **of_prefill)
     promise(decode, prefill.address, component_pages)
     room = await prefill.room("r1")
@@ -54,7 +54,7 @@ async def computed(world, *components, component_pages: Iterable[ComponentPages]
 
 
 async def held_in_its_tail(world) -> tuple:
-    """The same of a room whose record is being written until the gate opens, which comes last; its pages are there."""
+    """The same, for a room with all pages, and its record (the last part) being written until the gate opens."""
     decode, prefill, room = await computed(world, world.STATE, component_pages=STATE)
     await decode.wait(events.ChunkLanded)
     gate = world.Gate(world.network)
@@ -240,7 +240,7 @@ async def test_memory_that_is_not_what_the_identity_says_is_refused(world) -> No
 
 
 class Liar:
-    """A prefill that says a last chunk, and what else a test wants, whatever it has written."""
+    """A prefill that sends a last chunk, and what else a test wants, whatever it has written."""
 
     def __init__(self, world, said: list[str]) -> None:
         self.pools = [world.Pool(8), world.Pool(8, pieces=world.STATE.piece_bytes)]

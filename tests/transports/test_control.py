@@ -189,7 +189,7 @@ async def test_a_listener_that_cannot_prove_the_secret_is_refused(ends: Ends) ->
 
 
 async def test_a_proof_played_back_is_refused(ends: Ends) -> None:
-    """Who does not know the secret gets no proof out of the listener, and its own greeting back is none."""
+    """A peer without the secret gets no proof out of the listener, and its own greeting back is none."""
     listener = await ends.listen(secret="right")
     reader, writer = await asyncio.open_connection(*control.parse_address(listener.address))
     greeting = await reader.readexactly(control.GREETING_BYTES)

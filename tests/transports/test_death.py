@@ -1,4 +1,4 @@
-"""A writer's memory is reused when the kernel says that the writer has ended, and never before."""
+"""A writer's memory is reused when the kernel reports that the writer has ended, and never before."""
 
 from __future__ import annotations
 

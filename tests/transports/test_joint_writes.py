@@ -1,4 +1,4 @@
-"""Writes that share a lane, over a NIXL by script: each page goes once, and each write hears of its own."""
+"""Writes that share a lane, over a NIXL by script: each page goes once, and each write gets its own outcome."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ScriptedNixl:
 
 @dataclass
 class Flight:
-    """A write as its caller has it, who hears of its end once."""
+    """A write as its caller has it; its end is reported once."""
 
     lane: Lane
     write: PartedWrite
@@ -109,7 +109,7 @@ class Flight:
             self.lane.enter(self.write)
 
     def is_unresolved(self) -> bool:
-        """True if it has ended, as far as NIXL goes, and its caller has not heard of it."""
+        """True if it has ended, as far as NIXL goes, and its caller has not been notified."""
         return self.is_entered and not self.is_over and not (self.write._left or self.write.parts_in_flight)
 
 
@@ -129,7 +129,7 @@ def flights(
         columns = (page_ids(column) for column in zip(*pages, strict=True))
         pairs = paired_pages(*columns, numbering=numbering, peer="peer")
         plan = WritePlan(numbering, *pairs, part_bytes=part_pages * PAGE_BYTES, part_descriptors=part_descriptors)
-        write = PartedWrite(plan, object())  # type: ignore[arg-type]  # Nobody waits for it: only its identity counts.
+        write = PartedWrite(plan, object())  # type: ignore[arg-type]  # No test waits for it: only its identity counts.
         made.append(Flight(lane, write, sorted(pages), enters_at, stops_at))
     return made
 

@@ -30,7 +30,7 @@ class Script:
 
 @dataclass
 class ScriptedNixl:
-    """Requests whose numbers are those of their parts, and what was done with them."""
+    """Requests numbered as their parts, and what was done with them."""
 
     scripts: list[Script]
     calls: list[tuple[str, int]] = field(default_factory=list)
@@ -82,7 +82,7 @@ def parted(nixl: ScriptedNixl) -> tuple[Lane, PartedWrite]:
     pages = paired_pages(page_ids(range(count)), page_ids(range(count)), numbering=numbering, peer="peer")
     plan = WritePlan(numbering, *pages, part_bytes=PAGE_BYTES, part_descriptors=1)
     lane = Lane(nixl, our_list=7, their_list=8)  # type: ignore[arg-type]  # As above.
-    write = PartedWrite(plan, object())  # type: ignore[arg-type]  # Nobody waits for it: only its identity counts.
+    write = PartedWrite(plan, object())  # type: ignore[arg-type]  # No test waits for it: only its identity counts.
     lane.enter(write)
     return lane, write
 

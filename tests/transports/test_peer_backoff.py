@@ -1,4 +1,4 @@
-"""Whoever breaks the protocol again and again is refused for a growing while, in bounded memory."""
+"""A peer that keeps breaking the protocol is refused for a growing while, in bounded memory."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def listening(links: asyncio.Queue[Link], **options: object) -> AsyncItera
 
 
 async def send_raw(address: str, raw: bytes) -> bytes:
-    """Connect, say something else than the protocol does, and return what is answered until the end."""
+    """Connect, send something outside the protocol, and return what is answered until the end."""
     reader, writer = await asyncio.open_connection(*connection.parse_address(address))
     answered = b""
     try:
@@ -213,7 +213,7 @@ async def test_who_says_nothing_holds_a_place_no_longer_than_the_handshake_and_o
 
 
 async def test_strangers_in_the_handshake_of_tls_count_and_are_cut_off(links: asyncio.Queue[Link]) -> None:
-    """A peer that connects to a TLS port and sends nothing must not hold a descriptor that nobody counts."""
+    """A peer that connects to a TLS port and sends nothing must not hold an uncounted descriptor."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(CERTIFICATE)
     async with listening(links, listen_tls=context, handshake_s=0.2, links_max=2) as listener:

@@ -31,7 +31,7 @@ def free_address() -> str:
 
 
 class Owner:
-    """Writes down what its channel tells."""
+    """Records what its channel reports."""
 
     def __init__(self) -> None:
         self.received: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
@@ -171,7 +171,7 @@ async def test_the_next_group_is_formed_when_every_vote_thread_is_free(monkeypat
         for member in members:
             await member.owner.expect("lost")
             member.channel.settled()
-        # Long enough for any message: the follower's thread tries on, and nobody begins anew without it.
+        # Long enough for any message: the follower's thread keeps trying, and no rank starts again without it.
         await turns_until(lambda: len(asked[0]) > 1, turns_max=500)
         assert [len(futures) for futures in asked] == [1, 1]
         asked[1][0].set_exception(TransferFailed("no group in time"))

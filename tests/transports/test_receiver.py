@@ -108,7 +108,7 @@ async def test_an_abort_is_drained_only_after_the_write_in_flight(world) -> None
     gate.open.set()
     drained = await decode.wait(events.RoomDrained)
     assert (drained.request_id, drained.generation, drained.rank) == ("r1", 0, 0)
-    # The bytes landed before the word: whoever gets the pages next is safe.
+    # The bytes landed before the message: the next owner of the pages is safe.
     assert world.same(decode, prefill, [(0, 30), (3, 33)])
     assert not decode.of(events.ChunkLanded)
     assert await settled == "aborted"

@@ -58,7 +58,7 @@ SCALES = msgspec.structs.replace(DRAFT, name="scales")
 async def test_a_side_without_a_layer_group_is_refused_by_the_groups_name(
     world, ours: tuple[GroupIdentity, ...], theirs: tuple[GroupIdentity, ...], text: str
 ) -> None:
-    # Another group is other bytes a page as well: the group is what is told.
+    # Another group is other bytes a page as well: the group is what is reported.
     decode = await world.decode(identity=world.identity(groups=ours))
     prefill = await world.prefill(identity=world.identity(groups=theirs, page_bytes=64))
     decode.promise(prefill.address, "r1", tokens=4, promised=0, pages=[1])
@@ -120,7 +120,7 @@ async def test_a_dead_writer_settles_its_rooms_and_its_successor_is_another_one(
     await again.serve("r1", [30, 31])
     await decode.wait_done("r1")
     assert decode.of(events.PromiseSent)[-1].writer == again.transport.instance != writer
-    # Nothing of the dead writer landed after its death was told.
+    # Nothing of the dead writer landed after its death was reported.
     assert decode.pool.page(1) == bytes(world.PAGE_BYTES)
     assert decode.receiver.statistics()["rooms_unsettled"] == 0
 

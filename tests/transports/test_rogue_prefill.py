@@ -15,7 +15,7 @@ from tidekv.transports.loopback import LoopbackTransport
 
 
 class Rogue:
-    """A prefill that says what a test wants."""
+    """A prefill that sends what a test wants."""
 
     def __init__(self, world, address: str = "rogue:1") -> None:
         self.pool = world.Pool(8)
@@ -103,7 +103,7 @@ async def test_a_wrong_chunk_fails_its_room_and_no_other(world, rogue, wrong: di
     failed = await decode.wait(events.RoomFailed)
     assert (failed.request_id, failed.settled) == ("r1", False)
     assert "broke the protocol" in failed.cause
-    # Prefill is told to stop without an abort of the core; what it still says is late.
+    # Prefill is stopped without an abort of the core; what it still sends is late.
     assert (await rogue.receive(wire.Abort)).room == first
     rogue.link.send(chunk(first))
     rogue.link.send(wire.Drained(room=first, rank=0))

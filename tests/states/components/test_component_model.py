@@ -48,7 +48,7 @@ class Books:
     pages: dict[Prefix, int] = field(default_factory=dict)
     """By prefix: the page that the index keeps for its last position."""
     memory: dict[int, object] = field(default_factory=dict)
-    """By page: whose bytes it holds."""
+    """By page: the owner of the bytes it holds."""
 
     def write(self, page: int, what: object) -> None:
         # What is in the index is never written again.

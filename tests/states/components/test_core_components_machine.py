@@ -1,5 +1,5 @@
 """The core with components against any order of events: the machine of the core's own test, and pools of tags for each
-window and state. Prefill writes its part of the tails until it says its last chunk, or has stopped.
+window and state. Prefill writes its part of the tails until it reports its last chunk, or has stopped.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ PAGE = 4
 def room(
     *, tokens: int, promised: int = 0, component_pages: dict[str, tuple[int, list[int]]] | None = None
 ) -> SenderRoom:
-    """A room whose decode pages are 100 and up; of components, where they begin and their pages."""
+    """A room with decode pages from 100 up; of components, where they begin and their pages."""
     count = -(-tokens // PAGE) - promised // PAGE
     return SenderRoom(
         prompt_tokens=tokens,

@@ -1,4 +1,4 @@
-"""What comes late, or when nobody waits any more: it changes nothing but what it is about."""
+"""Outcomes that come late, or without a waiter: they change only what they are about."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_late_puts_open_the_breaker_like_failed_ones() -> None:
     rig.expect_nothing_held()
 
 
-# --- Loads that nobody wants ---
+# --- Loads without a waiter ---
 
 
 def late_copy_above_a_fetch(rig: Rig) -> tuple[commands.CopyToDevice, commands.FetchPages]:
@@ -95,7 +95,7 @@ def test_pages_of_a_late_copy_wait_for_what_hangs_below_them() -> None:
     rig.wait_until(1.5)
     assert rig.core.statistics()["copies_late"] == 1
     rig.copied(copy)
-    # Nobody writes to the two pages any more, but the fetched ones below are still being filled.
+    # The two pages have no writer any more, but the fetched ones below are still being filled.
     assert [len(load.nodes) for load in rig.core.loads.settled_reclaiming] == [1]
     assert rig.core.statistics()["device_draining"] == 2
     rig.fetched(fetch)
@@ -176,7 +176,7 @@ def test_what_the_caller_computed_is_told_by_its_own_source_and_cached() -> None
     ready = rig.take(commands.ReportReady)
     assert ready.sources == {"l1": 4, "l2": 0, "l3": 0, "transfer": 0, "recompute": 4}
     assert ready.pages == asked.pages
-    rig.nothing_else()  # There is no prefill that could be told of pages it may free.
+    rig.nothing_else()  # No prefill exists that could be notified of pages it may free.
     assert rig.make_ready("b", EIGHT).sources["l1"] == 8
 
 

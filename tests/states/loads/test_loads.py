@@ -1,4 +1,4 @@
-"""One load for many: who shares it, who extends it when it fails, and what happens when they leave."""
+"""One load for many: requests that share it, extend it when it fails, or leave."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_who_waits_finds_its_pages_on_the_host_and_they_count_as_storage() -> No
     assert rig.core.state.index.probe_prefix("", TOKENS) == (0, 6)
     assert rig.state("a") == "PREALLOC"
     rig.nothing_else()
-    # Nobody can take them away meanwhile.
+    # No request can take them meanwhile.
     assert rig.flush("l2").spared == {"l2": 6}
     make_room(rig)
     ready = end_by_transfer(rig)
@@ -189,7 +189,7 @@ def test_the_bound_is_over_all_and_who_waits_gets_what_others_leave() -> None:
     rig.answer(rig.take(commands.QueryStorage), 8)
     assert fetches(rig) == []
     rig.abort("a")
-    # Four pages of the bound are free again, and go to the next who waits.
+    # Four pages of the bound are free again, and go to the next waiting request.
     assert sum(len(fetch.host_pages) for fetch in fetches(rig)) == 4
     assert rig.core.lookahead.pages == 6
 
@@ -254,7 +254,7 @@ def test_policies_that_change_leave_alone_what_is_under_way() -> None:
         rig.fetched(fetch)
     make_room(rig)
     assert end_by_transfer(rig).sources["l3"] == 6
-    # And who was left out before is looked at again.
+    # And a request that was left out before is considered again.
     rig.make_ready("huge", BIG[:14])
     rig.arrive("b", b"ABCDEFGHIJ")
     rig.answer(rig.take(commands.QueryStorage), 6)

@@ -1,4 +1,4 @@
-"""Work ahead (of eviction, of admission) whose rules raise: at every call, nothing is lost, and nobody fails by it."""
+"""Work ahead (of eviction, of admission) with rules that raise: at every call, nothing is lost and no request fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests with a common prefix share the transfer of it before the first of them is READY, and nobody's luck."""
+"""Requests with a common prefix share the transfer of it before the first of them is READY, but not its failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ A, B, C = PREFIX + b"123x", PREFIX + b"45y", PREFIX + b"457z"
 
 
 def sharing(**settings: Any) -> Rig:
-    """A rig whose requests share transfers, and whose prompts end on a page that is filled in part."""
+    """A rig with requests that share transfers, and prompts that end on a partly filled page."""
     return Rig(share_transfers=True, page_size=1, **settings)
 
 
@@ -352,7 +352,7 @@ def test_the_deadline_of_who_waits_is_its_own() -> None:
     assert rig.state("a") == "TRANSFER"
 
 
-# --- Who does not share ---
+# --- Requests that do not share ---
 
 
 def test_without_the_setting_everybody_is_sent_everything() -> None:

@@ -117,7 +117,7 @@ def test_a_raise_at_any_call_loses_nothing(prepare: Callable[[], tuple[Rig, Step
 
 
 def bring(rig: Rig, request_id: str, generation: int) -> None:
-    """Prefill says that every span of a room is complete, and sends the first token."""
+    """Prefill reports every span of a room as complete, and sends the first token."""
     while (room := rig.core.rooms.live(request_id, generation)) is not None and not room.is_complete:
         fields = {"request_id": request_id, "generation": generation}
         if not room.ranks:

@@ -1,4 +1,4 @@
-"""Whoever watches the index misses nothing: what a page has in any tier changes only where its node was touched."""
+"""A watcher of the index misses nothing: what a page has in any tier changes only where its node was touched."""
 
 from __future__ import annotations
 

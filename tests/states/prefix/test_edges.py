@@ -1,4 +1,4 @@
-"""The small print: what a wrong call says, and what nobody calls on the way through."""
+"""Edge cases: the errors of wrong calls, and calls that other tests seldom make."""
 
 from __future__ import annotations
 

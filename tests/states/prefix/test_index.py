@@ -1,4 +1,4 @@
-"""The prefix index by example: what is found, who owns which page after an insert, what receipts and loads keep."""
+"""The prefix index by example: what is found, the owner of each page after an insert, what receipts and loads keep."""
 
 from __future__ import annotations
 

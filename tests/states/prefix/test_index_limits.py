@@ -89,7 +89,7 @@ def test_locked_pages_and_pages_under_load_cannot_be_dropped() -> None:
     with pytest.raises(BrokenInvariant, match="has no device pages"):
         index.device_path(node)
     with pytest.raises(BrokenInvariant, match="that a load could fill"):
-        index.set_load(node, object())  # type: ignore[arg-type]  # Refused before anybody asks it.
+        index.set_load(node, object())  # type: ignore[arg-type]  # Refused before any use.
     with pytest.raises(BrokenInvariant, match="no device pages to reclaim"):
         index.set_reclaiming(node)
     index.drop_host(node)

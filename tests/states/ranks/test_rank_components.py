@@ -19,7 +19,7 @@ PROMPT = b"abcd"
 
 @pytest.fixture
 def ranks(make_ranks):
-    """Three ranks, whose device and host have the prompt and its component pages."""
+    """Three ranks with the prompt and its component pages on device and host."""
     settings = msgspec.structs.replace(make_ranks.settings, components=COMPONENTS)
     ranks = make_ranks(3, settings=settings)
     ranks.make_ready("a", PROMPT)

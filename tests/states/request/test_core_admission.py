@@ -1,4 +1,4 @@
-"""The core, stepped by hand: who gets device pages, and when."""
+"""The core, stepped by hand: which request gets device pages, and when."""
 
 from __future__ import annotations
 

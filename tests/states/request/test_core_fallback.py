@@ -142,7 +142,7 @@ def test_a_late_copy_may_still_write_so_the_request_starts_over_on_other_pages()
     rig.wait_until(3.0)
     abort = rig.take(commands.SendAbort)
     again = rig.take(commands.SendPromise)
-    # No match passes pages that somebody writes to, so what lies behind them comes from prefill.
+    # No match passes pages that have a writer, so what lies behind them comes from prefill.
     assert (again.generation, again.promised_tokens) == (promise.generation + 1, 0)
     assert rig.core.statistics()["device_draining"] == 8
     rig.serve(again)

@@ -23,7 +23,7 @@ def token_bytes(tokens: list[int]) -> bytes:
 
 
 class Conversation:
-    """One conversation over a rig whose tiers are all used, or whose device alone is."""
+    """One conversation over a rig that uses all tiers, or only the device."""
 
     def __init__(self, *, keep_output: bool, tiers: str) -> None:
         self.rig = Rig(

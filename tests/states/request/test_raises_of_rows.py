@@ -1,5 +1,5 @@
 """A raise planted in every guard and action of the table, in every state, up to three times: how the request ends, and
-what is told of it.
+what is reported of it.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def stimulus_of(row: Row, rig: Rig, state: State) -> Stimulus:
 
 
 def settle(rig: Rig) -> list[commands.Command]:
-    """What callers are told in the end; a caller that is asked to compute does."""
+    """What is reported to callers in the end; a caller that is asked to compute does."""
     told: list[commands.Command] = []
     while rig.pending:
         for wish in rig.settle():

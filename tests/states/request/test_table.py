@@ -1,4 +1,4 @@
-"""The table against the machine: in every state every event does what the table says, or is refused untouched."""
+"""The table against the machine: in every state every event follows the table, or is refused without effect."""
 
 from __future__ import annotations
 

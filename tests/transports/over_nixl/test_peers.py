@@ -1,4 +1,4 @@
-"""What a peer says of itself is judged before NIXL hears of it."""
+"""A peer's own description is validated before it reaches NIXL."""
 
 from __future__ import annotations
 

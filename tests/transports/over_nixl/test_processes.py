@@ -185,7 +185,7 @@ async def test_a_peer_of_another_host_is_gone_when_nixl_says_so(spawn: Spawn) ->
         child.signal(signal.SIGKILL)
         async with asyncio.timeout(LIMIT_S):
             await asyncio.gather(*waiting)
-            # Dead before anybody asked.
+            # Dead before the first query.
             await side.transport.wait_gone(child.ready.instance, hello)
 
 

@@ -264,7 +264,7 @@ async def test_a_closed_transport_says_so(pair: Any) -> None:
     for call in (pair.write([0], [0]), pair.add()):
         with pytest.raises(TransferFailed, match="is closed"):
             await call
-    # Whoever tidies up behind it has nothing left to do.
+    # A later clean-up has nothing left to do.
     await pair.writer.transport.remove_peer(pair.peer)
     pair.check({})
 
@@ -318,7 +318,7 @@ async def test_close_leaves_no_thread(start_pair: Any) -> None:
     await pair.write([0], [0])
     assert kernel_threads() - before
     await pair.close()
-    # A thread that has told its outcome still needs a moment to end, and no event tells of it.
+    # A thread that has reported its outcome still needs a moment to end, and no event reports that.
     async with asyncio.timeout(LIMIT_S):
         while kernel_threads() - before:  # noqa: ASYNC110
             await asyncio.sleep(0)
