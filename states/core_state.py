@@ -21,6 +21,7 @@ from tidekv.states.components.index import ComponentIndex
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import PrefixIndex
+from tidekv.states.prefix.policies import POLICIES
 from tidekv.states.raises import raise_of
 
 if TYPE_CHECKING:
@@ -99,7 +100,9 @@ class CoreState:
         self.settings = settings
         self.device = PagePool("device", settings.device_pages)
         self.host = PagePool("host", settings.host_pages)
-        self.index = PrefixIndex(key_bytes=settings.key_bytes, device=self.device, host=self.host)
+        self.index = PrefixIndex(
+            key_bytes=settings.key_bytes, device=self.device, host=self.host, policy=POLICIES[settings.eviction]
+        )
         self.components: ComponentIndex | None = None
         """The index of component pages. None if the model has no components."""
         if settings.components:

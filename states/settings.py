@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from tidekv.states.components.specs import Component
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.storage.policy import POLICY_FIELDS, StoragePolicy
 from tidekv.states.validation import Count, PositiveCount, Seconds
+
+EvictionName = Literal["lru", "lfu", "slru", "fifo", "priority"]
 
 
 class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
@@ -49,6 +53,8 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     """Seconds a request waits on another request's stalled transfer before it asks prefill itself."""
     components: tuple[Component, ...] = ()
     """Sliding windows and state snapshots that are transferred and cached beside the full KV."""
+    eviction: EvictionName = "lru"
+    """Order in which cached pages of both tiers are evicted, see `tidekv.states.prefix.policies`."""
     keep_output: bool = True
     """Whether generated tokens are cached. False caches prompts only, as a baseline for measurements."""
 

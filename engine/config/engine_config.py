@@ -9,7 +9,7 @@ from msgspec import Meta
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.states.components.specs import Component
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.settings import CoreSettings
+from tidekv.states.settings import CoreSettings, EvictionName
 from tidekv.states.storage.policy import POLICY_FIELDS, StoragePolicy
 from tidekv.states.validation import (
     ByteCount,
@@ -135,7 +135,7 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     model: Text = ""
-    """StateDigest of the model. Both ends of a hand-over, and all workers that share storage, must name the same."""
+    """Fingerprint of the model. Both ends of a hand-over, and all workers that share storage, must name the same."""
     vocabulary: Vocabulary = 0
     """Token ids must be below this. 0: every id that fits in 32 bits is allowed."""
     namespace: PlainText = ""
@@ -146,6 +146,11 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
     keep_output: bool = True
     """Keep generated tokens in the cache; without it only prompts are kept."""
+    eviction: EvictionName = "lru"
+    """Order in which cached pages are evicted from device and host memory. "lru": least recently used first. "lfu":
+    least often matched first. "slru": pages matched less than twice first, so that a long scan keeps shared prefixes. "fifo":
+    oldest insertion first. "priority": lowest `DecodeRequest.priority` first. Ties go to the least recently used.
+    """
     default_deadline_s: Seconds = 60.0
     """Deadline of requests that bring none: a restore that takes longer fails."""
     copy_deadline_s: Seconds = 30.0
@@ -190,6 +195,7 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             device_pages=device_pages,
             host_pages=host_pages,
             components=components,
+            eviction=self.eviction,
             keep_output=self.keep_output,
             copy_deadline_s=self.copy_deadline_s,
             fetch_run_pages=self.storage.fetch_run_pages,

@@ -231,9 +231,9 @@ class Rig:
         self.take(commands.SendReceived)
         return self.take(commands.ReportReady)
 
-    def make_cached(self, request_id: str, tokens: bytes) -> None:
+    def make_cached(self, request_id: str, tokens: bytes, **fields: object) -> None:
         """Bring tokens into every tier: a request is restored, finished and backed up."""
-        self.make_ready(request_id, tokens)
+        self.make_ready(request_id, tokens, **fields)
         self.finish(request_id, tokens)
         for copy in self.take_all(commands.CopyToHost):
             self.copied(copy)

@@ -195,7 +195,9 @@ class Loads:
         state = self._state
         load = Load(first=first, tier="l3", stage=Stage.FETCHING)
         try:
-            load.nodes.append(state.index.insert_pending(parent, request.namespace, keys, pages, load))
+            load.nodes.append(
+                state.index.insert_pending(parent, request.namespace, keys, pages, load, priority=request.priority)
+            )
             load.host_pages = state.host.take(len(pages))
             self.hold(load)
             load.op = state.start_operation(LoadFetch(self, self._storage, load), deadline_s=deadline_s)

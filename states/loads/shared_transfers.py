@@ -85,7 +85,11 @@ class SharedTransfers:
             return None
         load = Load(first=plan.end, tier="transfer", stage=Stage.RECEIVING)
         try:
-            load.nodes.append(state.index.insert_pending(plan.node, request.namespace, keys, plan.own[:count], load))
+            load.nodes.append(
+                state.index.insert_pending(
+                    plan.node, request.namespace, keys, plan.own[:count], load, priority=request.priority
+                )
+            )
             self._loads.hold(load)
         except BaseException:
             self._loads.abandon(load)

@@ -6,10 +6,13 @@ import heapq
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.prefix.node import Node
+
+if TYPE_CHECKING:
+    from tidekv.states.settings import EvictionName
 
 Priority: TypeAlias = "tuple[int, ...]"
 """Sort key of eviction: the lowest is evicted first."""
@@ -78,6 +81,14 @@ LFU = LeastFrequentlyUsed()
 SLRU = SegmentedLeastRecentlyUsed()
 FIFO = FirstInFirstOut()
 PRIORITY = LowestPriority()
+POLICIES: Final[dict[EvictionName, EvictionPolicy]] = {
+    "lru": LRU,
+    "lfu": LFU,
+    "slru": SLRU,
+    "fifo": FIFO,
+    "priority": PRIORITY,
+}
+"""Policies by the name that `CoreSettings.eviction` gives them."""
 
 # A queue is swept when more than half of its entries, plus this margin, are of removed nodes.
 _STALE_MARGIN = 64

@@ -76,7 +76,9 @@ class Adoption:
         load = Load(first=run.first, tier="l3", stage=Stage.FETCHING)
         # Registered before the first change, since `_disown` also handles a partial adoption.
         undo.callback(self._disown, load, run, None if run.is_landed else state.operations[run.op])
-        load.nodes.append(state.index.insert_pending(parent, run.request.namespace, keys, pages, load))
+        load.nodes.append(
+            state.index.insert_pending(parent, run.request.namespace, keys, pages, load, priority=run.request.priority)
+        )
         load.host_pages = run.host_pages
         self._loads.hold(load)
         if run.is_landed:

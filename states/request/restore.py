@@ -430,7 +430,7 @@ class Restore:
         state = self._state
         if request.inserted is None:
             count = len(keys) // state.settings.key_bytes
-            inserted = state.index.insert(request.namespace, keys, request.table[:count])
+            inserted = state.index.insert(request.namespace, keys, request.table[:count], priority=request.priority)
             # Set `own` to all that the tree did not take before the next call that can raise: `leave` frees what is in
             # `own`, so no page is lost and none is freed twice.
             kept = inserted.rejected + request.own[max(0, len(request.own) - (len(request.table) - count)) :]
