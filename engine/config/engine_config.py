@@ -148,8 +148,9 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Keep generated tokens in the cache; without it only prompts are kept."""
     eviction: EvictionName = "lru"
     """Order in which cached pages are evicted from device and host memory. "lru": least recently used first. "lfu":
-    least often matched first. "slru": pages matched less than twice first, so that a long scan keeps shared prefixes. "fifo":
-    oldest insertion first. "priority": lowest `DecodeRequest.priority` first. Ties go to the least recently used.
+    least often matched first. "slru": pages matched less than twice first, so that a long scan keeps shared prefixes.
+    "fifo": oldest insertion first. "priority": lowest `DecodeRequest.priority` first. Ties go to the least recently
+    used.
     """
     default_deadline_s: Seconds = 60.0
     """Deadline of requests that bring none: a restore that takes longer fails."""
