@@ -136,8 +136,8 @@ def _without_texts(command: Command) -> Command:
     if type(command) is ReportFailed:
         return msgspec.structs.replace(command, detail="")
     if isinstance(command, ReportReady | ReportFinished | ReportRetracted) and command.fallbacks:
-        told = tuple(msgspec.structs.replace(fallback, error="") for fallback in command.fallbacks)
-        return msgspec.structs.replace(command, fallbacks=told)
+        fallbacks = tuple(msgspec.structs.replace(fallback, error="") for fallback in command.fallbacks)
+        return msgspec.structs.replace(command, fallbacks=fallbacks)
     return command
 
 

@@ -126,8 +126,8 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
         return RequestArrived(**fields)
 
 
-class FinishRecord(msgspec.Struct, frozen=True, array_like=True, tag="FinishRequested"):
-    """A `FinishRequested`. Its first `same_pages` keys are those of the request's arrival, and are left out."""
+class KeptRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Fields of `FinishRequested` and `RetractRequested`. The first `same_pages` keys are the arrival's and left out."""
 
     at_s: float
     request_id: str
@@ -135,37 +135,28 @@ class FinishRecord(msgspec.Struct, frozen=True, array_like=True, tag="FinishRequ
     tokens: int
     component_pages: tuple[ComponentLeft, ...]
     same_pages: int
+
+    def fields(self, known: bytes) -> dict[str, Any]:  # Any: the fields of an event have several types.
+        """Return the fields of the event; `known` are the keys that were left out."""
+        fields = msgspec.structs.asdict(self)
+        del fields["same_pages"]
+        return {**fields, "keys": known + self.keys}
+
+
+class FinishRecord(KeptRecord, frozen=True, array_like=True, tag="FinishRequested"):
+    """A `FinishRequested`."""
 
     def event(self, known: bytes) -> FinishRequested:
         """Return the event; `known` are the keys that were left out."""
-        return FinishRequested(
-            at_s=self.at_s,
-            request_id=self.request_id,
-            keys=known + self.keys,
-            tokens=self.tokens,
-            component_pages=self.component_pages,
-        )
+        return FinishRequested(**self.fields(known))
 
 
-class RetractRecord(msgspec.Struct, frozen=True, array_like=True, tag="RetractRequested"):
-    """A `RetractRequested`, written like a `FinishRequested`."""
-
-    at_s: float
-    request_id: str
-    keys: bytes
-    tokens: int
-    component_pages: tuple[ComponentLeft, ...]
-    same_pages: int
+class RetractRecord(KeptRecord, frozen=True, array_like=True, tag="RetractRequested"):
+    """A `RetractRequested`."""
 
     def event(self, known: bytes) -> RetractRequested:
         """Return the event; `known` are the keys that were left out."""
-        return RetractRequested(
-            at_s=self.at_s,
-            request_id=self.request_id,
-            keys=known + self.keys,
-            tokens=self.tokens,
-            component_pages=self.component_pages,
-        )
+        return RetractRequested(**self.fields(known))
 
 
 WITH_KEYS = (RequestArrived, FinishRequested, RetractRequested)
