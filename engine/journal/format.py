@@ -127,7 +127,7 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
 
 
 class KeptRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Fields of `FinishRequested` and `RetractRequested`. The first `same_pages` keys are the arrival's and left out."""
+    """Fields of `FinishRequested` and `RetractRequested`; the first `same_pages` keys, the arrival's, are left out."""
 
     at_s: float
     request_id: str
