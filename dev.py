@@ -23,9 +23,12 @@ COMMANDS = {
     "coverage": (["-m", "pytest", "--cov", "--cov-report="], "run the tests; print what branches they take"),
     "bench": (["-m", "benchmarks"], "measure all targets, or run one benchmark by name; --help lists them"),
     "tidekv": (["-m", "tidekv"], "run any tidekv command"),
+    "vllm": (["-m", "benchmarks.vllm_pair"], "serve conversations through real vLLM servers, and compare every token"),
     "docs": (["-m", "mkdocs", "build", "--strict"], "build the pages of docs/ in build/docs; a warning is an error"),
     "setup": ([], "only set up .venv"),
 }
+# Makes the environment of `vllm`, .venv-vllm unless TIDEKV_VLLM_VENV names another, and prints its Python.
+VLLM_ENVIRONMENT = ROOT / "benchmarks" / "vllm_pair" / "environment.py"
 CHECKS = (
     ["-m", "ruff", "check", "."],
     ["-m", "ruff", "format", "--check", "."],
@@ -80,6 +83,13 @@ def main(arguments: list[str]) -> int:
         print(usage(), file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     command, rest = arguments[0], arguments[1:]
+    if command == "vllm":
+        made = subprocess.run([sys.executable, str(VLLM_ENVIRONMENT)], stdout=subprocess.PIPE, text=True, check=False)
+        if made.returncode:
+            return made.returncode
+        python = made.stdout.split()[-1]
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        os.execv(python, [python, *COMMANDS[command][0], *rest])
     set_up()
     if command == "setup":
         return 0

@@ -1,0 +1,149 @@
+"""`python3 dev.py vllm`: conversations through real vLLM servers, each token compared with a single server.
+
+python3 dev.py vllm --conversations 20 --turns 10 --tokens 2000:5000
+python3 dev.py vllm --connector tidekv-storage --prefill 2 --decode 2 --at 3:kill:decode-0 --at 5:reset:decode-1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks.vllm_pair.cluster import Event, Figures, running
+from benchmarks.vllm_pair.conversations import Load
+from benchmarks.vllm_pair.model import ModelShape, make_model
+from benchmarks.vllm_pair.server import ROOT, ServerOptions
+from benchmarks.vllm_pair.table import first_token_table, totals_table
+from benchmarks.vllm_pair.variants import VARIANTS
+from tidekv.states.errors import TidekvError
+
+BUILD = ROOT / "build" / "vllm_pair"
+app = typer.Typer(add_completion=False, no_args_is_help=False)
+
+
+@app.command()
+def conversations(
+    connector: Annotated[
+        list[str] | None, typer.Option(help=f"A variant, may be repeated: {', '.join(VARIANTS)}. All, if none.")
+    ] = None,
+    conversations: Annotated[int, typer.Option(min=1, help="Number of conversations.")] = 20,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 10,
+    tokens: Annotated[str, typer.Option(help="Tokens of the first and the last prompts.")] = "2000:5000",
+    output: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 24,
+    parallel: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 1,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill servers.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode servers.")] = 1,
+    decode_share: Annotated[float, typer.Option(help="KV cache of decode, as a share of all conversations.")] = 0.33,
+    aborts: Annotated[float, typer.Option(min=0, max=1, help="Share of requests that the client aborts once.")] = 0.0,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(help="TURN:ACTION:SERVER, such as 5:kill:decode-0; also restart, freeze, reset, forget."),
+    ] = None,
+    window: Annotated[int | None, typer.Option(help="Sliding window of the model's attention.")] = None,
+    seed: Annotated[int, typer.Option(help="The conversations are the same for the same seed.")] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+) -> None:
+    """Serve multi-turn conversations, compare every token with one server, and print a table.
+
+    The exit code is 1 if an answer is wrong or lost. Logs of the servers stay in build/vllm_pair.
+    """
+    chosen = [VARIANTS[name] for name in connector or VARIANTS if _known(name)]
+    first, _, last = tokens.partition(":")
+    load = Load(
+        conversations=conversations,
+        turns=turns,
+        first=int(first),
+        last=int(last or first),
+        output=output,
+        parallel=parallel,
+        aborts=aborts,
+        seed=seed,
+    )
+    shape = ModelShape(window=window)
+    each = load.conversation_tokens * shape.kv_bytes_per_token
+    options = ServerOptions(
+        model=make_model(BUILD, shape),
+        kv_bytes=_rounded(conversations * each),
+        max_model_len=load.conversation_tokens + 64,
+    )
+    # vLLM refuses a cache that does not hold one request of the greatest length.
+    decode_bytes = _rounded(max(decode_share * conversations * each / decode, 1.5 * each))
+    events = [Event.parse(text) for text in at or ()]
+    BUILD.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=BUILD))
+    print(f"logs: {folder}", file=sys.stderr)
+
+    async def compare() -> list[Figures]:
+        # A single server with room for everything answers first; its tokens are the reference.
+        async with running(VARIANTS["single"], options, folder / "single") as cluster:
+            reference = await cluster.serve(_undisturbed(load), expected=None)
+        found = []
+        for variant in chosen:
+            if variant.name == "single" and not events and not aborts:
+                found.append(reference)
+                continue
+            print(f"serving: {variant.title}", file=sys.stderr)
+            async with running(
+                variant, options, folder / variant.name, prefills=prefill, decodes=decode, decode_kv_bytes=decode_bytes
+            ) as cluster:
+                found.append(await cluster.serve(load, expected=reference.outcome.answers, events=events))
+        return found
+
+    figures = asyncio.run(compare())
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(first_token_table(load, figures))
+    console.print(totals_table(figures))
+    for one in figures:
+        for (conversation, turn), reason in one.outcome.lost.items():
+            print(f"{one.variant.name}: conversation {conversation}, turn {turn} is lost: {reason}")
+    if json_file is not None:
+        json_file.write_text(json.dumps([_plain(one) for one in figures], indent=1))
+    if any(one.outcome.wrong or one.outcome.lost for one in figures):
+        raise typer.Exit(1)
+
+
+def _known(name: str) -> bool:
+    if name not in VARIANTS:
+        raise typer.BadParameter(f"{name!r} is no variant; there are {', '.join(VARIANTS)}")
+    return True
+
+
+def _undisturbed(load: Load) -> Load:
+    return Load(**{**asdict(load), "aborts": 0.0})
+
+
+def _rounded(size: float) -> int:
+    """Return a size of a KV cache: whole MiB, with some room for what vLLM keeps for itself."""
+    return (int(size) // (1 << 20) + 3) << 20
+
+
+def _plain(one: Figures) -> dict[str, object]:
+    """Return figures as JSON has them."""
+    return {
+        "variant": one.variant.name,
+        "first_token_s": one.outcome.first_s,
+        "metrics": one.metrics,
+        "cpu_s": one.cpu_s,
+        "held": one.held,
+        "seconds": one.outcome.seconds,
+        "answers": len(one.outcome.answers),
+        "wrong": one.outcome.wrong,
+        "lost": {f"{conversation}.{turn}": reason for (conversation, turn), reason in one.outcome.lost.items()},
+        "retries": one.outcome.retries,
+        "aborted": one.outcome.aborted,
+    }
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except TidekvError as error:
+        sys.exit(f"dev.py vllm: {error}")

@@ -1,0 +1,179 @@
+"""The servers of one variant: started together, driven by actions between and amid turns, measured, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from benchmarks.vllm_pair.client import Client
+from benchmarks.vllm_pair.conversations import Answers, Load, Outcome, run_load
+from benchmarks.vllm_pair.routes import OneServer, PrefillThenDecode, Route
+from benchmarks.vllm_pair.server import Server, ServerOptions, add_samples
+from benchmarks.vllm_pair.variants import Variant
+from tidekv.states.errors import InvalidConfig
+
+FREEZE_S: Final = 5.0
+SETTLE_S: Final = 20.0
+"""Maximum seconds after the last answer for servers to release what finished and aborted requests held."""
+WHEN: Final = {"restart": "before", "reset": "before", "forget": "before", "kill": "amid", "freeze": "amid"}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An action on a server at a turn.
+
+    restart: end it and start it again before the turn. reset: empty its prefix cache before the turn. forget: so, and
+    the connector's view of storage. kill: SIGKILL amid the turn, and start it again. freeze: SIGSTOP for FREEZE_S
+    seconds amid the turn.
+    """
+
+    turn: int
+    action: str
+    server: str
+
+    @classmethod
+    def parse(cls, text: str) -> Event:
+        """Parse "5:kill:decode-0". Raises InvalidConfig."""
+        turn, _, rest = text.partition(":")
+        action, _, server = rest.partition(":")
+        if not turn.isdigit() or action not in WHEN or not server:
+            raise InvalidConfig(f"an event is TURN:ACTION:SERVER with {', '.join(WHEN)}, not {text!r}")
+        return cls(int(turn), action, server)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one variant did: the outcome of the load, metrics of its decode servers, CPU seconds by role."""
+
+    variant: Variant
+    outcome: Outcome
+    metrics: dict[str, float]
+    cpu_s: dict[str, float]
+    held: dict[str, float] = field(default_factory=dict)
+    """By server, the share of its KV blocks that is still held after the last answer."""
+
+
+@dataclass
+class Cluster:
+    """Running servers of a variant, by name; "decode-0" answers if it is a single server."""
+
+    variant: Variant
+    prefills: Sequence[Server]
+    decodes: Sequence[Server]
+
+    @property
+    def servers(self) -> dict[str, Server]:
+        """All servers by name."""
+        return {server.name: server for server in (*self.prefills, *self.decodes)}
+
+    def route(self, client: Client) -> Route:
+        """Return the route of requests through the servers."""
+        if not self.prefills:
+            return OneServer(client, self.decodes[0])
+        return PrefillThenDecode(client, self.prefills, self.decodes)
+
+    async def serve(self, load: Load, *, expected: Answers | None, events: Sequence[Event] = ()) -> Figures:
+        """Serve a load, and return its figures. Servers keep what is cached."""
+        client = Client()
+        cpu_s = self._cpu_s()
+        before = await self._decode_metrics()
+
+        async def act(turn: int, when: str) -> None:
+            for event in events:
+                if event.turn == turn and WHEN[event.action] == when and event.server in self.servers:
+                    await _act(self.servers[event.server], event.action)
+
+        try:
+            outcome = await run_load(load, self.route(client), expected=expected, action=act if events else None)
+            held = await self._held()
+        finally:
+            await client.close()
+        after = await self._decode_metrics()
+        return Figures(
+            self.variant,
+            outcome,
+            {name: value - before.get(name, 0.0) for name, value in after.items()},
+            {role: spent - cpu_s[role] for role, spent in self._cpu_s().items()},
+            held,
+        )
+
+    def _cpu_s(self) -> dict[str, float]:
+        roles = {"prefill": self.prefills, "decode": self.decodes}
+        return {role: sum(server.cpu_s() for server in servers) for role, servers in roles.items()}
+
+    async def _decode_metrics(self) -> dict[str, float]:
+        total: dict[str, float] = {}
+        for server in self.decodes:
+            total = add_samples(total, await server.metrics())
+        return total
+
+    async def _held(self) -> dict[str, float]:
+        """Return the share of blocks held by server, once none is, or after SETTLE_S."""
+        held: dict[str, float] = {}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                while True:
+                    held = {
+                        name: (await server.gauges())["vllm:kv_cache_usage_perc"]
+                        for name, server in self.servers.items()
+                    }
+                    if not any(held.values()):
+                        break
+                    await asyncio.sleep(0.5)
+        return held
+
+
+@asynccontextmanager
+async def running(
+    variant: Variant,
+    options: ServerOptions,
+    folder: Path,
+    *,
+    prefills: int = 1,
+    decodes: int = 1,
+    decode_kv_bytes: int | None = None,
+) -> AsyncIterator[Cluster]:
+    """Start the servers of a variant in `folder`, and end them when the block is left."""
+    decode_options = options if decode_kv_bytes is None else replace(options, kv_bytes=decode_kv_bytes)
+    cluster = Cluster(
+        variant,
+        [
+            variant.server("prefill", number, options=options, folder=folder)
+            for number in range(prefills if variant.is_pair else 0)
+        ],
+        [
+            variant.server("decode", number, options=decode_options, folder=folder)
+            for number in range(decodes if variant.is_pair else 1)
+        ],
+    )
+    try:
+        for server in cluster.servers.values():
+            server.start()
+        for server in cluster.servers.values():
+            await server.wait_ready()
+        yield cluster
+    finally:
+        for server in cluster.servers.values():
+            await server.end()
+
+
+async def _act(server: Server, action: str) -> None:
+    if action in ("reset", "forget"):
+        with suppress(httpx.HTTPError):
+            await server.reset_prefix_cache(external=action == "forget")
+        return
+    if action == "freeze":
+        server.signal(signal.SIGSTOP)
+        await asyncio.sleep(FREEZE_S)
+        server.signal(signal.SIGCONT)
+        return
+    await (server.kill() if action == "kill" else server.end())
+    server.start()
+    await server.wait_ready()

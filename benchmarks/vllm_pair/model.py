@@ -1,0 +1,78 @@
+"""A small random Llama with a tokenizer of one word per token, so that a real server runs without any download."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+SPECIAL = ("<s>", "</s>", "<pad>", "<unk>")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of the model. `window`: tokens of a sliding window in every layer, as Mistral has it; None for none."""
+
+    layers: int = 4
+    hidden: int = 256
+    heads: int = 8
+    kv_heads: int = 2
+    vocabulary: int = 2048
+    positions: int = 16_384
+    window: int | None = None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers, in float32."""
+        return self.layers * 2 * self.kv_heads * (self.hidden // self.heads) * 4
+
+    @property
+    def name(self) -> str:
+        """Name of the model's folder."""
+        window = f"-w{self.window}" if self.window else ""
+        return f"tiny-l{self.layers}-h{self.hidden}-{self.heads}x{self.kv_heads}-v{self.vocabulary}{window}"
+
+
+def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7) -> Path:
+    """Write the model and its tokenizer under `folder` unless they are there, and return their path."""
+    path = folder / shape.name
+    if (path / "tokenizer_config.json").exists():
+        return path
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+        PreTrainedTokenizerFast,
+    )
+
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": 2 * shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": shape.positions,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "tie_word_embeddings": False,
+        # With the usual 0.02 the logits are nearly equal, and a greedy choice depends on how a prompt is chunked.
+        "initializer_range": 0.1,
+    }
+    if shape.window is None:
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    else:
+        model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=shape.window))
+    model.to(torch.float32).save_pretrained(path)
+    words = [*SPECIAL, *(f"w{number}" for number in range(shape.vocabulary - len(SPECIAL)))]
+    tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    # Written last: its file marks the model as complete.
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    ).save_pretrained(path)
+    return path

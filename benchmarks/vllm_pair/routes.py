@@ -1,0 +1,87 @@
+"""Routes of a request through servers: one server, or the sequential pattern of vLLM's proxies.
+
+    prefill: one token, "do_remote_decode" ──▶ its kv_transfer_params ──▶ decode: the answer
+
+A conversation stays with its servers, so that their prefix caches serve it. A request that a killed or broken server
+loses is sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+from benchmarks.vllm_pair.client import Answer, Client, RequestLost
+from benchmarks.vllm_pair.server import Server
+
+RETRY_S: Final = 0.5
+RETRIES_S: Final = 180.0
+"""Seconds for which a lost request is retried: longer than a killed server takes to return."""
+
+
+class Route(Protocol):
+    """Serves a request of a conversation."""
+
+    async def complete(self, prompt: list[int], *, count: int, conversation: int, name: str) -> Answer:
+        """Return the answer, with the time to its first token from the first request on. Raises RequestLost."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneServer:
+    """Sends everything to one server."""
+
+    client: Client
+    server: Server
+
+    async def complete(self, prompt: list[int], *, count: int, conversation: int, name: str) -> Answer:
+        """See Route."""
+        return await self.client.complete(self.server.url, prompt, count=count, request_id=name)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillThenDecode:
+    """Sends a request to prefill, then to decode with what prefill returned."""
+
+    client: Client
+    prefills: Sequence[Server]
+    decodes: Sequence[Server]
+
+    async def complete(self, prompt: list[int], *, count: int, conversation: int, name: str) -> Answer:
+        """See Route."""
+        prefill = self.prefills[conversation % len(self.prefills)]
+        decode = self.decodes[conversation % len(self.decodes)]
+        started_s = time.perf_counter()
+        wanted = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+        transfer = await self.client.prefill(prefill.url, prompt, request_id=name, transfer=wanted)
+        prefill_s = time.perf_counter() - started_s
+        answer = await self.client.complete(decode.url, prompt, count=count, request_id=name, transfer=transfer)
+        return replace(answer, first_s=prefill_s + answer.first_s, total_s=prefill_s + answer.total_s)
+
+
+async def complete_with_retries(
+    route: Route, prompt: list[int], *, count: int, conversation: int, name: str
+) -> tuple[Answer, int]:
+    """Return the answer and how often the request was sent again. Raises the last RequestLost after RETRIES_S."""
+    until_s, attempt = time.perf_counter() + RETRIES_S, 0
+    while True:
+        try:
+            # A retry is a request of its own: connectors identify rooms by it.
+            again = f"{name}-{attempt}" if attempt else name
+            answer = await route.complete(prompt, count=count, conversation=conversation, name=again)
+        except RequestLost:
+            if time.perf_counter() > until_s:
+                raise
+            attempt += 1
+            await asyncio.sleep(RETRY_S)
+        else:
+            return answer, attempt

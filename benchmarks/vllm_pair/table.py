@@ -1,0 +1,79 @@
+"""Tables of a comparison: seconds to the first token by turn, and what each variant moved, spent and lost."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from benchmarks.vllm_pair.cluster import Figures
+from benchmarks.vllm_pair.conversations import Load
+
+MIB = float(1 << 20)
+SOURCES = {
+    "decode's own cache": "vllm:prompt_tokens_by_source_total{local_cache_hit}",
+    "connector": "vllm:prompt_tokens_by_source_total{external_kv_transfer}",
+    "computed by decode": "vllm:prompt_tokens_by_source_total{local_compute}",
+}
+
+
+def first_token_table(load: Load, figures: Sequence[Figures]) -> Table:
+    """Milliseconds to the first token, p50 / p99, by turn and variant."""
+    table = Table(title="Milliseconds to the first token, p50 / p99")
+    table.add_column("turn", justify="right")
+    table.add_column("prompt", justify="right")
+    for one in figures:
+        table.add_column(one.variant.title, justify="right")
+    for turn in range(load.turns):
+        cells = [_quantiles(one.outcome.first_s.get(turn, [])) for one in figures]
+        table.add_row(str(turn), str(load.prompt_tokens(turn)), *cells)
+    return table
+
+
+def totals_table(figures: Sequence[Figures]) -> Table:
+    """Tokens by source, bytes, CPU seconds, and wrong or lost answers of each variant."""
+    table = Table(title="Whole run")
+    table.add_column("")
+    for one in figures:
+        table.add_column(one.variant.title, justify="right")
+    for title, metric in SOURCES.items():
+        table.add_row(f"prompt tokens: {title}", *(f"{one.metrics.get(metric, 0):,.0f}" for one in figures))
+    counters = sorted({name for one in figures for name, value in one.metrics.items() if _is_ours(name) and value})
+    for name in counters:
+        table.add_row(
+            name.removeprefix("vllm:tidekv_").removesuffix("_total"),
+            *(f"{one.metrics.get(name, 0):,.0f}" for one in figures),
+        )
+    table.add_row("MiB from prefill", *(_from_prefill(one) for one in figures))
+    for role in ("prefill", "decode"):
+        table.add_row(f"CPU seconds: {role}", *(f"{one.cpu_s[role]:.1f}" for one in figures))
+    table.add_row("seconds", *(f"{one.outcome.seconds:.1f}" for one in figures))
+    table.add_row("answers", *(str(len(one.outcome.answers)) for one in figures))
+    table.add_row("wrong answers", *(str(len(one.outcome.wrong)) for one in figures))
+    table.add_row("lost requests", *(str(len(one.outcome.lost)) for one in figures))
+    table.add_row("requests sent again", *(str(one.outcome.retries) for one in figures))
+    table.add_row("requests aborted", *(str(one.outcome.aborted) for one in figures))
+    table.add_row("blocks held at the end", *(_held(one) for one in figures))
+    return table
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("vllm:tidekv_") and name.endswith("_total")
+
+
+def _from_prefill(one: Figures) -> str:
+    metric = one.variant.bytes_from_prefill
+    return "-" if metric is None else f"{one.metrics.get(metric, 0) / MIB:,.1f}"
+
+
+def _held(one: Figures) -> str:
+    return ", ".join(f"{name} {share:.1%}" for name, share in one.held.items() if share) or "none"
+
+
+def _quantiles(seconds: list[float]) -> str:
+    if not seconds:
+        return "-"
+    ordered = sorted(seconds)
+    last = ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))]
+    return f"{1e3 * statistics.median(ordered):,.0f} / {1e3 * last:,.0f}"

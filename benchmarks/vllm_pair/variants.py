@@ -1,0 +1,92 @@
+"""The set-ups that are compared: one server, vLLM's NixlConnector as it is and with less noise, and tidekv."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks.vllm_pair.server import HOST, Server, ServerOptions, free_port
+
+MODULE: Final = "tidekv.engine.integrations.vllm.connector"
+Transfer = Callable[[str, Path], Mapping[str, object] | None]
+"""The `--kv-transfer-config` of a server by its role, "prefill" or "decode"; the folder is for storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A set-up by name. `bytes_from_prefill`: metric of decode that counts them."""
+
+    name: str
+    title: str
+    transfer: Transfer
+    is_pair: bool = True
+    is_quiet: bool = False
+    bytes_from_prefill: str | None = None
+
+    def server(self, role: str, number: int, *, options: ServerOptions, folder: Path) -> Server:
+        """Return a server of this set-up; it is not started."""
+        environment = {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            "UCX_RCACHE_MAX_UNRELEASED": "1024",  # As vLLM sets it, unless a plugin has imported NIXL before.
+        }
+        if self.is_quiet:
+            environment["PYTHONPATH"] = str(_quiet_plugin(folder / "quiet_nixl"))
+        return Server(f"{role}-{number}", options, folder, self.transfer(role, folder), environment)
+
+
+def _none(role: str, folder: Path) -> None:
+    return None
+
+
+def _nixl(role: str, folder: Path) -> Mapping[str, object]:
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+        "kv_load_failure_policy": "recompute",
+    }
+
+
+def _tidekv_storage(role: str, folder: Path) -> Mapping[str, object]:
+    return {
+        "kv_connector": "TidekvConnector",
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "uri": f"file:{folder / 'storage'}?capacity=4GB",
+            "model": "tiny",
+            "host": "256MB",
+        },
+    }
+
+
+VARIANTS: Final = {
+    variant.name: variant
+    for variant in (
+        Variant("single", "one server", _none, is_pair=False),
+        Variant("nixl", "NixlConnector as it is", _nixl, bytes_from_prefill="vllm:nixl_bytes_transferred_sum"),
+        Variant(
+            "nixl-quiet",
+            "NixlConnector, quiet",
+            _nixl,
+            is_quiet=True,
+            bytes_from_prefill="vllm:nixl_bytes_transferred_sum",
+        ),
+        Variant("tidekv-single", "one server, tidekv's storage", _tidekv_storage, is_pair=False),
+        Variant("tidekv-storage", "pair that shares tidekv's storage", _tidekv_storage),
+    )
+}
+
+
+def _quiet_plugin(folder: Path) -> Path:
+    """Write the entry point by which vLLM loads `quiet_nixl`, and return the folder for PYTHONPATH."""
+    information = folder / "quiet_nixl-1.dist-info"
+    information.mkdir(parents=True, exist_ok=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: quiet-nixl\nVersion: 1\n")
+    (information / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nquiet_nixl = benchmarks.vllm_pair.quiet_nixl:register\n"
+    )
+    return folder

@@ -1,0 +1,166 @@
+"""The harness of `python3 dev.py vllm` without vLLM: prompts, the route through a pair, retries, aborts, metrics.
+
+With vLLM: tests/integrations/test_vllm_server.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route as Path_
+
+from benchmarks.vllm_pair.client import Client
+from benchmarks.vllm_pair.cluster import Event
+from benchmarks.vllm_pair.conversations import Load, run_load
+from benchmarks.vllm_pair.routes import OneServer, PrefillThenDecode
+from benchmarks.vllm_pair.server import add_samples, read_samples
+from benchmarks.vllm_pair.variants import VARIANTS
+from tests.support.waits import expected as happens
+from tidekv.states.errors import InvalidConfig
+
+LOAD = Load(conversations=3, turns=3, first=20, last=60, output=4, vocabulary=100)
+
+
+class FakeVllm:
+    """Answers completions with a function of the prompt, as a stream or with `kv_transfer_params`."""
+
+    def __init__(self, *, refuses: int = 0, wrong_from: int | None = None, holds: bool = False) -> None:
+        self.seen: list[dict[str, Any]] = []
+        self.left = 0
+        self._refuses = refuses
+        self._wrong_from = wrong_from
+        self._holds = holds
+
+    async def completions(self, request: Request) -> JSONResponse | StreamingResponse:
+        body = await request.json()
+        self.seen.append(body)
+        if self._refuses:
+            self._refuses -= 1
+            return JSONResponse({"error": "starting"}, status_code=503)
+        if not body.get("stream"):
+            return JSONResponse(
+                {"choices": [], "kv_transfer_params": {"remote_engine_id": "p", "room": len(self.seen)}}
+            )
+        return StreamingResponse(self._answer(body), media_type="text/event-stream")
+
+    async def _answer(self, body: dict[str, Any]) -> AsyncIterator[str]:
+        try:
+            if self._holds:
+                self._holds = False
+                await asyncio.sleep(5)  # Longer than the client waits, if it has sent this request before its abort.
+            for at in range(body["max_tokens"]):
+                is_wrong = self._wrong_from is not None and len(body["prompt"]) >= self._wrong_from
+                token = (sum(body["prompt"]) + at + is_wrong) % 100
+                yield f"data: {json.dumps({'choices': [{'token_ids': [token]}]})}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:
+            self.left += 1
+
+
+@asynccontextmanager
+async def serving(fake: FakeVllm) -> AsyncIterator[Any]:
+    """Serve it on 127.0.0.1; yields what routes need of a server."""
+    app = Starlette(routes=[Path_("/v1/completions", fake.completions, methods=["POST"])])
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(server.serve(sockets=[bound]))
+            try:
+                yield SimpleNamespace(url=f"http://127.0.0.1:{bound.getsockname()[1]}")
+            finally:
+                server.should_exit = True
+
+
+@asynccontextmanager
+async def client_of() -> AsyncIterator[Client]:
+    client = Client(limit_s=60.0)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def test_prompts_grow_and_continue_with_the_answers() -> None:
+    answers = {(conversation, turn): (7, 8, 9, turn) for conversation in range(3) for turn in range(3)}
+    prompts = [LOAD.prompt(1, turn, answers) for turn in range(3)]
+    assert [len(prompt) for prompt in prompts] == [20, 40, 60]
+    assert prompts[1][:20] == prompts[0]
+    assert prompts[1][20:24] == [7, 8, 9, 0]
+    assert prompts[2][:40] == prompts[1]
+    assert LOAD.prompt(2, 0, answers) != prompts[0]
+    assert LOAD.prompt(1, 2, answers) == prompts[2]
+
+
+async def test_decode_gets_what_prefill_returned() -> None:
+    prefill, decode = FakeVllm(), FakeVllm()
+    async with serving(prefill) as one, serving(decode) as other, client_of() as client:
+        outcome = await run_load(LOAD, PrefillThenDecode(client, [one], [other]), expected=None)
+        again = await run_load(LOAD, OneServer(client, other), expected=outcome.answers)
+    assert len(outcome.answers) == 9
+    assert not outcome.lost
+    assert not again.wrong
+    assert all(body["max_tokens"] == 1 for body in prefill.seen)
+    assert all(body["kv_transfer_params"]["do_remote_decode"] for body in prefill.seen)
+    rooms = [body["kv_transfer_params"]["room"] for body in decode.seen[:9]]
+    assert rooms == list(range(1, 10))
+    assert {turn: len(times) for turn, times in outcome.first_s.items()} == {0: 3, 1: 3, 2: 3}
+
+
+async def test_a_wrong_token_is_found_and_does_not_change_later_prompts() -> None:
+    async with serving(FakeVllm()) as good, serving(FakeVllm(wrong_from=40)) as bad, client_of() as client:
+        reference = await run_load(LOAD, OneServer(client, good), expected=None)
+        outcome = await run_load(LOAD, OneServer(client, bad), expected=reference.answers)
+    assert sorted(outcome.wrong) == [(conversation, turn) for conversation in range(3) for turn in (1, 2)]
+
+
+async def test_a_refused_request_is_sent_again_under_another_name() -> None:
+    fake = FakeVllm(refuses=1)
+    async with serving(fake) as server, client_of() as client:
+        outcome = await run_load(LOAD, OneServer(client, server), expected=None)
+    assert outcome.retries == 1
+    assert len(outcome.answers) == 9
+    assert len(outcome.first_s[0]) == 2, "a request that was sent again has no time to its first token"
+
+
+async def test_an_abort_closes_the_connection_and_the_request_follows_again() -> None:
+    fake = FakeVllm(holds=True)
+    load = Load(conversations=1, turns=1, first=20, last=20, output=4, aborts=1.0, abort_s=0.3)
+    async with happens("an answer"), serving(fake) as server, client_of() as client:
+        outcome = await run_load(load, OneServer(client, server), expected=None)
+    assert outcome.aborted == 1
+    assert len(outcome.answers) == 1
+
+
+def test_samples_are_summed_by_name_and_by_source() -> None:
+    page = '# HELP a b\na_total{engine="0",source="x"} 2.0\na_total{engine="0",source="y"} 3.0\nb 1e3\n'
+    assert read_samples(page) == {"a_total": 5.0, "a_total{x}": 2.0, "a_total{y}": 3.0, "b": 1000.0}
+    assert add_samples({"a": 1.0}, {"a": 2.0, "b": 3.0}) == {"a": 3.0, "b": 3.0}
+
+
+def test_events_are_parsed_and_wrong_ones_refused() -> None:
+    assert Event.parse("5:kill:decode-0") == Event(5, "kill", "decode-0")
+    for wrong in ("kill:decode-0", "5:burn:decode-0", "5:kill:", "x:kill:decode-0"):
+        with pytest.raises(InvalidConfig, match="TURN:ACTION:SERVER"):
+            Event.parse(wrong)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_configures_vllm_for_both_roles(name: str, tmp_path: Path) -> None:
+    for role in ("prefill", "decode"):
+        transfer = VARIANTS[name].transfer(role, tmp_path)
+        if transfer is not None:
+            assert transfer["kv_load_failure_policy"] == "recompute"
+            json.dumps(transfer)
