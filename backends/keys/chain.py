@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 from io import BytesIO
-from typing import Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -38,7 +38,16 @@ _IN_PLACE_MIN: Final = 16_384
 STORAGE_FORMAT: Final = 1
 NAMESPACE_MAGIC: Final = b"sglang-cache-namespace-v1"
 
-Tokens: TypeAlias = "Sequence[int] | array[int] | npt.NDArray[np.integer] | bytes | bytearray | memoryview"
+
+class TokenArray(Protocol):
+    """An array of another library that converts itself to numpy: a torch tensor in host memory, a JAX array."""
+
+    def __array__(self) -> npt.NDArray[Any]: ...
+
+    def __len__(self) -> int: ...
+
+
+Tokens: TypeAlias = "Sequence[int] | array[int] | npt.NDArray[np.integer] | TokenArray | bytes | bytearray | memoryview"
 
 
 def namespace_seed(namespace: str = "", *, salt: str | None = None) -> bytes:
@@ -107,8 +116,8 @@ def component_namespace(full: bytes, component: str) -> bytes:
 def pack_tokens(tokens: Tokens, *, vocabulary: int | None = None) -> bytes:
     """Return token ids as little-endian u32 bytes.
 
-    `tokens` is a sequence of ints, an array or numpy array of any integer type, or packed bytes. `vocabulary` is the
-    number of ids. Raises InvalidRequest, which names the first wrong token and its position.
+    `tokens` is a sequence of ints, an array of any integer type (numpy's, torch's in host memory), or packed bytes.
+    `vocabulary` is the number of ids. Raises InvalidRequest, which names the first wrong token and its position.
     """
     packed = tokens if type(tokens) is bytes and not len(tokens) % TOKEN_BYTES else _packed(tokens)
     if not packed:
@@ -139,6 +148,11 @@ def _packed(tokens: Tokens) -> bytes:
         return packed
     if isinstance(tokens, np.ndarray | array):
         return _packed_array(np.asarray(tokens))
+    if hasattr(tokens, "__array__"):
+        try:
+            return _packed_array(np.asarray(tokens))
+        except (TypeError, RuntimeError) as error:  # torch: not in host memory, or part of a computation of gradients
+            raise InvalidRequest(f"tokens cannot be read as an array: {error}") from error
     if not isinstance(tokens, Sequence):
         raise InvalidRequest(f"tokens must be a sequence of ints, an array or bytes, not {type(tokens).__name__}")
     try:
@@ -153,7 +167,7 @@ def _packed(tokens: Tokens) -> bytes:
 def _packed_array(ids: npt.NDArray[np.integer]) -> bytes:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidRequest(f"tokens must be a flat array of ints, not {ids.ndim}-d {ids.dtype}")
-    # What nearly everybody has.
+    # The common case: an int64 array.
     if ids.dtype == _NATIVE_LONG and ids.flags.c_contiguous and sys.byteorder == "little" and ids.size:
         packed = _halved(ids)
         if packed is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -19,8 +20,18 @@ app = typer.Typer(
 )
 
 
+def print_version(wanted: bool) -> None:
+    """Print the version of the installed package and end, if that is wanted."""
+    if wanted:
+        print(f"tidekv {metadata.version('tidekv')}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the library's warnings on stderr.")] = False,
 ) -> None:
     """Tiered decode-side KV cache for prefill/decode disaggregated LLM serving."""

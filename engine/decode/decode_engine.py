@@ -220,18 +220,24 @@ class DecodeEngine:
         self._growth.note(ready, page_count)
 
     async def finish(
-        self, ready: ReadyRequest, output_tokens: Tokens = (), *, component_pages: LeftComponents | None = None
+        self,
+        ready: ReadyRequest,
+        output_tokens: Tokens = (),
+        *,
+        keep: bool = True,
+        component_pages: LeftComponents | None = None,
     ) -> int:
         """Keep prompt and output in the cache, back them up, and release the request's pages.
 
-        The last output token has no KV yet and is left out. `component_pages`: the pages to keep of components, by
+        The last output token has no KV yet and is left out. `keep=False` keeps the output out of the cache; of the
+        prompt stays what entered the cache when it became READY. `component_pages`: the pages to keep of components, by
         name, as `(first, pages)`: own or shared pages at their positions, which must be written. A prefix can be
         restored up to a position at which all components were left. Returns the number of pages that were new to the
         cache. Raises InvalidRequest for output beyond the request's room and for pages of other requests,
         RequestFailed if it was aborted just before. Cancelling the awaiting task changes nothing: the request is
         given back.
         """
-        return await self._give_back(events.FinishRequested, ready, output_tokens, component_pages)
+        return await self._give_back(events.FinishRequested, ready, output_tokens, component_pages, keep=keep)
 
     async def retract(
         self, ready: ReadyRequest, output_tokens: Tokens = (), *, component_pages: LeftComponents | None = None
@@ -281,6 +287,8 @@ class DecodeEngine:
         ready: ReadyRequest,
         output_tokens: Tokens,
         component_pages: LeftComponents | None,
+        *,
+        keep: bool = True,
     ) -> asyncio.Future[int]:
         """Post the tokens that have KV and the component pages left; extend the call's prompt by the tokens."""
         self._runtime.check_open()
@@ -288,6 +296,8 @@ class DecodeEngine:
         page_keys = self._runtime.prompt_keys.page_keys
         output = pack_output(output_tokens, vocabulary=self.config.vocabulary or None)
         tokens = kept_tokens(ready, output, page_size=self.layout.page_size)
+        if not checked(keep, bool, "keep"):
+            output, tokens = b"", len(ready.packed_tokens) // TOKEN_BYTES
         packed = ready.packed_tokens + output
         full_pages = page_keys.count(len(packed) // TOKEN_BYTES, tokens)
         left = component_pages_left(ready.request_id, ready.component_pages, component_pages, full_pages=full_pages)

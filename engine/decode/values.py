@@ -35,7 +35,7 @@ class DecodeRequest:
     request_id: str
     """Unique among live requests: 1 to 512 printable characters."""
     tokens: Tokens
-    """A sequence of ints, an array, a numpy array, or packed little-endian u32 bytes (fastest)."""
+    """A sequence of ints, an array (numpy, torch in host memory), or packed little-endian u32 bytes (fastest)."""
     prefill: str | Sequence[str]
     """Address of the prefill worker, or several, tried in order when one is lost. A worker of several ranks is named by
     the addresses of all of them, in order, joined by commas; the same on all ranks of a decode instance.

@@ -190,21 +190,25 @@ class EngineThread:
         ready: ReadyRequest,
         output_tokens: Tokens = (),
         *,
+        keep: bool = True,
         component_pages: LeftComponents | None = None,
         on_done: OnDone | None = None,
     ) -> int:
         """Keep prompt and output in the cache and give everything back; returns its ticket. Never waits.
 
-        The caller loses the pages with this call. `component_pages`: see `DecodeEngine.finish`. Raises InvalidRequest,
-        with nothing changed, for a request that was given back or aborted, for output beyond its room, and for
-        component pages that do not belong to it.
+        The caller loses the pages with this call. `keep` and `component_pages`: see `DecodeEngine.finish`. Raises
+        InvalidRequest, with nothing changed, for a request that was given back or aborted, for output beyond its room,
+        and for component pages that do not belong to it.
         """
+        checked(keep, bool, "keep")
         output, left = self._checked(ready, output_tokens, component_pages)
         ticket = self._tickets.leave(ready, "finish", on_done)
 
         async def work() -> Outcome:
             return Finished(
-                ticket.number, ready.request_id, await self._engine.finish(ready, output, component_pages=left)
+                ticket.number,
+                ready.request_id,
+                await self._engine.finish(ready, output, keep=keep, component_pages=left),
             )
 
         return self._begin(ticket, work)

@@ -1,6 +1,7 @@
 """tidekv: a tiered decode-side KV cache for prefill/decode disaggregated LLM serving."""
 
 import importlib
+import importlib.metadata
 import logging
 from typing import TYPE_CHECKING
 
@@ -33,11 +34,15 @@ from tidekv.states.errors import (
 )
 
 if TYPE_CHECKING:
+    __version__: str
+
     from tidekv.backends.component_pools import ComponentPools
     from tidekv.backends.device.pool import DevicePool
     from tidekv.backends.host.pool import HostPool
-    from tidekv.backends.layout import KVLayout
+    from tidekv.backends.keys.chain import Tokens
+    from tidekv.backends.layout import KVLayout, LayerGroup
     from tidekv.backends.page_layout import PageLayout
+    from tidekv.backends.storage.base import Storage
     from tidekv.backends.storage.uri import open_storage
     from tidekv.engine.config.engine_config import (
         AdmissionOptions,
@@ -49,22 +54,31 @@ if TYPE_CHECKING:
         SharingOptions,
         StorageOptions,
     )
-    from tidekv.engine.decode.component_pages import ReadyComponent, WindowPages
+    from tidekv.engine.decode.component_pages import LeftComponents, ReadyComponent, WindowPages
     from tidekv.engine.decode.decode_engine import DecodeEngine
-    from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, RetractedRequest
+    from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, Recompute, RecomputeJob, RetractedRequest
     from tidekv.engine.journal import Replayer
-    from tidekv.engine.prefill.prefill_peer import PrefillPeer
+    from tidekv.engine.prefill.prefill_peer import PrefillPeer, PrefillPool
+    from tidekv.engine.prefill.prompt_store import PromptStoreSettings
     from tidekv.engine.ranks.group import RankGroup
     from tidekv.engine.thread.engine_thread import EngineThread, Failed, Finished, Restored, Retracted
     from tidekv.engine.trace.spans import trace_requests
+    from tidekv.states.commands import Fallback
+    from tidekv.states.components.specs import ComponentKind
     from tidekv.states.storage.policy import StoragePolicy
-    from tidekv.transports.loopback import LoopbackTransport
+    from tidekv.transports.base import Transport
+    from tidekv.transports.control.peer_backoff import BackoffLimits
+    from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
     from tidekv.transports.nixl.transport import NixlTransport
+    from tidekv.transports.prefill.prefill_room import Room, RoomOutcome
+    from tidekv.transports.prefill.room_writer import RoomSettings
 
 __all__ = [
     "AdmissionOptions",
+    "BackoffLimits",
     "BrokenInvariant",
     "CapacityError",
+    "ComponentKind",
     "ComponentPools",
     "CopyFailed",
     "DecodeEngine",
@@ -74,6 +88,7 @@ __all__ = [
     "EngineConfig",
     "EngineThread",
     "Failed",
+    "Fallback",
     "Finished",
     "HostPool",
     "IllegalEvent",
@@ -84,8 +99,11 @@ __all__ = [
     "JournalRefused",
     "KVEventsOptions",
     "KVLayout",
+    "LayerGroup",
+    "LeftComponents",
     "LinkClosed",
     "LocalProtocolError",
+    "LoopbackNetwork",
     "LoopbackTransport",
     "MetricsOptions",
     "NixlTransport",
@@ -96,6 +114,8 @@ __all__ = [
     "PeerOptions",
     "PrefillCause",
     "PrefillPeer",
+    "PrefillPool",
+    "PromptStoreSettings",
     "ProtocolError",
     "RankBroken",
     "RankGroup",
@@ -103,6 +123,8 @@ __all__ = [
     "RanksDiverged",
     "ReadyComponent",
     "ReadyRequest",
+    "Recompute",
+    "RecomputeJob",
     "RemoteProtocolError",
     "ReplayDiverged",
     "Replayer",
@@ -110,13 +132,20 @@ __all__ = [
     "Restored",
     "Retracted",
     "RetractedRequest",
+    "Room",
+    "RoomOutcome",
+    "RoomSettings",
     "SharingOptions",
+    "Storage",
     "StorageFailed",
     "StorageOptions",
     "StoragePolicy",
     "TidekvError",
+    "Tokens",
     "TransferFailed",
+    "Transport",
     "WindowPages",
+    "__version__",
     "open_storage",
     "trace_requests",
 ]
@@ -124,6 +153,8 @@ __all__ = [
 # Imported on first use: torch takes seconds, which `tidekv --help` does not need.
 _LATER = {
     "AdmissionOptions": "tidekv.engine.config.engine_config",
+    "BackoffLimits": "tidekv.transports.control.peer_backoff",
+    "ComponentKind": "tidekv.states.components.specs",
     "ComponentPools": "tidekv.backends.component_pools",
     "DecodeEngine": "tidekv.engine.decode.decode_engine",
     "DecodeRequest": "tidekv.engine.decode.values",
@@ -131,27 +162,41 @@ _LATER = {
     "EngineConfig": "tidekv.engine.config.engine_config",
     "EngineThread": "tidekv.engine.thread.engine_thread",
     "Failed": "tidekv.engine.thread.engine_thread",
+    "Fallback": "tidekv.states.commands",
     "Finished": "tidekv.engine.thread.engine_thread",
     "HostPool": "tidekv.backends.host.pool",
     "JournalOptions": "tidekv.engine.config.engine_config",
     "KVEventsOptions": "tidekv.engine.config.engine_config",
     "KVLayout": "tidekv.backends.layout",
+    "LayerGroup": "tidekv.backends.layout",
+    "LeftComponents": "tidekv.engine.decode.component_pages",
+    "LoopbackNetwork": "tidekv.transports.loopback",
     "LoopbackTransport": "tidekv.transports.loopback",
     "MetricsOptions": "tidekv.engine.config.engine_config",
     "NixlTransport": "tidekv.transports.nixl.transport",
     "PageLayout": "tidekv.backends.page_layout",
     "PeerOptions": "tidekv.engine.config.engine_config",
     "PrefillPeer": "tidekv.engine.prefill.prefill_peer",
+    "PrefillPool": "tidekv.engine.prefill.prefill_peer",
+    "PromptStoreSettings": "tidekv.engine.prefill.prompt_store",
     "RankGroup": "tidekv.engine.ranks.group",
-    "ReadyRequest": "tidekv.engine.decode.values",
     "ReadyComponent": "tidekv.engine.decode.component_pages",
+    "ReadyRequest": "tidekv.engine.decode.values",
+    "Recompute": "tidekv.engine.decode.values",
+    "RecomputeJob": "tidekv.engine.decode.values",
     "Replayer": "tidekv.engine.journal",
     "Restored": "tidekv.engine.thread.engine_thread",
     "Retracted": "tidekv.engine.thread.engine_thread",
     "RetractedRequest": "tidekv.engine.decode.values",
+    "Room": "tidekv.transports.prefill.prefill_room",
+    "RoomOutcome": "tidekv.transports.prefill.prefill_room",
+    "RoomSettings": "tidekv.transports.prefill.room_writer",
     "SharingOptions": "tidekv.engine.config.engine_config",
+    "Storage": "tidekv.backends.storage.base",
     "StorageOptions": "tidekv.engine.config.engine_config",
     "StoragePolicy": "tidekv.states.storage.policy",
+    "Tokens": "tidekv.backends.keys.chain",
+    "Transport": "tidekv.transports.base",
     "WindowPages": "tidekv.engine.decode.component_pages",
     "open_storage": "tidekv.backends.storage.uri",
     "trace_requests": "tidekv.engine.trace.spans",
@@ -161,12 +206,17 @@ _LATER = {
 logging.getLogger("tidekv").addHandler(logging.NullHandler())
 
 
-def __getattr__(name: str) -> object:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(_LATER[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # A type checker that sees `__getattr__` accepts every name, misspelt ones too.
+
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            value: object = importlib.metadata.version("tidekv")
+        elif name in _LATER:
+            value = getattr(importlib.import_module(_LATER[name]), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -11,6 +11,7 @@ from collections import deque
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -169,6 +170,7 @@ def test_all_forms_of_tokens_pack_alike(tokens: list[int]) -> None:
     forms += [memoryview(array("q", tokens)), [np.int64(token) for token in tokens]]
     forms += [np.array(tokens, dtype=kind) for kind in ("i1", "u1", "<i2", ">i4", "<u4", ">u4", "i8", "u8")]
     forms.append(np.array(tokens + tokens, dtype=np.int32)[: len(tokens)][::1])
+    forms += [torch.tensor(tokens, dtype=kind) for kind in (torch.int64, torch.int32, torch.uint8)]
     for form in forms:
         assert pack_tokens(form) == packed
     assert pack_tokens(range(3)) == struct.pack("<3I", 0, 1, 2)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import typer
 
+import tidekv
 from benchmarks.__main__ import app as bench
 from tidekv.engine.cli.main import app
 from tidekv.engine.config import load
@@ -203,6 +204,15 @@ def test_the_file_and_the_snippet_of_the_configuration_work(tmp_path: Path, monk
 def test_snippets_compile(page: Path) -> None:
     for number, program in enumerate(blocks(page.read_text(), "python")):
         compile(program, f"{page.name}, snippet {number}", "exec", flags=0x2000)  # Await may stand alone.
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = text_of("api.md")
+    listed = {name.rsplit(".", 1)[-1] for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
+    errors = {name for name in tidekv.__all__ if f"`{name}`" in text_of("errors.md")}
+    assert set(tidekv.__all__) - listed - errors == {"__version__"}
+    # The Replayer's steps and the loader of configuration files are reached by their modules.
+    assert listed - set(tidekv.__all__) == {"load"}
 
 
 def test_pages_that_are_listed_exist() -> None:

@@ -1,0 +1,35 @@
+"""What `finish` keeps: prompt and output, or the prompt alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from tidekv import InvalidRequest
+
+PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
+OUTPUT = list(range(200, 211))
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(True, 32), (False, 20)])
+async def test_an_output_that_is_not_kept_is_never_found_again(make_pair, keep: bool, kept: int) -> None:
+    async with make_pair(device_pages=32, host_pages=32) as pair:
+        ready = await pair.restore("first", PROMPT)
+        pair.engine.grow(ready, len(OUTPUT))
+        await pair.engine.finish(ready, OUTPUT, keep=keep)
+        await pair.engine.wait_settled()
+        assert pair.engine.probe_prefix([*PROMPT, *OUTPUT])["l1"] == kept
+        again = await pair.engine.restore(pair.request("second", [*PROMPT, *OUTPUT]))
+        assert again.sources == {"l1": kept, "l2": 0, "l3": 0, "transfer": 33 - kept}
+        await pair.engine.finish(again)
+        await pair.assert_nothing_held()
+
+
+async def test_output_that_is_not_kept_is_checked_all_the_same(make_pair) -> None:
+    async with make_pair(device_pages=32) as pair:
+        ready = await pair.restore("first", PROMPT)
+        with pytest.raises(InvalidRequest, match="token -1 at position 0"):
+            await pair.engine.finish(ready, [-1], keep=False)
+        with pytest.raises(InvalidRequest, match="keep"):
+            await pair.engine.finish(ready, keep="no")
+        await pair.engine.finish(ready, keep=False)
+        await pair.assert_nothing_held()
