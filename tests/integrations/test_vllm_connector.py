@@ -6,12 +6,15 @@ With vLLM's own classes, scheduler and block manager: test_vllm_engine.py.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any  # vLLM's objects are not typed here.
 
+import prometheus_client
 import pytest
 import torch
 
@@ -28,12 +31,20 @@ from tests.support.vllm_contract import (
     SlidingWindowSpec,
     Vllm,
     configs_of,
+    cpu_attn_reshape_and_cache,
     request_of,
     upon_contract,
 )
 from tidekv import KVLayout
+from tidekv.engine.integrations.vllm.blocks import PagedBlocks
 from tidekv.engine.integrations.vllm.jobs import COUNTS
-from tidekv.engine.integrations.vllm.settings import MHA_BACKENDS, MLA_BACKENDS, ConnectorSettings, read_settings
+from tidekv.engine.integrations.vllm.settings import (
+    CPU_BACKEND,
+    MHA_BACKENDS,
+    MLA_BACKENDS,
+    ConnectorSettings,
+    read_settings,
+)
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
 
@@ -204,13 +215,71 @@ def test_ways_to_speculate_without_kv_are_no_obstacle(connector: ModuleType, uri
 
 @pytest.mark.parametrize(
     ("spec", "backend"),
-    [(FullAttentionSpec(), "CPU_ATTN"), (FullAttentionSpec(), "FLASHMLA"), (MLAAttentionSpec(), "AMX_MLA")],
+    [(FullAttentionSpec(), "ROCM_ATTN"), (FullAttentionSpec(), "FLASHMLA"), (MLAAttentionSpec(), "CPU_ATTN")],
 )
 def test_blocks_in_an_order_that_is_not_known_are_refused(
     connector: ModuleType, uri: str, spec: Any, backend: str
 ) -> None:
     with pytest.raises(InvalidConfig, match=f"attention backend {backend} cannot be shared"):
         Vllm(connector, uri, spec=spec, backend=backend)
+
+
+def vec_page(vllm: Vllm, block: int) -> bytes:
+    """A page's bytes in tidekv's order, from a block in the order of CPU_ATTN's kernel "vec", element by element."""
+    found = []
+    for cache in vllm.caches.values():
+        heads = [cache[block, head].reshape(-1) for head in range(HEADS)]
+        found += [head[at * BLOCK + slot] for slot in range(BLOCK) for head in heads for at in range(DIM)]
+        found += [head[(BLOCK + slot) * DIM + at] for slot in range(BLOCK) for head in heads for at in range(DIM)]
+    return torch.stack(found).numpy().tobytes()
+
+
+def test_blocks_of_cpu_attention_are_stored_in_our_order(connector: ModuleType, uri: str) -> None:
+    writer = Vllm(connector, uri, seed=1, backend="CPU_ATTN")
+    writer.serve(PROMPT, [7, 3, 11, 2, 5])
+    writer.close()
+    on_gpu = Vllm(connector, uri, seed=2)
+    assert on_gpu.serve(PROMPT, [1, 2, 3, 4, 5]) == 4 * BLOCK
+    pages = [vec_page(writer, block) for block in (7, 3, 11, 2)]
+    assert [on_gpu.page(block) for block in (1, 2, 3, 4)] == pages
+    on_gpu.close()
+    reader = Vllm(connector, uri, seed=3, backend="CPU_ATTN")
+    before = vec_page(reader, 5)
+    assert reader.serve(PROMPT, [1, 2, 3, 4, 5]) == 4 * BLOCK
+    assert [vec_page(reader, block) for block in (1, 2, 3, 4)] == pages
+    assert vec_page(reader, 5) == before
+    reader.close()
+
+
+def _lossy(*given: Any) -> None:
+    cpu_attn_reshape_and_cache(*given)
+    given[3][1, 0, 0, 0] = given[3][1, 0, 0, 1]
+
+
+def _elsewhere(*given: Any) -> None:
+    cpu_attn_reshape_and_cache(*given)
+    given[2][0, 0, 0, 0] = 1
+
+
+def _by_head(*given: Any) -> None:
+    cpu_attn_reshape_and_cache(*given)
+    given[3][1, 1] = given[3][1, 1].flip(0)
+
+
+@pytest.mark.parametrize("kernel", [_lossy, _elsewhere, _by_head])
+def test_an_order_of_cpu_attention_that_is_no_order_is_refused(
+    connector: ModuleType, uri: str, monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., None]
+) -> None:
+    monkeypatch.setattr(sys.modules["vllm._custom_ops"], "cpu_attn_reshape_and_cache", kernel)
+    with pytest.raises(InvalidConfig, match="isa 'vec' cannot be shared: 8 tokens of 4 elements"):
+        Vllm(connector, uri, backend="CPU_ATTN")
+
+
+def test_an_order_of_another_block_is_refused() -> None:
+    layout = KVLayout(num_layers=1, num_kv_heads=HEADS, head_dim=DIM, dtype="float32", page_size=BLOCK)
+    tensors = [torch.zeros(2, HEADS, BLOCK, 2 * DIM)]
+    with pytest.raises(InvalidConfig, match="order of 8 positions for 64 elements"):
+        PagedBlocks(tensors, layout=layout, block_size=BLOCK, num_blocks=2, order=torch.arange(8))
 
 
 def test_calls_for_the_other_side_are_refused(connector: ModuleType, uri: str) -> None:
@@ -227,7 +296,7 @@ def test_the_page_about_vllm_has_every_setting_count_and_backend() -> None:
     page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
     for name in ConnectorSettings.__struct_fields__:
         assert f"| `{name}` |" in page
-    for name in (*COUNTS, *MHA_BACKENDS, *MLA_BACKENDS):
+    for name in (*COUNTS, *MHA_BACKENDS, CPU_BACKEND, *MLA_BACKENDS):
         assert f"`{name}`" in page
     example = json.loads(page.partition("--kv-transfer-config '")[2].partition("'")[0])
     settings = read_settings(example["kv_connector_extra_config"])
@@ -244,6 +313,18 @@ def test_counts_are_summed_and_shown(connector: ModuleType) -> None:
     assert both.reduce() == {"lookups": 3, "load_pages_host": 3}
     both.reset()
     assert both.is_empty()
+
+
+def test_counts_are_prometheus_counters_of_vllm(connector: ModuleType) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    types = {prometheus_client.Counter: partial(prometheus_client.Counter, registry=registry)}
+    metrics = connector.TidekvConnector.build_prom_metrics(None, types, ["model_name", "engine"], {0: ["m", "0"]})
+    metrics.observe({"lookups": 2, "load_pages_host": 3})
+    metrics.observe({"lookups": 1})
+    page = prometheus_client.generate_latest(registry).decode()
+    assert 'vllm:tidekv_lookups_total{engine="0",model_name="m"} 3.0' in page
+    assert 'vllm:tidekv_load_pages_host_total{engine="0",model_name="m"} 3.0' in page
+    assert all(f"vllm:tidekv_{name}_total" in page for name in COUNTS)
 
 
 @pytest.mark.nixl

@@ -170,7 +170,7 @@ def test_a_load_ends_at_the_first_page_that_is_missing(worker: Callable[..., Wor
     writer.settled()
     before = [reader.block(number) for number in (22, 23)]
     reader.load(0, 4)
-    assert reader.settled() == {"load_pages_storage": 2, "load_pages_missing": 2}
+    assert reader.settled() == {"load_pages_storage": 2, "load_pages_missing": 1, "load_pages_behind": 1}
     assert reader.ended == [LoadEnded("r", (22, 23))]
     assert same(writer, reader, [(0, 20), (1, 21)])
     assert [torch.equal(reader.block(number), page) for number, page in zip((22, 23), before, strict=True)] == [
@@ -225,11 +225,13 @@ def test_what_storage_has_already_is_not_written_again(worker: Callable[..., Wor
     assert second.settled() == {"save_pages_present": 5}
 
 
-def test_storage_that_cannot_be_read_is_a_miss(worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture) -> None:
+def test_pages_of_storage_that_cannot_be_read_have_failed(
+    worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture
+) -> None:
     reader = worker()
     reader.store.fails.add("get_into")
     reader.load(0, 2)
-    assert reader.settled() == {"load_pages_missing": 2}
+    assert reader.settled() == {"load_pages_failed": 2}
     assert reader.ended == [LoadEnded("r", (20, 21))]
     assert "no disk" in caplog.text
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any  # vLLM's objects are not typed here.
 
+import prometheus_client
 import torch
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 3, 2, 4, 8, 20
@@ -39,6 +40,11 @@ class KVConnectorMetadata(ABC):  # noqa: B024  # As vLLM's is.
 @dataclass
 class KVConnectorStats:
     data: dict[str, Any] = field(default_factory=dict)
+
+
+class KVConnectorPromMetrics:
+    def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
+        self._counter_cls = metric_types[prometheus_client.Counter]
 
 
 class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name.
@@ -82,16 +88,31 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name.
     def build_connector_meta(self, scheduler_output): ...
 
 
+def cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, isa):
+    """Store K and V of tokens, [token, head, element], as the kernel "vec" of CPU_ATTN does: K transposed."""
+    heads, tokens, dim = key_cache.shape[1:]
+    for at, slot in enumerate(slot_mapping.tolist()):
+        block, slot = divmod(slot, tokens)
+        key_cache[block].flatten(1).view(heads, dim, tokens)[:, :, slot] = key[at]
+        value_cache[block, :, slot] = value[at]
+
+
 CONTRACT: dict[str, dict[str, object]] = {
     f"{V1}.base": {
         "KVConnectorBase_V1": KVConnectorBase_V1,
         "KVConnectorMetadata": KVConnectorMetadata,
         "KVConnectorRole": KVConnectorRole,
     },
-    f"{V1}.metrics": {"KVConnectorStats": KVConnectorStats},
+    f"{V1}.metrics": {
+        "KVConnectorPromMetrics": KVConnectorPromMetrics,
+        "KVConnectorStats": KVConnectorStats,
+    },
     "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": CacheHitSource},
+    "vllm._custom_ops": {"cpu_attn_reshape_and_cache": cpu_attn_reshape_and_cache},
+    "vllm.v1.attention.backends.cpu_attn": {"_get_attn_isa": lambda dtype, block_size, head_size, kv_dtype: "vec"},
 }
 MODULE = "tidekv.engine.integrations.vllm.connector"
+USES_VLLM = (MODULE, "tidekv.engine.integrations.vllm.cpu_attn")
 
 
 @contextmanager
@@ -108,7 +129,7 @@ def upon_contract() -> Iterator[ModuleType]:
         yield importlib.import_module(MODULE)
     finally:
         for name in set(sys.modules) - set(before):
-            if name.partition(".")[0] == "vllm" or name == MODULE:
+            if name.partition(".")[0] == "vllm" or name in USES_VLLM:
                 del sys.modules[name]
 
 

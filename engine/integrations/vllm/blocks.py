@@ -6,6 +6,10 @@ part, element]. A tidekv page is `blocks_per_page` blocks:
 
     vLLM     layer 0 [blocks, heads, tokens, K | V]          layer 1 …
     tidekv   layer 0 K [page tokens, heads, K] | layer 0 V [page tokens, heads, V] | layer 1 K …
+
+A backend that packs the elements of a block's head in another order has a tensor of the same shape, and `order`: the
+position of each of [token, K or V, element] among them. Pages are always in tidekv's order, so that orders never mix
+under one key.
 """
 
 from __future__ import annotations
@@ -25,9 +29,18 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 class PagedBlocks:
     """KV tensors of all layers of one worker. Calls move whole batches, in the stream current in the caller."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, layout: KVLayout, block_size: int, num_blocks: int) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        layout: KVLayout,
+        block_size: int,
+        num_blocks: int,
+        order: torch.Tensor | None = None,
+    ) -> None:
         """`tensors` are in the order of the layers, belong to the worker, and are used in place.
 
+        `order`: positions of [token, K or V, element] within a head of a kernel's block; None for this very order.
         Raises InvalidConfig, which names the first tensor that does not fit the layout.
         """
         self.layout = layout
@@ -38,6 +51,11 @@ class PagedBlocks:
         element = _INTEGERS[layout.torch_dtype.itemsize]
         self._element = element
         self._layers = [self._whole_blocks(number, tensor).view(element) for number, tensor in enumerate(tensors)]
+        elements = self._layers[0].shape[-2] * self._layers[0].shape[-1]
+        if order is not None and order.numel() != elements:
+            raise InvalidConfig(f"order of {order.numel()} positions for {elements} elements of a head of a block")
+        self._order = order
+        self._order_back = None if order is None else order.argsort()
 
     def read(self, blocks: Sequence[int]) -> torch.Tensor:
         """Return the bytes of whole pages, uint8 [pages, page_bytes] on the device. `blocks` are those of the pages."""
@@ -65,7 +83,9 @@ class PagedBlocks:
                 rows = rows.permute(0, 2, 1, 3, 4, 5)
             else:
                 rows = rows.flatten(2, 3)
-            layer.index_copy_(0, index, rows.flatten(-2))
+            if self._order_back is not None:
+                rows = rows.flatten(-3).index_select(-1, self._order_back)
+            layer.index_copy_(0, index, rows.reshape(len(blocks), *layer.shape[1:]))
 
     def _whole_blocks(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return the layer as [block, head, token, element] or [block, part, head, token, element]."""
@@ -88,7 +108,10 @@ class PagedBlocks:
 
     def _content(self, rows: torch.Tensor) -> torch.Tensor:
         """Reshape blocks of a layer to [page, block, head, part, token, K or V, element]."""
-        rows = rows.view(*rows.shape[:-1], self.layout.tensors_per_layer, self.layout.head_dim)
+        shape = (*rows.shape[:-1], self.layout.tensors_per_layer, self.layout.head_dim)
+        if self._order is not None:
+            rows = rows.flatten(-2).index_select(-1, self._order)
+        rows = rows.view(shape)
         return rows.transpose(2, 3) if rows.dim() == 7 else rows.unsqueeze(3)
 
     def _page_shape(self) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tidekv.backends.storage.uri import open_storage, split_uri
@@ -30,7 +30,7 @@ from tidekv.engine.integrations.vllm.jobs import COUNTS, LoadJob, SaveJob
 from tidekv.engine.integrations.vllm.lookup import PrefixLookup
 from tidekv.engine.integrations.vllm.pages import WorkerPages
 from tidekv.engine.integrations.vllm.scheduler import SchedulerSide
-from tidekv.engine.integrations.vllm.settings import check_backends, read_shared
+from tidekv.engine.integrations.vllm.settings import CPU_BACKEND, check_backends, read_shared
 from tidekv.states.errors import InvalidRequest
 
 
@@ -63,6 +63,33 @@ class TidekvStats(KVConnectorStats):  # type: ignore[misc]  # As above.
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
         return not any(self.data.values())
+
+
+class TidekvPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # As above.
+    """Counters of `COUNTS` in vLLM's own /metrics, as `vllm:tidekv_<name>_total` with vLLM's labels."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        """Register the counters; vLLM calls it once in the process that serves /metrics."""
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters: dict[str, dict[int, Any]] = {}
+        for name, meaning in COUNTS.items():
+            counter = self._counter_cls(
+                name=f"vllm:tidekv_{name}", documentation=f"Number of {meaning}.", labelnames=labelnames
+            )
+            self._counters[name] = {
+                engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
+            }
+
+    def observe(self, transfer_stats_data: dict[str, int], engine_idx: int = 0) -> None:
+        """Add the counts of one report."""
+        for name, count in transfer_stats_data.items():
+            self._counters[name][engine_idx].inc(count)
 
 
 class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no types here.
@@ -146,11 +173,15 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         layers = self._vllm_config.compilation_config.static_forward_context
         names = {layers[name].get_attn_backend().get_name() for name in shared.layer_names if name in layers}
         check_backends(names, shared.layout)
+        tensors = in_order({name: kv_caches[name] for name in shared.layer_names})
+        order = None
+        if CPU_BACKEND in names:
+            # Only now: it imports vLLM's kernels for CPUs.
+            from tidekv.engine.integrations.vllm.cpu_attn import block_order
+
+            order = block_order(tensors[0])
         blocks = PagedBlocks(
-            in_order({name: kv_caches[name] for name in shared.layer_names}),
-            layout=shared.layout,
-            block_size=shared.block_size,
-            num_blocks=shared.num_blocks,
+            tensors, layout=shared.layout, block_size=shared.block_size, num_blocks=shared.num_blocks, order=order
         )
         storage = open_storage(shared.settings.uri, shared.settings.options)
         self._pages = WorkerPages(storage, blocks=blocks, shared=shared)
@@ -199,6 +230,13 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TidekvStats:
         """Build statistics from counts that arrived from another process."""
         return TidekvStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> TidekvPromMetrics:
+        """Build the Prometheus counters."""
+        return TidekvPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Finish running jobs, and close the storage. Idempotent."""

@@ -259,35 +259,41 @@ class WorkerPages:
     async def _load(self, job: LoadJob, after: torch.cuda.Event | None) -> None:
         until_s = asyncio.get_running_loop().time() + self._settings.load_timeout_s
         here = 0
-        cause = "load_pages_failed"
+        # Pages from `here` on that were not loaded, by cause; those that remain are behind them.
+        causes: Counter[str] = Counter()
         try:
             async with asyncio.timeout_at(until_s):
-                while here < len(job.keys):
+                while here < len(job.keys) and not causes:
                     keys = job.keys[here : here + self._batch]
-                    good = await self._load_batch(job, here, keys, after)
-                    here += good
-                    if good < len(keys):
-                        cause = "load_pages_missing"
-                        break
+                    here += await self._load_batch(job, here, keys, after, causes)
         except TimeoutError:
-            cause = "load_pages_late"
+            causes["load_pages_late"] = len(job.keys) - here
+        except asyncio.CancelledError:
+            causes["load_pages_failed"] = len(job.keys) - here
+            raise
         except Exception as error:
+            causes["load_pages_failed"] = len(job.keys[here : here + self._batch])
             self._guard.failed("pages could not be loaded and are recomputed", error)
         finally:
             # Also if the task was cancelled: vLLM waits until the load is reported as ended.
             failed = job.blocks[max(0, here * self._per_page - job.skip) :]
+            behind = len(job.keys) - here - causes.total()
             with self._lock:
-                if here < len(job.keys):
-                    self._counts[cause] += len(job.keys) - here
+                self._counts.update(causes, **({"load_pages_behind": behind} if behind else {}))
                 self._ended.append(LoadEnded(job.request_id, failed))
 
-    async def _load_batch(self, job: LoadJob, first: int, keys: Sequence[bytes], after: torch.cuda.Event | None) -> int:
-        """Load pages into their blocks; returns how many, from the first on. After a timeout no block is written."""
+    async def _load_batch(
+        self, job: LoadJob, first: int, keys: Sequence[bytes], after: torch.cuda.Event | None, causes: Counter[str]
+    ) -> int:
+        """Load pages into their blocks; returns how many, from the first on, and adds those not found to `causes`.
+
+        After a timeout no block is written.
+        """
         pages = [self._cache.find(key) for key in keys]
         lent = [page for page in pages if page is not None]
         missing = [at for at, page in enumerate(pages) if page is None]
         try:
-            found: list[bool] = []
+            found: list[bool] | None = []
             if missing:
                 taken = await self._take(len(missing))
                 lent += taken
@@ -301,10 +307,15 @@ class WorkerPages:
                     reading.add_done_callback(partial(self._give_back_later, lent))
                     lent = []
                     raise
+            not_found = (
+                missing if found is None else [at for at, there in zip(missing, found, strict=True) if not there]
+            )
             # Only a prefix is usable: vLLM recomputes everything from the first failed block on.
-            good = min((at for at, is_there in zip(missing, found, strict=True) if not is_there), default=len(keys))
+            good = not_found[0] if not_found else len(keys)
             if good:
                 await self._write([page for page in pages[:good] if page is not None], job, first, after)
+            if not_found:
+                causes["load_pages_failed" if found is None else "load_pages_missing"] = len(not_found)
             from_storage = sum(1 for at in missing if at < good)
             self._count("load_pages_storage", from_storage)
             self._count("load_pages_host", good - from_storage)
@@ -312,13 +323,13 @@ class WorkerPages:
         finally:
             self._give_back(lent)
 
-    async def _read(self, keys: Sequence[bytes], pages: Sequence[int]) -> list[bool]:
-        """Read pages from storage. A failure of storage counts as a miss."""
+    async def _read(self, keys: Sequence[bytes], pages: Sequence[int]) -> list[bool] | None:
+        """Read pages from storage, and return which were found; None if storage failed."""
         try:
             found = await self._storage.get_into(keys, page_ids(pages), timeout_s=self._settings.load_timeout_s)
         except Exception as error:
-            self._guard.failed("storage read failed, which counts as a miss", error)
-            return [False] * len(keys)
+            self._guard.failed("pages could not be read from storage and are recomputed", error)
+            return None
         self._guard.succeeded()
         for key, page, is_there in zip(keys, pages, found, strict=True):
             if is_there:
@@ -412,7 +423,7 @@ class WorkerPages:
         self._cache.give_back(pages)
         self._changed.set()
 
-    def _give_back_later(self, pages: Sequence[int], _: asyncio.Task[list[bool]]) -> None:
+    def _give_back_later(self, pages: Sequence[int], _: asyncio.Task[list[bool] | None]) -> None:
         self._give_back(pages)
 
     def _count(self, name: str, count: int) -> None:

@@ -18,8 +18,9 @@ from tidekv.states.errors import InvalidConfig
 
 HINT: Final = "kv_connector_extra_config"
 # Backends of full-attention layers whose element row is K and V of one token and head, and of layers with a latent
-# vector. Others, such as CPU_ATTN, pack a block in an order of their own.
+# vector. Others pack a block in an order of their own, which is known of CPU_ATTN only (module cpu_attn).
 MHA_BACKENDS: Final = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION")
+CPU_BACKEND: Final = "CPU_ATTN"
 MLA_BACKENDS: Final = ("FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA")
 # Methods of speculative decoding without KV of their own.
 DRAFTS_WITHOUT_KV: Final = ("ngram", "ngram_gpu", "suffix")
@@ -147,13 +148,15 @@ def read_shared(vllm_config: Any, kv_cache_config: Any) -> Shared:
 
 
 def check_backends(names: set[str], layout: KVLayout) -> None:
-    """Raise InvalidConfig for attention backends whose order of a block is unknown."""
-    known = MLA_BACKENDS if layout.kind == "mla" else MHA_BACKENDS
+    """Raise InvalidConfig for attention backends whose order of a block is unknown, or differs between layers."""
+    known = MLA_BACKENDS if layout.kind == "mla" else (*MHA_BACKENDS, CPU_BACKEND)
     unknown = sorted(names - set(known))
     if unknown:
         raise InvalidConfig(
             f"blocks of attention backend {unknown[0]} cannot be shared; those of {', '.join(known)} can"
         )
+    if CPU_BACKEND in names and len(names) > 1:
+        raise InvalidConfig(f"layers of {CPU_BACKEND} and of {', '.join(sorted(names - {CPU_BACKEND}))} in one model")
 
 
 def _layout_of(spec: Any, num_layers: int, page_size: int | None) -> KVLayout:
