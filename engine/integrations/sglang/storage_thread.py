@@ -16,7 +16,7 @@ from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.base import Storage, leading
-from tidekv.engine.integrations.loop_thread import CLOSE_S, LoopThread
+from tidekv.engine.thread.loop_thread import CLOSE_S, LoopThread
 from tidekv.states.types import page_ids
 
 BATCH_BYTES: Final = 64 << 20

@@ -15,8 +15,8 @@ from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.base import Storage, leading
-from tidekv.engine.integrations.loop_thread import LoopThread
 from tidekv.engine.integrations.storage_guard import StorageGuard
+from tidekv.engine.thread.loop_thread import LoopThread
 
 LOG = logging.getLogger("tidekv.vllm")
 

@@ -38,10 +38,10 @@ import torch
 
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
-from tidekv.engine.integrations.loop_thread import LoopThread
 from tidekv.engine.integrations.storage_guard import StorageGuard
 from tidekv.engine.integrations.vllm.blocks import PagedBlocks
 from tidekv.engine.integrations.vllm.jobs import LoadEnded, LoadJob, SaveJob
+from tidekv.engine.thread.loop_thread import LoopThread
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
 from tidekv.states.types import page_ids
 from tidekv.transports.tasks import OwnedTasks, settle

@@ -1,4 +1,4 @@
-"""An event loop and a poller on a thread of their own, for storage engines whose callers are not coroutines."""
+"""An event loop and a poller on a thread of their own, for callers that are not coroutines."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class LoopThread:
         """Run `work` on the loop; the caller owns its future. Raises EngineClosed once closed."""
         if self._is_closed:
             work.close()
-            raise EngineClosed("this storage is closed")
+            raise EngineClosed(f"{self._name} is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def post(self, step: Callable[[], object]) -> None:
         """Schedule a call of `step` on the loop. Raises EngineClosed once closed."""
         if self._is_closed:
-            raise EngineClosed("this storage is closed")
+            raise EngineClosed(f"{self._name} is closed")
         self._loop.call_soon_threadsafe(step)
 
     def call(self, work: Coroutine[object, object, T]) -> T:
@@ -60,7 +60,7 @@ class LoopThread:
     def close(self, last: Coroutine[object, object, None], *, within_s: float = 0.0) -> None:
         """Accept no more calls, run `last` to its end, and stop. Idempotent.
 
-        Raises TidekvError if `last` takes longer than `within_s`, its own deadline, and CLOSE_S: storage that hangs is
+        Raises TidekvError if `last` takes longer than `within_s`, its own deadline, and CLOSE_S: work that hangs is
         left behind, and the thread is stopped.
         """
         if self._is_closed:
@@ -68,7 +68,7 @@ class LoopThread:
             return
         self._is_closed = True
         try:
-            self._finish(last, "closing storage", within_s + CLOSE_S)
+            self._finish(last, "closing", within_s + CLOSE_S)
         finally:
             self._finish(self.poller.close(), "closing the poller", CLOSE_S)
             self._finish(_cancel_rest(), "cancelling calls", 2 * CANCEL_S)

@@ -1,4 +1,4 @@
-"""The loop thread of the integrations ends within its deadline, whatever hangs on it."""
+"""The loop thread ends within its deadline, whatever hangs on it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 import pytest
 
 from tidekv import KVLayout
-from tidekv.engine.integrations import loop_thread
-from tidekv.engine.integrations.loop_thread import LoopThread
 from tidekv.engine.integrations.sglang import storage_thread
 from tidekv.engine.integrations.sglang.storage_thread import StorageThread
+from tidekv.engine.thread import loop_thread
+from tidekv.engine.thread.loop_thread import LoopThread
 from tidekv.states.errors import EngineClosed, TidekvError
 
 
@@ -24,7 +24,7 @@ def test_a_last_step_that_hangs_is_left_behind_with_the_thread_stopped(monkeypat
 
     with monkeypatch.context() as patched:
         patched.setattr(loop_thread, "CLOSE_S", 0.05)
-        with pytest.raises(TidekvError, match=r"tidekv-test: closing storage did not end within 0.05 s"):
+        with pytest.raises(TidekvError, match=r"tidekv-test: closing did not end within 0.05 s"):
             thread.close(hang())
     thread._thread.join(60.0)
     assert not thread._thread.is_alive()
