@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from tidekv.engine.prefill.prompt_store import PromptStoreSettings
     from tidekv.engine.ranks.group import RankGroup
     from tidekv.engine.thread.engine_thread import EngineThread, Failed, Finished, Restored, Retracted
+    from tidekv.engine.thread.prefill_thread import HandedOver, PrefillThread
     from tidekv.engine.trace.spans import trace_requests
     from tidekv.states.commands import Fallback
     from tidekv.states.components.specs import ComponentKind
@@ -90,6 +91,7 @@ __all__ = [
     "Failed",
     "Fallback",
     "Finished",
+    "HandedOver",
     "HostPool",
     "IllegalEvent",
     "InvalidConfig",
@@ -116,6 +118,7 @@ __all__ = [
     "PrefillPeer",
     "PrefillPool",
     "PromptStoreSettings",
+    "PrefillThread",
     "ProtocolError",
     "RankBroken",
     "RankGroup",
@@ -164,6 +167,7 @@ _LATER = {
     "Failed": "tidekv.engine.thread.engine_thread",
     "Fallback": "tidekv.states.commands",
     "Finished": "tidekv.engine.thread.engine_thread",
+    "HandedOver": "tidekv.engine.thread.prefill_thread",
     "HostPool": "tidekv.backends.host.pool",
     "JournalOptions": "tidekv.engine.config.engine_config",
     "KVEventsOptions": "tidekv.engine.config.engine_config",
@@ -179,6 +183,7 @@ _LATER = {
     "PrefillPeer": "tidekv.engine.prefill.prefill_peer",
     "PrefillPool": "tidekv.engine.prefill.prefill_peer",
     "PromptStoreSettings": "tidekv.engine.prefill.prompt_store",
+    "PrefillThread": "tidekv.engine.thread.prefill_thread",
     "RankGroup": "tidekv.engine.ranks.group",
     "ReadyComponent": "tidekv.engine.decode.component_pages",
     "ReadyRequest": "tidekv.engine.decode.values",

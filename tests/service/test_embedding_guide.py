@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.waits import LIMIT_S
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -22,6 +23,8 @@ from tidekv import (
     LoopbackTransport,
     NixlTransport,
     PrefillPeer,
+    PrefillThread,
+    Restored,
 )
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.transports.loopback import LoopbackNetwork
@@ -241,3 +244,22 @@ def test_every_name_that_the_guide_mentions_is_there() -> None:
     for word in re.findall(r"`([^`]+)`", text):
         for name in re.findall(r"(?:^|\.)([A-Za-z_]+)\(", word):
             assert any(hasattr(place, name) for place in places), word
+
+
+def test_the_snippet_of_a_prefill_thread_works(guide: dict[str, Any]) -> None:
+    source, target = guide["parts"]("p")["device"], guide["parts"]("d")["device"]
+    peer = PrefillPeer(device=source, transport=NixlTransport("p"))
+    prompt, pages = PROMPTS[0], [5, 1, 8]
+    source.write_pages(pages, torch.randint(0, 255, (3, source.layout.page_bytes)).to(torch.uint8))
+    with (
+        PrefillThread(peer) as prefill,
+        EngineThread(EngineConfig(), device=target, transport=NixlTransport("d")) as decode,
+    ):
+        decode.submit(DecodeRequest(request_id="r", tokens=prompt, prefill=prefill.address))
+        step = guide["prefill_step"]
+        step(prefill, "r", len(prompt), pages[:2], start_token=0, end_token=32)
+        freed = step(prefill, "r", len(prompt), pages[2:], start_token=32, end_token=40)
+        (restored,) = decode.poll(LIMIT_S)
+        assert isinstance(restored, Restored)
+        assert torch.equal(target.read_pages(restored.ready.pages[:2]), source.read_pages(pages[:2]))
+        assert freed or [ended.request_id for ended in prefill.poll(LIMIT_S)] == ["r"]

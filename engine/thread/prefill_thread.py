@@ -1,0 +1,364 @@
+"""`PrefillPeer` on a thread of its own, for prefill workers whose main loop is not asyncio.
+
+    worker's thread                                 peer's thread
+    open, send, finish, stop ── orders ──▶  one hand-over for each request ──▶ rooms of the peer
+    poll                     ◀─ outcomes ─  one for each hand-over
+
+Pages are handed over as the model fills them, before or after decode's promise arrives: what is already there is sent
+when the room opens, the rest as it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from tidekv.engine.thread.loop_thread import LoopThread
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause, TidekvError
+from tidekv.states.types import PageIds, page_ids
+from tidekv.states.validation import Count, PositiveCount, Seconds, SecondsOrZero, Text, checked
+from tidekv.transports.prefill.prefill_room import RoomOutcome
+from tidekv.transports.tasks import OwnedTasks
+
+if TYPE_CHECKING:
+    from tidekv.engine.prefill.prefill_peer import PrefillPeer, Room
+
+__all__ = ["HandedOver", "PrefillThread"]
+
+FINAL = (RoomOutcome.RECEIVED, RoomOutcome.ABORTED, RoomOutcome.CLOSED)
+"""Outcomes after which decode does not ask for the same prompt again."""
+STOP_S = 60.0
+"""Maximum seconds that `stop` waits for a turn of the peer's loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The end of one hand-over: nothing reads its pages any more."""
+
+    request_id: str
+    outcome: RoomOutcome | None
+    """Outcome of the last room. None: no decode worker promised one before the hand-over was stopped or given up."""
+    cause: str
+    """Why it ended."""
+
+
+class _Chunk(NamedTuple):
+    """Pages handed over by one call of `send`."""
+
+    pages: PageIds
+    start_token: int
+    end_token: int | None
+
+
+@dataclass(slots=True, eq=False)
+class _HandOver:
+    """One request's pages so far. Only the peer's loop changes it after its creation."""
+
+    request_id: str
+    prompt_tokens: int
+    chunks: list[_Chunk] = field(default_factory=list)
+    first_token: int | None = None
+    """Set by `finish`."""
+    stopped: str = ""
+    """Why the worker stopped it."""
+    room: Room | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: asyncio.Timeout | None = None
+    """The limit of the wait for a room, while there is one."""
+
+
+class PrefillThread:
+    """Serves rooms of a `PrefillPeer` for a host that calls from its own thread. A context manager; it lives once.
+
+        with PrefillThread(PrefillPeer(device=pool, transport=transport, listen="10.0.0.5:7000")) as prefill:
+            prefill.open("r1", prompt_tokens=5000)
+            prefill.send("r1", pages[:16], start_token=0)      # after each step of the model
+            prefill.send("r1", pages[16:], start_token=1024)
+            prefill.finish("r1", first_token=token)
+            for ended in prefill.poll(): ...                   # the pages of `ended.request_id` are free again
+
+    A hand-over that was opened ends with one `HandedOver`, which `poll` returns. Until then its pages must not change,
+    unless `stop` has returned. If a room fails before decode has all pages (its link is lost, its lease ends), the
+    hand-over waits for the next promise of the same request, and starts over with the pages that it has. After an end
+    without success, further promises are refused for `promise_timeout_s`. Methods may be called on any thread but the
+    peer's; only `stop`, `restart`, `statistics`, `start` and `close` wait.
+    """
+
+    def __init__(self, peer: PrefillPeer, *, promise_timeout_s: float = 60.0, name: str = "tidekv-prefill") -> None:
+        """Start nothing. The thread owns `peer`, which must not be entered, until `close`.
+
+        `promise_timeout_s`: maximum seconds without a room since the last call for a request; then it ends unsent.
+        Raises InvalidConfig.
+        """
+        self._promise_timeout_s = checked(promise_timeout_s, Seconds, "promise_timeout_s", InvalidConfig)
+        self._peer = peer
+        self._name = name
+        self._loop: LoopThread | None = None
+        self._tasks = OwnedTasks(name)
+        self._lock = threading.Lock()
+        self._live: dict[str, _HandOver] = {}
+        self._refusing: dict[str, asyncio.Task[None]] = {}
+        self._ended: queue.SimpleQueue[HandedOver] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Start the thread and enter the peer. Raises what entering raises, with the thread stopped again."""
+        if self._loop is not None:
+            raise EngineClosed(f"{self._name} was started before: it lives once, make another one")
+        self._loop = LoopThread(self._name)
+        try:
+            self._loop.call(self._peer.__aenter__())
+        except BaseException:
+            self._loop.close(_nothing())
+            raise
+
+    def close(self) -> None:
+        """End all hand-overs, leave the peer, stop the thread. Idempotent. Outcomes can still be polled."""
+        if self._loop is not None:
+            self._loop.close(self._close())
+
+    def __enter__(self) -> Self:
+        """Start; see `start`."""
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; see `close`."""
+        self.close()
+
+    @property
+    def address(self) -> str:
+        """The address that decode workers connect to, "host:port"."""
+        return self._peer.address
+
+    def open(self, request_id: str, *, prompt_tokens: int) -> None:
+        """Begin the hand-over of a prompt: the peer waits for decode's promise. Never waits.
+
+        Raises InvalidRequest for an id whose hand-over has not ended.
+        """
+        checked(request_id, Text, "request_id")
+        checked(prompt_tokens, PositiveCount, "prompt_tokens")
+        handed = _HandOver(request_id, prompt_tokens)
+        with self._lock:
+            if request_id in self._live:
+                raise InvalidRequest(f"request {request_id!r} is being handed over already; wait for its end")
+            self._live[request_id] = handed
+        try:
+            self._started().post(lambda: self._tasks.spawn(self._serve(handed), name=f"hand-over of {request_id}"))
+        except BaseException:
+            self._forget(handed)
+            raise
+
+    def send(
+        self, request_id: str, pages: Iterable[int] | PageIds, *, start_token: int, end_token: int | None = None
+    ) -> None:
+        """Hand over filled pages; the arguments are those of `Room.send`. Never waits.
+
+        Does nothing if the hand-over has ended. Wrong pages fail the room and appear in the cause of the outcome.
+        """
+        checked(start_token, Count, "start_token")
+        chunk = _Chunk(page_ids(pages), start_token, end_token)
+        self._change(request_id, lambda handed: handed.chunks.append(chunk))
+
+    def finish(self, request_id: str, *, first_token: int) -> None:
+        """All pages of the prompt were handed over. Never waits. Does nothing if the hand-over has ended."""
+        checked(first_token, Count, "first_token")
+
+        def change(handed: _HandOver) -> None:
+            handed.first_token = first_token
+
+        self._change(request_id, change)
+
+    def stop(self, request_id: str, cause: str) -> None:
+        """End a hand-over whose pages are about to change. Waits for one turn of the peer's loop.
+
+        After the return the pages may be overwritten: no write that reads them is reported to decode any more. The
+        outcome follows when such writes have ended. Does nothing if the hand-over has ended.
+        """
+
+        def change(handed: _HandOver) -> None:
+            handed.stopped = cause
+            if handed.waiting is not None:
+                _reschedule(handed.waiting, -1.0)
+
+        self._interrupt(request_id, cause, change)
+
+    def restart(self, request_id: str, cause: str) -> None:
+        """Withdraw the pages handed over so far, which are about to change, and wait for others from token 0 on.
+
+        As `stop`, but the hand-over goes on: the open room fails, which decode may answer by a new promise.
+        """
+
+        def change(handed: _HandOver) -> None:
+            handed.chunks, handed.first_token = [], None
+
+        self._interrupt(request_id, cause, change)
+
+    def poll(self, timeout_s: float = 0.0) -> list[HandedOver]:
+        """Take the hand-overs that ended, oldest first; waits at most `timeout_s` for the first one."""
+        checked(timeout_s, SecondsOrZero, "timeout_s")
+        ended: list[HandedOver] = []
+        with suppress(queue.Empty):
+            if timeout_s:
+                ended.append(self._ended.get(timeout=timeout_s))
+            while True:
+                ended.append(self._ended.get_nowait())
+        return ended
+
+    def statistics(self) -> dict[str, int | float]:
+        """Those of the peer, and `handovers`: hand-overs that have not ended. Waits for a turn of the peer's loop."""
+
+        async def read() -> dict[str, int | float]:
+            return self._peer.statistics()
+
+        return {**self._started().call(read()), "handovers": len(self._live)}
+
+    # --- On the way to the peer's thread ---
+
+    def _started(self) -> LoopThread:
+        if self._loop is None:
+            raise EngineClosed(f"{self._name} was not started: enter it with `with`, or call start()")
+        return self._loop
+
+    def _change(self, request_id: str, change: Callable[[_HandOver], None]) -> None:
+        with self._lock:
+            handed = self._live.get(request_id)
+        if handed is None:
+            return
+
+        def apply() -> None:
+            change(handed)
+            handed.changed.set()
+            if handed.waiting is not None:
+                _reschedule(handed.waiting, asyncio.get_running_loop().time() + self._promise_timeout_s)
+
+        self._started().post(apply)
+
+    def _interrupt(self, request_id: str, cause: str, change: Callable[[_HandOver], None]) -> None:
+        with self._lock:
+            handed = self._live.get(request_id)
+        if handed is None:
+            return
+
+        async def interrupt() -> None:
+            change(handed)
+            if handed.room is not None:
+                handed.room.fail(PrefillCause.FAILED.words(cause))
+
+        try:
+            self._started().start(interrupt()).result(STOP_S)
+        except TimeoutError:
+            raise TidekvError(f"{self._name} did not withdraw {request_id!r} within {STOP_S:g} s") from None
+
+    def _forget(self, handed: _HandOver) -> None:
+        with self._lock:
+            self._live.pop(handed.request_id, None)
+
+    # --- On the peer's thread ---
+
+    async def _serve(self, handed: _HandOver) -> None:
+        """Serve rooms of one request until decode has its pages, or no further room is to be expected."""
+        if (refusing := self._refusing.get(handed.request_id)) is not None:
+            refusing.cancel()
+            await asyncio.wait([refusing])
+        outcome: RoomOutcome | None = None
+        cause = "the worker was closed"
+        try:
+            while not handed.stopped:
+                room = await self._room(handed)
+                if room is None:
+                    cause = handed.stopped or f"decode did not ask for it within {self._promise_timeout_s:g} s"
+                    break
+                outcome = await self._send(room, handed)
+                cause = handed.stopped or room.cause or ""
+                if outcome in FINAL:
+                    break
+        except EngineClosed:
+            pass  # The peer is being closed, which the cause reports.
+        finally:
+            self._forget(handed)
+            self._ended.put(HandedOver(handed.request_id, outcome, cause))
+        if outcome not in FINAL and handed.request_id not in self._refusing:
+            refusing = self._tasks.spawn(self._refuse(handed.request_id, cause), name=f"end of {handed.request_id}")
+            self._refusing[handed.request_id] = refusing
+
+    async def _refuse(self, request_id: str, cause: str) -> None:
+        """Refuse the rooms of a hand-over that ended unsent, so that decode computes at once and does not wait."""
+        try:
+            async with asyncio.timeout(self._promise_timeout_s):
+                while True:
+                    room = await self._peer.room(request_id)
+                    room.fail(PrefillCause.FAILED.words(cause))
+        except (TimeoutError, EngineClosed):
+            pass
+        finally:
+            self._refusing.pop(request_id, None)
+
+    async def _room(self, handed: _HandOver) -> Room | None:
+        """Wait for decode's promise. None if the time is up, or the worker stopped the hand-over."""
+        try:
+            async with asyncio.timeout(self._promise_timeout_s) as handed.waiting:
+                return await self._peer.room(handed.request_id)
+        except TimeoutError:
+            return None
+        finally:
+            handed.waiting = None
+
+    async def _send(self, room: Room, handed: _HandOver) -> RoomOutcome:
+        """Send what was handed over and what comes; returns when nothing reads the pages for this room any more."""
+        handed.room = room
+        try:
+            if room.prompt_tokens != handed.prompt_tokens:
+                room.fail(
+                    PrefillCause.FAILED.words(
+                        f"decode promised room for {room.prompt_tokens} tokens, but the prompt has"
+                        f" {handed.prompt_tokens} here: both must get the same prompt"
+                    )
+                )
+            sending = self._tasks.spawn(self._forward(room, handed), name=f"room of {handed.request_id}")
+            try:
+                return await room.received()
+            finally:
+                sending.cancel()
+        finally:
+            handed.room = None
+
+    async def _forward(self, room: Room, handed: _HandOver) -> None:
+        # `restart` begins another list, for the next room.
+        chunks, sent = handed.chunks, 0
+        try:
+            while sent < len(chunks) or handed.first_token is None:
+                if sent == len(chunks):
+                    handed.changed.clear()
+                    await handed.changed.wait()
+                else:
+                    chunk = chunks[sent]
+                    await room.send(chunk.pages, start_token=chunk.start_token, end_token=chunk.end_token)
+                    sent += 1
+                if handed.chunks is not chunks:
+                    return
+            await room.finish(first_token=handed.first_token)
+        except TidekvError as error:
+            room.fail(PrefillCause.RAISED.words(str(error)))
+
+    async def _close(self) -> None:
+        try:
+            await self._peer.__aexit__(None, None, None)
+        finally:
+            await self._tasks.close()
+
+
+def _reschedule(limit: asyncio.Timeout, at_s: float) -> None:
+    if not limit.expired():
+        limit.reschedule(at_s)
+
+
+async def _nothing() -> None:
+    pass
