@@ -86,7 +86,7 @@ def test_a_page_that_storage_lost_is_recomputed_and_stored_again(connector: Modu
     writer.serve(PROMPT, [0, 1, 2, 3, 4])
     writer.close()
     reader = Vllm(connector, uri, seed=2)
-    storage = reader.worker._pages._storage
+    storage = reader.worker._worker.pages._storage
     read = storage.get_into
 
     async def lossy(keys: Sequence[bytes], pages: Any, *, timeout_s: float) -> list[bool]:
@@ -112,7 +112,7 @@ def test_a_request_is_held_until_its_last_pages_are_read(connector: ModuleType, 
     request = request_of(PROMPT[:12])
     vllm.scheduler.on_new_request(request)
     allocated = SimpleNamespace(get_block_ids=lambda: ([0, 1],))
-    vllm.scheduler._scheduler._known["r"].answer.result()
+    vllm.scheduler._scheduler.side._known["r"].answer.result()
     assert vllm.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     vllm.scheduler.update_state_after_alloc(request, allocated, 0)
     vllm.step({"r": 12}, [0, 1])

@@ -37,6 +37,10 @@ class KVConnectorMetadata(ABC):  # noqa: B024  # As vLLM's is.
     pass
 
 
+class KVConnectorHandshakeMetadata(ABC):  # noqa: B024  # As vLLM's is.
+    pass
+
+
 @dataclass
 class KVConnectorStats:
     data: dict[str, Any] = field(default_factory=dict)
@@ -100,6 +104,7 @@ def cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping,
 CONTRACT: dict[str, dict[str, object]] = {
     f"{V1}.base": {
         "KVConnectorBase_V1": KVConnectorBase_V1,
+        "KVConnectorHandshakeMetadata": KVConnectorHandshakeMetadata,
         "KVConnectorMetadata": KVConnectorMetadata,
         "KVConnectorRole": KVConnectorRole,
     },
@@ -232,7 +237,7 @@ class Vllm:
 
     def settle(self) -> None:
         """Wait until the worker has nothing on its way."""
-        self.worker._pages._loop.call(_idle(self.worker._pages))
+        self.worker._worker.pages._loop.call(_idle(self.worker._worker.pages))
 
     def serve(self, tokens: Sequence[int], blocks: Sequence[int]) -> int:
         """A prompt from arrival to end, in these blocks; returns how many tokens were loaded for it."""
@@ -240,7 +245,7 @@ class Vllm:
         self.scheduler.on_new_request(request)
         found, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
         while found is None:
-            self.scheduler._scheduler._known["r"].answer.result()
+            self.scheduler._scheduler.side._known["r"].answer.result()
             found, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
         assert is_async is bool(found)
         allocated = SimpleNamespace(get_block_ids=lambda: (list(blocks),))

@@ -12,39 +12,50 @@ memory: its block manager assigns blocks, and the connector reports which of the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any  # vLLM's objects are not typed here: type checks go without vLLM.
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tidekv.backends.storage.uri import open_storage, split_uri
-from tidekv.engine.integrations.vllm.blocks import PagedBlocks, in_order
-from tidekv.engine.integrations.vllm.jobs import COUNTS, LoadJob, SaveJob
-from tidekv.engine.integrations.vllm.lookup import PrefixLookup
-from tidekv.engine.integrations.vllm.pages import WorkerPages
-from tidekv.engine.integrations.vllm.scheduler import SchedulerSide
-from tidekv.engine.integrations.vllm.settings import CPU_BACKEND, check_backends, read_shared
+from tidekv.backends.storage.uri import split_uri
+from tidekv.engine.integrations.vllm.handover.jobs import HANDOVER_COUNTS
+from tidekv.engine.integrations.vllm.handover.scheduler import HandoverScheduler
+from tidekv.engine.integrations.vllm.handover.settings import read_handover
+from tidekv.engine.integrations.vllm.handover.worker import HandoverWorker
+from tidekv.engine.integrations.vllm.jobs import COUNTS
+from tidekv.engine.integrations.vllm.roles import SchedulerRole, WorkerRole
+from tidekv.engine.integrations.vllm.settings import read_shared
+from tidekv.engine.integrations.vllm.storage_role import StorageScheduler, StorageWorker
 from tidekv.states.errors import InvalidRequest
+
+ALL_COUNTS = {**COUNTS, **HANDOVER_COUNTS}
+"""Counters of both roles, by name, with their meaning."""
 
 
 @dataclass
 class TidekvMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here.
-    """The jobs of one step, from the scheduler to every worker."""
+    """The jobs of one step, from the scheduler to every worker, in the form of the connector's role."""
 
-    loads: list[LoadJob] = field(default_factory=list)
-    saves: list[SaveJob] = field(default_factory=list)
+    jobs: object
+
+
+@dataclass
+class TidekvAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # As above.
+    """The address at which a prefill worker listens, from the worker to the scheduler."""
+
+    address: str
 
 
 @dataclass
 class TidekvStats(KVConnectorStats):  # type: ignore[misc]  # As above.
-    """Counts since the last report, by the names of `COUNTS`; summed over workers and steps."""
+    """Counts since the last report, by the names of `ALL_COUNTS`; summed over workers and steps."""
 
     def reset(self) -> None:
         """Remove all counts."""
@@ -58,7 +69,7 @@ class TidekvStats(KVConnectorStats):  # type: ignore[misc]  # As above.
 
     def reduce(self) -> dict[str, int | float]:
         """Return the counts that are not zero, for vLLM's log."""
-        return {name: self.data[name] for name in COUNTS if self.data.get(name)}
+        return {name: self.data[name] for name in ALL_COUNTS if self.data.get(name)}
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
@@ -66,7 +77,7 @@ class TidekvStats(KVConnectorStats):  # type: ignore[misc]  # As above.
 
 
 class TidekvPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # As above.
-    """Counters of `COUNTS` in vLLM's own /metrics, as `vllm:tidekv_<name>_total` with vLLM's labels."""
+    """Counters of `ALL_COUNTS` in vLLM's own /metrics, as `vllm:tidekv_<name>_total` with vLLM's labels."""
 
     def __init__(
         self,
@@ -78,7 +89,7 @@ class TidekvPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # As abo
         """Register the counters; vLLM calls it once in the process that serves /metrics."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters: dict[str, dict[int, Any]] = {}
-        for name, meaning in COUNTS.items():
+        for name, meaning in ALL_COUNTS.items():
             counter = self._counter_cls(
                 name=f"vllm:tidekv_{name}", documentation=f"Number of {meaning}.", labelnames=labelnames
             )
@@ -95,48 +106,52 @@ class TidekvPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # As abo
 class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no types here.
     """One side of the connector: vLLM creates one for its scheduler, and one in each worker.
 
-    A failure of storage causes a miss or a page that is not saved, never a failed request; vLLM recomputes what could
-    not be loaded.
+    `kv_connector_extra_config` selects its role: with "handover" the two ends of prefill/decode disaggregation,
+    otherwise the storage that tidekv's decode engines share. A failure of storage or of a peer is never a failed
+    request; vLLM recomputes what could not be loaded.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Read the configuration. The scheduler's side opens the storage here, a worker's in `register_kv_caches`.
+        """Read the configuration. The scheduler's side opens storage here, a worker's in `register_kv_caches`.
 
         Raises InvalidConfig, naming the option, for a configuration that cannot be shared, and errors of the storage.
         """
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._shared = read_shared(vllm_config, kv_cache_config)
-        settings = self._shared.settings
-        if split_uri(settings.uri).scheme == "file":
+        self._scheduler: SchedulerRole | None = None
+        self._worker: WorkerRole | None = None
+        self._handover_scheduler: HandoverScheduler | None = None
+        self._handover_worker: HandoverWorker | None = None
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        if "handover" in vllm_config.kv_transfer_config.kv_connector_extra_config:
+            handover = read_handover(vllm_config, kv_cache_config)
+            self._must_deliver = handover.sends
+            if is_scheduler:
+                self._scheduler = self._handover_scheduler = HandoverScheduler(handover)
+            else:
+                self._worker = self._handover_worker = HandoverWorker(handover, vllm_config)
+            return
+        shared = read_shared(vllm_config, kv_cache_config)
+        self._must_deliver = False
+        if split_uri(shared.settings.uri).scheme == "file":
             self._cache_hit_source = CacheHitSource.DISK
-        self._scheduler: SchedulerSide | None = None
-        self._lookup: PrefixLookup | None = None
-        self._pages: WorkerPages | None = None
-        self._invalid: set[int] = set()
-        self._read_out: set[str] = set()
-        if role == KVConnectorRole.SCHEDULER:
-            self._lookup = PrefixLookup(
-                partial(open_storage, settings.uri, settings.options),
-                layout=self._shared.layout,
-                model=self._shared.model,
-                ranks=self._shared.ranks,
-                timeout_s=settings.lookup_timeout_s,
-            )
-            self._scheduler = SchedulerSide(self._shared, self._lookup)
+        if is_scheduler:
+            self._scheduler = StorageScheduler(shared)
+        else:
+            self._worker = StorageWorker(shared, vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a page that is not saved is only a later miss."""
-        return False
+        """Whether a prefill hands KV over. In the storage role a page that is not saved is only a later miss."""
+        return self._must_deliver
 
     # --- The scheduler's side ---
 
     def on_new_request(self, request: Any) -> None:
-        """Start the storage look-up of a request."""
+        """Take note of a request; the storage role starts its look-up."""
         self._scheduler_side().arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded, and whether asynchronously; None until the look-up has ended."""
+        """Return how many tokens can be loaded, and whether asynchronously; None until that is known."""
         tokens = self._scheduler_side().matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 
@@ -146,19 +161,20 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
 
     def build_connector_meta(self, scheduler_output: Any) -> TidekvMetadata:
         """Return this step's jobs."""
-        state = scheduler_output.kv_connector_block_state
-        loads, saves = self._scheduler_side().jobs(
-            scheduler_output.num_scheduled_tokens, lambda request_id: state.get_block_ids(request_id)[0]
-        )
-        return TidekvMetadata(loads=loads, saves=saves)
+        return TidekvMetadata(self._scheduler_side().step_jobs(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Process the loads that ended, and the blocks that failed."""
-        self._scheduler_side().heard(connector_output.finished_recving or (), connector_output.invalid_block_ids)
+        self._scheduler_side().heard(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Save what is not saved yet; True if vLLM must hold the blocks until that save has read them."""
-        return self._scheduler_side().finished(request, block_ids), None
+        """End a request. True if vLLM must hold its blocks until a worker reports that they are free."""
+        return self._scheduler_side().finished(request, block_ids)
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, TidekvAddress]) -> None:
+        """Take the addresses of the prefill workers, by rank."""
+        if self._handover_scheduler is not None:
+            self._handover_scheduler.listening({rank: one.address for rank, one in metadata.items()})
 
     def reset_cache(self) -> bool:
         """Make pages saved so far unfindable for this instance. They stay in storage for others."""
@@ -168,61 +184,46 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
     # --- A worker's side ---
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Take the worker's tensors, and open its storage. Raises InvalidConfig for unsupported tensors."""
-        shared = self._shared
-        layers = self._vllm_config.compilation_config.static_forward_context
-        names = {layers[name].get_attn_backend().get_name() for name in shared.layer_names if name in layers}
-        check_backends(names, shared.layout)
-        tensors = in_order({name: kv_caches[name] for name in shared.layer_names})
-        order = None
-        if CPU_BACKEND in names:
-            # Only now: it imports vLLM's kernels for CPUs.
-            from tidekv.engine.integrations.vllm.cpu_attn import block_order
+        """Take the worker's tensors and start. Raises InvalidConfig for unsupported tensors."""
+        self._worker_side().register(kv_caches)
 
-            order = block_order(tensors[0])
-        blocks = PagedBlocks(
-            tensors, layout=shared.layout, block_size=shared.block_size, num_blocks=shared.num_blocks, order=order
-        )
-        storage = open_storage(shared.settings.uri, shared.settings.options)
-        self._pages = WorkerPages(storage, blocks=blocks, shared=shared)
+    def get_handshake_metadata(self) -> TidekvAddress | None:
+        """Return the address of a prefill worker, for the scheduler."""
+        address = "" if self._handover_worker is None else self._handover_worker.address
+        return TidekvAddress(address) if address else None
+
+    def handle_preemptions(self, kv_connector_metadata: TidekvMetadata) -> None:
+        """Act before the step overwrites blocks: vLLM calls this at the start of each step."""
+        self._worker_side().before_forward(kv_connector_metadata.jobs)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads, which run concurrently with the model."""
-        for job in self._get_connector_metadata().loads:
-            self._worker_pages().load(job)
+        self._worker_side().start_loads(self._get_connector_metadata().jobs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return at once: no request runs before its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: pages are saved whole, after the last layer."""
+        """Do nothing: pages are taken whole, after the last layer."""
 
     def wait_for_save(self) -> None:
-        """Read the blocks that this step filled, in the model's stream. Storing them continues in the background."""
-        for job in self._get_connector_metadata().saves:
-            if self._shared.is_writer:
-                self._worker_pages().save(job)
-            if job.is_last:
-                self._read_out.add(job.request_id)
+        """Take the blocks that this step filled. What follows continues in the background."""
+        self._worker_side().after_forward(self._get_connector_metadata().jobs)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose blocks were read for the last time, and those whose loads ended."""
-        read_out, self._read_out = self._read_out, set()
-        ended = self._worker_pages().take_ended()
-        for load in ended:
-            self._invalid.update(load.failed_blocks)
-        return read_out or None, {load.request_id for load in ended} or None
+        """Return the requests whose held blocks are free again, and those whose loads ended."""
+        freed, loaded = self._worker_side().take_finished()
+        return freed or None, loaded or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return blocks with garbage, of the loads that `get_finished` returned last, for vLLM to recompute."""
-        invalid, self._invalid = self._invalid, set()
-        return invalid
+        return self._worker_side().take_invalid_blocks()
 
     # --- Both ---
 
     def get_kv_connector_stats(self) -> TidekvStats | None:
         """Return the counts since the last call."""
-        side = self._scheduler or self._pages
+        side = self._scheduler or self._worker
         counts = side.take_counts() if side is not None else {}
         return TidekvStats(data=counts) if any(counts.values()) else None
 
@@ -239,17 +240,17 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         return TidekvPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Finish running jobs, and close the storage. Idempotent."""
-        for side in (self._lookup, self._pages):
-            if side is not None:
-                side.close()
+        """Finish running jobs, and close everything. Idempotent."""
+        side = self._scheduler or self._worker
+        if side is not None:
+            side.close()
 
-    def _scheduler_side(self) -> SchedulerSide:
+    def _scheduler_side(self) -> SchedulerRole:
         if self._scheduler is None:
             raise InvalidRequest("this connector belongs to a worker; only the scheduler's has this call")
         return self._scheduler
 
-    def _worker_pages(self) -> WorkerPages:
-        if self._pages is None:
-            raise InvalidRequest("register_kv_caches must precede every other call of a worker")
-        return self._pages
+    def _worker_side(self) -> WorkerRole:
+        if self._worker is None:
+            raise InvalidRequest("this connector belongs to the scheduler; only a worker's has this call")
+        return self._worker

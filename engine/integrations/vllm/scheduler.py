@@ -163,7 +163,7 @@ class SchedulerSide:
     def _know(self, request: Any) -> _Known | None:
         """Return the state of a request; None if its KV depends on more than its tokens."""
         known = self._known.get(request.request_id)
-        if known is None and _is_of_tokens(request):
+        if known is None and is_of_tokens(request):
             known = self._known[request.request_id] = _Known(request, self._seed(request))
         return known
 
@@ -212,7 +212,7 @@ class SchedulerSide:
         )
 
 
-def _is_of_tokens(request: Any) -> bool:
+def is_of_tokens(request: Any) -> bool:
     """Whether the tokens determine a request's KV: no images, no embeddings, and no tokens that change later."""
     return (
         request.prompt_token_ids is not None

@@ -113,21 +113,7 @@ def read_shared(vllm_config: Any, kv_cache_config: Any) -> Shared:
     """Derive the common part from vLLM's configuration. Raises InvalidConfig for what tidekv cannot share."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     settings = read_settings(transfer.kv_connector_extra_config)
-    if transfer.kv_load_failure_policy != "recompute":
-        raise InvalidConfig(
-            'set "kv_load_failure_policy": "recompute" in the KV transfer config: by vLLM\'s default a page that '
-            "cannot be loaded fails its request, and a cache must never do that"
-        )
-    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, name, 1) != 1:
-            raise InvalidConfig(f"pages of {name} {getattr(parallel, name)} cannot be shared; it must be 1")
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in DRAFTS_WITHOUT_KV:
-        raise InvalidConfig(f"KV of a draft model ({speculative.method}) cannot be shared; use none, or ngram")
-    if len(kv_cache_config.kv_cache_groups) != 1:
-        raise InvalidConfig(
-            "models with several groups of KV cannot be shared; only full attention or MLA in one group"
-        )
+    check_shareable(vllm_config, kv_cache_config)
     group = kv_cache_config.kv_cache_groups[0]
     layout = _layout_of(group.kv_cache_spec, len(group.layer_names), settings.page_size)
     is_mla = layout.kind == "mla"
@@ -145,6 +131,33 @@ def read_shared(vllm_config: Any, kv_cache_config: Any) -> Shared:
         loads=bool(transfer.is_kv_consumer),
         saves=bool(transfer.is_kv_producer),
     )
+
+
+def check_shareable(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise InvalidConfig, which names the option, if the KV of this vLLM cannot leave it or enter it."""
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        raise InvalidConfig(
+            'set "kv_load_failure_policy": "recompute" in the KV transfer config: by vLLM\'s default a page that '
+            "cannot be loaded fails its request, and a cache must never do that"
+        )
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+        if getattr(vllm_config.parallel_config, name, 1) != 1:
+            raise InvalidConfig(
+                f"pages of {name} {getattr(vllm_config.parallel_config, name)} cannot be shared; it must be 1"
+            )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in DRAFTS_WITHOUT_KV:
+        raise InvalidConfig(f"KV of a draft model ({speculative.method}) cannot be shared; use none, or ngram")
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        raise InvalidConfig(
+            "models with several groups of KV cannot be shared; only full attention or MLA in one group"
+        )
+
+
+def backends_of(vllm_config: Any, layer_names: tuple[str, ...]) -> set[str]:
+    """Return the names of the attention backends of these layers."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return {layers[name].get_attn_backend().get_name() for name in layer_names if name in layers}
 
 
 def check_backends(names: set[str], layout: KVLayout) -> None:

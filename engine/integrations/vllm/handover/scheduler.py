@@ -1,0 +1,245 @@
+"""Scheduler's side of the hand-over role: which prompts are restored from prefill, and which blocks are sent.
+
+    decode    matched: the whole prompt ──▶ allocated ──▶ restore job ──▶ its end, or the blocks that failed
+    prefill   each step: blocks that will be full once it has run ──▶ send jobs
+              finished: the answer names address and room, and vLLM holds the blocks until decode has them
+
+A request says what it wants in `kv_transfer_params`:
+
+    {"do_remote_decode": true, "room": …}                    to prefill; without a room its own id is the room
+    {"do_remote_prefill": true, "prefill": …, "room": …}     to decode; the answer of prefill has this form
+
+It reads vLLM's requests and does not change them. All calls come from the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any  # vLLM's requests are not typed here: tests and type checks go without vLLM.
+
+from tidekv.backends.keys.chain import pack_tokens
+from tidekv.engine.integrations.vllm.handover.jobs import HandoverJobs, RestoreJob, SendJob
+from tidekv.engine.integrations.vllm.handover.settings import Handover
+from tidekv.engine.integrations.vllm.scheduler import is_of_tokens
+
+LOG = logging.getLogger("tidekv.vllm")
+
+
+class DecodeScheduler:
+    """Claims the prompts that prefill computes, each at most once: after a failure vLLM computes."""
+
+    def __init__(self) -> None:
+        self._computed: dict[str, int] = {}
+        """Tokens that vLLM had in its blocks when it asked last, by request."""
+        self._claimed: set[str] = set()
+        self._loading: set[str] = set()
+        self._restores: list[RestoreJob] = []
+        self._aborted: list[str] = []
+
+    def matched(self, request: Any, computed: int) -> int:
+        """Return the tokens of the prompt behind `computed`, which ends a block, if prefill is to send them."""
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_prefill") or request.request_id in self._claimed:
+            return 0
+        if request.skip_reading_prefix_cache or not is_of_tokens(request):
+            return 0
+        if not isinstance(params.get("prefill"), str) or not isinstance(params.get("room"), str):
+            LOG.warning(
+                "request %s: do_remote_prefill needs prefill and room, as prefill's answer names them; got %s."
+                " It is computed here",
+                request.request_id,
+                sorted(params),
+            )
+            self._claimed.add(request.request_id)
+            return 0
+        # vLLM asks again if it had no blocks, and may then have another number of tokens.
+        self._computed[request.request_id] = computed
+        return int(request.num_prompt_tokens) - computed
+
+    def allocated(self, request: Any, blocks: Sequence[int], external_tokens: int) -> None:
+        """Plan the restore of a prompt into its blocks."""
+        if not external_tokens:
+            return
+        request_id, params = request.request_id, request.kv_transfer_params
+        self._claimed.add(request_id)
+        self._loading.add(request_id)
+        self._restores.append(
+            RestoreJob(
+                request_id=request_id,
+                room=params["room"],
+                prefill=params["prefill"],
+                tokens=pack_tokens(request.prompt_token_ids),
+                blocks=tuple(blocks),
+                have_tokens=self._computed[request_id],
+                namespace=namespace_of(request),
+            )
+        )
+
+    def add_jobs(self, jobs: HandoverJobs) -> None:
+        """Add the jobs of a step."""
+        jobs.restores, self._restores = self._restores, []
+        jobs.aborted, self._aborted = self._aborted, []
+
+    def loaded(self, request_ids: Iterable[str]) -> None:
+        """Note the requests whose restore has ended, successfully or not."""
+        self._loading.difference_update(request_ids)
+
+    def finished(self, request_id: str) -> None:
+        """Forget a request. vLLM holds its blocks by itself until a restore into them has ended."""
+        if request_id in self._loading:
+            self._aborted.append(request_id)
+            self._loading.discard(request_id)
+        self._computed.pop(request_id, None)
+        self._claimed.discard(request_id)
+
+
+@dataclass(slots=True)
+class _Sending:
+    """A prompt that is computed for a decode worker. `sent`: tokens whose blocks have been given to the worker."""
+
+    request: Any  # vLLM's.
+    room: str
+    sent: int = 0
+    is_open: bool = False
+
+
+class PrefillScheduler:
+    """Sends the blocks of prompts as steps fill them, and names the place where decode gets them."""
+
+    def __init__(self, block_size: int, address: str) -> None:
+        self._block_size = block_size
+        self.address = address
+        self._sending: dict[str, _Sending] = {}
+        self._held: dict[str, bool] = {}
+
+    def arrived(self, request: Any) -> None:
+        """Take note of a request whose prompt a decode worker will ask for."""
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode") and is_of_tokens(request):
+            room = params.get("room") or request.request_id
+            self._sending[request.request_id] = _Sending(request, str(room))
+
+    def add_jobs(
+        self,
+        jobs: HandoverJobs,
+        scheduled: Mapping[str, int],
+        preempted: Iterable[str],
+        blocks_of: Callable[[str], Sequence[int]],
+    ) -> None:
+        """Add the jobs of a step that computes `scheduled` tokens of each request."""
+        jobs.held, self._held = self._held, {}
+        for request_id in preempted:
+            sending = self._sending.get(request_id)
+            if sending is not None and sending.is_open:
+                sending.sent = 0
+                jobs.preempted.append(request_id)
+        for request_id, count in scheduled.items():
+            sending = self._sending.get(request_id)
+            if sending is not None and (job := self._send(sending, count, blocks_of)) is not None:
+                jobs.sends.append(job)
+
+    def finished(self, request_id: str) -> tuple[bool, dict[str, Any] | None]:
+        """End a request: True if blocks of it were sent, which vLLM then holds. The answer names where decode asks."""
+        sending = self._sending.pop(request_id, None)
+        if sending is None or not sending.is_open:
+            return False, None
+        is_complete = self._held[request_id] = sending.sent == sending.request.num_prompt_tokens
+        if not is_complete:
+            return True, None
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "prefill": self.address,
+            "room": sending.room,
+        }
+
+    def _send(self, sending: _Sending, count: int, blocks_of: Callable[[str], Sequence[int]]) -> SendJob | None:
+        """Return the blocks that a step of `count` tokens fills; the last one of a prompt may be filled in part."""
+        request, size = sending.request, self._block_size
+        prompt = int(request.num_prompt_tokens)
+        done = min(int(request.num_computed_tokens) + count, prompt)
+        if done < prompt:
+            done -= done % size
+        if done <= sending.sent:
+            return None
+        start, sending.sent, sending.is_open = sending.sent, done, True
+        return SendJob(
+            request_id=request.request_id,
+            room=sending.room,
+            prompt_tokens=prompt,
+            start_token=start,
+            blocks=tuple(blocks_of(request.request_id)[start // size : -(-done // size)]),
+            is_last=done == prompt,
+        )
+
+
+class HandoverScheduler:
+    """Both ends: `SchedulerRole` for a vLLM that sends prompts, receives them, or both."""
+
+    def __init__(self, handover: Handover) -> None:
+        self._decode = DecodeScheduler() if handover.receives else None
+        self._prefill = PrefillScheduler(handover.block_size, handover.settings.listen) if handover.sends else None
+
+    def listening(self, addresses: Mapping[int, str]) -> None:
+        """Take the addresses of the prefill workers, by rank."""
+        if self._prefill is not None:
+            self._prefill.address = ",".join(addresses[rank] for rank in sorted(addresses))
+
+    def arrived(self, request: Any) -> None:
+        """Take note of a new request."""
+        if self._prefill is not None:
+            self._prefill.arrived(request)
+
+    def matched(self, request: Any, computed: int) -> int:
+        """Return how many tokens of the prompt behind `computed` prefill is to send."""
+        return 0 if self._decode is None else self._decode.matched(request, computed)
+
+    def allocated(self, request: Any, blocks: list[int], external_tokens: int) -> None:
+        """Plan the restore of a prompt into its blocks."""
+        if self._decode is not None:
+            self._decode.allocated(request, blocks, external_tokens)
+
+    def step_jobs(self, scheduler_output: Any) -> HandoverJobs:
+        """Return the worker's jobs for one step."""
+        jobs, state = HandoverJobs(), scheduler_output.kv_connector_block_state
+        if self._decode is not None:
+            self._decode.add_jobs(jobs)
+        if self._prefill is not None:
+            self._prefill.add_jobs(
+                jobs,
+                scheduler_output.num_scheduled_tokens,
+                scheduler_output.preempted_req_ids or (),
+                lambda request_id: state.get_block_ids(request_id)[0],
+            )
+        return jobs
+
+    def heard(self, connector_output: Any) -> None:
+        """Note the restores that ended."""
+        if self._decode is not None:
+            self._decode.loaded(connector_output.finished_recving or ())
+
+    def finished(self, request: Any, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """End a request. True: vLLM holds its blocks until decode has received them."""
+        if self._decode is not None:
+            self._decode.finished(request.request_id)
+        return (False, None) if self._prefill is None else self._prefill.finished(request.request_id)
+
+    def take_counts(self) -> dict[str, int]:
+        """Return nothing: the workers count."""
+        return {}
+
+    def reset(self) -> None:
+        """Do nothing: pages in L2 and storage are named by what they hold, and stay valid until the model changes."""
+
+    def close(self) -> None:
+        """Do nothing: the scheduler's side owns no resources."""
+
+
+def namespace_of(request: Any) -> str:
+    """Return the namespace of a request's pages: its adapter and salt, both of which KV depends on."""
+    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+    salt = request.cache_salt or ""
+    return json.dumps([adapter, salt]) if adapter or salt else ""

@@ -1,0 +1,134 @@
+"""Settings of the hand-over role, the key "handover" of `kv_connector_extra_config`.
+
+A configuration that cannot hand KV over is refused here, by name, before anything is opened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final  # vLLM's configuration is not typed here: tests and type checks go without vLLM.
+
+import msgspec
+
+from tidekv.backends.storage.options import parse_size
+from tidekv.backends.storage.uri import split_uri
+from tidekv.engine.config.engine_config import EngineConfig
+from tidekv.engine.integrations.vllm.settings import HINT, check_shareable
+from tidekv.states.errors import InvalidConfig
+from tidekv.states.validation import Options, PlainText, Seconds, Text, host_and_port
+
+WHERE: Final = f"{HINT}.handover"
+
+
+class HandoverSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of "handover"."""
+
+    listen: PlainText = ""
+    """host:port at which a prefill worker listens for decode workers; needed if `kv_role` is kv_producer or kv_both.
+    With port 0 the system chooses one, which only prefill's answers name: a router that starts both ends at once needs
+    a fixed port.
+    """
+    dials: tuple[PlainText, ...] = ()
+    """Prefill addresses on other machines that a decode worker will dial. Without them, bulk data stays on loopback."""
+    secret_file: PlainText | None = None
+    """File with the secret of the control links, the same at both ends. Needed beyond loopback."""
+    model: Text | None = None
+    """Fingerprint of the model, the same at both ends. None: vLLM's name of the model."""
+    host: int | str = "1GB"
+    """Bytes of host memory (L2) of each decode worker."""
+    uri: PlainText | None = None
+    """Storage (L3) of decode workers, such as "file:/var/lib/tidekv?capacity=200GB". None: no storage."""
+    options: dict[str, object] | str | None = None
+    """Further options of the storage engine."""
+    engine: EngineConfig = EngineConfig()
+    """Further options of the decode engine, such as {"journal": {"path": "/var/log/tidekv"}}; `model` is set here."""
+    restore_timeout_s: Seconds = 60.0
+    """Maximum seconds in which decode gets a prompt, prefill's computation included; then vLLM computes it."""
+    promise_timeout_s: Seconds = 60.0
+    """Seconds for which prefill holds the blocks of a computed prompt that no decode worker asks for."""
+    lease_s: Seconds = 10.0
+    """Seconds for which prefill holds the blocks of a prompt whose decode worker gives no sign of life."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.listen:
+            host_and_port(self.listen, "listen", InvalidConfig, any_port=True)
+        if (parse_size(self.host) or 0) <= 0:
+            raise InvalidConfig(f"host must be a size such as 4GB or 512MiB, not {self.host!r}")
+        if self.uri is not None and split_uri(self.uri).scheme == "memory":
+            raise InvalidConfig("uri: memory: is local to one process and ends with it; use host for memory")
+        if self.engine.bigram_keys:
+            raise InvalidConfig("engine.bigram_keys: draft models are not handed over; leave it false")
+
+    @property
+    def host_bytes(self) -> int:
+        """`host` in bytes."""
+        return parse_size(self.host) or 0
+
+    def secret(self) -> str:
+        """Read the secret. Raises InvalidConfig, which names the file, if it cannot be read or is empty."""
+        if self.secret_file is None:
+            return ""
+        try:
+            with open(self.secret_file, encoding="utf-8") as file:
+                secret = file.read().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidConfig(f"{WHERE}.secret_file: {error}") from error
+        if not secret:
+            raise InvalidConfig(f"{WHERE}.secret_file: {self.secret_file} is empty")
+        return secret
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """The common part of both sides: the settings, the shape of vLLM's blocks, and the ends that this vLLM is.
+
+    `sends`: it computes prompts for others. `receives`: it decodes prompts that others computed.
+    """
+
+    settings: HandoverSettings
+    model: str
+    instance: str
+    block_size: int
+    num_blocks: int
+    layer_names: tuple[str, ...]
+    sends: bool
+    receives: bool
+
+
+def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
+    """Derive the common part from vLLM's configuration. Raises InvalidConfig for what cannot be handed over."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    settings = _read_settings(transfer.kv_connector_extra_config)
+    check_shareable(vllm_config, kv_cache_config)
+    if parallel.tensor_parallel_size != 1:
+        raise InvalidConfig(
+            f"hand-over with tensor_parallel_size {parallel.tensor_parallel_size} is not supported; it must be 1"
+        )
+    sends, receives = bool(transfer.is_kv_producer), bool(transfer.is_kv_consumer)
+    if sends and not settings.listen:
+        raise InvalidConfig(f'{WHERE} needs "listen", such as "127.0.0.1:7000": kv_role {transfer.kv_role} sends KV')
+    group = kv_cache_config.kv_cache_groups[0]
+    return Handover(
+        settings=settings,
+        model=settings.model or str(vllm_config.model_config.model),
+        instance=str(transfer.engine_id),
+        block_size=int(group.kv_cache_spec.block_size),
+        num_blocks=int(kv_cache_config.num_blocks),
+        layer_names=tuple(group.layer_names),
+        sends=sends,
+        receives=receives,
+    )
+
+
+def _read_settings(extra_config: dict[str, object]) -> HandoverSettings:
+    others = sorted(set(extra_config) - {"handover"})
+    if others:
+        raise InvalidConfig(
+            f'{HINT}: {others[0]!r} belongs to the storage role; with "handover" all options are within it'
+        )
+    try:
+        return msgspec.convert(extra_config["handover"], HandoverSettings)
+    except msgspec.ValidationError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, InvalidConfig) else error
+        raise InvalidConfig(f"{WHERE}: {cause}") from error

@@ -1,0 +1,321 @@
+"""A worker's side of the hand-over role: `PrefillPeer` and `DecodeEngine` beside vLLM's model, each on its own thread.
+
+    prefill   a step fills blocks ──▶ PrefillThread ──▶ decode's pages             blocks are held until decode has them
+    decode    restore job ──▶ EngineThread: L1, L2, storage, prefill ──▶ copy into vLLM's blocks ──▶ reported once
+
+vLLM's thread calls everything here once a step and never waits for a transfer. The decode engine has pages of its own;
+a restored prompt costs one copy more, from them into vLLM's blocks. No failure fails a request: vLLM computes what was
+not restored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from hashlib import sha256
+from typing import Any  # vLLM's objects are not typed here: tests and type checks go without vLLM.
+
+import msgspec
+
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
+from tidekv.backends.storage.uri import open_storage
+from tidekv.engine.decode.values import DecodeRequest
+from tidekv.engine.integrations.vllm.blocks import in_order
+from tidekv.engine.integrations.vllm.handover.blocks import BlockOrder, wrap_blocks
+from tidekv.engine.integrations.vllm.handover.jobs import HandoverJobs, RestoreJob, SendJob
+from tidekv.engine.integrations.vllm.handover.settings import Handover
+from tidekv.engine.integrations.vllm.settings import CPU_BACKEND, backends_of
+from tidekv.engine.prefill.prefill_peer import PrefillPeer
+from tidekv.engine.thread.engine_thread import EngineThread, Failed, Restored
+from tidekv.engine.thread.prefill_thread import PrefillThread
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, TidekvError
+from tidekv.transports.nixl.transport import NixlTransport
+from tidekv.transports.prefill.prefill_room import RoomOutcome
+
+LOG = logging.getLogger("tidekv.vllm")
+UNSAMPLED = 0
+"""First token of every hand-over: decode's vLLM computes the last prompt token itself and samples from it."""
+
+
+class PrefillWorker:
+    """Sends vLLM's blocks to decode workers, from the memory in which vLLM computed them."""
+
+    def __init__(self, pool: DevicePool, order: BlockOrder, handover: Handover) -> None:
+        """Start. Raises what `PrefillPeer` raises as it is entered."""
+        settings = handover.settings
+        peer = PrefillPeer(
+            device=pool,
+            transport=NixlTransport(name=f"{handover.instance}-prefill", secret=settings.secret()),
+            listen=settings.listen,
+            model=order.identity(handover.model),
+            lease_s=settings.lease_s,
+        )
+        self._thread = PrefillThread(peer, promise_timeout_s=settings.promise_timeout_s)
+        self._counts: Counter[str] = Counter()
+        self._rooms: dict[str, str] = {}
+        """Rooms by request, from the first send on until the request's blocks are free."""
+        self._requests: dict[str, str] = {}
+        """Requests by room, while the room may still be read."""
+        self._held: set[str] = set()
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """The address that decode workers connect to."""
+        return self._thread.address
+
+    def before_forward(self, jobs: HandoverJobs) -> None:
+        """End what reads blocks that this step may overwrite."""
+        for request_id in jobs.preempted:
+            self._thread.restart(self._rooms[request_id], "prefill preempted the request")
+        for request_id, is_complete in jobs.held.items():
+            self._held.add(request_id)
+            if not is_complete:
+                self._thread.stop(self._rooms[request_id], "the request was aborted at prefill")
+
+    def send(self, job: SendJob) -> None:
+        """Hand over the blocks that a step filled."""
+        if job.request_id not in self._rooms:
+            self._rooms[job.request_id] = job.room
+            try:
+                self._thread.open(job.room, prompt_tokens=job.prompt_tokens)
+            except InvalidRequest as error:
+                LOG.warning("request %s is not handed over: %s", job.request_id, error)
+                self._counts["sends_failed"] += 1
+                return
+            self._requests[job.room] = job.request_id
+        if self._requests.get(job.room) != job.request_id:
+            return
+        end = job.prompt_tokens if job.is_last else None
+        self._thread.send(job.room, job.blocks, start_token=job.start_token, end_token=end)
+        if job.is_last:
+            self._thread.finish(job.room, first_token=UNSAMPLED)
+
+    def take_finished(self) -> set[str]:
+        """Return the finished requests whose blocks nothing reads any more, each once."""
+        for ended in self._thread.poll():
+            self._requests.pop(ended.request_id)
+            if ended.outcome is RoomOutcome.RECEIVED:
+                self._counts["sends_received"] += 1
+            else:
+                self._counts["sends_unclaimed" if ended.outcome is None else "sends_failed"] += 1
+                LOG.info("hand-over of room %s ended: %s", ended.request_id, ended.cause)
+        freed = {one for one in self._held if self._requests.get(self._rooms[one]) != one}
+        self._held -= freed
+        for request_id in freed:
+            del self._rooms[request_id]
+        return freed
+
+    def take_counts(self) -> Counter[str]:
+        """Return the counts since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+    def close(self) -> None:
+        """End all rooms and stop. Idempotent."""
+        self._thread.close()
+
+
+class DecodeWorker:
+    """Restores prompts by a decode engine and copies them into vLLM's blocks."""
+
+    def __init__(self, pool: DevicePool, order: BlockOrder, handover: Handover) -> None:
+        """Start. Raises what `DecodeEngine` raises as it starts."""
+        settings, layout = handover.settings, pool.layout
+        self._blocks = pool
+        self._page_size = handover.block_size
+        self._pages = DevicePool.allocate(layout, handover.num_blocks)
+        engine = settings.engine
+        config = msgspec.structs.replace(
+            engine,
+            model=order.identity(handover.model),
+            default_deadline_s=settings.restore_timeout_s,
+            admission=msgspec.structs.replace(engine.admission, growth_reserve_pages=0),
+            # A prompt that prefill preempted is sent again in a second room.
+            peer=msgspec.structs.replace(engine.peer, attempts=max(2, engine.peer.attempts)),
+        )
+        self._engine = EngineThread(
+            config,
+            device=self._pages,
+            host=HostPool.allocate(layout, max(1, settings.host_bytes // layout.page_bytes)),
+            storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
+            transport=NixlTransport(name=f"{handover.instance}-decode", secret=settings.secret(), dials=settings.dials),
+        )
+        self._counts: Counter[str] = Counter()
+        self._jobs: dict[str, RestoreJob] = {}
+        """Restores under way, by room, which is the request id within the engine."""
+        self._rooms: dict[str, str] = {}
+        self._ended: set[str] = set()
+        self._invalid: set[int] = set()
+        self._engine.start()
+
+    def start(self, job: RestoreJob) -> None:
+        """Start a restore. Its end is returned by `take_finished` exactly once."""
+        if job.room in self._jobs:
+            self._fail(job, f"room {job.room!r} is being restored for another request already")
+            return
+        try:
+            self._engine.submit(
+                DecodeRequest(request_id=job.room, tokens=job.tokens, prefill=job.prefill, namespace=job.namespace)
+            )
+        except TidekvError as error:
+            self._fail(job, str(error))
+            return
+        self._jobs[job.room] = job
+        self._rooms[job.request_id] = job.room
+
+    def abort(self, request_id: str) -> None:
+        """End a restore that is not needed any more; `take_finished` returns it when nothing writes for it."""
+        room = self._rooms.get(request_id)
+        if room is not None:
+            with suppress(EngineClosed):  # The engine's end fails every restore.
+                self._engine.abort(room)
+
+    def take_finished(self) -> set[str]:
+        """Copy the restored prompts into their blocks. Returns the requests whose restores ended, each once."""
+        if self._jobs:
+            self._poll()
+        ended, self._ended = self._ended, set()
+        return ended
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Return the blocks that the last ended restores did not fill."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_counts(self) -> Counter[str]:
+        """Return the counts since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+    def close(self) -> None:
+        """Abort what is under way and stop. Idempotent."""
+        self._engine.close()
+
+    def _poll(self) -> None:
+        try:
+            outcomes = self._engine.poll()
+        except EngineClosed as error:
+            LOG.error("the decode engine has ended; prompts are computed from now on: %s", error)
+            for left in list(self._jobs.values()):
+                self._end(left)
+                self._fail(left, str(error))
+            return
+        for outcome in outcomes:
+            job = self._jobs.get(outcome.request_id)
+            if isinstance(outcome, Restored) and job is not None:
+                self._copy(job, outcome)
+                self._end(job)
+            elif isinstance(outcome, Failed) and outcome.call == "restore" and job is not None:
+                self._end(job)
+                self._fail(job, str(outcome.error))
+
+    def _copy(self, job: RestoreJob, restored: Restored) -> None:
+        """Copy the pages that vLLM lacks into its blocks, and leave all of them to the engine's cache."""
+        ready, first = restored.ready, job.have_tokens // self._page_size
+        self._blocks.write_pages(job.blocks[first:], self._pages.read_pages(ready.pages[first:]))
+        for source, tokens in ready.sources.items():
+            self._counts[f"restore_tokens_{source}"] += tokens
+        self._engine.finish(ready)
+        self._ended.add(job.request_id)
+
+    def _fail(self, job: RestoreJob, cause: str) -> None:
+        LOG.warning("request %s is computed, since its prompt was not restored: %s", job.request_id, cause)
+        self._counts["restores_failed"] += 1
+        self._invalid.update(job.blocks[job.have_tokens // self._page_size :])
+        self._ended.add(job.request_id)
+
+    def _end(self, job: RestoreJob) -> None:
+        del self._jobs[job.room]
+        del self._rooms[job.request_id]
+
+
+class HandoverWorker:
+    """Both ends: `WorkerRole` for a vLLM that sends prompts, receives them, or both."""
+
+    def __init__(self, handover: Handover, vllm_config: Any) -> None:
+        self._handover = handover
+        self._vllm_config = vllm_config
+        self._prefill: PrefillWorker | None = None
+        self._decode: DecodeWorker | None = None
+
+    @property
+    def address(self) -> str:
+        """The address at which this worker listens for decode workers; empty if it does not."""
+        return "" if self._prefill is None else self._prefill.address
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """Wrap the worker's tensors, and start both ends. Raises InvalidConfig for unsupported tensors."""
+        handover = self._handover
+        names = handover.layer_names
+        backends = sorted(backends_of(self._vllm_config, names))
+        tensors = in_order({name: kv_caches[name] for name in names})
+        if len(backends) != 1 or tensors[0].device.type != "cpu":
+            raise InvalidConfig(
+                f"KV of {', '.join(backends) or 'no'} attention backends on {tensors[0].device} cannot be handed over;"
+                " that of one backend in host memory can"
+            )
+        pool, order = wrap_blocks(
+            tensors,
+            block_size=handover.block_size,
+            num_blocks=handover.num_blocks,
+            backend=f"{CPU_BACKEND} {_form(tensors[0])}" if backends == [CPU_BACKEND] else backends[0],
+        )
+        if handover.sends:
+            self._prefill = PrefillWorker(pool, order, handover)
+        if handover.receives:
+            self._decode = DecodeWorker(pool, order, handover)
+
+    def before_forward(self, jobs: HandoverJobs) -> None:
+        """End what reads blocks that this step may overwrite, and restores that are not needed any more."""
+        if self._prefill is not None:
+            self._prefill.before_forward(jobs)
+        if self._decode is not None:
+            for request_id in jobs.aborted:
+                self._decode.abort(request_id)
+
+    def start_loads(self, jobs: HandoverJobs) -> None:
+        """Start the restores of a step."""
+        if self._decode is not None:
+            for job in jobs.restores:
+                self._decode.start(job)
+
+    def after_forward(self, jobs: HandoverJobs) -> None:
+        """Hand over the blocks that a step filled."""
+        if self._prefill is not None:
+            for job in jobs.sends:
+                self._prefill.send(job)
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose held blocks are free again, and those whose restores ended."""
+        freed = set() if self._prefill is None else self._prefill.take_finished()
+        return freed, set() if self._decode is None else self._decode.take_finished()
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Return the blocks that the last ended restores did not fill."""
+        return set() if self._decode is None else self._decode.take_invalid_blocks()
+
+    def take_counts(self) -> dict[str, int]:
+        """Return the counts since the last call, by the names of `HANDOVER_COUNTS`."""
+        counts: Counter[str] = Counter()
+        for end in (self._prefill, self._decode):
+            if end is not None:
+                counts.update(end.take_counts())
+        return dict(counts)
+
+    def close(self) -> None:
+        """Stop both ends. Idempotent."""
+        for end in (self._prefill, self._decode):
+            if end is not None:
+                end.close()
+
+
+def _form(tensor: Any) -> str:
+    """Return a digest of the order that CPU_ATTN's kernel gives a block: it depends on processor, dtype and version."""
+    # Only now: it imports vLLM's kernels for CPUs.
+    from tidekv.engine.integrations.vllm.cpu_attn import block_order
+
+    return sha256(block_order(tensor).numpy().tobytes()).hexdigest()[:16]

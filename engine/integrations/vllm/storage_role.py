@@ -1,0 +1,153 @@
+"""The storage role: both sides share the storage tier of tidekv's decode engines. See `scheduler` and `pages`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any  # vLLM's objects are not typed here: tests and type checks go without vLLM.
+
+from tidekv.backends.storage.uri import open_storage
+from tidekv.engine.integrations.vllm.blocks import PagedBlocks, in_order
+from tidekv.engine.integrations.vllm.jobs import LoadJob, SaveJob
+from tidekv.engine.integrations.vllm.lookup import PrefixLookup
+from tidekv.engine.integrations.vllm.pages import WorkerPages
+from tidekv.engine.integrations.vllm.scheduler import SchedulerSide
+from tidekv.engine.integrations.vllm.settings import CPU_BACKEND, Shared, backends_of, check_backends
+from tidekv.states.errors import InvalidRequest
+
+
+@dataclass
+class StorageJobs:
+    """The jobs of one step."""
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+
+
+class StorageScheduler:
+    """The scheduler's side of the storage role; owns the look-up."""
+
+    def __init__(self, shared: Shared) -> None:
+        """Open the storage. Raises what its engine raises."""
+        settings = shared.settings
+        self._lookup = PrefixLookup(
+            partial(open_storage, settings.uri, settings.options),
+            layout=shared.layout,
+            model=shared.model,
+            ranks=shared.ranks,
+            timeout_s=settings.lookup_timeout_s,
+        )
+        self.side = SchedulerSide(shared, self._lookup)
+
+    def arrived(self, request: Any) -> None:
+        """Start the storage look-up of a request."""
+        self.side.arrived(request)
+
+    def matched(self, request: Any, computed: int) -> int | None:
+        """Return how many tokens can be loaded; None until the look-up has ended."""
+        return self.side.matched(request, computed)
+
+    def allocated(self, request: Any, blocks: list[int], external_tokens: int) -> None:
+        """Plan the load into the blocks that vLLM allocated."""
+        self.side.allocated(request, blocks, external_tokens)
+
+    def step_jobs(self, scheduler_output: Any) -> StorageJobs:
+        """Return this step's loads and saves."""
+        state = scheduler_output.kv_connector_block_state
+        loads, saves = self.side.jobs(
+            scheduler_output.num_scheduled_tokens, lambda request_id: state.get_block_ids(request_id)[0]
+        )
+        return StorageJobs(loads, saves)
+
+    def heard(self, connector_output: Any) -> None:
+        """Process the loads that ended, and the blocks that failed."""
+        self.side.heard(connector_output.finished_recving or (), connector_output.invalid_block_ids)
+
+    def finished(self, request: Any, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Save what is not saved yet; True if vLLM must hold the blocks until that save has read them."""
+        return self.side.finished(request, blocks), None
+
+    def take_counts(self) -> dict[str, int]:
+        """Return the counts since the last call."""
+        return self.side.take_counts()
+
+    def reset(self) -> None:
+        """Make pages saved so far unfindable for this instance. They stay in storage for others."""
+        self.side.reset()
+
+    def close(self) -> None:
+        """Close the storage. Idempotent."""
+        self._lookup.close()
+
+
+class StorageWorker:
+    """A worker's side of the storage role; opens the storage when vLLM registers its tensors."""
+
+    def __init__(self, shared: Shared, vllm_config: Any) -> None:
+        self._shared = shared
+        self._vllm_config = vllm_config
+        self.pages: WorkerPages | None = None
+        self._invalid: set[int] = set()
+        self._read_out: set[str] = set()
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """Take the worker's tensors, and open its storage. Raises InvalidConfig for unsupported tensors."""
+        shared = self._shared
+        names = backends_of(self._vllm_config, shared.layer_names)
+        check_backends(names, shared.layout)
+        tensors = in_order({name: kv_caches[name] for name in shared.layer_names})
+        order = None
+        if CPU_BACKEND in names:
+            # Only now: it imports vLLM's kernels for CPUs.
+            from tidekv.engine.integrations.vllm.cpu_attn import block_order
+
+            order = block_order(tensors[0])
+        blocks = PagedBlocks(
+            tensors, layout=shared.layout, block_size=shared.block_size, num_blocks=shared.num_blocks, order=order
+        )
+        storage = open_storage(shared.settings.uri, shared.settings.options)
+        self.pages = WorkerPages(storage, blocks=blocks, shared=shared)
+
+    def before_forward(self, jobs: StorageJobs) -> None:
+        """Do nothing: saves have read their blocks when `after_forward` returns."""
+
+    def start_loads(self, jobs: StorageJobs) -> None:
+        """Start this step's loads, which run concurrently with the model."""
+        for job in jobs.loads:
+            self._registered().load(job)
+
+    def after_forward(self, jobs: StorageJobs) -> None:
+        """Read the blocks that this step filled, in the model's stream. Storing them continues in the background."""
+        for job in jobs.saves:
+            if self._shared.is_writer:
+                self._registered().save(job)
+            if job.is_last:
+                self._read_out.add(job.request_id)
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose blocks were read for the last time, and those whose loads ended."""
+        read_out, self._read_out = self._read_out, set()
+        ended = self._registered().take_ended()
+        for load in ended:
+            self._invalid.update(load.failed_blocks)
+        return read_out, {load.request_id for load in ended}
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Return the blocks that the last ended loads could not fill."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_counts(self) -> dict[str, int]:
+        """Return the counts since the last call."""
+        return self.pages.take_counts() if self.pages is not None else {}
+
+    def close(self) -> None:
+        """Finish running jobs, and close the storage. Idempotent."""
+        if self.pages is not None:
+            self.pages.close()
+
+    def _registered(self) -> WorkerPages:
+        if self.pages is None:
+            raise InvalidRequest("register_kv_caches must precede every other call of a worker")
+        return self.pages

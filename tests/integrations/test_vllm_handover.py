@@ -1,0 +1,256 @@
+"""Both roles of the hand-over upon a contract of vLLM's base classes, over NIXL between two threads of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any  # vLLM's objects are not typed here.
+
+import pytest
+
+from tests.support.vllm_contract import BLOCK, KVConnectorRole, configs_of, upon_contract
+from tests.support.vllm_handover import HandoverVllm, request_of
+from tidekv.engine.integrations.vllm.handover.jobs import HANDOVER_COUNTS
+from tidekv.engine.integrations.vllm.handover.settings import HandoverSettings
+from tidekv.states.errors import InvalidConfig
+
+PROMPT = [*range(100, 100 + 4 * BLOCK), 1, 2]
+PLACES = [7, 3, 11, 2, 5]
+OTHERS = [12, 13, 14, 15, 16]
+Start = Callable[..., HandoverVllm]
+
+
+@pytest.fixture
+def connector() -> Iterator[ModuleType]:
+    with upon_contract() as module:
+        yield module
+
+
+@pytest.fixture
+def start(connector: ModuleType) -> Iterator[Start]:
+    """Makes vLLMs, which end with the test."""
+    started: list[HandoverVllm] = []
+
+    def start_one(role: str, **settings: Any) -> HandoverVllm:
+        started.append(HandoverVllm(connector, role, seed=len(started), **settings))
+        return started[-1]
+
+    yield start_one
+    # Decode first: a prefill that is gone in mid-transfer keeps its pages in quarantine.
+    for vllm in sorted(started, key=lambda vllm: vllm.role):
+        vllm.close()
+
+
+def to_prefill(name: str = "p", **changes: Any) -> Any:
+    return request_of(name, PROMPT, {"do_remote_decode": True, **changes})
+
+
+def prefilled(prefill: HandoverVllm, name: str = "p", *, chunk: int = 12) -> dict[str, Any]:
+    """A prompt that prefill computed in steps, and what its answer says."""
+    assert prefill.add(to_prefill(name), PLACES) == 0
+    prefill.compute(name, chunk=chunk)
+    held, params = prefill.finish(name)
+    assert held and params is not None
+    return params
+
+
+def test_decode_gets_what_prefill_computed(start: Start) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    params = prefilled(prefill)
+    assert decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5]) == len(PROMPT)
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("d", PROMPT)
+    assert not decode.invalid
+    assert decode.counts == {"restore_tokens_transfer": len(PROMPT)}
+    prefill.step_until(lambda: prefill.freed)
+    assert (prefill.freed, prefill.counts) == (["p"], {"sends_received": 1})
+    # An equal prompt is restored from this machine, and prefill is told that nothing is missing.
+    again = prefilled(prefill, "q", chunk=100)
+    decode.add(request_of("e", PROMPT, again), OTHERS)
+    decode.step_until(lambda: len(decode.loaded) == 2)
+    assert decode.holds("e", PROMPT)
+    assert decode.counts["restore_tokens_l1"] == 4 * BLOCK
+    prefill.step_until(lambda: len(prefill.freed) == 2)
+    assert (decode.finish("d"), decode.finish("e")) == ((False, None), (False, None))
+
+
+def test_blocks_that_vllm_has_already_are_left_as_they_are(start: Start) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    params = prefilled(prefill)
+    decode.overwrite([1, 2])
+    assert decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5], computed=2 * BLOCK) == 2 * BLOCK + 2
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("d", PROMPT, first=2 * BLOCK)
+    assert all((cache[[1, 2]] == 7.0).all() for cache in decode.caches)
+
+
+def test_a_router_may_name_the_room_and_start_both_at_once(start: Start) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    address = prefill.scheduler._handover_scheduler._prefill.address
+    params = {"do_remote_prefill": True, "prefill": address, "room": "chosen"}
+    decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
+    decode.step()
+    prefill.add(to_prefill(room="chosen"), PLACES)
+    prefill.compute("p", chunk=BLOCK)
+    # Decode may have everything before the scheduler hears that the request has finished.
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("d", PROMPT)
+    assert prefill.finish("p")[0]
+    prefill.step_until(lambda: prefill.freed)
+    assert prefill.freed == ["p"]
+
+
+def test_a_prompt_that_prefill_preempts_is_sent_again(start: Start) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    address = prefill.scheduler._handover_scheduler._prefill.address
+    decode.add(
+        request_of("d", PROMPT, {"do_remote_prefill": True, "prefill": address, "room": "chosen"}), [1, 2, 3, 4, 5]
+    )
+    prefill.add(to_prefill(room="chosen"), PLACES)
+    prefill.step({"p": 2 * BLOCK})
+    decode.step()
+    prefill.preempt("p", OTHERS)
+    prefill.compute("p", chunk=BLOCK)
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("d", PROMPT)
+    assert not decode.invalid
+    prefill.finish("p")
+    prefill.step_until(lambda: prefill.freed)
+    assert prefill.counts == {"sends_received": 1}
+
+
+def test_pages_posted_before_a_preemption_are_never_sent(start: Start) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    prefill.add(to_prefill(), PLACES)
+    prefill.step({"p": 2 * BLOCK})
+    prefill.preempt("p", OTHERS)
+    prefill.compute("p", chunk=BLOCK)
+    _, params = prefill.finish("p")
+    decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("d", PROMPT)
+
+
+def test_what_prefill_aborts_decode_computes(start: Start) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    address = prefill.scheduler._handover_scheduler._prefill.address
+    prefill.add(to_prefill(room="chosen"), PLACES)
+    prefill.step({"p": 2 * BLOCK})
+    params = {"do_remote_prefill": True, "prefill": address, "room": "chosen"}
+    decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5], computed=BLOCK)
+    decode.step()
+    assert prefill.finish("p") == (True, None)
+    prefill.step_until(lambda: prefill.freed)
+    decode.step_until(lambda: decode.loaded)
+    assert (decode.loaded, decode.invalid) == (["d"], {2, 3, 4, 5})
+    assert decode.counts == {"restores_failed": 1}
+    # vLLM asks again, with fewer blocks, and then computes.
+    assert decode.scheduler.get_num_new_matched_tokens(decode.requests["d"], BLOCK) == (0, False)
+
+
+def test_a_restore_that_is_aborted_is_reported_once(start: Start) -> None:
+    decode, prefill = start("kv_consumer"), start("kv_producer")
+    address = prefill.scheduler._handover_scheduler._prefill.address
+    decode.add(request_of("d", PROMPT, {"do_remote_prefill": True, "prefill": address, "room": "r"}), [1, 2, 3, 4, 5])
+    decode.step()
+    assert decode.finish("d") == (False, None)
+    decode.step_until(lambda: decode.loaded)
+    decode.overwrite([1, 2, 3, 4, 5])
+    prefill.add(to_prefill(room="r"), PLACES)
+    prefill.compute("p", chunk=BLOCK)
+    prefill.finish("p")
+    for _ in range(20):
+        decode.step()
+    assert decode.loaded == ["d"]
+    assert all((cache[[1, 2, 3, 4, 5]] == 7.0).all() for cache in decode.caches)
+
+
+def test_without_prefill_decode_computes(start: Start) -> None:
+    decode = start("kv_consumer")
+    params = {"do_remote_prefill": True, "prefill": "127.0.0.1:9", "room": "r"}
+    decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
+    decode.step_until(lambda: decode.loaded)
+    assert decode.invalid == {1, 2, 3, 4, 5}
+    # Parameters that name no prefill, an adapter's prompt of pictures, and no parameters at all: nothing is claimed.
+    assert decode.add(request_of("e", PROMPT, {"do_remote_prefill": True}), OTHERS) == 0
+    assert decode.add(request_of("f", PROMPT, dict(params, room="s"), mm_features=[object()]), OTHERS) == 0
+    assert decode.add(request_of("g", PROMPT, None), OTHERS) == 0
+
+
+def test_blocks_that_no_decode_worker_asks_for_are_free_in_time(start: Start) -> None:
+    prefill = start("kv_producer", promise_timeout_s=0.05)
+    prefilled(prefill)
+    prefill.step_until(lambda: prefill.freed)
+    assert prefill.counts == {"sends_unclaimed": 1}
+
+
+def test_an_instance_may_be_both_ends(start: Start) -> None:
+    first, second = start("kv_both"), start("kv_both")
+    for here, there in ((first, second), (second, first)):
+        params = prefilled(here, f"p{id(here)}")
+        there.add(request_of(f"d{id(there)}", PROMPT, params), OTHERS)
+        there.step_until(lambda there=there: there.loaded)
+        assert there.holds(f"d{id(there)}", PROMPT)
+        here.step_until(lambda here=here: here.freed)
+
+
+def test_blocks_in_another_order_are_refused(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer", is_head_first=False)
+    params = prefilled(prefill)
+    decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
+    decode.step_until(lambda: decode.loaded)
+    assert decode.invalid == {1, 2, 3, 4, 5}
+    assert "vLLM blocks of FLASH_ATTN" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("handover", "changes", "words"),
+    [
+        ({"listen": "127.0.0.1"}, {}, "listen"),
+        ({}, {}, 'needs "listen"'),
+        ({"listen": "127.0.0.1:0", "uri": "memory:"}, {}, "memory: is local to one process"),
+        ({"listen": "127.0.0.1:0", "host": "much"}, {}, "host must be a size"),
+        ({"listen": "127.0.0.1:0", "lease_s": 0}, {}, "lease_s"),
+        ({"listen": "127.0.0.1:0", "lese_s": 1}, {}, "lese_s"),
+        ({"listen": "127.0.0.1:0", "engine": {"bigram_keys": True}}, {}, "bigram_keys"),
+        ({"listen": "127.0.0.1:0", "engine": {"keep": True}}, {}, "keep"),
+        ({"listen": "127.0.0.1:0"}, {"groups": 2}, "several groups of KV"),
+        ({"listen": "127.0.0.1:0"}, {"tensor_parallel_size": 2}, "tensor_parallel_size 2"),
+        ({"listen": "127.0.0.1:0"}, {"kv_load_failure_policy": "fail"}, "kv_load_failure_policy"),
+        ({"listen": "127.0.0.1:0"}, {"extra": {"uri": "file:/x"}}, "'uri' belongs to the storage role"),
+    ],
+)
+def test_what_cannot_be_handed_over_is_refused_by_name(
+    connector: ModuleType, handover: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    extra = {"uri": None, "model": None, "host": None, **changes.pop("extra", {}), "handover": handover}
+    configs = configs_of("", extra=extra, **changes)
+    configs[0].kv_transfer_config.kv_role, configs[0].kv_transfer_config.engine_id = "kv_both", "e"
+    with pytest.raises(InvalidConfig, match=words):
+        connector.TidekvConnector(configs[0], KVConnectorRole.SCHEDULER, configs[1])
+
+
+def test_a_secret_comes_from_a_file(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s3cret\n")
+    (tmp_path / "other").write_text("other\n")
+    prefill = start("kv_producer", secret_file=f"{tmp_path}/secret")
+    decode, stranger = (
+        start("kv_consumer", secret_file=f"{tmp_path}/secret"),
+        start("kv_consumer", secret_file=f"{tmp_path}/other"),
+    )
+    params = prefilled(prefill)
+    stranger.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
+    stranger.step_until(lambda: stranger.loaded)
+    assert stranger.invalid
+    decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("d", PROMPT)
+    with pytest.raises(InvalidConfig, match=r"secret_file.*missing"):
+        start("kv_consumer", secret_file=f"{tmp_path}/missing")
+
+
+def test_the_page_names_every_option_and_count() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "vllm-handover.md").read_text()
+    for name in (*HandoverSettings.__struct_fields__, *HANDOVER_COUNTS):
+        assert f"`{name}`" in page, name

@@ -1,0 +1,166 @@
+"""A vLLM that hands prompts over, as its connector sees it: blocks, steps in vLLM's order, a model by formula."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any  # vLLM's objects are not typed here.
+
+import torch
+
+from tests.support.vllm_contract import BLOCK, BLOCKS, DIM, HEADS, LAYERS, NAMES, KVConnectorRole, configs_of
+from tests.support.waits import LIMIT_S
+
+PAUSE_S = 0.002
+
+
+def kv_of(tokens: Sequence[int], layer: int) -> torch.Tensor:
+    """KV of a prompt: [token, head, K | V]. It depends on all tokens before, as that of a model does."""
+    sums = torch.tensor(tokens, dtype=torch.float64).cumsum(0)
+    columns = torch.arange(HEADS * 2 * DIM, dtype=torch.float64).view(HEADS, 2 * DIM)
+    return torch.sin(sums.view(-1, 1, 1) * (layer + 1) + columns).float()
+
+
+def request_of(name: str, tokens: Sequence[int], params: dict[str, Any] | None, **changes: Any) -> Any:
+    """What a connector sees of a request."""
+    fields = {
+        "request_id": name,
+        "kv_transfer_params": params,
+        "prompt_token_ids": list(tokens),
+        "all_token_ids": list(tokens),
+        "num_tokens": len(tokens),
+        "num_prompt_tokens": len(tokens),
+        "num_computed_tokens": 0,
+        "prompt_embeds": None,
+        "mm_features": [],
+        "resumable": False,
+        "lora_request": None,
+        "cache_salt": None,
+        "skip_reading_prefix_cache": False,
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+class HandoverVllm:
+    """Scheduler's and worker's side with tensors, driven in the order in which vLLM calls them."""
+
+    def __init__(self, module: ModuleType, role: str, *, seed: int = 0, is_head_first: bool = True, **handover: Any):
+        self.role = role
+        sends, receives = role != "kv_consumer", role != "kv_producer"
+        if sends:
+            handover.setdefault("listen", "127.0.0.1:0")
+        configs = configs_of(
+            "",
+            extra={"uri": None, "model": None, "host": None, "handover": {"model": "m", "host": "1MB", **handover}},
+            is_kv_producer=sends,
+            is_kv_consumer=receives,
+        )
+        configs[0].kv_transfer_config.kv_role, configs[0].kv_transfer_config.engine_id = role, f"vllm-{seed}"
+        shape = (LAYERS, BLOCKS, HEADS, BLOCK, 2 * DIM) if is_head_first else (LAYERS, BLOCKS, BLOCK, HEADS, 2 * DIM)
+        stored = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        self.caches = [layer if is_head_first else layer.transpose(1, 2) for layer in stored]
+        self.tables: dict[str, list[int]] = {}
+        self.requests: dict[str, Any] = {}
+        self.loaded: list[str] = []
+        self.freed: list[str] = []
+        self.invalid: set[int] = set()
+        self.counts: dict[str, int] = {}
+        self.preempted: set[str] = set()
+        self.scheduler = module.TidekvConnector(configs[0], KVConnectorRole.SCHEDULER, configs[1])
+        self.worker = module.TidekvConnector(configs[0], KVConnectorRole.WORKER, configs[1])
+        self.worker.register_kv_caches(dict(reversed(list(zip(NAMES, self.caches, strict=True)))))
+        if (address := self.worker.get_handshake_metadata()) is not None:
+            self.scheduler.set_xfer_handshake_metadata({0: pickle.loads(pickle.dumps(address))})
+
+    def add(self, request: Any, blocks: Sequence[int], *, computed: int = 0) -> int:
+        """A new request; returns the tokens that the connector claims, whose restore the next step starts."""
+        self.requests[request.request_id], self.tables[request.request_id] = request, list(blocks)
+        self.scheduler.on_new_request(request)
+        claimed, is_async = self.scheduler.get_num_new_matched_tokens(request, computed)
+        assert is_async is bool(claimed)
+        allocated = SimpleNamespace(get_block_ids=lambda: (list(blocks),))
+        self.scheduler.update_state_after_alloc(request, allocated, claimed)
+        request.num_computed_tokens = computed
+        return int(claimed)
+
+    def step(self, scheduled: dict[str, int] | None = None) -> None:
+        """One step, which computes some tokens of each scheduled request."""
+        scheduled = scheduled or {}
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            preempted_req_ids=self.preempted,
+            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (list(self.tables[name]),)),
+        )
+        self.preempted = set()
+        # From one process to another.
+        metadata = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output)))
+        self.worker.handle_preemptions(metadata)
+        self.worker.bind_connector_metadata(metadata)
+        for name, count in scheduled.items():
+            self._forward(self.requests[name], count)
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        freed, loaded = self.worker.get_finished(set())
+        invalid = self.worker.get_block_ids_with_load_errors()
+        self.worker.clear_connector_metadata()
+        self.scheduler.update_connector_output(SimpleNamespace(finished_recving=loaded, invalid_block_ids=invalid))
+        self.freed += freed or ()
+        self.loaded += loaded or ()
+        self.invalid |= invalid
+        stats = self.worker.get_kv_connector_stats()
+        for name, count in stats.reduce().items() if stats is not None else ():
+            self.counts[name] = self.counts.get(name, 0) + count
+
+    def compute(self, name: str, *, chunk: int) -> None:
+        """Compute the rest of a prompt in steps of `chunk` tokens."""
+        request = self.requests[name]
+        while (left := request.num_prompt_tokens - request.num_computed_tokens) > 0:
+            self.step({name: min(chunk, left)})
+
+    def preempt(self, name: str, blocks: Sequence[int]) -> None:
+        """Take a request's blocks, which another one overwrites in the next step; later it has these."""
+        old, self.tables[name] = self.tables[name], list(blocks)
+        self.requests[name].num_computed_tokens = 0
+        self.preempted = {name}
+        self.step()
+        self.overwrite(old)
+
+    def overwrite(self, blocks: Sequence[int]) -> None:
+        """Blocks that another request uses from now on."""
+        for cache in self.caches:
+            cache[list(blocks)] = 7.0
+
+    def finish(self, name: str) -> tuple[bool, dict[str, Any] | None]:
+        """A request has finished, or was aborted."""
+        held, params = self.scheduler.request_finished(self.requests[name], self.tables[name])
+        return bool(held), params
+
+    def step_until(self, condition: Callable[[], object]) -> None:
+        """Empty steps, as vLLM makes them while it waits."""
+        until_s = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < until_s, "it did not happen"
+            self.step()
+            time.sleep(PAUSE_S)
+
+    def holds(self, name: str, tokens: Sequence[int], *, first: int = 0) -> bool:
+        """Whether the blocks of a request have the KV of these tokens, from token `first` on."""
+        for layer, cache in enumerate(self.caches):
+            rows = cache[self.tables[name]].permute(0, 2, 1, 3).flatten(0, 1)[first : len(tokens)]
+            if not torch.equal(rows, kv_of(tokens, layer)[first:]):
+                return False
+        return True
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+    def _forward(self, request: Any, count: int) -> None:
+        first = request.num_computed_tokens
+        for layer, cache in enumerate(self.caches):
+            kv = kv_of(request.prompt_token_ids, layer)
+            for at in range(first, first + count):
+                cache[self.tables[request.request_id][at // BLOCK], :, at % BLOCK] = kv[at]
+        request.num_computed_tokens += count
