@@ -20,6 +20,7 @@ from rich.console import Console
 from benchmarks.vllm_pair.cluster import Event, Figures, running
 from benchmarks.vllm_pair.conversations import Load
 from benchmarks.vllm_pair.model import ModelShape, make_model
+from benchmarks.vllm_pair.overhead import measure_overhead, overhead_table
 from benchmarks.vllm_pair.server import ROOT, ServerOptions
 from benchmarks.vllm_pair.table import first_token_table, totals_table
 from benchmarks.vllm_pair.variants import VARIANTS
@@ -77,9 +78,7 @@ def conversations(
     # vLLM refuses a cache that does not hold one request of the greatest length.
     decode_bytes = _rounded(max(decode_share * conversations * each / decode, 1.5 * each))
     events = [Event.parse(text) for text in at or ()]
-    BUILD.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="run-", dir=BUILD))
-    print(f"logs: {folder}", file=sys.stderr)
+    folder = _run_folder()
 
     async def compare() -> list[Figures]:
         # A single server with room for everything answers first; its tokens are the reference.
@@ -98,7 +97,7 @@ def conversations(
         return found
 
     figures = asyncio.run(compare())
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = _console()
     console.print(first_token_table(load, figures))
     console.print(totals_table(figures))
     for one in figures:
@@ -108,6 +107,32 @@ def conversations(
         json_file.write_text(json.dumps([_plain(one) for one in figures], indent=1))
     if any(one.outcome.wrong or one.outcome.lost for one in figures):
         raise typer.Exit(1)
+
+
+@app.command()
+def overhead(
+    connector: Annotated[
+        list[str] | None, typer.Option(help="Variants of one server; the first one is the baseline.")
+    ] = None,
+    idle: Annotated[float, typer.Option(min=1, help="Seconds without requests.")] = 30.0,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of bursts.")] = 15,
+) -> None:
+    """Measure what a connector costs a server with nothing to transfer: idle CPU, and a decode step."""
+    names = [name for name in connector or ("single", "tidekv-single") if _known(name)]
+    options = ServerOptions(model=make_model(BUILD), kv_bytes=64 << 20, max_model_len=4096)
+    costs = asyncio.run(measure_overhead(names, options, _run_folder(), idle_s=idle, pairs=pairs))
+    _console().print(overhead_table(costs))
+
+
+def _run_folder() -> Path:
+    BUILD.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=BUILD))
+    print(f"logs: {folder}", file=sys.stderr)
+    return folder
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def _known(name: str) -> bool:
@@ -143,7 +168,10 @@ def _plain(one: Figures) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    # Conversations are the command if none is named.
+    named = [command.callback.__name__ for command in app.registered_commands if command.callback is not None]
+    arguments = sys.argv[1:]
     try:
-        app()
+        app(arguments if arguments[:1] and arguments[0] in (*named, "--help") else ["conversations", *arguments])
     except TidekvError as error:
         sys.exit(f"dev.py vllm: {error}")

@@ -1,0 +1,112 @@
+"""What tidekv costs a server that has nothing to transfer: CPU when idle, and time and CPU of a decode step.
+
+A plain server and one with tidekv run side by side. Idle CPU is measured on both at the same time, steps in alternating
+pairs, so that other load on the machine meets both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from rich.table import Table
+
+from benchmarks.vllm_pair.client import Client
+from benchmarks.vllm_pair.cluster import running
+from benchmarks.vllm_pair.conversations import FIRST_WORD
+from benchmarks.vllm_pair.server import Server, ServerOptions
+from benchmarks.vllm_pair.variants import VARIANTS
+
+PROMPT_TOKENS = 4
+OUTPUT_TOKENS = 24
+"""Fewer than a page with the prompt: no page is looked up, saved or sent."""
+BURST = 20
+"""Requests of one half of a pair: their CPU time is a multiple of the kernel's resolution of 10 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Figures of one server. `idle_cpu`: CPU seconds per second; steps: by pair, in seconds."""
+
+    name: str
+    idle_cpu: Sequence[float]
+    step_s: Sequence[float]
+    step_cpu_s: Sequence[float]
+
+
+async def measure_overhead(
+    names: Sequence[str], options: ServerOptions, folder: Path, *, idle_s: float, pairs: int
+) -> list[Cost]:
+    """Measure single servers of these variants; the first one is the baseline."""
+    async with AsyncExitStack() as stack:
+        clusters = [await stack.enter_async_context(running(VARIANTS[name], options, folder / name)) for name in names]
+        servers = [cluster.decodes[0] for cluster in clusters]
+        client = Client()
+        stack.push_async_callback(client.close)
+        for server in servers:
+            await _burst(client, server)  # Warms up.
+        idle = await _idle(servers, idle_s)
+        step: list[list[tuple[float, float]]] = [[] for _ in servers]
+        for number in range(pairs):
+            # Alternating order: neither is always the second one.
+            for at in range(len(servers)) if number % 2 else reversed(range(len(servers))):
+                step[at].append(await _burst(client, servers[at]))
+        return [
+            Cost(name, idle[at], [one[0] for one in step[at]], [one[1] for one in step[at]])
+            for at, name in enumerate(names)
+        ]
+
+
+def overhead_table(costs: Sequence[Cost]) -> Table:
+    """Medians of each server, and of the ratios of pairs to the first server."""
+    table = Table(title="Nothing to transfer: medians, and medians of the ratios by pair")
+    for column in ("", "CPU when idle", "step, ms", "CPU of a step, ms", "step, ratio", "CPU of a step, ratio"):
+        table.add_column(column, justify="right")
+    first = costs[0]
+    for cost in costs:
+        table.add_row(
+            VARIANTS[cost.name].title,
+            f"{statistics.median(cost.idle_cpu):.2%}",
+            f"{1e3 * statistics.median(cost.step_s):.3f}",
+            f"{1e3 * statistics.median(cost.step_cpu_s):.3f}",
+            _ratio(cost.step_s, first.step_s),
+            _ratio(cost.step_cpu_s, first.step_cpu_s),
+        )
+    return table
+
+
+async def _idle(servers: Sequence[Server], seconds: float) -> list[list[float]]:
+    """CPU seconds per second of servers without requests, in slices."""
+    found: list[list[float]] = [[] for _ in servers]
+    for _ in range(5):
+        before, started_s = [server.cpu_s() for server in servers], time.perf_counter()
+        await asyncio.sleep(seconds / 5)
+        passed_s = time.perf_counter() - started_s
+        for at, server in enumerate(servers):
+            found[at].append((server.cpu_s() - before[at]) / passed_s)
+    return found
+
+
+async def _burst(client: Client, server: Server) -> tuple[float, float]:
+    """Seconds and CPU seconds of a decode step, over requests one after the other."""
+    before_cpu_s, decoding_s = server.cpu_s(), 0.0
+    for number in range(BURST):
+        prompt = [FIRST_WORD + number] * PROMPT_TOKENS
+        answer = await client.complete(server.url, prompt, count=OUTPUT_TOKENS, request_id=f"o-{uuid4().hex[:8]}")
+        decoding_s += answer.total_s - answer.first_s
+    spent_s = server.cpu_s() - before_cpu_s
+    return decoding_s / BURST / (OUTPUT_TOKENS - 1), spent_s / BURST / OUTPUT_TOKENS
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    ratios = sorted(one / other for one, other in zip(ours, theirs, strict=True) if other)
+    if not ratios:
+        return "-"
+    quarter = len(ratios) // 4
+    return f"{statistics.median(ratios):.3f} ({ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f})"
