@@ -168,7 +168,7 @@ class Core:
 
     @property
     def operations_in_flight(self) -> int:
-        """Number of operations under way, without those of the circuit breaker."""
+        """Number of operations under way, without those of the circuit breaker and queries whose request has left."""
         return operations_in_flight(self)
 
     @property
@@ -398,9 +398,9 @@ class Core:
             while self.fire(request, event):
                 if not takes(request, events.Progressed):
                     return
-            if request.is_planned or request.query_op:
-                # `fire` marked the request dirty, but it has just been moved as far as it can. A request that is
-                # neither planned nor waiting for storage stays dirty: its plan raised and is due again.
+            if request.is_planned:
+                # `fire` marked the request dirty, but it has just been moved as far as it can. A request without a
+                # plan stays dirty: its plan raised and is due again.
                 self.state.dirty.pop(request, None)
             if request.loads and self.shared_transfers.waits_for(request) is not None:
                 self.state.run_guarded(partial(self.shared_transfers.watch, request))

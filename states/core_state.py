@@ -58,6 +58,7 @@ COUNTERS: Final = (
     "l3_puts_declined",
     "l3_queries_failed",
     "l3_queries_late",
+    "l3_queries_outwaited",
     "loads_void",
     "outcomes_late",
     "pages_backed_up",

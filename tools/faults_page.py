@@ -29,7 +29,9 @@ REQUIRED: dict[str, dict[str, str]] = {
     "Storage": {
         "query_fails": "The answer counts as nothing found; prefill sends the pages; the request becomes READY.",
         "query_raises": "As if storage had found nothing. No request waits for an outcome that cannot come.",
-        "query_is_late": "At the deadline the plan is made without storage. The answer is counted when it comes.",
+        "query_is_slow": "After a short wait the plan is made without storage. A request that still waits for device "
+        "memory, or returns to the queue, uses the answer when it comes.",
+        "query_is_late": "At its deadline the query counts as failed. The answer is counted when it comes.",
         "query_is_stuck": "As late. No page waits for it, and a later request with the same id does not get it.",
         "query_promises_too_much": "The answer is only a hint: pages that the read does not bring are requested from "
         "prefill by extend.",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from tidekv.states.storage.answer_time import SURE_SHARE, USEFUL_SHARE, WAIT_MAX_S, WAIT_MIN_S
 from tidekv.states.storage.policy import StoragePolicy
 from tidekv.states.storage.throughput import ESTIMATE_FRESH_S
 
@@ -29,6 +30,14 @@ writes if most prompts are seen once. `back` copies and writes least, and as lat
 pool (`write_back_ahead`) free or clean, so that eviction, which never waits, finds pages that have another copy.
 Pages that eviction drops without a copy are counted (`l1_pages_dropped`, `l2_pages_dropped`); pages that were never
 about to be evicted are lost when the process ends.
+
+**Wait for the answer.** A request asks storage at its arrival, and takes no device pages while it waits for the
+answer. The wait is the mean of the measured answer times and four times their deviation, at least
+{WAIT_MIN_S * 1000:g} ms. It is at most {USEFUL_SHARE:.0%} of the time that the transfer alone would take, times the
+share of the pages in question that storage had lately, or {SURE_SHARE:.0%}; {WAIT_MAX_S * 1000:g} ms while the speed of
+the transfer or of storage is unknown. Answers that take longer on average are not waited for. The plan is then made
+without storage (`l3_queries_outwaited`). A later answer is used if the request still waits for device memory, or
+returns to the queue; prefill is writing the pages otherwise. With `wait_complete` the wait is `query_deadline_s`.
 
 **Throughput of storage.** For each fetch that brought all its pages, or is late, the core records the seconds from its
 command to its outcome and the pages that were under way when it began. Both sums are weighted: each fetch counts 7/8 of

@@ -40,7 +40,7 @@ class SimulatedComponentStorage:
         wanted = caller.tags[command.first : command.first + command.count]
         if len(wanted) != command.count or not 0 <= command.components_first <= command.first + command.count:
             raise Violation(f"{command} requests pages that the prompt does not have")
-        delay = self._storage.delay("query_is_late", world.settings.query_deadline_s, "query_is_stuck")
+        delay = self._storage.query_delay()
         world.schedule.after(delay, self._answer, command, wanted, caller.component_tags)
 
     def _answer(self, command: commands.QueryComponents, wanted: list[int], tags: Tags) -> None:

@@ -16,6 +16,7 @@ FAULTS: dict[str, str] = {
     # Storage.
     "query_fails": "storage answers a query with an error",
     "query_raises": "starting a query raises",
+    "query_is_slow": "the answer takes longer than its request waits for it",
     "query_is_late": "the answer comes after its deadline",
     "query_is_stuck": "the answer comes long after its request has ended",
     "query_promises_too_much": "storage reports pages that it does not have",

@@ -25,8 +25,8 @@ class Rig:
     With pages of one token, every byte of a prompt is a page. Settings are those of `DEFAULTS` unless given.
     """
 
-    def __init__(self, **settings: int | float | bool) -> None:
-        chosen: dict[str, int | float | bool] = {"growth_reserve_pages": 0, **DEFAULTS, **settings}
+    def __init__(self, **settings: int | float | bool | str) -> None:
+        chosen: dict[str, int | float | bool | str] = {"growth_reserve_pages": 0, **DEFAULTS, **settings}
         self.settings = CoreSettings(**chosen)  # type: ignore[arg-type]  # Numbers; the settings check their ranges.
         self.core = Core(self.settings)
         self.now_s = 0.0
@@ -257,9 +257,10 @@ class Rig:
             self.flush("l1")
         if state is State.PREFETCH:
             self.flush("l2")
-        self.arrive(request_id, tokens, **fields)
         if state is State.MATCH:
+            self.stop_in_match(request_id, tokens, **fields)
             return
+        self.arrive(request_id, tokens, **fields)
         self.answer(self.take(commands.QueryStorage), 6 if state is State.PREFETCH else 0)
         if state is State.READY:
             self.serve(self.take(commands.SendPromise))
@@ -275,6 +276,30 @@ class Rig:
                 settled=True,
             )
             self.take(commands.ReportFailed)
+
+    def ask_storage(self, request_id: str = "a", **fields: object) -> commands.QueryStorage:
+        """Submit b"abcdefgh" with storage attached; returns the query, whose answer the request awaits."""
+        self.attach_storage()
+        self.arrive(request_id, b"abcdefgh", **fields)
+        return self.take(commands.QueryStorage)
+
+    def stop_in_match(self, request_id: str, tokens: bytes, **fields: object) -> None:
+        """Grant pages to a new request without making its plan, which follows in the same step otherwise."""
+        core = self.core
+        self.arrive(request_id, tokens, **fields)
+        request = self.request(request_id)
+        request.waits_for_answer = False
+        granted = core.restore.grant(request)
+        assert granted, "the rig has room for one request"
+        core.queue.remove(request)
+        core.fire(request, events.Granted(at_s=self.now_s))
+        del core.state.dirty[request]
+        core.check()
+
+    def leave_match(self, request_id: str) -> list[commands.Command]:
+        """Make the plan of a request that `stop_in_match` has stopped."""
+        self.core.state.dirty[self.request(request_id)] = None
+        return self.step(events.ClockAdvanced)
 
     # --- State ---
 

@@ -77,7 +77,7 @@ class SimulatedStorage:
         if faults.hits("query_raises"):
             world.outcomes.raised(command.op)
             return
-        delay = self.delay("query_is_late", world.settings.query_deadline_s, "query_is_stuck")
+        delay = self.query_delay()
         wanted = world.caller(command.request_id).tags[command.first : command.first + command.count]
         if len(wanted) != command.count:
             raise Violation(f"{command} requests pages that the prompt does not have")
@@ -161,6 +161,13 @@ class SimulatedStorage:
     def _probed(self, op: int) -> None:
         error = "injected" if self._world.faults.hits("probe_fails") else ""
         self._world.outcomes.tell(lambda at_s: events.StorageProbed(at_s=at_s, op=op, error=error), op)
+
+    def query_delay(self) -> float:
+        """Return the time until the answer to a query."""
+        deadline_s = self._world.settings.query_deadline_s
+        if self._world.faults.hits("query_is_slow"):
+            return deadline_s * self._random.random()
+        return self.delay("query_is_late", deadline_s, "query_is_stuck")
 
     def delay(self, late: str, deadline_s: float, stuck: str) -> float:
         """Return the duration of a call: less than its deadline, unless one of these faults strikes."""

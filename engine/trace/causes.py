@@ -49,6 +49,7 @@ NAMES = {
     "store": "the put to storage",
     "recompute": "the recompute",
 }
+UNANSWERED = "storage had not answered, and waiting longer would have cost more than it could gain"
 EXTENDED = {
     **LOAD_CAUSES,
     "fetch_failed": "the fetch from storage failed",

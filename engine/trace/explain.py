@@ -13,7 +13,7 @@ SOURCE_WORDS = {
 }
 WAIT_WORDS = {
     "PREALLOC": "for free device pages",
-    "MATCH": "for the answer of storage",
+    "MATCH": "for its plan",
     "PREFETCH": "for reads from storage",
     "LOCAL_RESTORE": "for copies from host to device",
     "TRANSFER": "for prefill",
@@ -76,7 +76,10 @@ def _waits(trace: RequestTrace, now_s: float) -> list[str]:
     longest = max(spent, key=lambda state: spent[state])
     share = f", {spent[longest] / total:.0%} of the time" if total else ""
     need = f" (it needed {trace.needed_pages} at once)" if longest == "PREALLOC" and trace.needed_pages else ""
-    return [f"Time by state: {parts}.", f"It waited longest in {longest}, {WAIT_WORDS[longest]}{need}{share}."]
+    what = WAIT_WORDS[longest]
+    if longest == "PREALLOC" and not trace.needed_pages and any(work.kind == "query" for work in trace.works):
+        what = "for the answer of storage"
+    return [f"Time by state: {parts}.", f"It waited longest in {longest}, {what}{need}{share}."]
 
 
 def _plan(trace: RequestTrace, plan: Plan) -> list[str]:
@@ -142,8 +145,10 @@ def _faster(trace: RequestTrace, now_s: float) -> list[str]:
         advice += "; a longer cached prefix, or a prefill that starts earlier, would have made it faster"
     else:
         advice = {
-            "PREALLOC": "more device pages, or fewer requests at once, would have made it faster",
-            "MATCH": "a faster answer of storage, or a shorter query_deadline_s, would have made it faster",
+            "PREALLOC": "more device pages, or fewer requests at once, would have made it faster"
+            if trace.needed_pages
+            else "a faster answer of storage would have made it faster",
+            "MATCH": "nothing: a plan takes no time",
             "PREFETCH": "faster storage, or more host memory so that less has to be fetched, would have made it faster",
             "LOCAL_RESTORE": "faster copies, or more device memory so that less has to be copied, would have made it "
             "faster",

@@ -14,6 +14,7 @@ from tidekv.engine.trace.causes import (
     EXTENDED,
     LATE,
     OF_STORAGE,
+    UNANSWERED,
     declined_words,
     extend_cause,
     good_of,
@@ -223,6 +224,10 @@ class RequestTraces:
             return
         late = work.trouble
         work.ended_at_s = at_s
+        for request_trace in request_traces if work.kind == "query" else ():
+            # Only now it is known whether the request fits: it was not tried while it waited for the answer.
+            if (request := core.request(request_trace.request_id)) is not None and request.waits_for_admission:
+                request_trace.needed_pages = request.short_need
         work.trouble = late or trouble_of(event, work)
         work.good = good_of(event, work)
         if late:
@@ -286,8 +291,9 @@ class RequestTraces:
             self._sent_back(request_trace, at_s, core)
         request_trace.states.append((at_s, state.value))
         request = core.request(request_id)
-        if state is State.PREALLOC and request is not None:
+        if state in (State.PREALLOC, State.MATCH) and request is not None:
             request_trace.needed_pages = request.short_need
+        if state is State.PREALLOC and request is not None:
             unasked = unasked_words(request, core)
             if unasked:
                 request_trace.fall_back(at_s, unasked, CONSEQUENCES["query"])
@@ -380,6 +386,8 @@ class RequestTraces:
                 request_traces.append(request_trace)
                 request_trace.works.append(work)
         request_trace.plans.append(plan)
+        if request is not None and request.query_op:
+            request_trace.fall_back(at_s, UNANSWERED, CONSEQUENCES["query"])
         if request is not None and plan.declined_pages:
             request_trace.fall_back(at_s, declined_words(request, core), "the transfer brings them")
         first = -(-command.promised_tokens // self._page_size)

@@ -36,7 +36,6 @@ from tidekv.states.commands import CopyComponent, FetchComponent, QueryComponent
 from tidekv.states.components.specs import longest_boundary
 from tidekv.states.request.request import ComponentFetch, ComponentStage, Request, RequestComponents
 from tidekv.states.rollback import Rollback
-from tidekv.states.storage.admission import StorageQuery
 from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import page_ids
 
@@ -160,25 +159,24 @@ class ComponentStorage:
             return
         first = sum(state.index.probe_prefix(request.namespace, request.keys))
         longest = max(component.trailing_pages(settings.page_size) for component in self._index.components.values())
-        with Rollback() as undo:
-            operation = StorageQuery(state, self._storage, request)
-            op = state.start_operation(operation, deadline_s=settings.query_deadline_s)
-            undo.callback(state.operations.pop, op)
-            state.emit(
-                QueryComponents(
-                    op=op,
-                    request_id=request.request_id,
-                    first=first,
-                    count=request.full_pages - first,
-                    components_first=max(0, here + 1 - longest),
-                )
-            )
-            undo.keep()
-        request.query_op = op
-        request.stored_first, request.stored_found, request.stored_components = first, 0, ()
+        count = request.full_pages - first
+        # The speed of the transfer is left out: a page of prefill's may be one of a component.
+        self._storage.query(
+            request,
+            gain,
+            lambda op: QueryComponents(
+                op=op,
+                request_id=request.request_id,
+                first=first,
+                count=count,
+                components_first=max(0, here + 1 - longest),
+            ),
+            page_s=0.0,
+        )
+        request.queried_first = first
 
     def waits_for_answer(self, request: Request) -> bool:
-        """Whether a query of storage is in flight.
+        """Whether the request waits for the answer to a query of storage.
 
         Starts another one if pages in front of the known stored pages have left the caches since. Each repetition
         covers a longer part of the prompt, so repetitions end.
@@ -186,7 +184,7 @@ class ComponentStorage:
         may_query = not request.query_op and request.stored_found and self._is_allowed(request)
         if may_query and sum(self._state.index.probe_prefix(request.namespace, request.keys)) < request.stored_first:
             self.query(request)
-        return request.query_op > 0
+        return request.waits_for_answer
 
     # --- The plan ---
 

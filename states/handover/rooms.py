@@ -69,7 +69,12 @@ class Rooms:
     def source_load(self) -> SourceLoad:
         """Measured speed of prefill, and the number of pages under way from there."""
         missing = sum(span.pages_missing(room.ranks) for room in self._live.values() for span in room.spans)
-        return SourceLoad(self._throughput.page_s(self._state.now_s), missing)
+        return SourceLoad(self.page_s, missing)
+
+    @property
+    def page_s(self) -> float:
+        """Measured seconds per page of recent transfers; 0 if unknown."""
+        return self._throughput.page_s(self._state.now_s)
 
     @property
     def quarantine(self) -> list[Draining]:

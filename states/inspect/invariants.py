@@ -272,6 +272,9 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
     for op, owner in core.state.operations.items():
         if isinstance(owner, StorageQuery | Recomputation):
             request = owner.request
+            if request is None:
+                _require(owner in core.storage.queries_left, "a query without a request is not counted")
+                continue
             _require(
                 core.state.requests.get(request.request_id) is request,
                 f"an operation belongs to {request}, which is gone",

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def operations_in_flight(core: Parts) -> int:
-    """Number of operations in flight, without the one of the circuit breaker."""
-    return len(core.state.operations) - core.storage.is_open
+    """Number of operations in flight, without the one of the circuit breaker and queries that no request waits for."""
+    return len(core.state.operations) - core.storage.is_open - len(core.storage.queries_left)
 
 
 def count_core(core: Parts) -> dict[str, int]:

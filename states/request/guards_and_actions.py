@@ -46,8 +46,8 @@ def has_not_asked(request: Request, event: Event) -> bool:
 
 
 def can_plan(request: Request, event: Event) -> bool:
-    """Whether the request has no plan yet and storage has answered its query, if there was one."""
-    return not request.is_planned and not request.query_op
+    """Whether the request has no plan yet."""
+    return not request.is_planned
 
 
 def waits_for_storage(request: Request, event: Event) -> bool:

@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING
 from tidekv.states.commands import QueryStorage
 from tidekv.states.loads.loads import LoadFetch
 from tidekv.states.request.request import AheadRun, Load, Stage
-from tidekv.states.rollback import Rollback
-from tidekv.states.storage.admission import StorageQuery
 from tidekv.states.storage.source_split import pages_to_fetch
 from tidekv.states.types import PageIds, page_ids
 
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from tidekv.states.loads.look_ahead import LookAhead
     from tidekv.states.prefix.node import MatchResult, Node
     from tidekv.states.request.request import Request
+    from tidekv.states.rollback import Rollback
     from tidekv.states.storage.admission import StorageAdmission
 
 
@@ -128,14 +127,13 @@ class PlanFetches:
         count = request.full_pages - first
         if count < 1 or count * state.settings.page_size < state.settings.prefetch_threshold_tokens:
             return
-        with Rollback() as undo:
-            query = StorageQuery(state, self._storage, request)
-            op = state.start_operation(query, deadline_s=state.settings.query_deadline_s)
-            undo.callback(state.operations.pop, op)
-            state.emit(QueryStorage(op=op, request_id=request.request_id, first=first, count=count))
-            undo.keep()
-        request.query_op = op
-        request.stored_first, request.stored_found = first, 0
+        self._storage.query(
+            request,
+            count,
+            lambda op: QueryStorage(op=op, request_id=request.request_id, first=first, count=count),
+            page_s=self._rooms.page_s,
+        )
+        request.queried_first = first
 
     def adopt_reads(self, request: Request, plan: Plan, undo: Rollback) -> int:
         """Adopt look-ahead reads that continue the plan without a gap; return their number."""

@@ -97,6 +97,7 @@ class Request:
         "priority",
         "promised",
         "prompt_tokens",
+        "queried_first",
         "query_op",
         "raised",
         "raises",
@@ -118,6 +119,7 @@ class Request:
         "stored_found",
         "table",
         "trouble",
+        "waits_for_answer",
     )
 
     def __init__(self, event: RequestArrived, *, arrival: int, page_count: int, full_pages: int) -> None:
@@ -153,10 +155,14 @@ class Request:
         self.short_need = 0
         self.short_version = -1
         self.query_op = 0
+        self.queried_first = 0
+        """The first page of the query."""
+        self.waits_for_answer = False
+        """Whether admission waits for the answer to its query."""
         self.has_asked = False
         """Whether `ask_storage` has run since the request last entered the queue."""
         self.answered_at_s = float("inf")
-        """When storage last answered. Infinite if it has not, failed or was late."""
+        """When storage gave an answer that no plan has used. Infinite if there is none, or if the query failed."""
         self.stored_first = 0
         self.stored_found = 0
         self.stored_components: tuple[StoredComponent, ...] = ()

@@ -130,7 +130,12 @@ class Restore:
     def ask_storage(self, request: Request, event: StorageDue) -> None:
         """Query storage, while the request waits, for the pages that neither device nor host has."""
         request.has_asked = True
-        self._ask_storage(request)
+        # An answer that came too late for the plan of the last generation serves this one, while it is young.
+        if request.answered_at_s == float("inf") or self._is_answer_old(request):
+            self._ask_storage(request)
+
+    def _is_answer_old(self, request: Request) -> bool:
+        return request.answered_at_s + ANSWER_AGE_MAX_S < self._state.now_s
 
     def _ask_storage(self, request: Request) -> None:
         if not self._storage.is_usable or request.restore_limit or request.query_op:
@@ -142,23 +147,19 @@ class Restore:
             self._component_pages.storage.query(request)
 
     def note_answer(self, request: Request, event: StorageAnswered) -> None:
-        """Note the answer of storage; an error or a late answer counts as no pages."""
-        if event.error:
-            self._state.count("l3_queries_failed")
-        request.stored_components = event.component_pages
-        request.query_op = 0
-        request.stored_found = max(0, min(event.found, request.full_pages - request.stored_first))
-        self._state.ahead_due = True
-        if self._component_pages is not None:
-            # With components, `grant` waits for the answer: try admission again.
-            self._state.pages_freed = True
+        """Note the answer of storage, for which admission may have waited."""
+        self._storage.take_answer(request, event)
+        self._state.ahead_due = self._state.pages_freed = True
 
     def grant(self, request: Request) -> bool:
         """Match the prompt, lock the match, and reserve device pages for the rest. All of it, or nothing and False.
 
-        After an exception, `leave` gives back what was taken so far.
+        False as well while the request waits for storage: the wait must not hold pages. After an exception, `leave`
+        gives back what was taken so far.
         """
         state = self._state
+        if request.waits_for_answer:
+            return False
         if self._component_pages is not None and self._component_pages.storage.waits_for_answer(request):
             return False
         available = state.device.free + state.index.device_evictable
@@ -170,6 +171,10 @@ class Restore:
         # Lock before making room: eviction must not take the pages just matched.
         request.lock = state.index.lock(match.device_node)
         needed = request.page_count - match.device_pages + state.settings.growth_reserve_pages
+        if needed <= state.device.free + state.index.device_evictable and self._asks_again(request, match):
+            state.index.unlock(request.lock)
+            request.lock = None
+            return False
         has_room = state.make_device_room(needed)
         if not has_room or not (self._component_pages is None or self._component_pages.reserve(request, match)):
             state.index.unlock(request.lock)
@@ -187,15 +192,21 @@ class Restore:
         # Pages that another request is loading count as matched; this request waits for the same loads.
         for load, page_count in self._loads_on(match.device_node).items():
             self._loads.share(load, request, page_count)
-        if self._component_pages is None:
-            # Ask again if the caches have lost pages since, so that the answer starts too late in the prompt, or if the
-            # answer is old and storage may have more pages by now.
-            is_gone = match.device_pages + match.host_pages < request.stored_first
-            found_all = request.stored_first + request.stored_found >= request.full_pages
-            is_old = request.answered_at_s + ANSWER_AGE_MAX_S < state.now_s
-            if is_gone or (is_old and not found_all and request.ahead is None):
-                self._ask_storage(request)
         return True
+
+    def _asks_again(self, request: Request, match: MatchResult) -> bool:
+        """Query storage again, if its answer is of no use by now; return whether to wait for the new one.
+
+        That is if the caches have lost pages since, so that the answer starts too late in the prompt, or if the answer
+        is old and storage may have more pages by now.
+        """
+        if self._component_pages is not None:
+            return False
+        is_gone = match.device_pages + match.host_pages < request.stored_first
+        found_all = request.stored_first + request.stored_found >= request.full_pages
+        if is_gone or (self._is_answer_old(request) and not found_all and request.ahead is None):
+            self._ask_storage(request)
+        return request.waits_for_answer
 
     def _grant_without_components(self, request: Request) -> bool:
         """Grant again with fewer cached components, or return False to wait until other requests free theirs."""
@@ -251,6 +262,8 @@ class Restore:
             op = self._ask_for_rest(request, plan, lock)
             undo.keep()
         # Only field and dictionary updates from here on: the request takes over what the plan has started.
+        # The answer is used up: if what it promised is not delivered, the next plan needs another one.
+        request.answered_at_s = float("inf")
         self._lookahead.adopted(request, adopted)
         request.lock, request.pin, request.own = lock, None, plan.own
         request.matched, request.promised, request.recompute_op = match.device_pages, plan.end, op
@@ -486,9 +499,8 @@ class Restore:
         if self._component_pages is not None:
             self._component_pages.leave(request)
         state.device.give_back(request.reserve)
-        state.operations.pop(request.query_op, None)
+        self._storage.leave_query(request)
         state.preempted.pop(request, None)
-        request.query_op = 0
         request.forget_plan()
         state.pages_freed = True
 

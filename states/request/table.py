@@ -8,10 +8,10 @@ everything that runs. The transfer from prefill starts at the end of MATCH and r
 LOCAL_RESTORE, so the time to ready is the longest of the three, not their sum.
 
     state          waits for                     owns
-    PREALLOC       device pages                  a place in the queue; a query to storage, and host pages that are
-                                                 fetched ahead, if there are any
-    MATCH          the answer of storage         device pages for [matched, page_count), a lock on the matched device
-                                                 path (L1), a pin on the matched host path (L2), a share in every load
+    PREALLOC       the answer of storage, for a  a place in the queue; a query to storage, and host pages that are
+                   short time; device pages      fetched ahead, if there are any
+    MATCH          its plan, made in the same    device pages for [matched, page_count), a lock on the matched device
+                   step                          path (L1), a pin on the matched host path (L2), a share in every load
                                                  on that device path, the reserve
     PREFETCH       a fetch from storage          a lock on [0, promised), shares in loads, device pages for
                                                  [promised, page_count), an open room, the reserve
@@ -133,7 +133,7 @@ class Row:
 TRANSITIONS = (
     # The restore.
     Row(events.StorageDue, (PREALLOC,), None, before=Restore.ask_storage, only_if=guards.has_not_asked),
-    Row(events.StorageAnswered, (PREALLOC, MATCH), None, before=Restore.note_answer),
+    Row(events.StorageAnswered, (PREALLOC,), None, before=Restore.note_answer),
     Row(events.Granted, (PREALLOC,), MATCH),
     Row(events.PlanDue, (MATCH,), None, before=Restore.fix_plan, only_if=guards.can_plan),
     Row(events.Progressed, (MATCH,), PREFETCH, only_if=guards.waits_for_storage),

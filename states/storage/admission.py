@@ -19,44 +19,95 @@ from typing import TYPE_CHECKING
 from tidekv.states.commands import ProbeStorage
 from tidekv.states.events import PagesFetched, PagesStored, StorageAnswered
 from tidekv.states.rollback import Rollback
+from tidekv.states.storage.answer_time import AnswerTime
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
 from tidekv.states.storage.source_split import SourceLoad
 from tidekv.states.storage.throughput import ThroughputEstimator
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tidekv.states.commands import Command
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome, PolicyChanged, StorageChanged
     from tidekv.states.request.request import ComponentFetch, Load, Request
     from tidekv.states.types import PageIds
 
 
+LATE = "late"
+"""Error of an answer that did not come within the deadline of its query."""
+
+
 class StorageQuery:
-    """Operation: a query of the pages that storage has of a request's prompt. The answer is an event of the request."""
+    """Operation: a query of the pages that storage has of a request's prompt.
 
-    __slots__ = ("_state", "_storage", "request")
+    It has two deadlines: from the first on, the request does not wait for the answer any more; at the second one the
+    query counts as failed. Neither the query nor the wait holds pages. The answer is an event of a request that waits
+    for admission. One that comes after the plan leaves the plan as it is, since prefill may be writing the pages in
+    question; it is kept for the next generation.
+    """
 
-    def __init__(self, state: CoreState, storage: StorageAdmission, request: Request) -> None:
+    __slots__ = ("_begun_at_s", "_count", "_is_awaited", "_state", "_storage", "op", "request")
+
+    def __init__(self, state: CoreState, storage: StorageAdmission, request: Request, count: int) -> None:
         self._state = state
         self._storage = storage
-        self.request = request
+        self._begun_at_s = state.now_s
+        self._count = count
+        self._is_awaited = False
+        """Whether the first deadline is ahead."""
+        self.op = 0
+        self.request: Request | None = request
+        """None if the request has left before the answer."""
+
+    def start(self, wait_s: float) -> None:
+        """Register the operation, whose answer the request awaits for `wait_s`."""
+        deadline_s = self._state.settings.query_deadline_s
+        self._is_awaited = 0 < wait_s < deadline_s
+        self.op = self._state.start_operation(self, deadline_s=wait_s if self._is_awaited else deadline_s)
 
     def ended(self, event: Outcome, error: str) -> None:
         """Pass the answer to the request. A failed query counts as an answer without pages."""
+        self._storage.queries_left.discard(self)
         self._storage.call_ended(event)
-        if not error:
-            self.request.answered_at_s = event.at_s
         found, component_pages = (event.found, event.component_pages) if isinstance(event, StorageAnswered) else (0, ())
-        self._state.answers[self.request] = StorageAnswered(
+        if not error:
+            self._note_answer(found)
+        answer = StorageAnswered(
             at_s=event.at_s, op=event.op, found=found, error=error, component_pages=component_pages
         )
+        self._deliver(answer)
 
     def late(self) -> None:
-        """Let the request plan without storage."""
-        self._state.count("l3_queries_late")
+        """Let the request plan without storage; at the second deadline, count the query as failed."""
+        state = self._state
+        if self._is_awaited:
+            state.set_deadline(self, self._begun_at_s + state.settings.query_deadline_s, op=self.op)
+            self._is_awaited = False
+            if self.request is not None and self.request.waits_for_answer:
+                state.count("l3_queries_outwaited")
+                self.request.waits_for_answer = False
+                state.pages_freed = True
+            return
+        state.count("l3_queries_late")
+        self._storage.queries_left.discard(self)
         self._storage.call_is_late()
-        op = self.request.query_op
-        del self._state.operations[op]
-        self._state.answers[self.request] = StorageAnswered(at_s=self._state.now_s, op=op, found=0)
+        self._note_answer(0)
+        del state.operations[self.op]
+        self._deliver(StorageAnswered(at_s=state.now_s, op=self.op, found=0, error=LATE))
+
+    def _deliver(self, answer: StorageAnswered) -> None:
+        request = self.request
+        if request is None:
+            return
+        if request.waits_for_admission:
+            self._state.answers[request] = answer
+        else:
+            self._storage.take_answer(request, answer)
+
+    def _note_answer(self, found: int) -> None:
+        useful = min(max(found / self._count, 0.0), 1.0)
+        self._storage.answer_time.note(taken_s=self._state.now_s - self._begun_at_s, useful=useful)
 
     def abandon(self) -> None:
         """Do nothing: a query holds nothing."""
@@ -140,6 +191,7 @@ class StorageAdmission:
         self._state = state
         self._breaker = CircuitBreaker()
         self._throughput = ThroughputEstimator()
+        self.answer_time = AnswerTime()
         self._level_pages = 0.0
         self._level_at_s = float("-inf")
         self.op = 0
@@ -150,6 +202,8 @@ class StorageAdmission:
         """Host pages that storage writes to: of loads, of look-ahead, and of fetches that no request waits for."""
         self.ahead_in_flight = 0
         """Fetches of look-ahead that have not ended."""
+        self.queries_left: set[StorageQuery] = set()
+        """Queries in flight whose request has left; only their answer times are of use."""
 
     @property
     def is_open(self) -> bool:
@@ -166,6 +220,47 @@ class StorageAdmission:
         self._state.settings = self._state.settings.with_policy(event.policy)
         self._state.ahead_due = True
         self._state.renew_write_credit()
+
+    # --- Queries ---
+
+    def query(self, request: Request, count: int, command: Callable[[int], Command], *, page_s: float) -> None:
+        """Start a query of `count` pages of a request; `command` makes its command from the number of the operation.
+
+        `page_s` is the time that the transfer takes per page, 0 if unknown. Afterwards `request.waits_for_answer`
+        until the answer, or until waiting costs more than it can gain.
+        """
+        state = self._state
+        # A policy that waits for every fetch waits for every answer, too.
+        waits_long = state.settings.prefetch == "wait_complete"
+        wait_s = state.settings.query_deadline_s if waits_long else self.answer_time.wait_s(count * page_s)
+        query = StorageQuery(state, self, request, count)
+        with Rollback() as undo:
+            query.start(wait_s)
+            undo.callback(state.operations.pop, query.op)
+            state.emit(command(query.op))
+            undo.keep()
+        request.query_op = query.op
+        request.waits_for_answer = wait_s > 0
+
+    def take_answer(self, request: Request, answer: StorageAnswered) -> None:
+        """Keep an answer for the request's next plan. An error or a late answer counts as no pages."""
+        if answer.error and answer.error != LATE:
+            self._state.count("l3_queries_failed")
+        request.query_op = 0
+        request.waits_for_answer = False
+        request.answered_at_s = float("inf") if answer.error else answer.at_s
+        request.stored_first = request.queried_first
+        request.stored_found = max(0, min(answer.found, request.full_pages - request.stored_first))
+        request.stored_components = answer.component_pages
+
+    def leave_query(self, request: Request) -> None:
+        """Let a query in flight continue without its request: its answer is still measured."""
+        query = self._state.operations.get(request.query_op)
+        if isinstance(query, StorageQuery):
+            query.request = None
+            self.queries_left.add(query)
+        request.query_op = 0
+        request.waits_for_answer = False
 
     # --- Limits ---
 
@@ -247,6 +342,7 @@ class StorageAdmission:
         self.op = 0
         self._breaker.close()
         self._throughput.forget()
+        self.answer_time.forget()
         # Marks of stored pages are dropped when the next storage is attached, not when one is detached.
         if event.available:
             self._state.index.forget_stored()

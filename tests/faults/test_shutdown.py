@@ -30,7 +30,7 @@ from tidekv.transports.loopback import LoopbackNetwork
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=4)
 PROMPT = list(range(100, 140))
-STATES = ["PREALLOC", "MATCH", "PREFETCH", "LOCAL_RESTORE", "TRANSFER", "READY"]
+STATES = ["PREALLOC", "PREALLOC with a query", "PREFETCH", "LOCAL_RESTORE", "TRANSFER", "READY"]
 
 
 class Held:
@@ -73,7 +73,7 @@ class HeldStorage:
         return getattr(self._inner, name)
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
-        await self._held.pass_in("MATCH")
+        await self._held.pass_in("PREALLOC with a query")
         return await self._inner.exists(keys, timeout_s=timeout_s)
 
     async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
@@ -95,7 +95,14 @@ async def open_peer(held: Held) -> AsyncIterator[PrefillPeer]:
 
 def make_engine(held: Held, **config: Any) -> DecodeEngine:
     return DecodeEngine(
-        engine_config(prefetch_threshold_tokens=0, query_deadline_s=60.0, prefetch_base_s=60.0, **config),
+        engine_config(
+            prefetch_threshold_tokens=0,
+            query_deadline_s=60.0,
+            prefetch_base_s=60.0,
+            # With another policy the request does not wait for a query that is held.
+            prefetch="wait_complete" if "query" in held.state else "timeout",
+            **config,
+        ),
         device=DevicePool.allocate(LAYOUT, 24),
         host=HostPool.allocate(LAYOUT, 32),
         storage=held.storage,  # type: ignore[arg-type]  # It passes on what it does not hold.
@@ -121,7 +128,7 @@ async def enter_state(engine: DecodeEngine, held: Held) -> asyncio.Task[Any]:
 
     def is_there() -> bool:
         found = engine._core.request("held")
-        return found is not None and found.state is State[held.state]
+        return found is not None and found.state is State[held.state.split()[0]]
 
     await engine._calls.wait_until(is_there)
     return waiting

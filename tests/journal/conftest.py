@@ -159,6 +159,12 @@ class Play:
         self.answer_queries(found)
         return self.last(commands.FetchPages)
 
+    def ask_storage(self, request_id: str = "r1", **fields: Any) -> int:
+        """A request waits for the answer to its query; returns the number of the operation."""
+        self.take(events.StorageChanged, available=True)
+        self.arrive(request_id, **fields)
+        return self.last(commands.QueryStorage).op
+
     def answer_queries(self, found: int) -> None:
         for op, command in list(self.open_ops.items()):
             if isinstance(command, commands.QueryStorage):
@@ -182,9 +188,6 @@ class Play:
         if state == "PREALLOC":
             self.arrive("big", tokens=b"0123456789abcdef0123456789abcdef")
             self.bring_everything("big")
-            self.arrive(request_id, **fields)
-        elif state == "MATCH":
-            self.take(events.StorageChanged, available=True)
             self.arrive(request_id, **fields)
         elif state == "PREFETCH":
             self.plan_with_storage(request_id, **fields)

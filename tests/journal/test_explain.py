@@ -95,14 +95,17 @@ def test_every_way_back_and_every_way_to_fail_is_taken_by_a_row(play_of_rows: An
         for row in TRANSITIONS
         for source in row.source
         if row.dest in (State.PREALLOC, State.FAILED)
+        # No event finds a request in MATCH: the step that brings it there makes the plan, which may raise.
+        and (source is not State.MATCH or row.event is events.TransitionRaised)
     }
-    assert len(rows) > 25
+    assert len(rows) > 20
     assert rows <= taken, sorted(f"{event} in {source.value}" for event, source, _ in rows - taken)
 
 
 FAULT_ROWS = {
     "query_fails": "query_fails",
     "query_raises": "query_raises",
+    "query_is_slow": "query_takes_longer_than_it_is_worth",
     "query_is_late": "query_is_late",
     "query_is_stuck": "query_is_late",
     "query_promises_too_much": "fetch_is_short",

@@ -219,13 +219,13 @@ def test_an_answer_that_comes_when_the_tree_has_grown_promises_what_is_there_now
     """Another request brings the same prompt while this one waits for storage: what was reserved for it goes back."""
     rig = Rig()
     rig.attach_storage()
-    rig.arrive("slow", TEN)
+    rig.stop_in_match("slow", TEN)
     query = rig.take(commands.QueryStorage)
-    assert rig.state("slow") == "MATCH"
     rig.core.state.storage_available = False
     rig.make_ready("fast", TEN[:7])
     rig.core.state.storage_available = True
     rig.answer(query, 0)
+    rig.leave_match("slow")
     promise = rig.take(commands.SendPromise)
     assert (promise.promised_tokens, len(promise.pages)) == (7, 3)
     assert become_ready(rig, promise).sources == {"l1": 7, "l2": 0, "l3": 0, "transfer": 3}

@@ -16,8 +16,8 @@ from tidekv.states.request.restore import Restore
 Play = Any  # A core played by hand by the fixture `play`; tests cannot import its class.
 CASES: dict[str, tuple[Callable[[Play], None], tuple[str, ...], tuple[str, ...]]] = {}
 """By name: what is injected, words about request r1, and counters of the core that the injection moves."""
-STATES = ("PREALLOC", "MATCH", "PREFETCH", "LOCAL_RESTORE", "TRANSFER")
-WITH_ROOM = STATES[2:]
+STATES = ("PREALLOC", "PREFETCH", "LOCAL_RESTORE", "TRANSFER")
+WITH_ROOM = STATES[1:]
 
 
 def says(*words: str, counts: str = "", name: str = "") -> Callable[[Callable[[Play], None]], Callable[[Play], None]]:
@@ -160,19 +160,18 @@ def filler_is_lost(state: str) -> None:
     @says("the transfer that was to fill its pages was lost", "for other pages", "READY", counts="loads_void sent_back",
           name=f"the room that fills shared pages is lost in {state}")  # fmt: skip
     def play(play: Play) -> None:
-        longer = state in ("MATCH", "PREFETCH")
+        longer = state == "PREFETCH"
         fetch = play.plan_with_storage("r0", found=2)
         play.send_promise("r0")
         play.take(events.PagesFetched, op=fetch.op, good=0, error="disk on fire")
         play.arrive("r1", tokens=b"aabbccddee" if longer else b"aabbccdd")
-        if state != "MATCH":
-            play.answer_queries(found=3 if longer else 0)
+        play.answer_queries(found=3 if longer else 0)
         assert play.core.request("r1").state.value == state
         is_lost(play)
         play.bring_everything("r1")
 
 
-for waiting_state in ("MATCH", "PREFETCH", "TRANSFER"):
+for waiting_state in ("PREFETCH", "TRANSFER"):
     filler_is_lost(waiting_state)
 
 # --- Callers ---

@@ -75,30 +75,43 @@ def shared_fetch_fails(play: Play) -> None:
 
 @says("asking storage failed: connection refused", "without storage", "READY", counts="l3_queries_failed")
 def query_fails(play: Play) -> None:
-    play.bring_to("MATCH")
+    play.ask_storage()
     play.take(events.StorageAnswered, op=play.last(commands.QueryStorage).op, found=0, error="connection refused")
     play.bring_everything("r1")
 
 
 @says("starting asking storage raised: OSError: no socket", "without storage", "READY")
 def query_raises(play: Play) -> None:
-    play.bring_to("MATCH")
+    play.ask_storage()
     play.take(events.CommandRaised, op=play.last(commands.QueryStorage).op, detail="Traceback\nOSError: no socket")
+    play.bring_everything("r1")
+
+
+@says(causes.UNANSWERED, "without storage", "READY", "it has 4", counts="l3_queries_outwaited")
+def query_takes_longer_than_it_is_worth(play: Play) -> None:
+    play.ask_storage("r0", tokens=b"zzzzzzzz")
+    play.answer_queries(found=0)
+    play.bring_everything("r0")
+    play.arrive("r1")
+    op = play.last(commands.QueryStorage).op
+    play.wait_for_clock()
+    play.take(events.StorageAnswered, op=op, found=4)
     play.bring_everything("r1")
 
 
 @says(causes.LATE["query"], "without storage", "READY", counts="l3_queries_late outcomes_late")
 def query_is_late(play: Play) -> None:
-    play.bring_to("MATCH")
+    play.change_policy(prefetch="wait_complete")
+    op = play.ask_storage()
     play.wait_for_clock()
     play.bring_everything("r1")
-    play.take(events.StorageAnswered, op=play.last(commands.QueryStorage).op, found=4)
+    play.take(events.StorageAnswered, op=op, found=4)
 
 
 @says("asking storage failed: gone", "that opened the breaker: storage is asked nothing", counts="l3_breaker_opened")
 def breaker_opens(play: Play) -> None:
     play.change_policy(breaker_failures=1)
-    play.bring_to("MATCH")
+    play.ask_storage()
     play.take(events.StorageAnswered, op=play.last(commands.QueryStorage).op, found=0, error="gone")
     play.bring_everything("r1")
 
@@ -106,7 +119,7 @@ def breaker_opens(play: Play) -> None:
 @says("storage was not asked: the breaker is open: storage failed or was late 1 times", counts="l3_probes_failed")
 def breaker_is_open(play: Play) -> None:
     play.change_policy(breaker_failures=1)
-    play.bring_to("MATCH", "r0")
+    play.ask_storage("r0")
     play.take(events.StorageAnswered, op=play.last(commands.QueryStorage).op, found=0, error="gone")
     play.wait_for_clock()
     play.take(events.StorageProbed, op=play.last(commands.ProbeStorage).op, error="still gone")
@@ -150,7 +163,7 @@ def policy_changes(play: Play) -> None:
 @says("3 pages that storage has were declined", DECLINED["below_threshold"], "(prefetch_threshold_tokens is 7)")
 def hit_is_below_threshold(play: Play) -> None:
     play.change_policy(prefetch_threshold_tokens=7)
-    play.bring_to("MATCH")
+    play.ask_storage()
     play.answer_queries(found=3)
     play.bring_everything("r1")
 

@@ -59,6 +59,8 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
         event = step.event
         fold.stepped(event, step.commands, step.error)
         add("events_total", type(event).__name__)
+        for raised in replayer.core.state.raises:
+            add("raises_total", raised.rule)
         if isinstance(event, events.RequestArrived) and not step.error:
             add("requests_arrived_total", "")
         if isinstance(event, events.FinishRequested | events.RetractRequested) and not step.error:

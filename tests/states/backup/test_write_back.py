@@ -62,9 +62,8 @@ def test_what_is_evicted_next_is_copied_before_it_is() -> None:
     rig.nothing_else()
     # While they are copied its pages cannot be taken.
     rig.arrive("c", bytes(range(12)))
-    promise = rig.take_all(commands.SendPromise)
-    assert promise == []
-    rig.take(commands.QueryStorage)
+    rig.answer(rig.take(commands.QueryStorage), 0)
+    assert rig.take_all(commands.SendPromise) == []
     rig.copied(copy)
     assert cached(rig, b"abcdef")[1] >= 4
     rig.core.check()

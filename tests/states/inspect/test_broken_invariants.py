@@ -25,8 +25,7 @@ def arrival(rig: Rig) -> Step:
 
 
 def answer(rig: Rig) -> Step:
-    rig.bring(State.MATCH)
-    query = rig.take(commands.QueryStorage)
+    query = rig.ask_storage()
     return lambda rig: rig.answer(query, 0)
 
 

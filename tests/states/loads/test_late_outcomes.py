@@ -129,33 +129,6 @@ def test_an_outcome_of_a_void_load_frees_its_pages_once_even_if_taking_it_raises
     rig.core.check()
 
 
-def test_a_failed_load_that_waits_for_a_room_is_given_up_with_its_last_sharer() -> None:
-    rig = Rig()
-    rig.attach_storage()
-    rig.make_cached("past", EIGHT[:4])
-    rig.flush("l1")
-    rig.arrive("loader", EIGHT[:4] + b"L")
-    rig.answer(rig.take(commands.QueryStorage), 0)
-    rig.promised(rig.take(commands.SendPromise))
-    copy = rig.take(commands.CopyToDevice)
-    # "waiting" shares the load, and has no room yet: storage has not answered it.
-    rig.arrive("waiting", EIGHT)
-    query = rig.take(commands.QueryStorage)
-    rig.abort("loader")
-    rig.drained(rig.take(commands.SendAbort))
-    rig.take(commands.ReportFailed)
-    rig.copied(copy, error="failed")
-    assert [load.stage.name for load in rig.core.loads] == ["FAILED"]
-    rig.nothing_else()
-    rig.abort("waiting")
-    rig.take(commands.ReportFailed)
-    rig.expect_nothing_held()
-    rig.answer(query, 2)
-    assert rig.core.statistics()["outcomes_late"] == 1
-    # The host has the pages still.
-    assert rig.make_ready("again", EIGHT[:4]).sources["l2"] == 4
-
-
 # --- The last resort ---
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.request.request import Stage
+from tidekv.states.request.request import Request, Stage
 
 EIGHT = b"abcdefgh"
 
@@ -151,20 +151,18 @@ def test_a_copy_that_failed_with_nobody_left_gives_its_pages_back() -> None:
     assert rig.core.statistics()["device_free"] == rig.settings.device_pages
 
 
-def test_a_failed_load_waits_for_a_sharer_that_has_no_room_yet() -> None:
+def test_a_failed_load_waits_for_a_sharer_that_has_no_room_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan raises, so it gives up storage: the load that it shares has no other request to extend into it."""
     rig = Rig()
     make_sharers(rig, EIGHT, source="l3")
-    rig.arrive("late", b"abcdefghijkl")
-    query = rig.take(commands.QueryStorage)
-    assert rig.state("late") == "MATCH"
     rig.abort("r0")
     rig.take(commands.ReportFailed)
     rig.take(commands.SendAbort)
-    rig.fetched(rig.take(commands.FetchPages), good=0)
     (load,) = rig.core.loads
-    assert load.stage is Stage.FAILED
-    rig.nothing_else()
-    rig.answer(query, 0)
+    stages = raise_in_plans(rig, monkeypatch, times=1)
+    rig.arrive("late", b"abcdefghijkl")
+    rig.answer(rig.take(commands.QueryStorage), 0)
+    assert stages == [Stage.FETCHING] and load.stage is Stage.RECEIVING
     promise, extend = rig.take(commands.SendPromise), rig.take(commands.SendExtend)
     assert (promise.promised_tokens, extend.request_id, extend.first, len(extend.pages)) == (6, "late", 0, 6)
     rig.serve(promise)
@@ -172,22 +170,37 @@ def test_a_failed_load_waits_for_a_sharer_that_has_no_room_yet() -> None:
     rig.take(commands.ReportReady)
 
 
-def test_a_request_in_match_does_not_move_on_before_its_own_plan() -> None:
+def test_a_failed_load_is_given_up_with_its_last_sharer_if_that_never_has_a_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rig = Rig()
     make_sharers(rig, EIGHT, source="l3")
+    rig.abort("r0")
+    rig.take(commands.ReportFailed)
+    rig.drained(rig.take(commands.SendAbort))
+    fetch = rig.take(commands.FetchPages)
+    stages = raise_in_plans(rig, monkeypatch, times=3)
     rig.arrive("late", b"abcdefghijkl")
-    query = rig.take(commands.QueryStorage)
-    rig.fetched(rig.take(commands.FetchPages))
-    assert rig.state("late") == "MATCH"
-    rig.copied(rig.take(commands.CopyToDevice))
-    assert rig.state("late") == "MATCH"
-    rig.answer(query, 0)
-    promise = rig.take(commands.SendPromise)
-    # Six from the load that it shared, and two that the other request has brought meanwhile.
-    assert promise.promised_tokens == 8
-    rig.serve(promise)
-    late = next(ready for ready in rig.take_all(commands.ReportReady) if ready.request_id == "late")
-    assert late.sources == {"l1": 2, "l2": 0, "l3": 6, "transfer": 4}
+    rig.answer(rig.take(commands.QueryStorage), 0)
+    assert stages == [Stage.FETCHING, Stage.FAILED, Stage.FAILED]
+    rig.take(commands.ReportFailed)
+    rig.fetched(fetch)
+    rig.expect_nothing_held()
+
+
+def raise_in_plans(rig: Rig, monkeypatch: pytest.MonkeyPatch, *, times: int) -> list[Stage]:
+    """The next plans raise; returns the stage of the only load at each of them."""
+    stages: list[Stage] = []
+    fix_plan = rig.core.restore.fix_plan
+
+    def raising(request: Request, event: events.PlanDue) -> None:
+        if len(stages) < times:
+            stages.append(next(iter(rig.core.loads)).stage)
+            raise ZeroDivisionError("planted")
+        fix_plan(request, event)
+
+    monkeypatch.setattr(rig.core.restore, "fix_plan", raising)
+    return stages
 
 
 def test_a_void_load_with_pages_of_another_load_below_waits_for_it() -> None:

@@ -24,6 +24,22 @@ def test_a_hit_in_storage_is_what_all_ranks_have(make_ranks) -> None:
     assert promise.promised_tokens == 3
 
 
+def test_an_answer_that_one_rank_owes_is_waited_for_no_longer_on_all_at_once(make_ranks) -> None:
+    """The wait ends with the leader's clock: no rank plans with storage, although two of them have its answer."""
+    ranks = make_ranks(3)
+    query = ranks.ask_storage()
+    ranks.receive(events.StorageAnswered, ranks=[0, 1], op=query.op, found=4)
+    assert ranks.turn().events == []
+    ranks.now_s = 0.2
+    ranks.turn()
+    assert ranks.taken == [events.ClockAdvanced(at_s=0.2)]
+    assert ranks.take(commands.SendPromise).promised_tokens == 0
+    ranks.receive(events.StorageAnswered, ranks=[2], op=query.op, found=3)
+    ranks.turn()
+    assert ranks.taken == [events.StorageAnswered(at_s=0.2, op=query.op, found=3)]
+    assert [agreement.slots_taken for agreement in ranks.agreements] == [ranks.agreements[0].slots_taken] * 3
+
+
 @pytest.mark.parametrize("at_rank", [0, 1, 2])
 def test_a_page_missing_on_one_rank_cuts_the_plan_on_all(make_ranks, at_rank: int) -> None:
     ranks = make_ranks(3)

@@ -137,7 +137,11 @@ def test_storage_is_asked_while_a_request_waits_and_again_when_the_device_has_le
     rig.abort("big")
     again = rig.take(commands.QueryStorage)
     assert (again.first, again.count) == (0, 8)
-    assert rig.state("a") == "MATCH"
+    # The second question holds no pages either.
+    assert rig.state("a") == "PREALLOC"
+    assert rig.core.statistics()["device_free"] == rig.settings.device_pages
+    rig.answer(again, 8)
+    assert len(rig.take(commands.FetchPages).host_pages) == 8
 
 
 def test_an_old_answer_of_storage_is_asked_for_again_at_admission() -> None:

@@ -46,18 +46,20 @@ def test_a_query_that_raises_leaves_all_to_prefill() -> None:
     assert rig.take(commands.SendPromise).promised_tokens == 0
 
 
-def test_a_late_answer_is_not_waited_for_and_only_counted_when_it_comes() -> None:
-    rig = Rig(query_deadline_s=0.5)
+def test_a_policy_that_waits_for_fetches_waits_for_the_answer_until_its_deadline_and_holds_no_pages() -> None:
+    rig = Rig(query_deadline_s=0.5, prefetch="wait_complete")
     rig.attach_storage()
     rig.arrive("a", EIGHT)
     query = rig.take(commands.QueryStorage)
     rig.wait_until(0.4)
     rig.nothing_else()
+    assert rig.core.statistics()["device_free"] == rig.settings.device_pages
     rig.wait_until(0.6)
     assert rig.take(commands.SendPromise).promised_tokens == 0
     rig.answer(query, 8)
     rig.nothing_else()
     assert rig.core.statistics()["outcomes_late"] == 1
+    assert rig.core.statistics()["l3_queries_late"] == 1
 
 
 def test_a_read_that_falls_short_in_its_middle_asks_for_exactly_what_is_missing() -> None:

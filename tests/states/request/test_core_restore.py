@@ -158,7 +158,7 @@ def test_storage_is_read_in_runs_and_each_is_copied_as_it_lands() -> None:
     query = rig.take(commands.QueryStorage)
     assert (query.first, query.count) == (0, 8)
     rig.nothing_else()
-    assert rig.state("a") == "MATCH"
+    assert rig.state("a") == "PREALLOC"
     rig.answer(query, 6)
     fetches, promise = rig.take_all(commands.FetchPages), rig.take(commands.SendPromise)
     rig.nothing_else()

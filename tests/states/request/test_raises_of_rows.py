@@ -70,17 +70,16 @@ def answer(rig: Rig, state: State) -> Stimulus:
         rig.attach_storage()
         rig.make_ready("big", bytes(range(128, 128 + rig.settings.device_pages - 4)))
         rig.arrive("a", EIGHT)
+        query = rig.take(commands.QueryStorage)
     else:
-        rig.bring(State.MATCH)
-    query = rig.take(commands.QueryStorage)
+        query = rig.ask_storage()
     return lambda rig: rig.answer(query, 0)
 
 
 def plan(rig: Rig, state: State, found: int = 2) -> Stimulus:
     rig.make_cached("past", EIGHT[:2])
     rig.flush("l1")
-    rig.bring(State.MATCH)
-    query = rig.take(commands.QueryStorage)
+    query = rig.ask_storage()
     return lambda rig: rig.answer(query, found)
 
 
