@@ -14,7 +14,7 @@ import httpx
 
 from benchmarks.vllm_pair.client import Client
 from benchmarks.vllm_pair.conversations import Answers, Load, Outcome, run_load
-from benchmarks.vllm_pair.routes import OneServer, PrefillThenDecode, Route
+from benchmarks.vllm_pair.routes import OneServer, PrefillAndDecode, PrefillThenDecode, Route
 from benchmarks.vllm_pair.server import Server, ServerOptions, add_samples
 from benchmarks.vllm_pair.variants import Variant
 from tidekv.states.errors import InvalidConfig
@@ -77,7 +77,8 @@ class Cluster:
         """Return the route of requests through the servers."""
         if not self.prefills:
             return OneServer(client, self.decodes[0])
-        return PrefillThenDecode(client, self.prefills, self.decodes)
+        pattern = PrefillAndDecode if self.variant.is_concurrent else PrefillThenDecode
+        return pattern(client, self.prefills, self.decodes)
 
     async def serve(self, load: Load, *, expected: Answers | None, events: Sequence[Event] = ()) -> Figures:
         """Serve a load, and return its figures. Servers keep what is cached."""

@@ -1,6 +1,8 @@
-"""Routes of a request through servers: one server, or the sequential pattern of vLLM's proxies.
+"""Routes of a request through servers: one server, the sequential pattern of vLLM's proxies, or both ends at once.
 
     prefill: one token, "do_remote_decode" ──▶ its kv_transfer_params ──▶ decode: the answer
+    prefill: one token, "do_remote_decode", a room ─┬─ at once
+    decode: the answer, prefill's address, the room ┘
 
 A conversation stays with its servers, so that their prefix caches serve it. A request that a killed or broken server
 loses is sent again.
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
@@ -66,6 +69,31 @@ class PrefillThenDecode:
         prefill_s = time.perf_counter() - started_s
         answer = await self.client.complete(decode.url, prompt, count=count, request_id=name, transfer=transfer)
         return replace(answer, first_s=prefill_s + answer.first_s, total_s=prefill_s + answer.total_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAndDecode:
+    """Names a room of tidekv's hand-over, and sends a request to prefill and to decode at once."""
+
+    client: Client
+    prefills: Sequence[Server]
+    decodes: Sequence[Server]
+
+    async def complete(self, prompt: list[int], *, count: int, conversation: int, name: str) -> Answer:
+        """See Route. An error of prefill is not one of the request: decode computes what it does not get."""
+        prefill = self.prefills[conversation % len(self.prefills)]
+        decode = self.decodes[conversation % len(self.decodes)]
+        room = uuid.uuid4().hex
+        wanted = {"do_remote_decode": True, "room": room}
+        transfer = {"do_remote_prefill": True, "prefill": prefill.handover_address, "room": room}
+        prefilling = asyncio.create_task(
+            self.client.prefill(prefill.url, prompt, request_id=name, transfer=wanted), name=f"prefill of {name}"
+        )
+        try:
+            return await self.client.complete(decode.url, prompt, count=count, request_id=name, transfer=transfer)
+        finally:
+            prefilling.cancel()
+            await asyncio.gather(prefilling, return_exceptions=True)
 
 
 async def complete_with_retries(

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final  # A connector's options are JSON.
 
 import httpx
 
@@ -88,6 +88,13 @@ class Server:
     def url(self) -> str:
         """Base URL of its API."""
         return f"http://{HOST}:{self.port}"
+
+    @property
+    def handover_address(self) -> str:
+        """Address at which tidekv's prefill worker listens; only for one that has it."""
+        assert self.transfer is not None, f"{self.name} is a plain vLLM"
+        extra: Any = self.transfer["kv_connector_extra_config"]
+        return str(extra["handover"]["listen"])
 
     @property
     def log(self) -> Path:

@@ -16,13 +16,17 @@ Transfer = Callable[[str, Path], Mapping[str, object] | None]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A set-up by name. `bytes_from_prefill`: metric of decode that counts them."""
+    """A set-up by name. `bytes_from_prefill`: metric of decode that counts them.
+
+    `is_concurrent`: the route names a room and starts prefill and decode at once.
+    """
 
     name: str
     title: str
     transfer: Transfer
     is_pair: bool = True
     is_quiet: bool = False
+    is_concurrent: bool = False
     bytes_from_prefill: str | None = None
 
     def server(self, role: str, number: int, *, options: ServerOptions, folder: Path) -> Server:
@@ -63,6 +67,23 @@ def _tidekv_storage(role: str, folder: Path) -> Mapping[str, object]:
     }
 
 
+def _tidekv(role: str, folder: Path) -> Mapping[str, object]:
+    is_prefill = role == "prefill"
+    handover: dict[str, object] = {"model": "tiny"}
+    if is_prefill:
+        handover["listen"] = f"{HOST}:{free_port()}"
+    else:
+        handover |= {"host": "512MB", "uri": f"file:{folder / 'storage'}?capacity=4GB"}
+    return {
+        "kv_connector": "TidekvConnector",
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_producer" if is_prefill else "kv_consumer",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"handover": handover},
+    }
+
+
+TIDEKV_BYTES: Final = "vllm:tidekv_restore_bytes_transfer_total"
 VARIANTS: Final = {
     variant.name: variant
     for variant in (
@@ -77,6 +98,8 @@ VARIANTS: Final = {
         ),
         Variant("tidekv-single", "one server, tidekv's storage", _tidekv_storage, is_pair=False),
         Variant("tidekv-storage", "pair that shares tidekv's storage", _tidekv_storage),
+        Variant("tidekv", "tidekv", _tidekv, bytes_from_prefill=TIDEKV_BYTES),
+        Variant("tidekv-both", "tidekv, both at once", _tidekv, bytes_from_prefill=TIDEKV_BYTES, is_concurrent=True),
     )
 }
 

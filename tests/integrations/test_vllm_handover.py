@@ -9,7 +9,7 @@ from typing import Any  # vLLM's objects are not typed here.
 
 import pytest
 
-from tests.support.vllm_contract import BLOCK, KVConnectorRole, configs_of, upon_contract
+from tests.support.vllm_contract import BLOCK, DIM, HEADS, LAYERS, KVConnectorRole, configs_of, upon_contract
 from tests.support.vllm_handover import HandoverVllm, request_of
 from tidekv.engine.integrations.vllm.handover.jobs import HANDOVER_COUNTS
 from tidekv.engine.integrations.vllm.handover.settings import HandoverSettings
@@ -62,7 +62,8 @@ def test_decode_gets_what_prefill_computed(start: Start) -> None:
     decode.step_until(lambda: decode.loaded)
     assert decode.holds("d", PROMPT)
     assert not decode.invalid
-    assert decode.counts == {"restore_tokens_transfer": len(PROMPT)}
+    page_bytes = BLOCK * 2 * DIM * HEADS * LAYERS * 4
+    assert decode.counts == {"restore_tokens_transfer": len(PROMPT), "restore_bytes_transfer": 5 * page_bytes}
     prefill.step_until(lambda: prefill.freed)
     assert (prefill.freed, prefill.counts) == (["p"], {"sends_received": 1})
     # An equal prompt is restored from this machine, and prefill is told that nothing is missing.

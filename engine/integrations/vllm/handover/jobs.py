@@ -56,6 +56,7 @@ HANDOVER_COUNTS: Mapping[str, str] = {
     "restore_tokens_l2": "prompt tokens restored from host memory",
     "restore_tokens_l3": "prompt tokens restored from storage",
     "restore_tokens_transfer": "prompt tokens received from prefill",
+    "restore_bytes_transfer": "bytes of whole pages received from prefill",
     "restores_failed": "prompts that were not restored; vLLM computes them",
     "sends_received": "prompts that decode received",
     "sends_unclaimed": "prompts that no decode worker asked for",

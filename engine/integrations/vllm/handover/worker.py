@@ -219,6 +219,8 @@ class DecodeWorker:
         self._blocks.write_pages(job.blocks[first:], self._pages.read_pages(ready.pages[first:]))
         for source, tokens in ready.sources.items():
             self._counts[f"restore_tokens_{source}"] += tokens
+        received = -(-ready.sources.get("transfer", 0) // self._page_size)
+        self._counts["restore_bytes_transfer"] += received * self._pages.layout.page_bytes
         self._engine.finish(ready)
         self._ended.add(job.request_id)
 
