@@ -47,6 +47,7 @@ COUNTERS: Final = (
     "frames_foreign",
     "frames_late",
     "l1_pages_dropped",
+    "l2_damaged",
     "l2_pages_dropped",
     "l3_breaker_closed",
     "l3_breaker_opened",

@@ -37,6 +37,17 @@ class CopyFailed(TidekvError):
     """A copy between device and host failed. The contents of its destination are undefined, and it has no writer."""
 
 
+class PagesDamaged(CopyFailed):
+    """A page in host memory has not the checksum that was noted when it was written. Its bytes have changed since.
+
+    `intact` is the number of pages of the copy before the first damaged one.
+    """
+
+    def __init__(self, text: str, *, intact: int) -> None:
+        super().__init__(text)
+        self.intact = intact
+
+
 class TransferFailed(TidekvError):
     """A transfer from or to another process failed."""
 
@@ -182,6 +193,7 @@ class PrefillCause(StrEnum):
     UNREACHABLE = "prefill unreachable"
     CONNECTION_REFUSED = "connection refused"
     TRANSFER_FAILED = "transfer failed"
+    DAMAGED = "pages damaged"
     LEASE_ENDED = "lease ended"
     CLOSING = "prefill closing"
     FAILED = "prefill failed"

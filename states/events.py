@@ -165,18 +165,25 @@ class PagesFetched(Event, frozen=True, kw_only=True):
 class CopyEnded(Event, frozen=True, kw_only=True):
     """A copy between device and host has ended. Nothing writes to its destination any more, whose contents are
     undefined after an error.
+
+    `intact` is the number of leading source pages whose checksums match, if one does not; the event has an error then.
     """
 
     op: int
     error: str = ""
+    intact: int | None = None
 
 
 class PagesStored(Event, frozen=True, kw_only=True):
-    """The first `stored` pages of a put are in storage. Its source pages are not read any more."""
+    """The first `stored` pages of a put are in storage. Its source pages are not read any more.
+
+    `intact` is the number of leading source pages whose checksums match, if one does not: the others were not put.
+    """
 
     op: int
     stored: int
     error: str = ""
+    intact: int | None = None
 
 
 class StorageProbed(Event, frozen=True, kw_only=True):

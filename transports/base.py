@@ -47,6 +47,7 @@ class Pollable(Protocol):
         ...
 
 
+BeginHashing: TypeAlias = "Callable[[PageIds], asyncio.Future[bytes]]"
 Ended: TypeAlias = "list[tuple[asyncio.Future[None], Exception | None]]"
 
 
@@ -178,6 +179,17 @@ class Exchange(NamedTuple):
 
     ours: PoolMemory
     theirs: PoolMemory
+
+
+class Hashing(Protocol):
+    """Checksums of pages in host memory, computed away from the event loop if there are many bytes."""
+
+    def hashing(self, memory: PoolMemory) -> BeginHashing:
+        """Return a function that begins to hash pages of this pool, or the slices of them that `memory` describes.
+
+        The future has `wire.CHECKSUM_BYTES` for each page, in order. Raises InvalidConfig for GPU memory.
+        """
+        ...
 
 
 class Transport(Protocol):

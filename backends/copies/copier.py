@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 
 import numpy.typing as npt
 
+from tidekv.backends.checksums import HostChecksums
 from tidekv.backends.copies.cpu_moves import PageCloner, PageMover
 from tidekv.backends.copies.cuda import CopyChoice, CudaMover, StagedCloner, Told
 from tidekv.backends.copies.lanes import NOT_RUNNING, TO_DEVICE, TO_HOST, CopyLanes
@@ -24,7 +25,14 @@ from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.memory import PageIndex
 from tidekv.backends.page_layout import same_pages
-from tidekv.states.errors import CopyFailed, EngineClosed, InvalidConfig, InvalidRequest, TidekvError
+from tidekv.states.errors import (
+    CopyFailed,
+    EngineClosed,
+    InvalidConfig,
+    InvalidRequest,
+    PagesDamaged,
+    TidekvError,
+)
 from tidekv.states.types import PageIds
 
 CLONE: Final = "clone"
@@ -35,6 +43,7 @@ SMALL_BYTES_MAX: Final = 128 << 10
 SMALL_STEPS_MAX: Final = 64
 
 Pages: TypeAlias = "PageIds | npt.ArrayLike"
+Mover: TypeAlias = "CudaMover | PageMover | CheckedMover"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +65,9 @@ class PageCopier:
     """Copies pages between a device pool and a host pool of the same layout, and within the device pool.
 
     `start` and `close` it on the loop that awaits it. With `lanes` its copies share these with other copiers; the owner
-    of the lanes starts them first, and closes them last. `choice` selects the form of copies on CUDA. Raises
-    InvalidConfig if the pools do not fit each other.
+    of the lanes starts them first, and closes them last. `choice` selects the form of copies on CUDA. With `checksums`,
+    of this host pool, copies to the host note the checksums of their pages, and copies to the device verify them; not
+    on CUDA. Raises InvalidConfig if the pools do not fit each other.
     """
 
     def __init__(
@@ -67,6 +77,7 @@ class PageCopier:
         *,
         lanes: CopyLanes | None = None,
         choice: CopyChoice | None = None,
+        checksums: HostChecksums | None = None,
     ) -> None:
         if host is not None and not same_pages(device.layout, host.layout):
             raise InvalidConfig(f"copies: device pool has {device.layout}, host pool has {host.layout}")
@@ -75,9 +86,11 @@ class PageCopier:
             raise InvalidConfig("copies: a device pool on CUDA needs a pinned host pool; allocate it with pin=True")
         self._device = device
         self._host = host
-        self._mover: CudaMover | PageMover | None = None
+        self._mover: Mover | None = None
         if host is not None:
             self._mover = CudaMover(device, host, choice or CopyChoice()) if on_cuda else PageMover(device, host)
+            if checksums is not None:
+                self._mover = CheckedMover(PageMover(device, host), checksums)
         self._cloner: StagedCloner | PageCloner = StagedCloner(device) if on_cuda else PageCloner(device)
         self._small_pages_max = 0 if on_cuda else _small_pages(self._mover, self._cloner, device.layout.page_bytes)
         self._lanes = CopyLanes(device.device) if lanes is None else lanes
@@ -112,8 +125,9 @@ class PageCopier:
         """Copy host pages to device pages, pairwise; the future ends when all bytes are in place.
 
         The pages belong to the copy until then, even if the future is cancelled. The future raises CopyFailed if the
-        copy did not work; its destination holds garbage then. Raises InvalidRequest for pages that are not in the pools
-        and for lists of different lengths, EngineClosed before `start` and after `close`.
+        copy did not work, PagesDamaged if a page does not have its checksum; its destination holds garbage then. Raises
+        InvalidRequest for pages that are not in the pools and for lists of different lengths, EngineClosed before
+        `start` and after `close`.
         """
         host, mover = self._both()
         sources, targets = host.check_pages(host_pages), self._device.check_pages(device_pages)
@@ -163,7 +177,7 @@ class PageCopier:
             kernel=self._kernel,
         )
 
-    def _both(self) -> tuple[HostPool, CudaMover | PageMover]:
+    def _both(self) -> tuple[HostPool, Mover]:
         if self._host is None or self._mover is None:
             raise InvalidRequest("this copier was made without a host pool: it copies within the device only")
         return self._host, self._mover
@@ -223,13 +237,42 @@ class PageCopier:
             outcome.set_exception(error)
 
 
-def _small_pages(mover: CudaMover | PageMover | None, cloner: StagedCloner | PageCloner, page_bytes: int) -> int:
+class CheckedMover:
+    """Moves pages as PageMover does; notes the checksums of pages that leave the device, and verifies them on the way
+    back.
+
+    Both are of the bytes on the device, so the copies are covered as well as the time in between.
+    """
+
+    def __init__(self, mover: PageMover, checksums: HostChecksums) -> None:
+        self._mover = mover
+        self._checksums = checksums
+        self.steps_a_page = mover.steps_a_page
+
+    def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
+        """Copy host pages to device pages, pairwise. Raises PagesDamaged."""
+        self._mover.to_device(host_pages, device_pages)
+        if (intact := self._checksums.intact(host_pages, on_device=device_pages)) < len(host_pages):
+            raise PagesDamaged(
+                f"host page {host_pages[intact]}, number {intact} of {len(host_pages)}, has changed since it was"
+                " written: its checksum differs",
+                intact=intact,
+            )
+
+    def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
+        """Copy device pages to host pages, pairwise."""
+        self._checksums.note(host_pages, on_device=device_pages)
+        self._mover.to_host(device_pages, host_pages)
+
+
+def _small_pages(mover: Mover | None, cloner: StagedCloner | PageCloner, page_bytes: int) -> int:
     """Return the maximum number of pages of a small copy; 0 disables small copies."""
-    steps = max(part.steps_a_page for part in (mover, cloner) if isinstance(part, PageMover | PageCloner))
+    kinds = PageMover | CheckedMover | PageCloner
+    steps = max(part.steps_a_page for part in (mover, cloner) if isinstance(part, kinds))
     return min(SMALL_BYTES_MAX // page_bytes, SMALL_STEPS_MAX // steps)
 
 
-def _by_layer(mover: CudaMover | PageMover, sources: PageIndex, targets: PageIndex, told: Told, layers: int) -> None:
+def _by_layer(mover: Mover, sources: PageIndex, targets: PageIndex, told: Told, layers: int) -> None:
     """Copy layer by layer; without streams copy everything at once, and mark the layers then."""
     if isinstance(mover, CudaMover):
         mover.to_device_by_layer(sources, targets, told)

@@ -152,6 +152,10 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     "fifo": oldest insertion first. "priority": lowest `DecodeRequest.priority` first. Ties go to the least recently
     used.
     """
+    page_checksums: bool = False
+    """Verify the bytes of pages on their way: prefill sends a checksum with each page, and pages in host memory keep
+    theirs. A damaged page is sent again and never used. Every copy and transfer is hashed; not with pools on a GPU.
+    """
     default_deadline_s: Seconds = 60.0
     """Deadline of requests that bring none: a restore that takes longer fails."""
     copy_deadline_s: Seconds = 30.0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from tidekv.backends.checksums import ChecksumThread, HostChecksums, check_hashable
 from tidekv.backends.component_pools import ComponentPools, check_components, with_components
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.copies.lanes import CopyLanes
@@ -95,6 +96,8 @@ class Runtime:
         if host is not None and not same_pages(host.layout, device.layout):
             raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
         check_components(components, device=device, host=host)
+        if config.page_checksums:
+            check_hashable(device.memory, "device pool")
         self.config = config
         self.prompt_keys = PromptKeys(config.page_keys(device.layout.page_size))
         self.core = Core(
@@ -116,6 +119,9 @@ class Runtime:
         self.components = {pools.name: pools for pools in components}
         self.copier: PageCopier | None = None
         self.component_copiers: dict[str, PageCopier] = {}
+        self.checksum_thread = ChecksumThread()
+        self.host_checksums: dict[str, HostChecksums] = {}
+        """By component; "" are the full pages. Empty unless the option `page_checksums` is set."""
         self._lanes: CopyLanes | None = None
         self.ranks: RankDriver | None = None
         self.rank_group = ranks
@@ -195,6 +201,7 @@ class Runtime:
             **place_of(self.rank_group),
             group=lambda: "" if self.ranks is None else self.ranks.group_name,
             component_memory=component_memory,
+            hashing=self.checksum_thread if config.page_checksums else None,
         )
         await self.receiver.start()
         self._start_copiers()
@@ -207,6 +214,8 @@ class Runtime:
             spawn=self.group.spawn,
             copier=self.copier,
             component_copiers=self.component_copiers,
+            checksum_thread=self.checksum_thread,
+            host_checksums=self.host_checksums,
             receiver=self.receiver,
             keys_put=lambda op: self.core.keys_put(op),
             log=self.log,
@@ -225,11 +234,16 @@ class Runtime:
         lanes = self._lanes = CopyLanes(self._device.device)
         lanes.start()
         if self.host is not None:
-            self.copier = PageCopier(self._device, self.host, lanes=lanes)
+            self.copier = self._copier("", self._device, self.host, lanes)
             self.copier.start()
         for name, pools in self.components.items():
-            self.component_copiers[name] = PageCopier(pools.device, pools.host, lanes=lanes)
+            self.component_copiers[name] = self._copier(name, pools.device, pools.host, lanes)
             self.component_copiers[name].start()
+
+    def _copier(self, name: str, device: DevicePool, host: HostPool | None, lanes: CopyLanes) -> PageCopier:
+        if host is not None and self.config.page_checksums:
+            self.host_checksums[name] = HostChecksums(host.memory, device.memory)
+        return PageCopier(device, host, lanes=lanes, checksums=self.host_checksums.get(name))
 
     async def _drive_core(self) -> None:
         """Make the journal and the driver of the core, with its watchers."""
@@ -351,7 +365,9 @@ class Runtime:
         copiers = [self.copier, *self.component_copiers.values(), self._lanes]
         failures += await close_in_order(copiers, part_s=late_s, late_s=late_s)
         failures += await close_in_order(
-            [*closing_storages, self.transport, self.poller, self.storage_poller], part_s=CLOSE_PART_S, late_s=late_s
+            [*closing_storages, self.transport, self.poller, self.storage_poller, self.checksum_thread],
+            part_s=CLOSE_PART_S,
+            late_s=late_s,
         )
         self.storage_in_use.abandon_leaving()
         self.watchdog.set_busy(False)

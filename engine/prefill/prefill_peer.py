@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import msgspec
 
+from tidekv.backends.checksums import ChecksumThread
 from tidekv.backends.component_pools import ComponentPools, check_components, with_components
 from tidekv.backends.device.pool import DevicePool
 from tidekv.engine.poller import PollerThread
@@ -165,6 +166,9 @@ class PrefillPeer:
                 rank=rank,
                 ranks=ranks,
             )
+        # Decode workers may require checksums of pages; those in GPU memory would have to be copied to be hashed.
+        memories = (device.memory, *(pools.device.memory for pools in components))
+        self._checksum_thread = ChecksumThread() if all(memory.kind == "DRAM" for memory in memories) else None
         identity = with_components(device.layout.identity(model), components)
         self._sender = Sender(
             transport,
@@ -180,6 +184,7 @@ class PrefillPeer:
             kv_heads_total=kv_heads_total,
             stages=stages,
             settings=settings,
+            hashing=self._checksum_thread,
         )
 
     async def __aenter__(self) -> Self:
@@ -197,6 +202,8 @@ class PrefillPeer:
                 poller = PollerThread()
                 poller.start()
                 stack.push_async_callback(poller.close)
+            if self._checksum_thread is not None:
+                stack.push_async_callback(self._checksum_thread.close)
             # Registered before the start: closing a transport whose start failed releases what it had opened by then.
             stack.push_async_callback(self._transport.close)
             await self._transport.start(poller=poller, listen=self._listen)

@@ -109,16 +109,19 @@ class SimulatedComponentStorage:
         namespace, keys = world.core.keys_put(command.op)
         tags = world.contents.tags(f"{command.component} of {namespace}", keys, world.settings.key_bytes)
         pool = world.component_pages.pools["host", command.component]
-        pool.expect(command.host_pages, tags[command.first :], who)
+        pool.expect(command.host_pages, tags[command.first :], who, may_be_flipped=True)
         found = pool.begin_read(command.host_pages, who)
         delay = self._storage.delay("store_is_late", 60.0, "store_is_stuck")
         world.schedule.after(delay, self._stored, command, found)
 
     def _stored(self, command: commands.StoreComponent, found: list[int]) -> None:
         world = self._world
-        world.component_pages.pools["host", command.component].end_read(command.host_pages, f"put {command.op}", found)
-        stored, error = self._kept.put(found)
+        pool = world.component_pages.pools["host", command.component]
+        pool.end_read(command.host_pages, f"put {command.op}", found)
+        intact = pool.intact(command.host_pages)
+        stored, error = self._kept.put(found[:intact])
         world.component_pages.counts["components_stored"] += stored == len(found)
         world.outcomes.tell(
-            lambda at_s: events.PagesStored(at_s=at_s, op=command.op, stored=stored, error=error), command.op
+            lambda at_s: events.PagesStored(at_s=at_s, op=command.op, stored=stored, error=error, intact=intact),
+            command.op,
         )

@@ -201,7 +201,8 @@ class SimulatedComponents:
                 for tier in (index.device[name], index.host[name]):
                     for position, page in tier.pages_of(node).items():
                         pool = self.pools[tier.name, name]
-                        pool.expect(page_ids([page]), [tags[position]], f"cached {name} at {position} of {node}")
+                        who = f"cached {name} at {position} of {node}"
+                        pool.expect(page_ids([page]), [tags[position]], who, may_be_flipped=tier.name == "host")
         for pool in self.pools.values():
             pool.check()
 

@@ -88,6 +88,9 @@ FAULTS: dict[str, str] = {
     "recompute_is_slow": "a recomputation takes long, and continues after its request has ended",
     "id_returns": "an id is used again while the room of its former request is draining",
     "clock_is_late": "the core gets the time later than it requested",
+    # Memory and wires, with checksums of pages.
+    "host_page_is_flipped": "a bit of a page in host memory flips",
+    "sent_page_is_flipped": "a bit of a page flips on its way from prefill",
     # Ourselves.
     "rule_raises": "a rule of the core raises somewhere in its middle",
 }

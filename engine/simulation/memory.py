@@ -44,6 +44,8 @@ class SimulatedPool:
     def __init__(self, account: PagePool) -> None:
         self.account = account
         self.tags = [GARBAGE] * account.total
+        self.flipped: set[int] = set()
+        """Pages of which a bit has flipped since they were written: what their tags stand for, but for that bit."""
         self._writers: dict[int, tuple[object, int]] = {}
         self._readers: dict[int, int] = {}
 
@@ -58,6 +60,7 @@ class SimulatedPool:
             self._require_taken(page, who)
             self._writers[page] = (who, count + 1)
             self.tags[page] = GARBAGE
+            self.flipped.discard(page)
 
     def end_write(self, pages: PageIds, who: object, tags: list[int] | None) -> None:
         """End one write by `who`, which left `tags`. None leaves the pages as they are."""
@@ -76,6 +79,11 @@ class SimulatedPool:
         if page in self._writers or page in self._readers:
             raise Violation(f"{who} writes to {self.account.name} page {page}, which is being written or read")
         self.tags[page] = tag
+        self.flipped.discard(page)
+
+    def intact(self, pages: PageIds) -> int | None:
+        """Return the number of pages before the first with a flipped bit, as checksums do; None if all are intact."""
+        return next((at for at, page in enumerate(pages) if page in self.flipped), None)
 
     def begin_read(self, pages: PageIds, who: object) -> list[int]:
         """Begin a read; returns the tags of the pages, which must not be garbage."""
@@ -95,14 +103,19 @@ class SimulatedPool:
             if self.tags[page] != tag:
                 raise Violation(f"{self.account.name} page {page} changed while {who} read it")
 
-    def expect(self, pages: PageIds, tags: list[int], who: object) -> None:
-        """Raise a Violation unless these pages hold these tags, have an owner, and are not being written."""
+    def expect(self, pages: PageIds, tags: list[int], who: object, *, may_be_flipped: bool = False) -> None:
+        """Raise a Violation unless these pages hold these tags, have an owner, and are not being written.
+
+        With `may_be_flipped` a bit of them may have flipped, since nothing has read them yet.
+        """
         for at, (page, tag) in enumerate(zip(pages, tags, strict=True)):
             self._require_taken(page, who)
             if self.tags[page] != tag:
                 raise Violation(
                     f"{self.account.name} page {page}, number {at} of {who}, holds {self.tags[page]} instead of {tag}"
                 )
+            if page in self.flipped and not may_be_flipped:
+                raise Violation(f"{self.account.name} page {page}, number {at} of {who}, has a flipped bit")
             if page in self._writers:
                 raise Violation(
                     f"{self.account.name} page {page}, number {at} of {who}, is being written by {self._writers[page]}"

@@ -13,6 +13,7 @@ from tidekv.engine.simulation.memory import Violation
 from tidekv.engine.simulation.schedule import Link
 from tidekv.engine.simulation.surroundings import Surroundings
 from tidekv.states import commands, events
+from tidekv.states.errors import PrefillCause
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
@@ -110,6 +111,10 @@ class ServedRoom:
         """Tails that a rank has not written yet; it does not end span 0 before."""
         self.component_slices: dict[tuple[str, int], int] = {}
         """Number of ranks that have written a page of a component."""
+        self.flipped: set[tuple[int, int, int]] = set()
+        """Pages of which a bit has flipped on the way, by span, rank and number in the prompt."""
+        self.refused_ranks: set[int] = set()
+        """Ranks whose pages failed their checksums at decode, which takes only Drained of them from then on."""
         self.has_stopped = False
         self.is_aborted = False
         self.fails_when_settled = False
@@ -122,6 +127,9 @@ class ServedRoom:
 
 class Peer:
     """One prefill worker."""
+
+    verifies = True
+    """Whether decode verifies the checksums of the pages that this worker sends."""
 
     def __init__(self, world: PeerSurroundings, random: Random, name: str) -> None:
         self._world = world
@@ -271,12 +279,16 @@ class Peer:
 
     def _land(self, room: ServedRoom, span: int, rank: int, cursor: int, pages: PageIds, last: bool) -> None:
         world, life = self._world, room.life
+        if world.faults.hits("sent_page_is_flipped"):
+            room.flipped.add((span, rank, cursor + self._random.randrange(len(pages))))
         for at in range(len(pages)):
             key = span << 32 | cursor + at
             slices = room.slices[key] = room.slices.get(key, 0) + 1
             # A page is whole once every rank has written its slice.
             tags = [room.tags[cursor + at]] if slices == life.ranks else None
             world.device.end_write(pages[at : at + 1], room.who, tags)
+            if any((span, each, cursor + at) in room.flipped for each in range(life.ranks)):
+                world.device.flipped.add(pages[at])
         room.in_flight[rank] -= 1
         life.in_flight -= 1
         if life.is_dead:
@@ -405,7 +417,19 @@ class Peer:
             count, last = landed
             if last and span == 0 and room.components_open[rank]:
                 return
-            del room.unsaid[span, rank, room.cursors[span, rank]]
+            first = room.cursors[span, rank]
+            del room.unsaid[span, rank, first]
+            if self.verifies and any((span, rank, at) in room.flipped for at in range(first, first + count)):
+                cause = PrefillCause.DAMAGED.words("injected")
+                self._tell(
+                    room,
+                    rank,
+                    events.RoomFailed(
+                        at_s=0, request_id=room.key[0], generation=room.key[1], cause=cause, settled=False
+                    ),
+                )
+                room.refused_ranks.add(rank)
+                return
             chunk = events.ChunkLanded(
                 at_s=0,
                 request_id=room.key[0],
@@ -420,4 +444,6 @@ class Peer:
             self._tell(room, rank, chunk)
 
     def _tell(self, room: ServedRoom, rank: int, event: events.Event, slow_s: float = 0.0) -> None:
+        if rank in room.refused_ranks and not isinstance(event, events.RoomDrained):
+            return
         room.frames[rank].send(self._world.delay() + slow_s, self._world.frames.deliver, room, event)

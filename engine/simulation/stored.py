@@ -43,7 +43,7 @@ class StoredTags:
         stored, error = len(found), ""
         if self._faults.hits("store_fails"):
             stored, error = 0, "injected"
-        elif self._faults.hits("store_is_partial"):
+        elif stored and self._faults.hits("store_is_partial"):
             stored = self._random.randrange(stored)
         self._present.update(dict.fromkeys(found[:stored]))
         while self._present and self._faults.hits("storage_forgets"):

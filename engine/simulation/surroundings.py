@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tidekv.states.core import Core
     from tidekv.states.events import Event
     from tidekv.states.settings import CoreSettings
+    from tidekv.states.types import PageIds
 
 
 class Requester(Protocol):
@@ -50,6 +51,10 @@ class Surroundings(Protocol):
 
     def delay(self) -> float:
         """Return the duration of an action without a fault."""
+        ...
+
+    def flip_one(self, pool: SimulatedPool, pages: PageIds) -> None:
+        """Flip a bit of one of these host pages, if that fault strikes."""
         ...
 
     def step(self, event: Event) -> None:

@@ -137,7 +137,8 @@ class SimulatedStorage:
             return
         who = f"put {command.op}"
         wanted = world.tags_put(command)[command.first : command.first + len(command.host_pages)]
-        world.host.expect(command.host_pages, wanted, who)
+        world.host.expect(command.host_pages, wanted, who, may_be_flipped=True)
+        self._world.flip_one(world.host, command.host_pages)
         found = world.host.begin_read(command.host_pages, who)
         delay = self.delay("store_is_late", 60.0, "store_is_stuck")
         world.schedule.after(delay, self._stored, command, found)
@@ -145,11 +146,13 @@ class SimulatedStorage:
     def _stored(self, command: commands.StorePages, found: list[int]) -> None:
         world = self._world
         world.host.end_read(command.host_pages, f"put {command.op}", found)
-        stored, error = self._kept.put(found)
+        intact = world.host.intact(command.host_pages)
+        stored, error = self._kept.put(found[:intact])
         if command.serial:
             world.tokens_left(command.serial)
         world.outcomes.tell(
-            lambda at_s: events.PagesStored(at_s=at_s, op=command.op, stored=stored, error=error), command.op
+            lambda at_s: events.PagesStored(at_s=at_s, op=command.op, stored=stored, error=error, intact=intact),
+            command.op,
         )
 
     def probe(self, command: commands.ProbeStorage) -> None:
@@ -181,6 +184,9 @@ class SimulatedStorage:
 
 class SimulatedCopies:
     """Copies between the pools."""
+
+    verifies = True
+    """Whether copies from host memory verify the checksums of their pages."""
 
     def __init__(self, world: TierSurroundings, random: Random) -> None:
         self._world = world
@@ -218,6 +224,8 @@ class SimulatedCopies:
             world.outcomes.raised(op)
             return
         who = f"copy {op}"
+        if name == "copy_in" or source.account.name.startswith("host"):
+            world.flip_one(source, source_pages)
         found = source.begin_read(source_pages, who)
         target.begin_write(target_pages, who)
         deadline_s = world.settings.copy_deadline_s
@@ -229,8 +237,11 @@ class SimulatedCopies:
 
         def end() -> None:
             error = "injected" if faults.hits(f"{name}_fails") else ""
+            intact = source.intact(source_pages) if self.verifies and not error else None
+            error = error if intact is None else "a checksum differs"
             source.end_read(source_pages, who, found)
             target.end_write(target_pages, who, None if error else found)
-            world.outcomes.tell(lambda at_s: events.CopyEnded(at_s=at_s, op=op, error=error), op)
+            target.flipped.update(to for of, to in zip(source_pages, target_pages, strict=True) if of in source.flipped)
+            world.outcomes.tell(lambda at_s: events.CopyEnded(at_s=at_s, op=op, error=error, intact=intact), op)
 
         world.schedule.after(delay, end)

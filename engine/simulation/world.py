@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tidekv.engine.simulation.surroundings import Surroundings
     from tidekv.states.prefix.node import Node
     from tidekv.states.settings import CoreSettings
+    from tidekv.states.types import PageIds
 
 
 def audit(world: Surroundings) -> None:
@@ -54,14 +55,14 @@ def audit(world: Surroundings) -> None:
         if node.device is not None and node.load is None and not node.void:
             world.device.expect(node.device, own, f"cached node {node}")
         if node.host is not None:
-            world.host.expect(node.host, own, f"cached node {node}")
+            world.host.expect(node.host, own, f"cached node {node}", may_be_flipped=True)
     for request in world.core.state.requests.values():
         if not world.caller(request.request_id):
             raise Violation(f"{request} lives, but its caller is gone")
 
 
 AUDIT_EVENTS = 100
-PREFILL_CAUSES = ("refused by prefill", "prefill failed", "prefill lost")
+PREFILL_CAUSES = ("refused by prefill", "prefill failed", "prefill lost", "pages damaged")
 
 
 class World:
@@ -255,6 +256,11 @@ class World:
         for room in self.core.rooms.of_writer(writer):
             self._lose(room.request.request_id)
         self.step(event)
+
+    def flip_one(self, pool: SimulatedPool, pages: PageIds) -> None:
+        """Flip a bit of one of these host pages, if that fault strikes."""
+        if self.faults.hits("host_page_is_flipped"):
+            pool.flipped.add(self._random.choice(pages))
 
     def note_losses(self, event: events.Event) -> None:
         """Count the loss of a live room that an event ends: its request may fail."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToHost, ForgetTokens, ReportRetracted, StorePages
 from tidekv.states.components.backups import ComponentPut
+from tidekv.states.events import PagesStored
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import PageIds, page_ids
 
@@ -86,6 +87,8 @@ class Backup:
         """Continue with the put after a copy; end after a put."""
         if self.storing:
             self._backups.stored(self, self._backups.storage.put_ended(event))
+            if isinstance(event, PagesStored) and event.intact is not None:
+                self._backups.drop_damaged(self, event.intact)
         else:
             self._backups.copied(self, error)
 
@@ -230,6 +233,18 @@ class Backups:
         if self._component_pages is not None:
             self._component_pages.puts.begin(backup.leaf)
         self._end(backup)
+
+    def drop_damaged(self, backup: Backup, intact: int) -> None:
+        """Drop from host memory what follows the first `intact` pages of a put that has ended: a page is damaged.
+
+        Unless a receipt protects it: then the next copy of it finds the damage again.
+        """
+        self._state.count("l2_damaged")
+        damaged = backup.first + intact
+        for node, first in self._ranges(backup.leaf):
+            if first <= damaged < first + node.page_count:
+                drop = partial(self._state.index.drop_host_path, node)
+                self._state.run_guarded(drop, recover=lambda: None)
 
     def abandon(self, backup: Backup) -> None:
         """End a backup of which a step raised, with nothing in flight. Safe to call again after a raise."""

@@ -273,6 +273,15 @@ class ComponentIndex:
         """Free a node's pages of one component that are no longer needed. Raises BrokenInvariant if guarded."""
         self._tier(tier)[name].drop(node)
 
+    def drop_host_pages_of(self, node: Node, boundary: int) -> None:
+        """Free the host pages of all components at a boundary on the path to `node`, except those that a guard
+        protects.
+        """
+        for name, tier in self.host.items():
+            for above in nodes_covering(node, self._first(name, boundary)):
+                if not tier.is_guarded(above):
+                    tier.drop(above)
+
     def evict(self, tier: TierName, name: str, count: int) -> int:
         """Free at least `count` pages of one component's pool, or all evictable ones; returns how many were freed.
 

@@ -31,6 +31,7 @@ A caller that recomputes begins with the first page: no component pages are in p
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyComponent
@@ -43,6 +44,7 @@ from tidekv.states.components.storage import (
     preempt,
 )
 from tidekv.states.errors import BrokenInvariant
+from tidekv.states.events import CopyEnded
 from tidekv.states.request.request import Request, RequestComponents
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import PageIds, page_ids, without
@@ -66,6 +68,8 @@ class ComponentCopy:
 
     def ended(self, event: Outcome, error: str) -> None:
         """Count the copy as ended; after an error the request starts over."""
+        if isinstance(event, CopyEnded) and event.intact is not None:
+            self._rules.note_damaged(self.component_pages)
         self._rules.copied(self.component_pages, error)
 
     def late(self) -> None:
@@ -240,6 +244,11 @@ class ComponentRestore:
         elif not component_pages.copies:
             self.give_up(component_pages)
 
+    def note_damaged(self, component_pages: RequestComponents) -> None:
+        """Record that a host page did not have its checksum: `give_up` drops the host pages of this boundary."""
+        self._state.count("l2_damaged")
+        component_pages.is_damaged = True
+
     def is_late(self, component_pages: RequestComponents) -> None:
         """Let the request start over with other pages, because a copy did not end in time."""
         self._state.count("copies_late")
@@ -309,9 +318,16 @@ class ComponentRestore:
         self._state.pages_freed = True
 
     def _release_pin(self, component_pages: RequestComponents) -> None:
-        if component_pages.pin is not None:
-            self._index.unpin(component_pages.pin)
-            component_pages.pin = None
+        pin = component_pages.pin
+        if pin is None:
+            return
+        self._index.unpin(pin)
+        component_pages.pin = None
+        if component_pages.is_damaged:
+            component_pages.is_damaged = False
+            # A cache tier never fails a request: the pages stay in the index if a hook raises.
+            drop = partial(self._index.drop_host_pages_of, pin.full.node, component_pages.boundary)
+            self._state.run_guarded(drop, recover=lambda: None)
 
     def _enter(self, component_pages: RequestComponents, name: str, first: int, pages: PageIds) -> None:
         """Move pages into the index; where the index has another page already, the request uses that from now on."""

@@ -53,14 +53,25 @@ class ComponentPart(msgspec.Struct, frozen=True):
     their_pages: PageIds
 
 
+class ComponentReady(msgspec.Struct, frozen=True):
+    """A report for decode: the requested pages of a component are in place."""
+
+    component: str
+    checksums: bytes = b""
+
+
 class _ComponentTransfer(msgspec.Struct):
-    """Progress of one component: `posted` pages are being written or in place, `landed` pages are in place."""
+    """Progress of one component: `posted` pages are being written or in place, `landed` pages are in place.
+
+    `checksums` has those of the landed parts, by their first position.
+    """
 
     requested: ComponentPages
     ours: PageIds | None = None
     posted: int = 0
     landed: int = 0
     is_reported: bool = False
+    checksums: dict[int, bytes] = msgspec.field(default_factory=dict)
 
     @property
     def is_landed(self) -> bool:
@@ -151,19 +162,20 @@ class SenderComponents:
                 return ComponentPart(name, first, ours, theirs)
         return None
 
-    def land(self, part: ComponentPart) -> None:
+    def land(self, part: ComponentPart, checksums: bytes) -> None:
         """Record that a part is in place."""
-        self._component_pages[part.component].landed += len(part.our_pages)
+        transfer = self._component_pages[part.component]
+        transfer.landed += len(part.our_pages)
+        transfer.checksums[part.first] = checksums
 
-    def take_landed(self) -> list[str]:
+    def take_landed(self) -> list[ComponentReady]:
         """Components whose pages can be reported to decode now; each is returned once."""
-        here = [
-            name
-            for name, transfer in self._component_pages.items()
-            if transfer.requested.pages and transfer.is_landed and not transfer.is_reported
-        ]
-        for name in here:
-            self._component_pages[name].is_reported = True
+        here = []
+        for name, transfer in self._component_pages.items():
+            if transfer.requested.pages and transfer.is_landed and not transfer.is_reported:
+                transfer.is_reported = True
+                checksums = b"".join(transfer.checksums[first] for first in sorted(transfer.checksums))
+                here.append(ComponentReady(name, checksums))
         return here
 
 
@@ -180,12 +192,16 @@ class WriteJob(msgspec.Struct, frozen=True):
 
 
 class ChunkReady(msgspec.Struct, frozen=True):
-    """A report for decode: pages [first, first + count) of the prompt are in place for this span."""
+    """A report for decode: pages [first, first + count) of the prompt are in place for this span.
+
+    `checksums` are those that `SenderRoom.settle` was given for the pages, joined.
+    """
 
     span: int
     first: int
     count: int
     last: bool
+    checksums: bytes = b""
 
 
 class SpanRefused(msgspec.Struct, frozen=True):
@@ -202,6 +218,7 @@ class _Posted(msgspec.Struct):
     count: int
     last: bool
     landed: bool
+    checksums: bytes = b""
 
 
 class _Span(msgspec.Struct):
@@ -386,19 +403,20 @@ class SenderRoom:
         self.in_flight += part is not None
         return part
 
-    def settle(self, job: WriteJob | ComponentPart, *, landed: bool) -> None:
-        """Record the end of a write. Only writes that landed are reported later."""
+    def settle(self, job: WriteJob | ComponentPart, *, landed: bool, checksums: bytes = b"") -> None:
+        """Record the end of a write. Only writes that landed are reported later, with the checksums of their pages."""
         assert self.in_flight > 0, "a write settles once"
         self.in_flight -= 1
         if not landed:
             return
         if isinstance(job, ComponentPart):
-            self.component_pages.land(job)
+            self.component_pages.land(job, checksums)
             return
         self.pages_landed += len(job.our_pages)
         for posted in self._spans[job.span].posted:
             if posted.first == job.first:
                 posted.landed = True
+                posted.checksums = checksums
 
     def take_chunks(self) -> list[ChunkReady]:
         """Chunks that can be reported to decode now, in order; each is returned once.
@@ -421,10 +439,11 @@ class SenderRoom:
                 landed.append(span.posted.popleft())
             if landed:
                 count = sum(posted.count for posted in landed)
-                chunks.append(ChunkReady(span.number, landed[0].first, count, landed[-1].last))
+                checksums = b"".join(posted.checksums for posted in landed)
+                chunks.append(ChunkReady(span.number, landed[0].first, count, landed[-1].last, checksums))
         return chunks
 
-    def take_component_pages(self) -> list[str]:
+    def take_component_pages(self) -> list[ComponentReady]:
         """Components whose pages can be reported now, before any chunk of `take_chunks`; each is returned once."""
         return [] if self.stopped is not None else self.component_pages.take_landed()
 

@@ -23,9 +23,11 @@ Any step may raise. A method that begins a load reverses its own changes; a meth
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToDevice, FetchPages
+from tidekv.states.events import CopyEnded
 from tidekv.states.request.request import Load, Request, Stage
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
@@ -61,6 +63,7 @@ def cut_load(index: PrefixIndex, load: Load, at: int) -> Load:
             undo.callback(index.set_load, node, load)
         undo.keep()
     rest.cause, rest.filler, rest.span = load.cause, load.filler, load.span
+    rest.is_damaged = load.is_damaged
     # The lock of the whole load ends at the same node as the rest, so the rest takes it over.
     rest.lock, load.lock = load.lock, shorter
     rest.nodes, load.nodes = load.nodes[kept:], load.nodes[:kept]
@@ -126,7 +129,7 @@ class LoadCopy:
 
     def ended(self, event: Outcome, error: str) -> None:
         """End the load, or fail it if the copy failed."""
-        self._loads.copied(self.load, error)
+        self._loads.copied(self.load, error, is_damaged=isinstance(event, CopyEnded) and event.intact is not None)
 
     def late(self) -> None:
         """Reclaim the load: the copy may still write to its pages."""
@@ -299,8 +302,14 @@ class Loads:
         load.host_pages = page_ids()
         self.fail(load)
 
-    def copied(self, load: Load, error: str) -> None:
-        """Take the outcome of a copy: its pages have no writer any more, and are in place unless it failed."""
+    def copied(self, load: Load, error: str, *, is_damaged: bool = False) -> None:
+        """Take the outcome of a copy: its pages have no writer any more, and are in place unless it failed.
+
+        With `is_damaged` it failed because a host page did not have its checksum.
+        """
+        if is_damaged and not load.is_damaged:
+            self._state.count("l2_damaged")
+            load.is_damaged = True
         if load.stage is Stage.RECLAIMING:
             # The copy was late. Its end is what the pages waited for.
             self._state.reclaimable_loads.append(load)
@@ -407,6 +416,7 @@ class Loads:
             raise
         filler = load.filler if filler_source else None
         self.forget(load)
+        self._drop_damaged(load)
         for request, page_count in load.sharers.items():
             del request.loads[load]
             request.source_pages[filler_source if request is filler else source] += page_count
@@ -426,6 +436,7 @@ class Loads:
         """Reclaim a load whose pages are not needed and have no writer."""
         self._release_source(load)
         self._reclaim(load, "no request needs it")
+        self._drop_damaged(load)
         self._state.reclaimable_loads.append(load)
 
     def _reclaim(self, load: Load, cause: str) -> None:
@@ -440,6 +451,17 @@ class Loads:
         for request in load.sharers:
             self._state.preempted.setdefault(request, cause)
         self.forget(load)
+
+    def _drop_damaged(self, load: Load) -> None:
+        """Drop the host pages of a load that has ended if one of them is damaged, and those below them.
+
+        Unless a receipt protects them: then the next load of them finds the damage again.
+        """
+        if load.is_damaged:
+            load.is_damaged = False
+            # A cache tier never fails a request: the pages stay in the index if a hook raises.
+            drop = partial(self._state.index.drop_host_path, load.nodes[0])
+            self._state.run_guarded(drop, recover=lambda: None)
 
     def _clear_filler(self, load: Load) -> None:
         if load.span is not None:

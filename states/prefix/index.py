@@ -377,6 +377,14 @@ class PrefixIndex:
             raise BrokenInvariant(f"{node} cannot lose its host pages: none, guarded, or needed by a child")
         self._dropping.drop(self.host_tier, node)
 
+    def drop_host_path(self, node: Node) -> None:
+        """Free the host pages of a node and of all nodes below it. Does nothing if one of them has a host guard."""
+        self._parent_of(node)
+        # Guards count in all nodes above theirs.
+        if node.host is not None and not node.host_guarded:
+            for below in reversed([other for other in node.subtree() if other.host is not None]):
+                self._dropping.drop(self.host_tier, below)
+
     def withdraw_device(self, node: Node) -> PageIds:
         """Return device pages that were given to a node and never written to the caller, without calling hooks."""
         self._parent_of(node)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 NO_ERROR = 255
 COUNT_MAX = 1 << 40
+COPIES = (commands.CopyToDevice, commands.CopyToHost, commands.CopyComponent)
 LOST_RANK = "a rank was lost"
 CAUSES = ("aborted", "cancelled by the caller", "engine closed", LOST_RANK)
 """Causes of an abort. A slot holds an index into them; any other cause counts as the first."""
@@ -63,6 +64,10 @@ class OperationVote:
         """Take the outcome on this rank; only the first one counts."""
         if not vote_vector.value(self.slot):
             count = next((getattr(event, name) for name in ("found", "good", "stored") if hasattr(event, name)), 0)
+            if self.kind in COPIES:
+                # The fewest intact pages of all ranks count: every rank drops the same pages from host memory.
+                intact = getattr(event, "intact", None)
+                count = COUNT_MAX if intact is None else intact
             vote_vector.set(self.slot, encode_end(count, rank, failed=has_failed(event)))
 
     def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
@@ -79,7 +84,7 @@ class OperationVote:
             return [events.StorageProbed(at_s=at_s, op=self.op, error=error)]
         if kind is commands.Recompute:
             return [events.Recomputed(at_s=at_s, op=self.op, error=error)]
-        return [events.CopyEnded(at_s=at_s, op=self.op, error=error)]
+        return [events.CopyEnded(at_s=at_s, op=self.op, error=error, intact=None if count >= COUNT_MAX else count)]
 
     def close(self, vote_vector: VoteVector) -> None:
         """See `VoteItem`."""

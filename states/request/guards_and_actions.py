@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import ReportFailed
+from tidekv.states.errors import PrefillCause
+from tidekv.states.events import PrefillLost
 from tidekv.states.request.request import Stage, State
 from tidekv.states.storage.source_split import fetches_to_keep
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
         DeadlinePassed,
         Event,
         PagesLost,
-        PrefillLost,
         Recomputed,
         TransitionRaised,
     )
@@ -187,8 +188,15 @@ class Actions:
     # --- Back to the queue ---
 
     def has_another_prefill(self, request: Request, event: Event) -> bool:
-        """Whether some prefill was tried less often than `attempts_per_prefill`."""
-        return request.attempts + 1 < request.prefill_count * self._attempts_per_prefill
+        """Whether some prefill was tried less often than `attempts_per_prefill`.
+
+        Damaged pages are asked for once more than that: a prefill that sent them is well, and the next time the damage
+        is unlikely.
+        """
+        attempts_max = request.prefill_count * self._attempts_per_prefill
+        if isinstance(event, PrefillLost) and event.cause == PrefillCause.DAMAGED.value:
+            attempts_max += 1
+        return request.attempts + 1 < attempts_max
 
     def start_over(self, request: Request, event: PagesLost) -> None:
         """Give everything back and return to the queue in a new generation."""

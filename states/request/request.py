@@ -310,6 +310,7 @@ class Load:
         "filler",
         "first",
         "host_pages",
+        "is_damaged",
         "landed",
         "lock",
         "nodes",
@@ -335,6 +336,8 @@ class Load:
         """Pages of all fetches under way when its fetch began, its own included."""
         self.cause = ""
         """Key of `LOAD_CAUSES` if it failed."""
+        self.is_damaged = False
+        """Whether a host page of its nodes did not have its checksum: they leave host memory after its end."""
         self.pin: Receipt | None = None
         """Pin on its nodes in host memory, if these are the source of its copy."""
         self.host_pages: PageIds = page_ids()
@@ -502,6 +505,7 @@ class RequestComponents:
         "fetched_pages",
         "fetches",
         "firsts",
+        "is_damaged",
         "kept",
         "lock",
         "own",
@@ -529,6 +533,8 @@ class RequestComponents:
         self.firsts: dict[str, int] = {}
         self.tables: dict[str, PageIds] = {}
         """By component, its pages at the prompt's end, at positions from `firsts` on."""
+        self.is_damaged = False
+        """Whether a host page did not have its checksum: those of the boundary leave host memory with the pin."""
         self.kept: set[tuple[str, int]] = set()
         """Entries of the caller's ComponentLeft that are in the index: component and first position."""
         self.remote: dict[str, PageIds] = {}

@@ -83,7 +83,8 @@ async def test_every_head_comes_to_the_rank_that_holds_it(
     windows = [decode.components() for _ in range(decode.ranks)]
     engines = [
         DecodeEngine(
-            EngineConfig(close_deadline_s=5.0),
+            # The checksums of both ends are of the heads that both hold.
+            EngineConfig(close_deadline_s=5.0, page_checksums=True),
             device=pool,
             components=windows[rank],
             transport=NixlTransport(f"decode-{rank}"),
@@ -114,6 +115,8 @@ async def test_every_head_comes_to_the_rank_that_holds_it(
             # What a window is left of the first prompt ends behind the page where the second one goes another way.
             assert readies[0].sources["l1"] == (16 if name == "second" and not decode.window_tokens else 0)
             await asyncio.gather(*(engine.finish(ready) for engine, ready in zip(engines, readies, strict=True)))
+        for engine in engines:
+            assert engine.statistics()["receiver"]["pages_damaged"] == 0
         await asyncio.gather(*(life.aclose() for life in lives))
 
 

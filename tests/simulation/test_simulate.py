@@ -7,7 +7,9 @@ from collections import Counter
 import pytest
 
 from tidekv.engine.simulation import FAULTS, SimulationFailed, simulate
+from tidekv.engine.simulation.prefill import Peer
 from tidekv.engine.simulation.schedule import Link, Schedule
+from tidekv.engine.simulation.tiers import SimulatedCopies
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.loads.loads import Loads
 from tidekv.states.settings import CoreSettings
@@ -35,6 +37,27 @@ def test_without_faults_every_request_is_ready(seed: int) -> None:
 def test_no_fault_of_a_tier_fails_a_request(fault: str) -> None:
     report = simulate(7, 150, [fault])
     assert report.ends == {"READY": 150}
+
+
+FLIPS = ["host_page_is_flipped", "sent_page_is_flipped"]
+
+
+@pytest.mark.parametrize("seed", range(401, 411))
+def test_flipped_bits_never_reach_a_ready_request(seed: int) -> None:
+    report = simulate(seed, 150, [*FLIPS, "retract", "abort"])
+    assert set(report.ends) <= {"READY", "pages damaged", "aborted"}
+    # Damage of host memory is made good by prefill: it fails no request.
+    assert simulate(seed, 100, FLIPS[:1]).ends == {"READY": 100}
+
+
+@pytest.mark.parametrize(("part", "fault"), [(SimulatedCopies, FLIPS[0]), (Peer, FLIPS[1])])
+def test_without_checksums_a_flipped_bit_reaches_a_ready_request(
+    monkeypatch: pytest.MonkeyPatch, part: type[SimulatedCopies] | type[Peer], fault: str
+) -> None:
+    monkeypatch.setattr(part, "verifies", False)
+    with pytest.raises(SimulationFailed, match="has a flipped bit"):
+        for seed in range(1, 31):
+            simulate(seed, 150, [fault])
 
 
 def test_some_runs_write_back_and_fetch_ahead() -> None:

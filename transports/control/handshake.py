@@ -7,6 +7,7 @@ out differently must never pass: its writes would put bytes into wrong places.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -33,11 +34,12 @@ def make_hello(
     stages: int = 1,
     component_memory: Mapping[str, PoolMemory] | None = None,
     heartbeat_s: float = 0.0,
+    checksums: Literal["none", "required", "offered"] = "none",
 ) -> wire.Hello:
     """Return our Hello. `memory` and that of components must be registered with the transport already.
 
-    For `kv_heads_total` see `slices.holding`. `heartbeat_s` is the interval of our pings in seconds; 0: we only answer
-    pings.
+    For `kv_heads_total` see `slices.holding`, for `checksums` `wire.Hello`. `heartbeat_s` is the interval of our pings
+    in seconds; 0: we only answer pings.
     """
     return wire.Hello(
         version=wire.VERSION,
@@ -53,6 +55,7 @@ def make_hello(
         stages=stages,
         components=dict(component_memory or {}),
         heartbeat_s=heartbeat_s,
+        checksums=checksums,
     )
 
 
@@ -73,6 +76,8 @@ def check_hello(ours: wire.Hello, theirs: wire.Hello) -> None:
             f"peer announces itself as rank {theirs.rank} of {theirs.ranks} in {theirs.stages} stages"
         )
     _check_lease(ours, theirs)
+    if "required" in (ours.checksums, theirs.checksums) and "offered" not in (ours.checksums, theirs.checksums):
+        raise PeerMismatch(field="page_checksums", ours=ours.checksums, theirs=theirs.checksums)
     _check_page_layout(ours, theirs)
     _must_equal("kv_heads_total", slices.total_of(ours), slices.total_of(theirs))
     base.check_memory(theirs.memory)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -19,7 +19,7 @@ from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProto
 from tidekv.states.types import Identity, PageIds, PoolMemory
 from tidekv.transports.control import frames
 
-VERSION = 4
+VERSION = 5
 FRAME_BYTES_MAX = 8 * 1024 * 1024
 HELLO_BYTES_MAX = 1024 * 1024
 """Maximum size of a frame before the Hello is accepted: a Hello of 10,000 registered regions fits."""
@@ -35,6 +35,9 @@ SECONDS_MAX = 1e9
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
 ROOMS_NAMED_MAX = 2048
 """Maximum number of rooms in one Ping: with the longest ids they fill half a frame."""
+CHECKSUM_BYTES = 16
+"""Bytes of one page's checksum in a message: XXH3-128 over the bytes of the page that the sender writes."""
+Checksums = Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
 PackedPages = Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
 AuxFields: TypeAlias = dict[str, Any]  # Msgpack values of the embedder (logprobs, seeds), passed through unchanged.
 
@@ -90,7 +93,8 @@ class Hello(Message, frozen=True, tag="hello"):
     number that this rank holds. Ranks are counted stage by stage: with 2 `stages` of 4 ranks, the second has ranks 4 to
     7. `components` holds the memory of each component of the identity, by name. `lease_s` is the time in seconds for
     which prefill keeps a room that decode does not name; the shorter one of both ends applies, and decode must ping
-    more often. `heartbeat_s` is the sender's ping interval in seconds; 0: it only answers pings.
+    more often. `heartbeat_s` is the sender's ping interval in seconds; 0: it only answers pings. `checksums` is what
+    the sender does about checksums of pages: decode requires them or not, prefill offers them or cannot compute them.
     """
 
     version: Count
@@ -106,6 +110,7 @@ class Hello(Message, frozen=True, tag="hello"):
     stages: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 1
     components: dict[Name, PoolMemory] = {}
     heartbeat_s: Seconds = 0.0
+    checksums: Literal["none", "required", "offered"] = "none"
 
     def __post_init__(self) -> None:
         given, named = sorted(self.components), [component.name for component in self.identity.components]
@@ -165,7 +170,10 @@ class Extend(Message, frozen=True, tag="extend"):
 
 
 class Chunk(Message, frozen=True, tag="chunk"):
-    """Pages [first, first + count) of the prompt are in place for this span; `last` ends the span."""
+    """Pages [first, first + count) of the prompt are in place for this span; `last` ends the span.
+
+    `checksums` has those of the pages, as far as this rank writes them; empty unless decode requires them.
+    """
 
     room: Room
     rank: Count
@@ -173,14 +181,19 @@ class Chunk(Message, frozen=True, tag="chunk"):
     first: Count
     count: Count
     last: bool
+    checksums: Checksums = b""
 
 
 class ComponentSent(Message, frozen=True, tag="component_sent"):
-    """The requested pages of this component are in place, as far as this rank writes them."""
+    """The requested pages of this component are in place, as far as this rank writes them.
+
+    `checksums` are as in Chunk.
+    """
 
     room: Room
     rank: Count
     component: Name
+    checksums: Checksums = b""
 
 
 class Aux(Message, frozen=True, tag="aux"):

@@ -50,6 +50,7 @@ from tidekv.transports.decode.decode_room import (
     event_of,
     packed_components,
 )
+from tidekv.transports.decode.page_checks import DamagedPage, InOrder, PageChecks, damaged_page
 from tidekv.transports.decode.prefill_link import PrefillLink, cause_of
 from tidekv.transports.tasks import OwnedTasks
 
@@ -64,6 +65,7 @@ COUNTS = (
     "frames_late",
     "links_broken",
     "messages_unsent",
+    "pages_damaged",
     "redials",
     "rooms_broken",
 )
@@ -91,11 +93,13 @@ class Receiver:
         stages: int = 1,
         group: Callable[[], str] = lambda: "",
         component_memory: Mapping[str, PoolMemory] | None = None,
+        hashing: base.Hashing | None = None,
     ) -> None:
         """`memory`, and that of each component by its name, must be registered before the first promise. `lease_s`,
         `heartbeat_s` and `missed_s` are seconds: the lease of our rooms at prefill, the interval of pings, the silence
         after which a link is lost. `deliver_aux` is called with request id, generation, first token and aux, before the
-        AuxLanded that belongs to it. Raises InvalidConfig.
+        AuxLanded that belongs to it. With `hashing`, prefill must send the checksum of every page; pages are verified
+        before an event reports them, and a damaged one fails its room. Raises InvalidConfig.
         """
         if not (0 < heartbeat_s <= missed_s <= lease_s <= wire.SECONDS_MAX and heartbeat_s < lease_s):
             raise InvalidConfig(
@@ -115,10 +119,19 @@ class Receiver:
         self._ranks = ranks
         place = {"rank": rank, "ranks": ranks, "kv_heads_total": kv_heads_total, "stages": stages}
         make = partial(handshake.make_hello, transport, memory=memory, component_memory=component_memory)
-        self._make_hello = partial(make, identity=identity, lease_s=lease_s, heartbeat_s=heartbeat_s, **place)
+        self._make_hello = partial(
+            make,
+            identity=identity,
+            lease_s=lease_s,
+            heartbeat_s=heartbeat_s,
+            checksums="none" if hashing is None else "required",
+            **place,
+        )
         holding = slices.holding(identity, ranks=ranks // stages, kv_heads_total=kv_heads_total)
         self._writers = cache(partial(slices.expected_writers, holding, rank=rank, stages=stages))
         self._group = group
+        self._hashing = hashing
+        self._page_checks: dict[PrefillLink[RankLink], PageChecks] = {}
         self._links: dict[str, PrefillLink[RankLink]] = {}
         self._rooms: dict[RoomKey, DecodeRoom] = {}
         # Rank links of lost links whose pages may still be written to, by writer.
@@ -214,6 +227,7 @@ class Receiver:
             if rank_link.number is None or rank_link.has_ended:
                 continue
             rank_link.state.extend(span, first, len(pages))
+            rank_link.spans[span] = (first, pages)
             message = wire.Extend(room=rank_link.room.key, span=span, first=first, pages=wire.pack_pages(pages))
             if rank_link.link.is_open:
                 rank_link.link.send(message)
@@ -267,6 +281,9 @@ class Receiver:
 
     def link_opened(self, link: PrefillLink[RankLink], theirs: wire.Hello) -> None:
         """See `LinkOwner`: abort the rooms that an earlier link to this process left, and send waiting messages."""
+        if self._hashing is not None:
+            assert self._ours is not None
+            self._page_checks[link] = PageChecks(self._hashing, ours=self._ours, theirs=theirs)
         # The same process lives: its Drained will settle what the lost link left open.
         for room_key, rank_link in self._lost.pop(theirs.instance, {}).items():
             rank_link.link = link
@@ -290,6 +307,7 @@ class Receiver:
         assert link.theirs is not None
         writer = link.theirs.instance
         del self._links[link.address]
+        self._page_checks.pop(link, None)
         for rank_link in self._rank_links_of(link):
             self._forget(rank_link)
             if rank_link.number is not None:
@@ -325,14 +343,37 @@ class Receiver:
                 rank_link = next((rank_link for rank_link in rank_links if rank_link.link is link), None)
                 if rank_link is None:
                     self.counts["frames_foreign"] += 1
-                elif isinstance(message, wire.Drained):
-                    self._take_drained(rank_link)
-                elif rank_link.has_ended:
-                    self.counts["frames_late"] += 1
+                elif link in self._page_checks:
+                    self._take_in_order(rank_link, message, self._page_checks[link])
                 else:
-                    self._take_of_rank_link(rank_link, message)
+                    self._take_of_room(rank_link, message)
             case _:
                 raise RemoteProtocolError(f"{link.address} sent {type(message).__name__}, which is ours to send")
+
+    def _take_in_order(self, rank_link: RankLink, message: FrameOfRoom | wire.Drained, checks: PageChecks) -> None:
+        """Handle a message after the pages that it reports, and those of earlier messages, were hashed."""
+        if rank_link.in_order is None:
+            rank_link.in_order = InOrder(partial(self._take_hashed, rank_link))
+        name = f"verify pages of {rank_link.room.key.request_id}"
+        hashed = None if rank_link.has_ended else checks.begin(rank_link, message)
+        rank_link.in_order.add(message, hashed, partial(self._tasks.spawn, name=name))
+
+    def _take_hashed(self, rank_link: RankLink, message: FrameOfRoom | wire.Drained, hashed: bytes) -> None:
+        if rank_link in rank_link.room.rank_links and rank_link in rank_link.link.rank_links:
+            self._take_of_room(rank_link, message, hashed)
+        else:
+            # The link was lost while the pages were hashed, or the room was received without the rest.
+            self.counts["frames_late"] += 1
+
+    def _take_of_room(
+        self, rank_link: RankLink, message: FrameOfRoom | wire.Drained, hashed: bytes | None = None
+    ) -> None:
+        if isinstance(message, wire.Drained):
+            self._take_drained(rank_link)
+        elif rank_link.has_ended:
+            self.counts["frames_late"] += 1
+        else:
+            self._take_of_rank_link(rank_link, message, hashed)
 
     def _connect(self, address: str) -> PrefillLink[RankLink]:
         if self._ours is None:
@@ -408,14 +449,19 @@ class Receiver:
                 self._connect(address)
         self._redialled.discard(writer)
 
-    def _take_of_rank_link(self, rank_link: RankLink, message: FrameOfRoom) -> None:
+    def _take_of_rank_link(self, rank_link: RankLink, message: FrameOfRoom, hashed: bytes | None) -> None:
+        """Handle a message. `hashed` are the checksums of the pages that it reports; None: they are not verified."""
         try:
             event = event_of(rank_link, message, self._clock())
+            damaged = None if hashed is None else damaged_page(rank_link, message, hashed)
         except RemoteProtocolError as error:
             self.counts["rooms_broken"] += 1
             cause = PrefillCause.PROTOCOL_ERROR.words(f"{rank_link.link.address} broke the protocol: {error}")
             self._room_events.failed(rank_link.room, cause)
             self._stop(rank_link)
+            return
+        if damaged is not None:
+            self._fail_damaged(rank_link, damaged)
             return
         if isinstance(message, wire.Failed | wire.Refused):
             rank_link.has_ended |= isinstance(message, wire.Failed)
@@ -435,6 +481,14 @@ class Receiver:
             aux = {**message.aux, "cached_tokens": message.cached} if message.cached else message.aux
             self._deliver_aux(*rank_link.room.room_key, message.first_token, aux)
         self._deliver(event)
+
+    def _fail_damaged(self, rank_link: RankLink, damaged: DamagedPage) -> None:
+        """Fail the room of a damaged page: nothing of it has been reported."""
+        self.counts["pages_damaged"] += 1
+        LOG.warning("request %s, generation %s: %s: %s", *rank_link.room.room_key, rank_link.link.address, damaged)
+        cause = PrefillCause.DAMAGED.words(f"{damaged} ({rank_link.link.address})")
+        self._room_events.failed(rank_link.room, cause)
+        self._stop(rank_link)
 
     def _take_drained(self, rank_link: RankLink) -> None:
         room_key = rank_link.room.room_key

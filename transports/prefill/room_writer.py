@@ -28,9 +28,13 @@ from tidekv.transports.tasks import OwnedTasks
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Handles of the pools of one decode rank, by component; "full" are the pages."""
+    """Handles of the pools of one decode rank, by component; "full" are the pages.
+
+    `hashing` begins the checksums of what this rank writes, by component; empty if decode requires none.
+    """
 
     handles: dict[str, base.PeerMemory]
+    hashing: dict[str, base.BeginHashing] = {}
 
     async def forget(self, transport: base.Transport) -> None:
         """Remove all handles from the transport. No write to any of them may be in flight."""
@@ -38,7 +42,9 @@ class Target(msgspec.Struct, frozen=True):
             await transport.remove_peer(handle)
 
 
-async def make_target(transport: base.Transport, *, ours: wire.Hello, theirs: wire.Hello) -> Target | None:
+async def make_target(
+    transport: base.Transport, *, ours: wire.Hello, theirs: wire.Hello, hashing: base.Hashing | None = None
+) -> Target | None:
     """Make the pools of a decode rank writable, as far as its heads are ours to write: all of them or none.
 
     None: this rank writes nothing to it. The caller calls `Target.forget`. Raises RemoteProtocolError, TransferFailed.
@@ -46,6 +52,9 @@ async def make_target(transport: base.Transport, *, ours: wire.Hello, theirs: wi
     exchanges = components.exchanges_with(decode=theirs, prefill=ours)
     if exchanges is None:
         return None
+    begins: dict[str, base.BeginHashing] = {}
+    if theirs.checksums == "required" and hashing is not None:
+        begins = {name: hashing.hashing(exchange.ours) for name, exchange in exchanges.items()}
     handles: dict[str, base.PeerMemory] = {}
     async with AsyncExitStack() as undo:
         for name, exchange in exchanges.items():
@@ -54,7 +63,7 @@ async def make_target(transport: base.Transport, *, ours: wire.Hello, theirs: wi
             undo.push_async_callback(transport.remove_peer, handle)
             handles[name] = handle
         undo.pop_all()
-    return Target(handles)
+    return Target(handles, begins)
 
 
 class WritableRoom(Protocol):
@@ -175,8 +184,15 @@ class RoomWriter(Generic[RoomT]):
             return
         for refusal in refusals:
             self.send(wire.Refused(room=self.key, span=refusal.span, cause=wire.brief(refusal.cause)))
-        for component in component_pages:
-            self.send(wire.ComponentSent(room=self.key, rank=self._send_context.rank, component=component))
+        for ready in component_pages:
+            self.send(
+                wire.ComponentSent(
+                    room=self.key,
+                    rank=self._send_context.rank,
+                    component=ready.component,
+                    checksums=ready.checksums,
+                )
+            )
         for chunk in chunks:
             self.send(
                 wire.Chunk(
@@ -186,6 +202,7 @@ class RoomWriter(Generic[RoomT]):
                     first=chunk.first,
                     count=chunk.count,
                     last=chunk.last,
+                    checksums=chunk.checksums,
                 )
             )
 
@@ -292,25 +309,31 @@ class RoomWriter(Generic[RoomT]):
         if self.peer.target is not None:
             base.check_pages(pages, self.peer.hello.memory, owner="decode's")
 
-    async def _write(self, target: Target, job: WriteJob | ComponentPart) -> str:
-        """Do one write. Returns the failure as text, empty if it landed."""
+    async def _write(self, target: Target, job: WriteJob | ComponentPart) -> tuple[str, bytes]:
+        """Do one write. Returns the failure as text, empty if it landed, and the checksums of the pages."""
         component = job.component if isinstance(job, ComponentPart) else "full"
+        # Before the write begins: the checksums are those of the pages as the caller handed them over.
+        hashed = target.hashing[component](job.our_pages) if target.hashing else None
         try:
             written = await self._send_context.transport.write(
                 target.handles[component], job.our_pages, job.their_pages
             )
         except TidekvError as error:
-            return f"writing {len(job.our_pages)} pages ({component}) to {self.peer.hello.instance} failed: {error}"
+            words = f"writing {len(job.our_pages)} pages ({component}) to {self.peer.hello.instance} failed: {error}"
+            return words, b""
         self._send_context.bytes_sent += written
         self._send_context.pages_sent += len(job.our_pages)
-        return ""
+        return "", b"" if hashed is None else await hashed
 
-    def _write_ended(self, job: WriteJob | ComponentPart, task: asyncio.Task[str]) -> None:
+    def _write_ended(self, job: WriteJob | ComponentPart, task: asyncio.Task[tuple[str, bytes]]) -> None:
+        checksums = b""
         if task.cancelled():
             failure = "the write was cancelled"
+        elif task.exception():
+            failure = f"a bug: {task.exception()!r}"
         else:
-            failure = f"a bug: {task.exception()!r}" if task.exception() else task.result()
-        self.state.settle(job, landed=not failure)
+            failure, checksums = task.result()
+        self.state.settle(job, landed=not failure, checksums=checksums)
         if failure:
             self.room.fail(PrefillCause.TRANSFER_FAILED.words(failure))
         self.room.advance()

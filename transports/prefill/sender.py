@@ -72,9 +72,11 @@ class Sender:
         rooms_max: int = 4096,
         settings: RoomSettings | None = None,
         component_memory: Mapping[str, PoolMemory] | None = None,
+        hashing: base.Hashing | None = None,
     ) -> None:
         """`component_memory` holds the pool of each component of the identity, by name. `lease_s` is the maximum lease
-        in seconds; a shorter one of the decode worker applies. Raises InvalidConfig.
+        in seconds; a shorter one of the decode worker applies. `hashing` computes checksums of pages for decode workers
+        that require them; None: such workers are refused. Raises InvalidConfig.
         """
         if not 0 < lease_s <= wire.SECONDS_MAX or rooms_max < 1:
             raise InvalidConfig(
@@ -94,6 +96,7 @@ class Sender:
         self._kv_heads_total = kv_heads_total
         self._stages = stages
         self._rooms_max = rooms_max
+        self._hashing = hashing
         self._tasks = OwnedTasks(f"sender {transport.instance}")
         self._send_context = SendContext(
             transport=transport,
@@ -217,13 +220,14 @@ class Sender:
             kv_heads_total=self._kv_heads_total,
             stages=self._stages,
             component_memory=self._component_memory,
+            checksums="none" if self._hashing is None else "offered",
         )
         try:
             link.send(ours)
             theirs = await self._receive_hello(link)
             handshake.check_hello(ours, theirs)
             self._transport.check_metadata(theirs.instance, theirs.metadata)
-            target = await make_target(self._transport, ours=ours, theirs=theirs)
+            target = await make_target(self._transport, ours=ours, theirs=theirs, hashing=self._hashing)
             link.mark_greeted()
         except (TransferFailed, RemoteProtocolError) as error:
             self.counts["hellos_refused"] += 1

@@ -44,6 +44,21 @@ async def test_a_window_that_cannot_be_loaded_is_asked_of_prefill(worker, monkey
         made.expect_nothing_held()
 
 
+@pytest.mark.parametrize(("damaged", "prompt"), [("window", [*KEPT, 1]), ("state", KEPT)])
+async def test_a_bit_flipped_in_host_memory_of_a_component_is_found(worker, damaged: str, prompt: list[int]) -> None:
+    async with worker(page_checksums=True) as made:
+        await made.answer("r1", PROMPT, OUTPUT)
+        await made.engine.flush(("l1",))
+        assert made.pages(damaged, "host")["cached"]
+        next(pools for pools in made.components if pools.name == damaged).host.array[:, 3] ^= 8
+        sources = await made.answer("r2", prompt, [], leaves=False)
+        assert sources == {"transfer": len(prompt)}
+        assert made.core()["l2_damaged"] == 1
+        # The damaged pages have left host memory; a request that leaves pages of the component brings new ones.
+        assert not made.pages(damaged, "host")["cached"]
+        made.expect_nothing_held()
+
+
 @pytest.mark.parametrize("fault", [failing, refusing])
 async def test_a_record_that_cannot_be_cloned_is_asked_of_prefill(worker, monkeypatch, fault) -> None:
     async with worker() as made:

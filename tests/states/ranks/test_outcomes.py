@@ -213,6 +213,18 @@ def test_a_lost_writer_of_one_rank_fails_its_rooms_and_its_death_settles_them(ma
         ),
         (commands.ProbeStorage(op=5), events.StorageProbed(at_s=1.0, op=5)),
         (
+            commands.CopyToDevice(op=5, host_pages=page_ids([1]), device_pages=page_ids([2])),
+            events.CopyEnded(at_s=1.0, op=5),
+        ),
+        (
+            commands.CopyToDevice(op=5, host_pages=page_ids([1]), device_pages=page_ids([2])),
+            events.CopyEnded(at_s=1.0, op=5, error="failed on rank 4", intact=0),
+        ),
+        (
+            commands.CopyToDevice(op=5, host_pages=page_ids([1]), device_pages=page_ids([2])),
+            events.CopyEnded(at_s=1.0, op=5, error="failed on rank 4"),
+        ),
+        (
             commands.Recompute(op=5, request_id="a", generation=0, first=0, pages=page_ids([1])),
             events.Recomputed(at_s=1.0, op=5),
         ),
@@ -226,6 +238,26 @@ def test_each_operation_has_its_own_outcome(command: commands.Operation, outcome
     assert item.decide(vote_vector, 1.0) == [outcome]
     item.close(vote_vector)
     assert vote_vector.taken == 0
+
+
+def test_a_copy_has_the_fewest_intact_pages_of_all_ranks() -> None:
+    command = commands.CopyToDevice(op=5, host_pages=page_ids([1]), device_pages=page_ids([2]))
+    outcomes = [
+        events.CopyEnded(at_s=1.0, op=5),
+        events.CopyEnded(at_s=1.0, op=5, error="injected"),
+        events.CopyEnded(at_s=1.0, op=5, error="damaged", intact=7),
+        events.CopyEnded(at_s=1.0, op=5, error="damaged", intact=3),
+        events.CommandRaised(at_s=1.0, op=5, detail="injected"),
+    ]
+    vote_vectors = [VoteVector() for _ in outcomes]
+    items = [OperationVote(1, vote_vector, command) for vote_vector in vote_vectors]
+    for rank, outcome in enumerate(outcomes):
+        items[rank].receive(vote_vectors[rank], rank, outcome)
+    cast = [vote_vector.cast(len(vote_vector)) for vote_vector in vote_vectors]
+    vote_vectors[0].take([min(values) for values in zip(*cast, strict=True)])
+    assert items[0].decide(vote_vectors[0], 2.0) == [
+        events.CopyEnded(at_s=2.0, op=5, error="failed on rank 3", intact=3)
+    ]
 
 
 def test_a_left_room_waits_for_the_last_of_its_writers() -> None:
@@ -259,6 +291,7 @@ def test_ranks_agree_on_the_cause_of_a_failed_room(make_ranks, kind: type[events
     ranks = make_ranks(3)
     ranks.arrive()
     ranks.turn()
+    ranks.take(commands.SendPromise)
     ranks.sent(0, 1, 2)
     more = {"settled": False} if kind is events.RoomFailed else {"span": 0}
     ranks.room(kind, ranks=[2], cause=cause.words("the words: of one rank"), **more)
@@ -266,6 +299,11 @@ def test_ranks_agree_on_the_cause_of_a_failed_room(make_ranks, kind: type[events
     (failed,) = ranks.taken
     assert type(failed) is kind
     assert PrefillCause.parse(failed.cause)[0] is cause
+    if cause is PrefillCause.DAMAGED:
+        # The pages are asked for again, once more than the attempts allow.
+        assert ranks.take(commands.SendPromise).generation == failed.generation + 1
+        assert not any(isinstance(command, commands.ReportFailed) for command in ranks.given[0])
+        return
     told = ranks.take(commands.ReportFailed)
     assert told.cause == cause.value
     assert "rank 2" in told.detail

@@ -1,0 +1,121 @@
+"""Checks of landed pages at the decode side: the bytes in place against the checksums that prefill sent with them.
+
+A report of pages is passed on only after they were hashed. The messages of a rank link stay in their order: those that
+follow the report wait with it. The pages stay those of the room meanwhile, even if it ends: then the result is dropped.
+
+The checksums are of what one prefill rank writes to this decode rank: whole pages, or the heads that both of them hold.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tidekv.states.errors import RemoteProtocolError
+from tidekv.states.types import PageIds
+from tidekv.transports import components
+from tidekv.transports.control import wire
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Coroutine
+
+    from tidekv.transports import base
+    from tidekv.transports.decode.decode_room import RankLink
+
+
+class DamagedPage(msgspec.Struct, frozen=True):
+    """The first page of a report whose bytes are not those that prefill sent."""
+
+    component: str
+    """The component of the page; "" is the full KV."""
+    position: int
+    """Its number in the prompt."""
+    page: int
+    """Its page id in the pool."""
+
+    def __str__(self) -> str:
+        of = f" of component {self.component!r}" if self.component else ""
+        return f"page {self.position} of the prompt{of}, in device page {self.page}, is not what prefill sent"
+
+
+class PageChecks:
+    """Hashes what a prefill process has written here."""
+
+    def __init__(self, hashing: base.Hashing, *, ours: wire.Hello, theirs: wire.Hello) -> None:
+        """Raises RemoteProtocolError if the heads cannot be partitioned over the ranks of both ends."""
+        exchanges = components.exchanges_with(decode=ours, prefill=theirs) or {}
+        self._begins = {name: hashing.hashing(exchange.theirs) for name, exchange in exchanges.items()}
+
+    def begin(self, rank_link: RankLink, message: wire.AnyMessage) -> asyncio.Future[bytes] | None:
+        """Begin to hash the pages that a message reports; None if it reports none, or pages that were not requested."""
+        pages, name = _reported(rank_link, message), _component_of(message) or "full"
+        return self._begins[name](pages) if pages and name in self._begins else None
+
+
+class InOrder:
+    """The messages of one rank link that wait for the hashing of pages, in order."""
+
+    def __init__(self, take: Callable[[wire.AnyMessage, bytes], None]) -> None:
+        """`take` handles a message whose turn has come, with the checksums of the pages that it reports."""
+        self._take = take
+        self._waiting: deque[tuple[wire.AnyMessage, asyncio.Future[bytes] | None]] = deque()
+
+    def add(
+        self,
+        message: wire.AnyMessage,
+        hashed: asyncio.Future[bytes] | None,
+        spawn: Callable[[Coroutine[object, object, None]], object],
+    ) -> None:
+        """Handle a message now if nothing is waited for, or else by a task of `spawn`."""
+        if not self._waiting and (hashed is None or hashed.done()):
+            self._take(message, b"" if hashed is None else hashed.result())
+            return
+        self._waiting.append((message, hashed))
+        if len(self._waiting) == 1:
+            spawn(self._run())
+
+    async def _run(self) -> None:
+        while self._waiting:
+            message, hashed = self._waiting[0]
+            try:
+                self._take(message, b"" if hashed is None else await hashed)
+            finally:
+                self._waiting.popleft()
+
+
+def damaged_page(rank_link: RankLink, message: wire.AnyMessage, hashed: bytes) -> DamagedPage | None:
+    """Return the first page of a report whose checksum is not the one of its bytes here, None if all are intact.
+
+    Raises RemoteProtocolError if prefill sent another number of checksums than pages.
+    """
+    pages = _reported(rank_link, message)
+    if pages is None:
+        return None
+    assert isinstance(message, wire.Chunk | wire.ComponentSent)
+    size = wire.CHECKSUM_BYTES
+    if len(message.checksums) != size * len(pages):
+        raise RemoteProtocolError(f"{len(message.checksums)} bytes of checksums came for {len(pages)} pages")
+    if message.checksums == hashed:
+        return None
+    at = next(at for at in range(len(pages)) if message.checksums[at * size :][:size] != hashed[at * size :][:size])
+    name = _component_of(message)
+    first = message.first if isinstance(message, wire.Chunk) else rank_link.component_pages[name][0]
+    return DamagedPage(name, first + at, pages[at])
+
+
+def _component_of(message: wire.AnyMessage) -> str:
+    return message.component if isinstance(message, wire.ComponentSent) else ""
+
+
+def _reported(rank_link: RankLink, message: wire.AnyMessage) -> PageIds | None:
+    """Return the pages that a message reports as in place. None if there are none, or if they were not requested."""
+    match message:
+        case wire.Chunk(span=span, first=first, count=count) if span in rank_link.spans:
+            begin, pages = rank_link.spans[span]
+            return pages[first - begin :][:count] if begin <= first and first + count <= begin + len(pages) else None
+        case wire.ComponentSent(component=component) if component in rank_link.component_pages:
+            return rank_link.component_pages[component][1]
+    return None
