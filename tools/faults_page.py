@@ -117,6 +117,12 @@ REQUIRED: dict[str, dict[str, str]] = {
         "id_returns": "The new request has higher generations than the old one, so their rooms cannot be confused.",
         "clock_is_late": "Deadlines act on the next event with the time; none is missed.",
     },
+    "Memory and wires": {
+        "host_page_is_flipped": "The copy to the device fails, or the put ends before the page: its checksum differs. "
+        "Prefill sends the pages; the damaged ones leave host memory unless a receipt protects them.",
+        "sent_page_is_flipped": "The room fails before the page is reported. The request asks for its pages once more "
+        "than its attempts, then fails with the cause `pages damaged`.",
+    },
     "Ourselves": {
         "rule_raises": "Index and page accounts are as before the rule. The request falls back, and fails with the "
         "traceback only if the same step raises again; other requests are not affected.",

@@ -61,11 +61,11 @@ GOLDEN = {
     ),
     "chunk": (
         wire.Chunk(room=ROOM, rank=0, span=1, first=2, count=300, last=True),
-        "a56368756e6b 94a164a165a17203 00 01 02 cd012c c3",
+        "a56368756e6b 94a164a165a17203 00 01 02 cd012c c3 c400",
     ),
     "component_sent": (
         wire.ComponentSent(room=ROOM, rank=0, component="w"),
-        "ae636f6d706f6e656e745f73656e74 94a164a165a17203 00 a177",
+        "ae636f6d706f6e656e745f73656e74 94a164a165a17203 00 a177 c400",
     ),
     "aux": (
         wire.Aux(room=ROOM, rank=0, first_token=5, aux={"p": 0.5}, cached={"l1": 4}),
@@ -144,6 +144,7 @@ def test_hello_keeps_its_fields_in_order() -> None:
         1,
         {},
         0.0,
+        "none",
     ]
     assert wire.decode_body(body(HELLO)) == HELLO
 
@@ -158,7 +159,7 @@ def test_a_hello_tells_each_component_and_where_its_pages_lie() -> None:
     hello = msgspec.structs.replace(HELLO, identity=identity, components={"w": HELLO.memory})
     fields = msgspec.msgpack.decode(body(hello))
     assert fields[3]["components"] == [of_component | {"groups": [group]}]
-    assert fields[-2] == {"w": msgspec.msgpack.decode(body(HELLO))[7]}
+    assert fields[-3] == {"w": msgspec.msgpack.decode(body(HELLO))[7]}
     assert wire.decode_body(body(hello)) == hello
 
 

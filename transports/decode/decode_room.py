@@ -15,14 +15,13 @@ from tidekv.states import events
 from tidekv.states.errors import RemoteProtocolError
 from tidekv.states.handover.receiver import ReceiverRoom
 from tidekv.transports.control import wire
+from tidekv.transports.decode.page_checks import Destinations, InOrder
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Iterable, Sequence
 
     from tidekv.states.components.specs import ComponentPages
-    from tidekv.states.types import PageIds
-    from tidekv.transports.decode.page_checks import InOrder
     from tidekv.transports.decode.prefill_link import PrefillLink
 
 RoomKey: TypeAlias = tuple[str, int]
@@ -53,12 +52,14 @@ class DecodeRoom:
             rank_link = RankLink(self, link, place=(at, len(links)), number=number)
             requested = [each.component for each in promise.component_pages or () if each.pages]
             rank_link.state = ReceiverRoom(first=first, count=count, component_pages=requested)
-            rank_link.spans[0] = (first, wire.unpack_pages(promise.pages or b""))
-            rank_link.component_pages = {
-                each.component: (each.first, wire.unpack_pages(each.pages))
-                for each in promise.component_pages or ()
-                if each.pages
-            }
+            rank_link.destinations = Destinations(
+                spans={0: (first, wire.unpack_pages(promise.pages or b""))},
+                component_pages={
+                    each.component: (each.first, wire.unpack_pages(each.pages))
+                    for each in promise.component_pages or ()
+                    if each.pages
+                },
+            )
             # A rank that does not write to us gets no pages: it only compares the promise.
             rank_link.waiting.append(promise if at in writers else _without_pages(promise))
             self.rank_links.append(rank_link)
@@ -106,6 +107,7 @@ class RankLink:
     """One room's part at one prefill rank. `waiting` are its messages while the link is being opened."""
 
     state: ReceiverRoom
+    destinations: Destinations
 
     def __init__(
         self, room: DecodeRoom, link: PrefillLink[RankLink], *, place: tuple[int, int], number: int | None
@@ -119,10 +121,6 @@ class RankLink:
         self.number = number
         self.waiting: list[wire.Message] = []
         self.has_ended = False
-        self.spans: dict[int, tuple[int, PageIds]] = {}
-        """First page and destinations of each requested span."""
-        self.component_pages: dict[str, tuple[int, PageIds]] = {}
-        """First position and destinations of the requested pages of each component."""
         self.in_order: InOrder | None = None
         """Messages that wait until landed pages are verified; None until the first one."""
 

@@ -23,7 +23,28 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from tidekv.transports import base
-    from tidekv.transports.decode.decode_room import RankLink
+
+
+class Destinations(msgspec.Struct):
+    """The pages here that one prefill rank was asked to write."""
+
+    spans: dict[int, tuple[int, PageIds]]
+    """First page of the prompt, and pages, of each span."""
+    component_pages: dict[str, tuple[int, PageIds]]
+    """First position, and pages, of each component."""
+
+    def reported(self, message: wire.AnyMessage) -> PageIds | None:
+        """Return the pages that a message reports as in place. None if there are none, or if they were not
+        requested.
+        """
+        match message:
+            case wire.Chunk(span=span, first=first, count=count) if span in self.spans:
+                begin, pages = self.spans[span]
+                is_within = begin <= first and first + count <= begin + len(pages)
+                return pages[first - begin :][:count] if is_within else None
+            case wire.ComponentSent(component=component) if component in self.component_pages:
+                return self.component_pages[component][1]
+        return None
 
 
 class DamagedPage(msgspec.Struct, frozen=True):
@@ -49,9 +70,9 @@ class PageChecks:
         exchanges = components.exchanges_with(decode=ours, prefill=theirs) or {}
         self._begins = {name: hashing.hashing(exchange.theirs) for name, exchange in exchanges.items()}
 
-    def begin(self, rank_link: RankLink, message: wire.AnyMessage) -> asyncio.Future[bytes] | None:
+    def begin(self, destinations: Destinations, message: wire.AnyMessage) -> asyncio.Future[bytes] | None:
         """Begin to hash the pages that a message reports; None if it reports none, or pages that were not requested."""
-        pages, name = _reported(rank_link, message), _component_of(message) or "full"
+        pages, name = destinations.reported(message), _component_of(message) or "full"
         return self._begins[name](pages) if pages and name in self._begins else None
 
 
@@ -86,12 +107,12 @@ class InOrder:
                 self._waiting.popleft()
 
 
-def damaged_page(rank_link: RankLink, message: wire.AnyMessage, hashed: bytes) -> DamagedPage | None:
+def damaged_page(destinations: Destinations, message: wire.AnyMessage, hashed: bytes) -> DamagedPage | None:
     """Return the first page of a report whose checksum is not the one of its bytes here, None if all are intact.
 
     Raises RemoteProtocolError if prefill sent another number of checksums than pages.
     """
-    pages = _reported(rank_link, message)
+    pages = destinations.reported(message)
     if pages is None:
         return None
     assert isinstance(message, wire.Chunk | wire.ComponentSent)
@@ -102,20 +123,9 @@ def damaged_page(rank_link: RankLink, message: wire.AnyMessage, hashed: bytes) -
         return None
     at = next(at for at in range(len(pages)) if message.checksums[at * size :][:size] != hashed[at * size :][:size])
     name = _component_of(message)
-    first = message.first if isinstance(message, wire.Chunk) else rank_link.component_pages[name][0]
+    first = message.first if isinstance(message, wire.Chunk) else destinations.component_pages[name][0]
     return DamagedPage(name, first + at, pages[at])
 
 
 def _component_of(message: wire.AnyMessage) -> str:
     return message.component if isinstance(message, wire.ComponentSent) else ""
-
-
-def _reported(rank_link: RankLink, message: wire.AnyMessage) -> PageIds | None:
-    """Return the pages that a message reports as in place. None if there are none, or if they were not requested."""
-    match message:
-        case wire.Chunk(span=span, first=first, count=count) if span in rank_link.spans:
-            begin, pages = rank_link.spans[span]
-            return pages[first - begin :][:count] if begin <= first and first + count <= begin + len(pages) else None
-        case wire.ComponentSent(component=component) if component in rank_link.component_pages:
-            return rank_link.component_pages[component][1]
-    return None

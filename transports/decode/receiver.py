@@ -227,7 +227,7 @@ class Receiver:
             if rank_link.number is None or rank_link.has_ended:
                 continue
             rank_link.state.extend(span, first, len(pages))
-            rank_link.spans[span] = (first, pages)
+            rank_link.destinations.spans[span] = (first, pages)
             message = wire.Extend(room=rank_link.room.key, span=span, first=first, pages=wire.pack_pages(pages))
             if rank_link.link.is_open:
                 rank_link.link.send(message)
@@ -355,7 +355,7 @@ class Receiver:
         if rank_link.in_order is None:
             rank_link.in_order = InOrder(partial(self._take_hashed, rank_link))
         name = f"verify pages of {rank_link.room.key.request_id}"
-        hashed = None if rank_link.has_ended else checks.begin(rank_link, message)
+        hashed = None if rank_link.has_ended else checks.begin(rank_link.destinations, message)
         rank_link.in_order.add(message, hashed, partial(self._tasks.spawn, name=name))
 
     def _take_hashed(self, rank_link: RankLink, message: FrameOfRoom | wire.Drained, hashed: bytes) -> None:
@@ -453,7 +453,7 @@ class Receiver:
         """Handle a message. `hashed` are the checksums of the pages that it reports; None: they are not verified."""
         try:
             event = event_of(rank_link, message, self._clock())
-            damaged = None if hashed is None else damaged_page(rank_link, message, hashed)
+            damaged = None if hashed is None else damaged_page(rank_link.destinations, message, hashed)
         except RemoteProtocolError as error:
             self.counts["rooms_broken"] += 1
             cause = PrefillCause.PROTOCOL_ERROR.words(f"{rank_link.link.address} broke the protocol: {error}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -222,6 +224,11 @@ def test_finishing_without_all_pages_is_refused_and_changes_nothing() -> None:
         sender.remember(page_ids([1, 2, 3]), start_token=0)
 
 
+def checksums_of(pages: Iterable[int]) -> bytes:
+    """What a test takes for the checksums of prefill's pages."""
+    return b"".join(page.to_bytes(16, "little") for page in pages)
+
+
 class Sending(RuleBasedStateMachine):
     """Any interleaving of sends, extends, writes that end in any order, and a stop."""
 
@@ -313,13 +320,15 @@ class Sending(RuleBasedStateMachine):
     @rule(data=st.data())
     def land(self, data: st.DataObject) -> None:
         job = self.flying.pop(data.draw(st.integers(0, len(self.flying) - 1)))
-        self.sender.settle(job, landed=True)
+        self.sender.settle(job, landed=True, checksums=checksums_of(job.our_pages))
 
     @rule()
     def tell(self) -> None:
         components_flying = {job.component for job in self.flying if isinstance(job, ComponentPart)}
-        for name in self.sender.take_component_pages():
+        for ready in self.sender.take_component_pages():
+            name = ready.component
             assert not self.stopped
+            assert ready.checksums == checksums_of(range(len(self.component_pages[name][1])))
             assert name not in self.components_told, "a tail is told once"
             assert name not in components_flying
             self.check_component(name)
@@ -330,8 +339,10 @@ class Sending(RuleBasedStateMachine):
             assert chunk.span not in self.lasts, "nothing follows the last"
             assert chunk.first == self.told[chunk.span], "the cursor only grows, without a gap"
             assert chunk.count or chunk.last
+            chunk_pages = theirs[chunk.first - first : chunk.first - first + chunk.count]
+            assert chunk.checksums == checksums_of(self.written[page] for page in chunk_pages)
             flying = {page for job in self.flying if isinstance(job, WriteJob) for page in job.their_pages}
-            for page in theirs[chunk.first - first : chunk.first - first + chunk.count]:
+            for page in chunk_pages:
                 assert page in self.written
                 assert page not in flying
             self.told[chunk.span] += chunk.count
@@ -374,7 +385,8 @@ class Sending(RuleBasedStateMachine):
         while self.sender.can_write():
             self.post(2)
         while self.flying:
-            self.sender.settle(self.flying.pop(), landed=True)
+            job = self.flying.pop()
+            self.sender.settle(job, landed=True, checksums=checksums_of(job.our_pages))
         self.tell()
         assert sorted(self.lasts) == sorted(self.spans)
         assert self.sender.is_complete

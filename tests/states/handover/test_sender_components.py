@@ -6,7 +6,7 @@ import pytest
 
 from tidekv.states.components.specs import ComponentPages
 from tidekv.states.errors import InvalidRequest, RemoteProtocolError
-from tidekv.states.handover.sender import ChunkReady, ComponentPart, ComponentRequest, SenderRoom
+from tidekv.states.handover.sender import ChunkReady, ComponentPart, ComponentReady, ComponentRequest, SenderRoom
 from tidekv.states.types import page_ids
 
 
@@ -110,7 +110,10 @@ def test_the_last_chunk_waits_for_the_component_pages_and_they_are_reported_firs
     sender.settle(parts[1], landed=True)
     assert (sender.take_component_pages(), sender.take_chunks(), sender.is_complete) == ([], [], False)
     sender.settle(parts[0], landed=True)
-    assert (sender.take_component_pages(), sender.take_chunks()) == (["swa"], [ChunkReady(0, 1, 2, last=True)])
+    assert (sender.take_component_pages(), sender.take_chunks()) == (
+        [ComponentReady("swa")],
+        [ChunkReady(0, 1, 2, last=True)],
+    )
     assert sender.is_complete
 
 
