@@ -32,6 +32,7 @@ from tidekv.engine.integrations.vllm.handover.worker import HandoverWorker
 from tidekv.engine.integrations.vllm.jobs import COUNTS
 from tidekv.engine.integrations.vllm.roles import SchedulerRole, WorkerRole
 from tidekv.engine.integrations.vllm.settings import read_shared
+from tidekv.engine.integrations.vllm.step_pacing import StepPacing
 from tidekv.engine.integrations.vllm.storage_role import StorageScheduler, StorageWorker
 from tidekv.states.errors import InvalidRequest
 
@@ -41,9 +42,13 @@ ALL_COUNTS = {**COUNTS, **HANDOVER_COUNTS}
 
 @dataclass
 class TidekvMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here.
-    """The jobs of one step, from the scheduler to every worker, in the form of the connector's role."""
+    """The jobs of one step, from the scheduler to every worker, in the form of the connector's role.
+
+    `is_empty`: the step computes nothing.
+    """
 
     jobs: object
+    is_empty: bool = False
 
 
 @dataclass
@@ -119,6 +124,7 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
+        self._pacing = StepPacing()
         self._handover_scheduler: HandoverScheduler | None = None
         self._handover_worker: HandoverWorker | None = None
         is_scheduler = role == KVConnectorRole.SCHEDULER
@@ -161,7 +167,9 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
 
     def build_connector_meta(self, scheduler_output: Any) -> TidekvMetadata:
         """Return this step's jobs."""
-        return TidekvMetadata(self._scheduler_side().step_jobs(scheduler_output))
+        return TidekvMetadata(
+            self._scheduler_side().step_jobs(scheduler_output), is_empty=not scheduler_output.num_scheduled_tokens
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Process the loads that ended, and the blocks that failed."""
@@ -212,7 +220,13 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose held blocks are free again, and those whose loads ended."""
-        freed, loaded = self._worker_side().take_finished()
+        worker = self._worker_side()
+        freed, loaded = worker.take_finished()
+        # What ended now is reported before the next step; only what is still under way gets a turn.
+        self._pacing.after_step(
+            is_empty=self._get_connector_metadata().is_empty and not (freed or loaded),
+            is_transferring=worker.is_transferring(),
+        )
         return freed or None, loaded or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -244,6 +258,7 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         side = self._scheduler or self._worker
         if side is not None:
             side.close()
+        self._pacing.close()
 
     def _scheduler_side(self) -> SchedulerRole:
         if self._scheduler is None:

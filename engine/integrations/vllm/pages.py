@@ -208,6 +208,8 @@ class WorkerPages:
         self._copies = BlockCopies(blocks, self._host)
         self._lock = threading.Lock()
         self._saving = 0
+        self._loading = 0
+        """Loads that were started and not returned by `take_ended` yet; for vLLM's thread only."""
         self._counts: Counter[str] = Counter()
         self._ended: list[LoadEnded] = []
         self._tasks = OwnedTasks("vLLM pages")
@@ -229,6 +231,7 @@ class WorkerPages:
     def load(self, job: LoadJob) -> None:
         """Start a load. Its result is returned by `take_ended` exactly once."""
         after = self._copies.mark()
+        self._loading += 1
         self._loop.post(lambda: self._spawn(self._load(job, after), name=f"load {job.request_id}"))
 
     def save(self, job: SaveJob) -> None:
@@ -241,7 +244,12 @@ class WorkerPages:
         """Return the loads that ended since the last call."""
         with self._lock:
             ended, self._ended = self._ended, []
+        self._loading -= len(ended)
         return ended
+
+    def is_loading(self) -> bool:
+        """Whether a load was started that `take_ended` has not returned."""
+        return self._loading > 0
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call, by the names of `COUNTS`."""

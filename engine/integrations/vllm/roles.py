@@ -69,6 +69,10 @@ class WorkerRole(Protocol):
         """Return requests whose held blocks are free again, and requests whose loads ended, each once."""
         ...
 
+    def is_transferring(self) -> bool:
+        """Whether a load or a hand-over is under way that vLLM waits for."""
+        ...
+
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks with garbage, of the loads that `take_finished` returned last."""
         ...

@@ -133,6 +133,10 @@ class StorageWorker:
             self._invalid.update(load.failed_blocks)
         return read_out, {load.request_id for load in ended}
 
+    def is_transferring(self) -> bool:
+        """Whether a load is under way. Saves have their blocks' bytes already, and nothing waits for them."""
+        return self._registered().is_loading()
+
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks that the last ended loads could not fill."""
         invalid, self._invalid = self._invalid, set()

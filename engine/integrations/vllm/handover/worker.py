@@ -109,6 +109,10 @@ class PrefillWorker:
             del self._rooms[request_id]
         return freed
 
+    def is_transferring(self) -> bool:
+        """Whether a room may still be read."""
+        return bool(self._requests)
+
     def take_counts(self) -> Counter[str]:
         """Return the counts since the last call."""
         counts, self._counts = self._counts, Counter()
@@ -180,6 +184,10 @@ class DecodeWorker:
             self._poll()
         ended, self._ended = self._ended, set()
         return ended
+
+    def is_transferring(self) -> bool:
+        """Whether a restore is under way."""
+        return bool(self._jobs)
 
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks that the last ended restores did not fill."""
@@ -295,6 +303,10 @@ class HandoverWorker:
         """Return the requests whose held blocks are free again, and those whose restores ended."""
         freed = set() if self._prefill is None else self._prefill.take_finished()
         return freed, set() if self._decode is None else self._decode.take_finished()
+
+    def is_transferring(self) -> bool:
+        """Whether a restore is under way, or blocks are held until decode has them."""
+        return any(end is not None and end.is_transferring() for end in (self._prefill, self._decode))
 
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks that the last ended restores did not fill."""
