@@ -8,7 +8,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -28,7 +27,7 @@ COMMANDS = {
     "setup": ([], "only set up .venv"),
 }
 # Makes the environment of `vllm`, .venv-vllm unless TIDEKV_VLLM_VENV names another, and prints its Python.
-VLLM_ENVIRONMENT = ROOT / "benchmarks" / "vllm_pair" / "environment.py"
+VLLM_ENVIRONMENT = "benchmarks.vllm_pair.environment"
 CHECKS = (
     ["-m", "ruff", "check", "."],
     ["-m", "ruff", "format", "--check", "."],
@@ -46,29 +45,9 @@ def wanted_marker() -> str:
 
 def set_up() -> None:
     """Make and fill .venv unless the marker says that it is up to date."""
-    if MARKER.is_file() and MARKER.read_text() == wanted_marker() and PYTHON.exists():
-        return
-    print("dev.py: setting up .venv (once; needs the package registry)", file=sys.stderr, flush=True)
-    MARKER.unlink(missing_ok=True)
-    venv.create(VENV, with_pip=False, clear=True, symlinks=True)
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(PYTHON),
-        "install",
-        "--quiet",
-        "-e",
-        f"{ROOT}[dev]",
-    ]
-    # Build isolation makes an environment of its own with pip; a --python install needs no pip inside .venv.
-    done = subprocess.run(install, cwd=ROOT, check=False)
-    if done.returncode:
-        sys.exit(
-            f"dev.py: pip failed with exit code {done.returncode}; its message is above. Command: {' '.join(install)}"
-        )
-    MARKER.write_text(wanted_marker())
+    from tools import environment  # Not before the version of Python is checked.
+
+    environment.fill(VENV, ["-e", f"{ROOT}[dev]"], marker=MARKER, wanted=wanted_marker())
 
 
 def usage() -> str:
@@ -84,7 +63,9 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     command, rest = arguments[0], arguments[1:]
     if command == "vllm":
-        made = subprocess.run([sys.executable, str(VLLM_ENVIRONMENT)], stdout=subprocess.PIPE, text=True, check=False)
+        made = subprocess.run(
+            [sys.executable, "-m", VLLM_ENVIRONMENT], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
+        )
         if made.returncode:
             return made.returncode
         python = made.stdout.split()[-1]

