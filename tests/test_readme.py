@@ -1,35 +1,45 @@
-"""The example of the README runs, and its diagram is that of the table."""
+"""The README: its program runs when pasted, it stays short, and its pictures are those of the generator."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tidekv import DevicePool, KVLayout, NixlTransport, PrefillPeer
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
-from tidekv.states.request.table import diagram
+from tests.support.waits import LIMIT_S
+from tools.data_path_picture import PALETTES, picture
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
 
 
-def test_the_diagram_is_the_tables() -> None:
-    assert blocks("mermaid") == [diagram()]
+def program() -> str:
+    (found,) = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return found
 
 
 @pytest.mark.nixl
-async def test_the_example_restores_a_prompt_over_nixl(tmp_path: Path) -> None:
-    (example,) = blocks("python")
-    names: dict[str, object] = {"directory": tmp_path}
-    exec(compile(example, "README.md", "exec"), names)
-    layout = KVLayout(num_layers=4, num_kv_heads=2, head_dim=32, dtype="float32", page_size=16)
-    pool = DevicePool.allocate(layout, 64)
-    prefill = SyntheticPrefill(pool, vocabulary=1000)
-    async with PrefillPeer(device=pool, transport=NixlTransport("prefill-0"), on_room=prefill.serve) as peer:
-        sources = await names["serve"](list(range(100)), peer.address)  # type: ignore[operator]  # The example's own.
-    assert sources == {"l1": 0, "l2": 0, "l3": 0, "transfer": 100}
+def test_the_program_runs_when_pasted(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-"], input=program(), cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "first {'l1': 0, 'l2': 0, 'l3': 0, 'transfer': 100}",
+        "second {'l1': 96, 'l2': 0, 'l3': 0, 'transfer': 24}",
+    ]
+
+
+def test_the_readme_stays_a_screen_and_its_program_short() -> None:
+    assert len([line for line in program().splitlines() if line]) <= 25
+    assert len(README.splitlines()) <= 90
+
+
+@pytest.mark.parametrize("name", PALETTES)
+def test_the_pictures_are_generated(name: str) -> None:
+    file = ROOT / "docs" / "images" / f"data-path-{name}.svg"
+    assert file.read_text() == picture(PALETTES[name])
+    assert f"docs/images/{file.name}" in README

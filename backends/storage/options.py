@@ -140,7 +140,9 @@ def _yaml(text: str, path: Path) -> object:
     try:
         import yaml  # type: ignore[import-untyped]  # Its hints are a package of their own.
     except ImportError as error:
-        raise InvalidConfig(f"options file {path} needs PyYAML; install it, or write JSON or TOML") from error
+        raise InvalidConfig(
+            f"options file {path} needs PyYAML: pip install 'tidekv[yaml]', or write JSON or TOML"
+        ) from error
     try:
         found: object = yaml.safe_load(text)
     except yaml.YAMLError as error:

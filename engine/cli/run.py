@@ -59,6 +59,7 @@ def run(
     from tidekv.engine.demo import main_job
     from tidekv.engine.demo.blocks import TraceOptions
     from tidekv.engine.demo.conversations import WorkloadOptions, agent_options, make_workload
+    from tidekv.engine.demo.model import check_installed
     from tidekv.engine.demo.report import report
     from tidekv.engine.trace.live import LiveView
     from tidekv.engine.trace.plots import check_plot, plot_run, save_plot
@@ -88,6 +89,7 @@ def run(
         with progress_bars(console, dict.fromkeys(passes, requests or None), view) as progress:
             result = finished(main_job.run_trace(trace, recorded, tiers, progress=progress))
     else:
+        check_installed()
         if kind == "agents":
             options = agent_options(agents=conversations, rounds=rounds, seed=seed)
         else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -80,15 +81,17 @@ class DecodeStep:
     pages: Sequence[int]
 
 
+def check_installed() -> None:
+    """Raise InvalidConfig if transformers is not installed, so that a job fails before it starts anything."""
+    if find_spec("transformers") is None:
+        raise InvalidConfig("the small model needs the package transformers: pip install 'tidekv[demo]'")
+
+
 def build_llama(shape: ModelShape) -> Llama:
     """Build the model. Equal shapes give equal weights in every process. Raises InvalidConfig without transformers."""
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError as error:
-        raise InvalidConfig(
-            "the small model needs the transformers package, which only the dev extra installs: "
-            "pip install 'tidekv[dev]'"
-        ) from error
+    check_installed()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import builtins
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from tidekv.engine.cli.main import app
 from tidekv.engine.demo import model as paged
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
@@ -130,14 +132,12 @@ def test_bad_calls_are_refused_and_write_nothing(llama: paged.Llama) -> None:
         paged.PagedModel(llama, pool(4, 8, paged.ModelShape(num_kv_heads=4)))
 
 
-def test_without_transformers_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:  # The signature of __import__.
-        if name == "transformers":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(InvalidConfig, match=r"pip install 'tidekv\[dev\]'"):
+def test_without_transformers_the_error_names_the_remedy_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InvalidConfig, match=r"pip install 'tidekv\[demo\]'"):
         paged.build_llama(SHAPE)
+    answer = CliRunner().invoke(app, ["run"])
+    assert isinstance(answer.exception, InvalidConfig)
+    assert answer.output == ""  # Not even a progress bar.
