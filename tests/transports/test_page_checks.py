@@ -1,0 +1,139 @@
+"""Messages of a room while landed pages are hashed: their order stays, and a room that has ended gets none of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.waits import expected
+from tidekv import RequestFailed
+from tidekv.backends.checksums import ChecksumThread
+from tidekv.states.types import PageIds, PoolMemory, page_ids
+from tidekv.transports.control import wire
+from tidekv.transports.decode.page_checks import Destinations, InOrder, damaged_page
+
+PROMPT = list(range(100, 142))
+ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=0)
+
+
+@given(waits=st.lists(st.booleans(), max_size=8), data=st.data())
+async def test_messages_keep_their_order_whatever_ends_first(waits: list[bool], data: st.DataObject) -> None:
+    loop, taken = asyncio.get_running_loop(), list[tuple[int, bytes]]()
+    in_order = InOrder(lambda message, hashed: taken.append((message.span, hashed)))
+    tasks: list[asyncio.Task[None]] = []
+    hashing: dict[int, asyncio.Future[bytes]] = {}
+    for at, is_hashed in enumerate(waits):
+        hashed = loop.create_future() if is_hashed else None
+        if hashed is not None:
+            hashing[at] = hashed
+        message = wire.Chunk(room=ROOM, rank=0, span=at, first=0, count=0, last=False)
+        in_order.add(message, hashed, lambda work: tasks.append(loop.create_task(work)))
+        # Nothing is held back without a reason.
+        assert len(taken) == next((at for at, waited in enumerate(waits[: at + 1]) if waited), at + 1)
+    for at in data.draw(st.permutations(list(hashing))):
+        hashing[at].set_result(bytes([at]))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        held = next((other for other in hashing if not hashing[other].done()), len(waits))
+        assert [span for span, _ in taken] == list(range(held))
+    assert taken == [(at, bytes([at]) if is_hashed else b"") for at, is_hashed in enumerate(waits)]
+    await asyncio.gather(*tasks)
+
+
+@given(first=st.integers(0, 9), count=st.integers(0, 9), span=st.integers(0, 2))
+def test_pages_that_were_not_requested_are_not_hashed(first: int, count: int, span: int) -> None:
+    destinations = Destinations(spans={0: (2, page_ids([5, 7, 9])), 2: (0, page_ids())}, component_pages={})
+    message = wire.Chunk(room=ROOM, rank=0, span=span, first=first, count=count, last=False)
+    reported = destinations.reported(message)
+    if span == 0 and first >= 2 and first + count <= 5:
+        assert reported == page_ids([5, 7, 9])[first - 2 :][:count]
+    else:
+        assert not reported
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_the_first_damaged_page_is_named(damaged: int) -> None:
+    destinations = Destinations(spans={1: (4, page_ids([30, 10, 20]))}, component_pages={"swa": (7, page_ids([3]))})
+    sent = [bytes([at]) * 16 for at in range(3)]
+    here = [bytes(16) if at >= damaged and at else digest for at, digest in enumerate(sent)]
+    here[damaged] = b"x" * 16
+    chunk = wire.Chunk(room=ROOM, rank=0, span=1, first=4, count=3, last=True, checksums=b"".join(sent))
+    found = damaged_page(destinations, chunk, b"".join(here))
+    assert found is not None
+    assert (found.position, found.page, found.component) == (4 + damaged, [30, 10, 20][damaged], "")
+    assert damaged_page(destinations, chunk, b"".join(sent)) is None
+    component = wire.ComponentSent(room=ROOM, rank=0, component="swa", checksums=bytes(16))
+    assert str(damaged_page(destinations, component, b"x" * 16)) == (
+        "page 7 of the prompt of component 'swa', in device page 3, is not what prefill sent"
+    )
+
+
+class HeldHashing:
+    """Hashing at decode that does not end before `release`."""
+
+    def __init__(self, thread: ChecksumThread) -> None:
+        self._thread = thread
+        self._released = asyncio.Event()
+        self.begun = asyncio.Event()
+
+    def hashing(self, memory: PoolMemory) -> Callable[[PageIds], asyncio.Future[bytes]]:
+        begin = self._thread.hashing(memory)
+
+        async def later(pages: PageIds) -> bytes:
+            self.begun.set()
+            await self._released.wait()
+            return await begin(pages)
+
+        return lambda pages: asyncio.ensure_future(later(pages))
+
+    def release(self) -> None:
+        self._released.set()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], HeldHashing]:
+    def hold(pair) -> HeldHashing:  # type: ignore[no-untyped-def]  # Of make_pair.
+        receiver = pair.engine._runtime.receiver
+        holding = HeldHashing(receiver._hashing)
+        monkeypatch.setattr(receiver, "_hashing", holding)
+        return holding
+
+    return hold
+
+
+async def test_a_request_is_not_ready_before_its_pages_are_hashed(make_pair, held) -> None:
+    async with make_pair(page_checksums=True) as pair, expected("a restore with hashing that is held"):
+        holding = held(pair)
+        waiting = asyncio.create_task(pair.restore("r1", PROMPT))
+        await holding.begun.wait()
+        # Prefill has nothing left to send; its first token waits behind the pages.
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        assert pair.core()["requests_transfer"] == 1
+        holding.release()
+        await pair.finish(await waiting, PROMPT, [1])
+        await pair.assert_nothing_held()
+
+
+@pytest.mark.parametrize("end", ["abort", "link lost"])
+async def test_a_room_that_ends_while_its_pages_are_hashed_is_settled(make_pair, held, end: str) -> None:
+    async with make_pair(page_checksums=True) as pair, expected("the end of a room with hashing that is held"):
+        holding = held(pair)
+        waiting = asyncio.create_task(pair.restore("r1", PROMPT))
+        await holding.begun.wait()
+        if end == "abort":
+            await pair.engine.abort("r1")
+        else:
+            pair.network.cut(pair.engine._runtime.transport.instance)
+        with pytest.raises(RequestFailed):
+            await waiting
+        holding.release()
+        await pair.assert_nothing_held()
+        assert pair.engine.statistics()["receiver"]["pages_damaged"] == 0
+        await pair.finish(await pair.restore("r2", PROMPT), PROMPT, [1])
+        await pair.assert_nothing_held()
