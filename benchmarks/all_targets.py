@@ -1,8 +1,9 @@
 """Report of every target with its measured figure: `python -m benchmarks.all_targets`, or `python3 dev.py bench all`.
 
 Runs the measurements that the chosen targets need, and prints for each target the bound, the figure and the verdict:
-pass, short, missing (a peer, a recording or a machine is not available), or failed. Figures are reported, not asserted:
-the exit code is 0 in any case. A complete run takes 11 to 25 minutes on two cores.
+pass, short, missing (a peer, a recording or a machine is not available), or failed. Figures of a model are listed
+apart, beside what was published, and have no verdict. Figures are reported, not asserted: the exit code is 0 in any
+case. A complete run takes 11 to 25 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from benchmarks.peers import default_cache
 from benchmarks.target_table import TARGETS, Target
 
 TRACES = Path(__file__).resolve().parent.parent.parent / "shared" / "traces"
-COLORS = {"pass": "green", "short": "red", "missing": "yellow", "failed": "magenta", "not measured": "yellow"}
+COLORS = {
+    "model": "cyan",
+    "pass": "green",
+    "short": "red",
+    "missing": "yellow",
+    "failed": "magenta",
+    "not measured": "yellow",
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,8 @@ def judge(target: Target, outcome: Outcome | None) -> Verdict:
     if value is None:
         verdict, why = outcome.why_not(target.figure)
         return Verdict(target, verdict, None, why)
-    return Verdict(target, "pass" if target.passes(value) else "short", value, outcome.words.get(target.figure, ""))
+    verdict = "model" if target.is_model else "pass" if target.passes(value) else "short"
+    return Verdict(target, verdict, value, outcome.words.get(target.figure, ""))
 
 
 def measure(targets: Sequence[Target], options: Options, console: Console) -> dict[str, Outcome]:
@@ -79,16 +88,15 @@ def measure(targets: Sequence[Target], options: Options, console: Console) -> di
 
 
 def show(verdicts: Sequence[Verdict], console: Console) -> None:
-    """Print the table, and the number of each verdict."""
-    table = Table("target", "what is asked", "measured", "asked", "", "more")
-    for found in verdicts:
-        color = COLORS[found.verdict]
-        value = "" if found.value is None else f"{found.value:.3g}"
-        table.add_row(
-            found.target.name, found.target.asks, value, found.target.asked, f"[{color}]{found.verdict}[/]", found.words
-        )
-    console.print(table)
-    counts = Counter(found.verdict for found in verdicts)
+    """Print the tables, and the number of each verdict. Rows of models are not counted."""
+    targets = [found for found in verdicts if not found.target.is_model]
+    models = [found for found in verdicts if found.target.is_model]
+    if targets:
+        console.print(_table(targets, "asked"))
+    if models:
+        console.print("Model consistency: figures of a model beside published ones, no verdicts", highlight=False)
+        console.print(_table(models, "published"))
+    counts = Counter(found.verdict for found in targets)
     console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()), highlight=False)
     judged = [found for found in verdicts if found.verdict in ("pass", "short")]
     for name, of_kind in (
@@ -99,6 +107,17 @@ def show(verdicts: Sequence[Verdict], console: Console) -> None:
         passed = sum(found.verdict == "pass" for found in of_kind)
         if of_kind:
             console.print(f"{name}: {passed} of {len(of_kind)} pass, {passed / len(of_kind):.0%}", highlight=False)
+
+
+def _table(verdicts: Sequence[Verdict], beside: str) -> Table:
+    table = Table("target", "what is asked", "measured", beside, "", "more")
+    for found in verdicts:
+        color = COLORS[found.verdict]
+        value = "" if found.value is None else f"{found.value:.3g}"
+        table.add_row(
+            found.target.name, found.target.asks, value, found.target.asked, f"[{color}]{found.verdict}[/]", found.words
+        )
+    return table
 
 
 def main() -> None:

@@ -157,7 +157,8 @@ MEASUREMENTS: dict[str, Measurement] = {
     "restore": Measurement(program="benchmarks.restore", budget_s=300),
     "multiturn": Measurement(program="benchmarks.published_rates", budget_s=60),
     "planner": Measurement(program="benchmarks.planner", budget_s=120),
-    "paper": Measurement(program="benchmarks.paper", budget_s=120),
+    "checksums": Measurement(program="benchmarks.checksums", budget_s=240),
+    "paper": Measurement(program="benchmarks.paper", budget_s=900),
     "gpu": Measurement(program="benchmarks.gpu", budget_s=600, read=read_gpu),
     "sessions": Measurement(
         program="benchmarks.sessions",

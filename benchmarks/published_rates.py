@@ -1,4 +1,8 @@
-"""Hit rates of the published conversation rounds: `python -m benchmarks.published_rates --json FILE`."""
+"""Hit rates of the published conversation rounds: `python -m benchmarks.published_rates --json FILE`.
+
+The publication gives each rate with three digits. The exact ones follow from the lengths of the rounds; where the
+fourth digit is a 5, the published one is cut, not rounded: .937 and .812 are 0.9375 and 0.8125.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ from benchmarks.figures import Figures, option_parser
 from benchmarks.multiturn import run_both_ways, total_hit_rate
 
 PUBLISHED = {
-    "output kept": ((0, 0.75, 0.857, 0.9, 0.923, 0.9375), 0.882),
-    "not kept": ((0, 0.25, 0.571, 0.7, 0.769, 0.8125), 0.686),
+    "output kept": ((0, 0.750, 0.857, 0.900, 0.923, 0.937), 0.882),
+    "not kept": ((0, 0.250, 0.571, 0.700, 0.769, 0.812), 0.686),
 }
 
 

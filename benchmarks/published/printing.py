@@ -8,8 +8,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.published.results import Result, quantile
+from benchmarks.published.setups import ASSUMED_PREFETCH
 from benchmarks.published.sweep import ENDED
-from benchmarks.published.tables import HIGH_IN_FLIGHT, LOW_IN_FLIGHT, CapacityArms, Paper, RoundsArms
+from benchmarks.published.tables import (
+    DEFAULT_PREFETCH,
+    HIGH_IN_FLIGHT,
+    LOW_IN_FLIGHT,
+    CapacityArms,
+    Paper,
+    RoundsArms,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,7 +40,8 @@ def print_paper(paper: Paper, console: Console | None = None) -> None:
     console.print(_capacity_table(paper))
     console.print(_rounds_table(paper))
     console.print(
-        _summary("L2 + L3 over the rounds", paper.rounds),
+        _summary(f"L2 + L3 over the rounds, prefetch {ASSUMED_PREFETCH}", paper.rounds),
+        _summary(f"the same, prefetch {DEFAULT_PREFETCH}, the default", paper.rounds_default),
         _summary("the same, if prefill computes again what decode generated", paper.rounds_alone),
         sep="\n",
         soft_wrap=True,
@@ -42,7 +51,13 @@ def print_paper(paper: Paper, console: Console | None = None) -> None:
         console.print(_sweep_table("Capacity effect: gain by constant", head, paper.capacity_swept))
         console.print(_sweep_table(f"{LOW_IN_FLIGHT} in flight: gain by constant", head, paper.low_swept))
         head = ("first token p99", "first token mean")
-        console.print(_sweep_table("L2 + L3: gain by constant", head, paper.rounds_swept))
+        for prefetch, swept in (
+            (ASSUMED_PREFETCH, paper.rounds_swept),
+            (f"{DEFAULT_PREFETCH}, the default", paper.rounds_default_swept),
+        ):
+            console.print(_sweep_table(f"L2 + L3, prefetch {prefetch}: gain by constant", head, swept))
+    if paper.links:
+        console.print(_links_table(paper))
 
 
 def print_sources(raced: Sequence[Raced], console: Console | None = None) -> None:
@@ -101,12 +116,30 @@ def _rounds_table(paper: Paper) -> Table:
     for number in range(len(paper.rounds.cached.hit_rates)):
         table.add_column(f"round {number}", justify="right")
     arms = paper.rounds
-    for name, way, published in zip(
-        ("without", "with L2 + L3"), (arms.without, arms.cached), PUBLISHED_MEANS, strict=True
+    for name, way, published in (
+        ("without", arms.without, PUBLISHED_MEANS[0]),
+        (f"with L2 + L3, {ASSUMED_PREFETCH}", arms.cached, None),
+        (f"with L2 + L3, {DEFAULT_PREFETCH} (default)", paper.rounds_default.cached, PUBLISHED_MEANS[1]),
     ):
         table.add_row(name, *(f"{mean:.2f}" for mean in way.first_token_mean_s))
-        table.add_row("  as published", *published[: len(way.first_token_mean_s)], style="dim")
+        if published is not None:
+            table.add_row("  as published", *published[: len(way.first_token_mean_s)], style="dim")
     table.add_row("hit rate", *(f"{rate:.4f}" for rate in arms.cached.hit_rates))
+    return table
+
+
+def _links_table(paper: Paper) -> Table:
+    table = Table(title="Gains at one set of link speeds")
+    for column in (
+        "link, GB/s", "requests/s", "first token p50",
+        f"rounds, {ASSUMED_PREFETCH}: p99", "mean", f"rounds, {DEFAULT_PREFETCH} (default): p99", "mean",
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    for at in paper.links:
+        gains = [
+            number for one in (at.capacity, at.rounds, at.rounds_default) for number in (one.first, one.first_token)
+        ]
+        table.add_row(f"{at.bytes_per_s / 1e9:.1f}", *(f"{gain:.2f}" for gain in gains))
     return table
 
 
@@ -134,12 +167,13 @@ def _sweep_table(
     table.add_column("constant")
     for gain in head:
         table.add_column(f"{gain}: half / as is / double", justify="right")
+    table.add_column("the former, over all factors")
     table.add_column("the latter ends at")
     for one in swept:
         three = [one.gains[factor] for factor in (0.5, 1.0, 2.0)]
         first = " / ".join(f"{gains.first:.2f}" for gains in three)
         token = " / ".join(f"{gains.first_token:.2f}" for gains in three)
-        table.add_row(one.name, first, token, end_in_words(one))
+        table.add_row(one.name, first, token, "{:.2f} to {:.2f}".format(*one.first_range), end_in_words(one))
     return table
 
 

@@ -29,12 +29,16 @@ class Rounds:
     hit_rates: tuple[float, ...]
 
 
-def run_rounds(setup: RoundsSetup, *, cache: bool, seed: int = 1, **policies: object) -> Rounds:
-    """Serve all rounds of all conversations. `policies` are settings of the core, by name."""
+def run_rounds(setup: RoundsSetup, *, cache: bool, seed: int = 1) -> Rounds:
+    """Serve all rounds of all conversations."""
     growth = setup.output_tokens // PAGE_TOKENS
     # Pages for output come from a reserve that the core refills at once, so they are needed once more.
     device_pages = int(setup.at_once * (setup.longest_pages + growth) * setup.device_shares) + growth
-    settings: dict[str, object] = {"device_pages": device_pages, "growth_reserve_pages": growth, **policies}
+    settings: dict[str, object] = {
+        "device_pages": device_pages,
+        "growth_reserve_pages": growth,
+        "prefetch": setup.prefetch,
+    }
     speeds = setup.speeds
     if cache:
         settings["host_pages"] = int(setup.host_ratio * device_pages)

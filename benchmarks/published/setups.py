@@ -1,5 +1,8 @@
 """Parameters of the published runs, fixed from the publications before anything was run here.
 
+The two publications are of different machines, and neither states the speed of its link. `LINKS_BYTES_PER_S` is one set
+of link speeds for both tables: the results at all of them are printed side by side.
+
 A published table states results, but seldom speeds. A speed that is not stated is derived from the table's own rows, by
 the rule given next to it; if that is not possible it is an assumption, and marked as one. Every parameter is swept from
 half to double (`benchmarks.published.sweep`), so the conclusions do not rest on single values.
@@ -13,6 +16,14 @@ from dataclasses import dataclass, replace
 
 PAGE_TOKENS = 64
 KI = 1024
+LINK_OF_ROUNDS_BYTES_PER_S = 16 * 64 * KI * 256 * KI / 48.87
+"""Link of the rounds, derived from their p99 without a cache: 16 prompts of 64 Ki tokens in 48.87 s, or 5.6 GB/s."""
+LINKS_BYTES_PER_S = (LINK_OF_ROUNDS_BYTES_PER_S, 22.5e9, 90e9)
+"""The derived link; one port of 200 Gb/s and two of 400 Gb/s, at nine tenths, which are assumptions."""
+ASSUMED_PREFETCH = "wait_complete"
+"""Prefetch policy of the published rounds, which is not stated: their storage speed is derived as if every cached page
+were read. The results with the default policy of tidekv are printed beside it.
+"""
 TOKEN_STEP_S = (0.040, 0.0007)
 """Decoding step of n requests, from the published milliseconds per token of the capacity effect: 65.2 with about 37
 requests, 134.6 with 128. The latencies of the same table imply longer steps (`CapacitySetup`); both cannot be true.
@@ -70,8 +81,8 @@ class CapacitySetup:
     tokens, is 73.5 ms without and 179.4 ms with the cache; requests/s times the same seconds implies 32.5 and 102.4
     running requests; the step is the line through both points. Prefill: the slowest speed that the published run with
     256 in flight allows, since 592 s minus the last request's 355 steps sufficed for the prefix and 333 suffixes on
-    each worker. Pool: 37 requests of 858 pages. Link: an assumption, one 400 Gb/s port for each of the two GPUs, at
-    nine tenths.
+    each worker. Pool: 37 requests of 858 pages. Link: the fastest of `LINKS_BYTES_PER_S`, an assumption. There is no
+    storage, so the prefetch policy has no effect.
 
     The published milliseconds per token imply shorter steps (`TOKEN_STEP_S`). With these, decoding without other limits
     would reach 2.8 requests/s, which so slow a prefill would hide; `by_token_step` uses a prefill as fast as its GPUs.
@@ -81,7 +92,7 @@ class CapacitySetup:
         token_bytes=128 * KI,
         prefill_workers=3,
         prefill_tokens_per_s=2660.0,
-        link_bytes_per_s=90e9,
+        link_bytes_per_s=LINKS_BYTES_PER_S[-1],
         step_base_s=0.0243,
         step_request_s=0.001515,
     )
@@ -119,23 +130,25 @@ class RoundsSetup:
                                  time per output token 40.31 / 41.32 ms; by round without: 2.29 7.25 12.72 18.01 23.40
                                  28.50 s
 
-    Not published: number of clients, concurrency, memory sizes. 80 clients are the default of the benchmark that fits
-    the description. A p99 of about twice the mean of the last round implies that the requests of a round arrive at once
-    and are served in turn. A concurrency of 16 is an assumption on which no result depends, since link, storage and
-    prefill are derived for 16. The last of a burst waits for all its bytes, in whatever order they are served. Link: 16
-    prompts of 64 Ki in 48.87 s. Storage: 16 prefixes of 60 Ki in 23.51 s, as if nothing else had taken time. Prefill:
-    in the first round nothing is cached, and computing takes longer than sending: 4 Ki tokens in 2.29 s / 8.5, where
-    8.5 is the mean position of 16 in turn. Token bytes: 64 layers * 2 * 8 heads * 128 * 2 bytes. Step: the line of the
-    other table, scaled to 40.31 ms with 16 running. Host memory: twice the device pool, the default of that engine.
-    Device memory: 16 conversations at their longest; it is flushed between two groups of 16, as if by other traffic, so
-    that it does not contribute to the hits.
+    Not published: number of clients, concurrency, memory sizes, prefetch policy. 80 clients are the default of the
+    benchmark that fits the description. A p99 of about twice the mean of the last round implies that the requests of a
+    round arrive at once and are served in turn. A concurrency of 16 is an assumption on which no result depends, since
+    link, storage and prefill are derived for 16. The last of a burst waits for all its bytes, in whatever order they
+    are served. Link: 16 prompts of 64 Ki in 48.87 s. Storage: 16 prefixes of 60 Ki in 23.51 s, as if nothing else had
+    taken time. Both p99 are inputs, therefore: that the model gives them again says nothing, only the sweep of the
+    constants does. Prefill: in the first round nothing is cached, and computing takes longer than sending: 4 Ki tokens
+    in 2.29 s / 8.5, where 8.5 is the mean position of 16 in turn. Token bytes: 64 layers * 2 * 8 heads * 128 * 2 bytes.
+    Step: the line of the other table, scaled to 40.31 ms with 16 running. Device memory: an assumption, 16
+    conversations at their longest, 288 GiB; it is flushed between two groups of 16, as if by other traffic, so that it
+    does not contribute to the hits. Host memory: an assumption, twice that. It holds what the first two rounds leave of
+    all 80 clients, so rounds 1 and 2 need no storage; from round 3 on a growing share comes from there.
     """
 
     speeds: Speeds = Speeds(
         token_bytes=256 * KI,
         prefill_workers=1,
         prefill_tokens_per_s=4 * KI * 8.5 / 2.29,
-        link_bytes_per_s=16 * 64 * KI * 256 * KI / 48.87,
+        link_bytes_per_s=LINK_OF_ROUNDS_BYTES_PER_S,
         storage_bytes_per_s=16 * 60 * KI * 256 * KI / 23.51,
         step_base_s=0.0201,
         step_request_s=0.001255,
@@ -149,6 +162,8 @@ class RoundsSetup:
     """Device memory, in multiples of `at_once` conversations at their longest."""
     host_ratio: float = 2.0
     """Host memory, in multiples of device memory."""
+    prefetch: str = ASSUMED_PREFETCH
+    """Prefetch policy of the core."""
     prefill_reads_storage: bool = True
     """Whether prefill reads decode's output from storage; otherwise it computes that again."""
 

@@ -27,7 +27,7 @@ PLANNED = "planned"
 POLICIES: dict[str, dict[str, object]] = {
     PLANNED: {"prefetch": "soonest"},
     "always restore": {"prefetch": "wait_complete"},
-    "always transfer": {"prefetch_threshold_tokens": 1 << 40},
+    "always transfer": {"prefetch": "wait_complete", "prefetch_threshold_tokens": 1 << 40},
     "restore until the transfer is done": {"prefetch": "best_effort"},
 }
 

@@ -57,6 +57,12 @@ class Swept(Generic[Setup]):
         return found
 
     @property
+    def first_range(self) -> tuple[float, float]:
+        """The smallest and the greatest `Gains.first` over all factors."""
+        firsts = [gains.first for gains in self.gains.values()]
+        return min(firsts), max(firsts)
+
+    @property
     def least(self) -> tuple[float, float]:
         """The factor with the smallest gain in time to first token, and that gain."""
         return min(((factor, gains.first_token) for factor, gains in self.gains.items()), key=lambda pair: pair[1])

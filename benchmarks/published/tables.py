@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from benchmarks.published.capacity import run_capacity
 from benchmarks.published.results import Result, quantile
 from benchmarks.published.rounds import Rounds, run_rounds
-from benchmarks.published.setups import TOKEN_STEP_S, CapacitySetup, RoundsSetup
-from benchmarks.published.sweep import CAPACITY_VARIED, ROUNDS_VARIED, Gains, Swept, sweep
+from benchmarks.published.setups import LINKS_BYTES_PER_S, TOKEN_STEP_S, CapacitySetup, RoundsSetup
+from benchmarks.published.sweep import CAPACITY_VARIED, ROUNDS_VARIED, Gains, Setup, Swept, sweep
+from tidekv.engine.config.engine_config import EngineConfig
 
+DEFAULT_PREFETCH = EngineConfig().storage.prefetch
 LOW_IN_FLIGHT = 30
 HIGH_IN_FLIGHT = 256
 
@@ -67,6 +69,16 @@ def rounds_arms(setup: RoundsSetup, seed: int = 1) -> RoundsArms:
 
 
 @dataclass(frozen=True)
+class AtLink:
+    """The gains of both tables at one link speed: of the rounds with the assumed policy, and with the default one."""
+
+    bytes_per_s: float
+    capacity: Gains
+    rounds: Gains
+    rounds_default: Gains
+
+
+@dataclass(frozen=True)
 class Paper:
     """All tables."""
 
@@ -82,21 +94,28 @@ class Paper:
     low: CapacityArms
     """`capacity` with so few in flight that all fit without the cache, too; this run was not published."""
     rounds: RoundsArms
+    rounds_default: RoundsArms
+    """The rounds with the prefetch policy that is the default of tidekv."""
     rounds_alone: RoundsArms
     """The rounds, if prefill does not read what decode has stored."""
     capacity_swept: tuple[Swept[CapacitySetup], ...] = ()
     low_swept: tuple[Swept[CapacitySetup], ...] = ()
     rounds_swept: tuple[Swept[RoundsSetup], ...] = ()
+    rounds_default_swept: tuple[Swept[RoundsSetup], ...] = ()
+    links: tuple[AtLink, ...] = ()
 
 
 def run_paper(
     capacity: CapacitySetup | None = None, rounds: RoundsSetup | None = None, *, seed: int = 1, swept: bool = True
 ) -> Paper:
-    """Run all tables. With `swept`, vary every constant from half to double and on to the end of the gain."""
+    """Run all tables. With `swept`, run them at every link speed, and vary every constant from half to double and on to
+    the end of the gain.
+    """
     capacity, rounds = capacity or CapacitySetup(), rounds or RoundsSetup()
     base_s, request_s = TOKEN_STEP_S
     slow_prefill = replace(capacity.speeds, step_base_s=base_s, step_request_s=request_s)
     low = replace(capacity, in_flight=LOW_IN_FLIGHT)
+    default = replace(rounds, prefetch=DEFAULT_PREFETCH)
     paper = Paper(
         capacity=capacity_arms(capacity, seed),
         warm=capacity_arms(replace(capacity, warm=True), seed),
@@ -105,6 +124,7 @@ def run_paper(
         high=capacity_arms(replace(capacity, in_flight=HIGH_IN_FLIGHT), seed),
         low=capacity_arms(low, seed),
         rounds=rounds_arms(rounds, seed),
+        rounds_default=rounds_arms(default, seed),
         rounds_alone=rounds_arms(replace(rounds, prefill_reads_storage=False), seed),
     )
     if not swept:
@@ -114,5 +134,27 @@ def run_paper(
         paper,
         capacity_swept=tuple(sweep(capacity, CAPACITY_VARIED, lambda setup: capacity_arms(setup, seed).gains)),
         low_swept=tuple(sweep(low, link_alone, lambda setup: capacity_arms(setup, seed).gains)),
-        rounds_swept=tuple(sweep(rounds, ROUNDS_VARIED, lambda setup: rounds_arms(setup, seed).gains)),
+        rounds_swept=rounds_sweep(rounds, seed),
+        rounds_default_swept=rounds_sweep(default, seed),
+        links=tuple(_at_link(capacity, rounds, default, bytes_per_s, seed) for bytes_per_s in LINKS_BYTES_PER_S),
     )
+
+
+def rounds_sweep(setup: RoundsSetup, seed: int = 1) -> tuple[Swept[RoundsSetup], ...]:
+    """Vary every constant of the rounds."""
+    return tuple(sweep(setup, ROUNDS_VARIED, lambda varied: rounds_arms(varied, seed).gains))
+
+
+def _at_link(
+    capacity: CapacitySetup, rounds: RoundsSetup, default: RoundsSetup, bytes_per_s: float, seed: int
+) -> AtLink:
+    return AtLink(
+        bytes_per_s,
+        capacity_arms(_with_link(capacity, bytes_per_s), seed).gains,
+        rounds_arms(_with_link(rounds, bytes_per_s), seed).gains,
+        rounds_arms(_with_link(default, bytes_per_s), seed).gains,
+    )
+
+
+def _with_link(setup: Setup, bytes_per_s: float) -> Setup:
+    return replace(setup, speeds=replace(setup.speeds, link_bytes_per_s=bytes_per_s))

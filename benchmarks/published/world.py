@@ -53,7 +53,11 @@ class Served:
 
 
 class World:
-    """One decode worker and everything that it exchanges messages with. With `cache` False no request leaves pages."""
+    """One decode worker and everything that it exchanges messages with.
+
+    `settings` are those of the core; what is not given, policies included, is its default. With `cache` False no
+    request leaves pages.
+    """
 
     def __init__(self, speeds: Speeds, settings: dict[str, Any], *, cache: bool) -> None:
         # Any: sizes and policies by name, which the settings check.
@@ -64,7 +68,7 @@ class World:
                 key_bytes=KEY_BYTES,
                 query_deadline_s=NEVER_S,
                 copy_deadline_s=NEVER_S,
-                **{"prefetch": "wait_complete", "share_transfers": True, **settings},
+                **{"share_transfers": True, **settings},
             )
         )
         self.speeds = speeds

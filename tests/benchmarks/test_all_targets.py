@@ -21,7 +21,9 @@ from tests.support.waits import LIMIT_S
 from tidekv.engine.trace import plots
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-GROUPS = {"index", "keys", "engine", "transfer", "restore", "planner", "paper", "cuda", "sessions", "scaling"}
+GROUPS = {
+    "index", "keys", "engine", "transfer", "restore", "planner", "checksums", "paper", "cuda", "sessions", "scaling",
+}  # fmt: skip
 
 
 def module(name: str) -> ModuleType:
@@ -47,7 +49,8 @@ def test_every_target_has_a_bound_and_a_program_or_a_reason() -> None:
     assert {target.group for target in targets} == GROUPS
     assert len({target.name for target in targets}) == len(targets)
     for target in targets:
-        assert (target.at_least is None) != (target.at_most is None), target.name
+        bounds = [target.at_least is not None, target.at_most is not None, target.is_model]
+        assert sum(bounds) == 1, target.name
         assert bool(target.measurement) != bool(target.not_measured), target.name
         assert bool(target.measurement) == bool(target.figure), target.name
         if target.measurement:
@@ -87,6 +90,20 @@ def test_ratios_and_times_are_counted_apart() -> None:
     assert "times, in which this machine's own speed is: 1 of 2 pass, 50%" in told
 
 
+def test_figures_of_models_are_shown_apart_and_counted_nowhere() -> None:
+    rows, all_targets = {target.name: target for target in module("target_table").TARGETS}, module("all_targets")
+    assert {name for name, target in rows.items() if target.is_model} == {name for name in rows if name[:6] == "paper."}
+    outcome = all_targets.Outcome(figures={"capacity.requests": 0.5, "transfer.least": 99.0})
+    found = [all_targets.judge(rows[name], outcome) for name in ("paper.requests", "transfer.raw")]
+    assert [each.verdict for each in found] == ["model", "pass"]
+    console = Console(record=True, width=200, file=io.StringIO())
+    all_targets.show(found, console)
+    told = console.export_text()
+    assert "all that were measured: 1 of 1 pass" in told
+    assert "1 model" not in told
+    assert "published: 1.29" in told.partition("Model consistency")[2]
+
+
 def test_targets_are_chosen_by_name_group_and_measurement() -> None:
     chosen = module("all_targets").chosen_targets
     assert [target.name for target in chosen(["index.lock"])] == ["index.lock"]
@@ -100,12 +117,14 @@ def test_targets_are_chosen_by_name_group_and_measurement() -> None:
 def test_a_short_run_measures_what_was_chosen_and_says_what_is_not_measured(tmp_path: Path) -> None:
     said, rows = verdicts(tmp_path, "--only", "paper.hit_rate", "--only", "cuda")
     assert set(rows) == {"paper.hit_rate", "cuda.copies", "cuda.compute", "cuda.polling"}
-    assert rows["paper.hit_rate"]["verdict"] == "pass"
+    assert rows["paper.hit_rate"]["verdict"] == "model"
     assert "0.0000 0.7500 0.8571" in str(rows["paper.hit_rate"]["words"])
     assert rows["cuda.copies"]["verdict"] == "not measured"
     assert "there was no GPU" in str(rows["cuda.copies"]["words"])
     assert "3 not measured" in said
-    assert "1 pass" in said
+    # A figure of a model is shown apart and counted nowhere.
+    assert "Model consistency" in said
+    assert "pass" not in said.partition("Model consistency")[2]
 
 
 def test_a_peer_that_the_registry_does_not_have_is_named_as_missing(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from benchmarks.published.prompts import Prompt, Stretch, page_names
 from benchmarks.published.rounds import run_rounds
 from benchmarks.published.setups import CapacitySetup, RoundsSetup
 from benchmarks.published.stations import DecodeBatch, Line
-from benchmarks.published.sweep import CAPACITY_VARIED, Gains, sweep
-from benchmarks.published.tables import capacity_arms, rounds_arms, run_paper
+from benchmarks.published.sweep import CAPACITY_VARIED, Gains, Swept, sweep
+from benchmarks.published.tables import DEFAULT_PREFETCH, capacity_arms, rounds_arms, run_paper
 from benchmarks.published.world import World
 from tidekv.engine.simulation.schedule import Schedule
 from tidekv.states import commands
@@ -228,3 +228,22 @@ def test_all_of_it_is_printed_and_every_constant_is_swept() -> None:
     said = console.export_text()
     for words in ("30 in flight", "as published", "L2 + L3 over the rounds", "hit rate", "shared prefix", "storage"):
         assert words in said
+    # Nothing hides the assumed policy, nor the default beside it; both tables use one set of link speeds.
+    for words in (
+        "prefetch wait_complete",
+        f"prefetch {DEFAULT_PREFETCH}, the default",
+        "one set of link speeds",
+        "22.5",
+    ):
+        assert words in said
+
+
+def test_a_world_has_the_default_policy_unless_its_setup_names_another() -> None:
+    speeds = replace(ROUNDS.speeds, storage_bytes_per_s=0.0)
+    assert World(speeds, {"device_pages": 4}, cache=True).core.settings.prefetch == DEFAULT_PREFETCH
+    assert RoundsSetup().prefetch == "wait_complete"
+
+
+def test_the_range_over_a_sweep_is_that_of_all_factors() -> None:
+    swept = Swept[RoundsSetup]("link", {0.5: Gains(1.5, 1), 1.0: Gains(2.0, 1), 2.0: Gains(0.7, 1)})
+    assert swept.first_range == (0.7, 2.0)
