@@ -6,10 +6,11 @@ With vLLM's own classes, scheduler and block manager: test_vllm_engine.py.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any  # vLLM's objects are not typed here.
@@ -35,8 +36,9 @@ from tests.support.vllm_contract import (
     request_of,
     upon_contract,
 )
-from tidekv import KVLayout
+from tidekv import EngineConfig, KVLayout
 from tidekv.engine.integrations.vllm.blocks import PagedBlocks
+from tidekv.engine.integrations.vllm.handover.settings import HandoverSettings
 from tidekv.engine.integrations.vllm.jobs import COUNTS
 from tidekv.engine.integrations.vllm.settings import (
     CPU_BACKEND,
@@ -304,6 +306,19 @@ def test_the_page_about_vllm_has_every_setting_count_and_backend() -> None:
     for number in (settings.lookup_timeout_s, settings.load_timeout_s, settings.save_timeout_s):
         assert f"({number:g})" in page
     assert example["kv_connector_module_path"] == MODULE
+
+
+def test_options_that_stand_for_those_of_other_connectors_exist() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "vllm-options.md").read_text()
+    rows = [line.split(" | ")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) > 25
+    handover = {name for row in rows for name in re.findall(r"`handover\.(\w+)`", row)}
+    assert {"listen", "host", "lease_s"} <= handover <= set(HandoverSettings.__struct_fields__)
+    storage = {name for row in rows for name in re.findall(r"storage role: `(\w+)`", row)}
+    assert {"host", "threshold_tokens"} <= storage <= set(ConnectorSettings.__struct_fields__)
+    engine = [name for row in rows for name in re.findall(r"`engine\.([\w.]+)`, in `handover.engine`", row)]
+    assert len(engine) == 3
+    assert all(reduce(getattr, name.split("."), EngineConfig()) for name in engine)
 
 
 def test_counts_are_summed_and_shown(connector: ModuleType) -> None:
