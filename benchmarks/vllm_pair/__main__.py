@@ -46,7 +46,7 @@ def conversations(
     aborts: Annotated[float, typer.Option(min=0, max=1, help="Share of requests that the client aborts once.")] = 0.0,
     at: Annotated[
         list[str] | None,
-        typer.Option(help="TURN:ACTION:SERVER, such as 5:kill:decode-0; also restart, freeze, reset, forget."),
+        typer.Option(help="TURN:ACTION:SERVER, such as 5:kill:decode-0; also freeze, restart, damage, reset, forget."),
     ] = None,
     window: Annotated[int | None, typer.Option(help="Sliding window of the model's attention.")] = None,
     seed: Annotated[int, typer.Option(help="The conversations are the same for the same seed.")] = 1,

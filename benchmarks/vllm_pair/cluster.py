@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -22,16 +23,25 @@ from tidekv.states.errors import InvalidConfig
 FREEZE_S: Final = 5.0
 SETTLE_S: Final = 20.0
 """Maximum seconds after the last answer for servers to release what finished and aborted requests held."""
-WHEN: Final = {"restart": "before", "reset": "before", "forget": "before", "kill": "amid", "freeze": "amid"}
+WHEN: Final = {
+    "restart": "before",
+    "damage": "before",
+    "reset": "before",
+    "forget": "before",
+    "kill": "amid",
+    "freeze": "amid",
+}
+DAMAGE_STRIDE: Final = 100_000
+"""Bytes of a store from one damaged place to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """An action on a server at a turn.
 
-    restart: end it and start it again before the turn. reset: empty its prefix cache before the turn. forget: so, and
-    the connector's view of storage. kill: SIGKILL amid the turn, and start it again. freeze: SIGSTOP for FREEZE_S
-    seconds amid the turn.
+    restart: end it and start it again before the turn. damage: so, with bytes of its storage overwritten. reset: empty
+    its prefix cache before the turn. forget: so, and the connector's view of storage. kill: SIGKILL amid the turn, and
+    start it again. freeze: SIGSTOP for FREEZE_S seconds amid the turn.
     """
 
     turn: int
@@ -165,6 +175,20 @@ async def running(
             await server.end()
 
 
+def damage(store: Path) -> int:
+    """Overwrite bytes every DAMAGE_STRIDE bytes of a file store's pages, and return in how many places."""
+    places = 0
+    for path in store.glob("*/*.seg"):
+        with path.open("r+b") as segment:
+            at = 0
+            with suppress(OSError):  # From there on, nothing was ever written: the file is sparse.
+                while True:
+                    at = os.lseek(segment.fileno(), at, os.SEEK_DATA)
+                    os.pwrite(segment.fileno(), b"damaged!", at)
+                    at, places = at + DAMAGE_STRIDE, places + 1
+    return places
+
+
 async def _act(server: Server, action: str) -> None:
     if action in ("reset", "forget"):
         with suppress(httpx.HTTPError):
@@ -176,5 +200,7 @@ async def _act(server: Server, action: str) -> None:
         server.signal(signal.SIGCONT)
         return
     await (server.kill() if action == "kill" else server.end())
+    if action == "damage":
+        await asyncio.to_thread(damage, server.folder / "storage")
     server.start()
     await server.wait_ready()

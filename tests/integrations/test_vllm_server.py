@@ -1,0 +1,91 @@
+"""The connector in real `vllm serve` processes on a CPU, driven by the harness of `python3 dev.py vllm`.
+
+Skipped unless TIDEKV_VLLM_VENV names an environment with vLLM for CPUs; `.ci/vllm` makes one and runs these tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidekv.engine.integrations.vllm.jobs import COUNTS
+
+VENV = os.environ.get("TIDEKV_VLLM_VENV")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(VENV is None, reason="set TIDEKV_VLLM_VENV, or run .ci/vllm, to start real vLLM servers"),
+]
+ROOT = Path(__file__).parents[2]
+COUNT = "vllm:tidekv_{}_total"
+
+
+async def program(*arguments: object) -> tuple[int, str]:
+    """Run a module by the environment's Python; returns its exit code and its output."""
+    assert VENV is not None
+    process = await asyncio.create_subprocess_exec(
+        f"{VENV}/bin/python",
+        "-m",
+        *map(str, arguments),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    printed, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, printed.decode(errors="replace")
+
+
+async def serve(file: Path, *options: object) -> dict[str, Any]:
+    """Serve conversations through one variant; returns its figures. Every token was compared with a single server."""
+    code, printed = await program("benchmarks.vllm_pair", *options, "--json", file)
+    assert code == 0, printed[-4000:]
+    (figures,) = json.loads(await asyncio.to_thread(file.read_text))
+    assert not figures["wrong"]
+    assert not figures["lost"]
+    assert not any(figures["held"].values()), "blocks are held after the last answer"
+    found: dict[str, Any] = figures
+    return found
+
+
+async def test_every_form_of_the_cpu_kernel_is_converted_exactly() -> None:
+    code, printed = await program("tests.support.vllm_cpu_attn")
+    assert code == 0, printed[-4000:]
+    compared = json.loads(printed.splitlines()[-1])
+    assert {form.split()[0] for form in compared} >= {"vec", "vec16"}
+    assert all(compared.values())
+
+
+async def test_a_server_is_served_from_host_memory_and_storage_and_survives_damage(tmp_path: Path) -> None:
+    options = ("--connector", "tidekv-single", "--conversations", 3, "--turns", 5, "--tokens", "200:900")
+    events = ("--at", "1:reset:decode-0", "--at", "2:restart:decode-0", "--at", "4:damage:decode-0")
+    figures = await serve(tmp_path / "figures", *options, *events)
+    counts = {name: figures["metrics"].get(COUNT.format(name), 0) for name in COUNTS}
+    assert counts["save_pages_stored"] > 0, counts
+    assert counts["load_pages_host"] > 0, counts
+    assert counts["load_pages_storage"] > 0, counts
+    assert counts["load_pages_missing"] > 0, "bytes of storage were damaged, and no page was missed"
+
+
+async def test_a_pair_that_shares_storage_survives_a_kill(tmp_path: Path) -> None:
+    options = ("--connector", "tidekv-storage", "--conversations", 4, "--turns", 3, "--tokens", "200:700")
+    figures = await serve(tmp_path / "figures", *options, "--at", "1:kill:prefill-0", "--parallel", 2)
+    assert figures["metrics"][COUNT.format("load_pages_storage")] > 0
+
+
+async def test_a_pair_hands_over_and_survives_a_kill_and_aborts(tmp_path: Path) -> None:
+    options = ("--connector", "tidekv", "--conversations", 4, "--turns", 3, "--tokens", "200:700")
+    events = ("--at", "1:kill:prefill-0", "--at", "2:reset:decode-0", "--aborts", 0.3, "--parallel", 2)
+    figures = await serve(tmp_path / "figures", *options, *events)
+    assert figures["metrics"][COUNT.format("restore_tokens_transfer")] > 0
+
+
+async def test_nixl_with_less_noise_is_a_baseline_that_works(tmp_path: Path) -> None:
+    options = ("--connector", "nixl-quiet", "--conversations", 2, "--turns", 2, "--tokens", "200:500")
+    figures = await serve(tmp_path / "figures", *options)
+    assert figures["metrics"]["vllm:nixl_bytes_transferred_sum"] > 0
