@@ -46,14 +46,14 @@ class FetchPages(Operation, frozen=True, kw_only=True):
 class QueryComponents(Operation, frozen=True, kw_only=True):
     """Ask storage for pages of the prompt and of components → StorageAnswered.
 
-    Full pages are [first, first + count), as in QueryStorage. For each component the answer has the positions with a
-    page, from `components_first` (at most `first`) on; positions after the last full page found are not needed.
+    Full pages are [first, first + count), as in QueryStorage; `count` may be 0. For each component of
+    `components_first` the answer has the positions with a page, from the given one up to first + count.
     """
 
     request_id: str
     first: int
     count: int
-    components_first: int
+    components_first: dict[str, int]
 
 
 class FetchComponent(Operation, frozen=True, kw_only=True):

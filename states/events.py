@@ -118,7 +118,7 @@ class FlushRequested(Event, frozen=True, kw_only=True):
 class StorageChanged(Event, frozen=True, kw_only=True):
     """A storage engine was attached or detached.
 
-    `component_pages` means that it stores pages of every component as well; a worker with components uses no other.
+    `component_pages` means that it stores pages of components as well.
     """
 
     available: bool
@@ -142,7 +142,7 @@ class StorageAnswered(Event, frozen=True, kw_only=True):
     """Storage has the first `found` of the requested pages. This is a hint; an error counts as no pages.
 
     `component_pages` is the answer for components, if they were requested. With several ranks it is what all ranks
-    have: the pages for one boundary that are not in the caches.
+    have, the pages in their caches included.
     """
 
     op: int

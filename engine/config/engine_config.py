@@ -53,7 +53,7 @@ class AdmissionOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class SharingOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sharing of transfers between requests with a common prefix. Not with components."""
+    """Sharing of transfers between requests with a common prefix."""
 
     enabled: bool = True
     """Requests with a common prefix share its transfer before the first of them is READY."""

@@ -404,7 +404,7 @@ class DecodeEngine:
         joined = join_namespaces(self.config.namespace, namespace)
         state = self._core.state
         keys = self._runtime.prompt_keys.page_keys.of(packed)
-        device, host = (state.components or state.index).probe_prefix(joined, keys, with_pending=False)
+        device, host = state.index.probe_prefix(joined, keys, with_pending=False)
         return {"l1": device * self.layout.page_size, "l2": host * self.layout.page_size}
 
     async def drain(self, timeout_s: float | None = None) -> list[str]:

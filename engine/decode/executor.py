@@ -179,23 +179,28 @@ class Executor:
     def _query(self, command: Query) -> None:
         prompt = self._calls.live(command.request_id).prompt
         # The present storages: an exchange meanwhile must not mix the answers of two.
-        components = dict(self._component_storages) if isinstance(command, commands.QueryComponents) else {}
+        firsts = command.components_first if isinstance(command, commands.QueryComponents) else {}
+        components = {
+            name: (self._component_storages[name], first)
+            for name, first in firsts.items()
+            if name in self._component_storages
+        }
         self._use_storage(self._run_query(self._storage_of(""), components, prompt, command), f"query {command.op}")
 
     async def _run_query(
-        self, storage: Storage, components: Mapping[str, Storage], prompt: Prompt, command: Query
+        self, storage: Storage, components: Mapping[str, tuple[Storage, int]], prompt: Prompt, command: Query
     ) -> None:
+        """`components`: by name, where to look it up and from which position of the prompt on."""
         found, error, here = 0, "", []
         try:
-            # Components are looked up from some page of the caches on, full pages from the end of the caches.
-            begin = command.components_first if isinstance(command, commands.QueryComponents) else command.first
+            begin = min(command.first, *(first for _, first in components.values()), command.first)
             keys = await prompt.digests(begin, command.first + command.count - begin)
             if command.count:
                 found = leading(await self._exist(storage, keys[command.first - begin :]))
-            # A request cannot continue after the last full page, even if pages are stored there.
-            keys = keys[: command.first + found - begin]
-            for name, engine in components.items():
-                here.append(events.StoredComponent(name, ranges_of(await self._exist(engine, keys), begin)))
+            for name, (engine, first) in components.items():
+                here.append(
+                    events.StoredComponent(name, ranges_of(await self._exist(engine, keys[first - begin :]), first))
+                )
         except Exception as raised:
             found, error, here = 0, self._text_of(command, raised), []
         self._post(

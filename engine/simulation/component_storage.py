@@ -38,16 +38,17 @@ class SimulatedComponentStorage:
             return
         caller = world.caller(command.request_id)
         wanted = caller.tags[command.first : command.first + command.count]
-        if len(wanted) != command.count or not 0 <= command.components_first <= command.first + command.count:
+        end = command.first + command.count
+        if len(wanted) != command.count or any(not 0 <= at < end for at in command.components_first.values()):
             raise Violation(f"{command} requests pages that the prompt does not have")
         delay = self._storage.query_delay()
         world.schedule.after(delay, self._answer, command, wanted, caller.component_tags)
 
     def _answer(self, command: commands.QueryComponents, wanted: list[int], tags: Tags) -> None:
         found, error = self._storage.answer_for(wanted)
-        end = command.first + max(0, min(found, command.count))
+        end = command.first + command.count
         component_pages = tuple(
-            self._answer_for(name, ours[:end], command.components_first) for name, ours in tags.items()
+            self._answer_for(name, tags[name][:end], first) for name, first in command.components_first.items()
         )
         self._world.outcomes.tell(
             lambda at_s: events.StorageAnswered(

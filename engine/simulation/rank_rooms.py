@@ -53,7 +53,7 @@ class RankRooms:
         rank, key = self._rank, (command.request_id, command.generation)
         prefill = command.prefill
         script = rank.callers[command.request_id].script
-        rank.component_pages.check_promise(command.component_pages, command.prompt_tokens, command.promised_tokens)
+        rank.component_pages.check_promise(command.component_pages, command.prompt_tokens)
         component_pages = rank.component_pages.tags_of("", script.tokens, script.request_id)
         room = WrittenRoom(key, self._writer(prefill), rank.page_tags(script), component_pages)
         self._rooms[key] = room

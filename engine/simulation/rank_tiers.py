@@ -35,7 +35,7 @@ class RankComponentStorage:
         def answer() -> events.Event:
             found = tiers.held(wanted)
             component_pages = tuple(
-                self._found(name, ours[: command.first + found], command) for name, ours in tags.items()
+                self._found(name, tags[name][:end], first) for name, first in command.components_first.items()
             )
             return events.StorageAnswered(
                 at_s=0.0, op=command.op, found=found, error=error, component_pages=component_pages
@@ -43,13 +43,13 @@ class RankComponentStorage:
 
         rank.outcome(tiers.storage_delay(), answer)
 
-    def _found(self, name: str, tags: list[int], command: commands.QueryComponents) -> events.StoredComponent:
+    def _found(self, name: str, tags: list[int], first: int) -> events.StoredComponent:
         rank = self._rank
-        here = [at for at in range(command.components_first, len(tags)) if tags[at] in rank.stored]
+        here = [at for at in range(first, len(tags)) if tags[at] in rank.stored]
         if here and rank.hits("storage_is_short"):
             # One record is lost for good. Another one is not reported, or reported although it does not exist.
             rank.stored.discard(tags[rank.random.choice(here)])
-            here = sorted({*here} ^ {rank.random.randrange(command.components_first, len(tags))})
+            here = sorted({*here} ^ {rank.random.randrange(first, len(tags))})
         rank.component_pages.counts["records_found"] += len(here)
         return events.StoredComponent(name, tuple((at, at + 1) for at in here))
 

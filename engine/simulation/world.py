@@ -336,7 +336,7 @@ class World:
             or (command.promised_tokens % settings.page_size and command.promised_tokens != len(caller.tokens))
         ):
             raise Violation(f"{command} does not cover the prompt once")
-        self.component_pages.check_promise(command.component_pages, command.prompt_tokens, command.promised_tokens)
+        self.component_pages.check_promise(command.component_pages, command.prompt_tokens)
         prompt = Prompt(tags, caller.component_tags)
         self.rooms_out.promise(command, self.peers[caller.prefills[command.prefill]], prompt)
 

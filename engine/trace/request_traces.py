@@ -362,7 +362,7 @@ class RequestTraces:
         elif isinstance(owner, ComponentCopy):
             component_pages = owner.component_pages
         if component_pages is not None and component_pages.request is not None:
-            first = component_pages.reserved.component_pages[command.component].first
+            first = component_pages.firsts[command.component]
             work = Work("tail", first, len(command.target_pages), at_s, component=command.component)
             work.cause = "from host to device" if command.source == "host" else "of the cache to a page of its own"
             self._begin(command.op, work, [self._live[component_pages.request.request_id]])

@@ -380,7 +380,7 @@ class Backups:
         if components is None:
             pin = index.pin(leaf)
             return pin, partial(index.unpin, pin)
-        component_pages = components.pin(leaf, boundary=leaf.depth_pages)
+        component_pages = components.pin(leaf, components.firsts(leaf.depth_pages))
         return component_pages.full, partial(components.unpin, component_pages)
 
     def _unlock(self, backup: Backup) -> None:

@@ -86,7 +86,7 @@ class ComponentPuts:
         self._state.run_guarded(partial(self._begin, leaf, components), recover=lambda: None)
 
     def _begin(self, leaf: Node, components: Iterable[str]) -> None:
-        if self.storage.is_usable and self._state.index.tree.is_stored(leaf):
+        if self.storage.keeps_components and self._state.index.tree.is_stored(leaf):
             for name in components or self._index.components:
                 first, pages = self._index.trailing_pages_of("host", name, leaf)
                 if len(pages) == leaf.depth_pages - first:
@@ -96,10 +96,13 @@ class ComponentPuts:
     def _start(self, put: ComponentPut) -> None:
         state = self._state
         with Rollback() as undo:
-            put.pin = self._index.pin(put.leaf, boundary=put.leaf.depth_pages)
+            put.pin = self._index.pin(put.leaf, self._index.firsts(put.leaf.depth_pages))
             undo.callback(self._index.unpin, put.pin)
             # Puts at one leaf pin the same path. Only puts elsewhere take additional host pages away from reads.
             if not self.storage.may_put_beside(any(other.leaf is not put.leaf for other in self._live)):
+                # Not by the rollback, which a raise would leave with the pin still held.
+                undo.keep()
+                state.run_guarded(partial(self.give_up, put))
                 return
             if state.settings.put_wait_s and self.storage.holds_puts:
                 put.op = state.start_operation(put, deadline_s=state.settings.put_wait_s)
@@ -122,7 +125,7 @@ class ComponentPuts:
         """Start a waiting put although fetches are in flight. After a raise, `give_up` ends it."""
         self.waiting.pop(put, None)
         self._state.operations.pop(put.op, None)
-        if self.storage.is_usable:
+        if self.storage.keeps_components:
             self._put(put)
         else:
             self.give_up(put)
@@ -212,11 +215,12 @@ class ComponentBackups:
         if self._index.host[name].room < len(sources):
             return
         with Rollback() as undo:
-            lock = self._index.lock(leaf, boundary=leaf.depth_pages)
+            firsts = self._index.firsts(leaf.depth_pages)
+            lock = self._index.lock(leaf, firsts)
             undo.callback(self._index.unlock, lock)
-            pin = self._index.pin(leaf, boundary=leaf.depth_pages)
+            pin = self._index.pin(leaf, firsts)
             undo.callback(self._index.unpin, pin)
-            pages = self._index.take_host(name, len(sources))
+            pages = self._index.take("host", name, len(sources))
             backup = ComponentBackup(self, name, leaf, first, lock, pin)
             if pages is None:
                 # `room` counts pages that the pin has protected since: the boundary's own host pages. Without them

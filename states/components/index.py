@@ -1,20 +1,18 @@
-"""The prefix index with components: a match ends where the full KV *and* every component allow a request to continue.
+"""The components of a prefix index: their pages on device and host, beside the full KV.
 
 The tree, its full pages, receipts and evictions are those of the prefix index. Beside it each component has a
 `ComponentTier` per tier, with its own pool, pages, guards and order of eviction. This module connects the two:
 
-- *Match.* The longest boundary that every component serves, from device and host memory together: pages on the device
-  are used there, pages missing there are loaded from the host. The match then ends at that boundary, as if the index
-  had no more; full pages beyond it can be passed through and are of no use.
-- *Lock and pin.* One receipt protects the full pages down to a node and the component pages of one boundary.
-- *Reserve.* All that a request needs of every component, or nothing: the pages of the boundary locked, new pages for
-  what is to be loaded, and a snapshot of its own for each state, because the model writes to it in place. Shared
-  snapshots are copied.
+- *Sources.* The pages of a component that device and host have on a path. A restore uses them for the end of its
+  prompt; they never change how far the full KV is restored.
+- *Match.* For a computation that continues on the device: the longest boundary that the full KV and every component
+  serve from device and host memory together.
+- *Lock and pin.* One receipt protects the full pages down to a node and the component pages from given positions on.
 - *Splits and evictions.* The prefix index reports both. A node that loses its full pages in a tier loses its component
   pages there as well. A component's pool that runs short evicts component pages only.
 
-Ownership: `reserve`, `take_host` and `give_back` move pages between the pools and their owners, `insert` moves them
-from an owner to the index, `drain` and `settle` move device pages of an owner into the quarantine and out of it.
+Ownership: `take` and `give_back` move pages between the pools and their owners, `insert` moves them from an owner to
+the index, `drain` and `settle` move device pages of an owner into the quarantine and out of it.
 
 A core without components uses the prefix index directly.
 """
@@ -23,15 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from tidekv.states.components.component_tier import ComponentTier, Guard, nodes_covering
-from tidekv.states.components.specs import Component, Ranges, longest_boundary, served_boundaries
+from tidekv.states.components.specs import Component, longest_boundary, served_boundaries
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import MatchResult, Node, PrefixIndex, Receipt
 from tidekv.states.prefix.node import TierName
-from tidekv.states.types import PageIds, page_ids
+from tidekv.states.types import PageIds
 
 
 class ComponentReceipt:
@@ -42,34 +38,6 @@ class ComponentReceipt:
     def __init__(self, full: Receipt, guards: dict[str, Guard]) -> None:
         self.full = full
         self.guards = guards
-
-
-class ComponentMatch(msgspec.Struct, frozen=True, eq=False):
-    """Pages of one component that a request has at its boundary.
-
-    `table`: device pages at positions [first, boundary). Of a state it is always one page, the snapshot to continue
-    from, also at boundary 0. `own`: the pages that the request owns: first those of the table, then the spare ones. The
-    other pages of the table are the index's. Own pages of the table are filled from host pages (`loads`), from device
-    pages of the index (`clones`), both given as source and target, or from storage (`stored`). A snapshot at boundary 0
-    has no source, nor has one that prefill writes.
-    """
-
-    first: int
-    table: PageIds
-    own: PageIds
-    loads: tuple[PageIds, PageIds]
-    clones: tuple[PageIds, PageIds]
-    stored: tuple[PageIds, PageIds]
-    """Positions that neither tier has, and the own pages for them: storage is to deliver them."""
-
-
-class Reserved(msgspec.Struct, frozen=True, eq=False):
-    """Component pages of one boundary, with the receipts that protect what they use and are loaded from."""
-
-    boundary: int
-    lock: ComponentReceipt
-    pin: ComponentReceipt
-    component_pages: dict[str, ComponentMatch]
 
 
 class ComponentIndex:
@@ -119,39 +87,32 @@ class ComponentIndex:
         """
         device_pages, host_pages = self.index.probe_prefix(namespace, keys, with_pending=with_pending)
         limit = device_pages + host_pages if use_host else device_pages
-        boundary = longest_boundary(limit, self.served(namespace, keys, limit, {}, use_host=use_host))
+        nodes = self._nodes_of(namespace, keys, limit)
+        served = [
+            served_boundaries(sorted(self._positions(name, nodes, use_host=use_host)), self._trailing_pages[name])
+            for name in self.components
+        ]
+        boundary = longest_boundary(limit, served)
         device_pages = min(device_pages, boundary)
         return device_pages, boundary - device_pages
 
-    def served(
-        self, namespace: str, keys: bytes, pages: int, stored: Mapping[str, set[int]], *, use_host: bool = True
-    ) -> list[Ranges]:
-        """The boundaries that each component serves, in the order of components.
-
-        They are served by the component pages beside the first `pages` full pages, which must be in the index, together
-        with the positions in storage.
+    def sources(self, name: str, node: Node, first: int) -> tuple[dict[int, int], dict[int, int]]:
+        """The pages of one component at positions from `first` on, on the path to `node`: device pages and host pages,
+        each by position.
         """
-        nodes = self._nodes_of(namespace, keys, pages)
-        served = []
-        for name in self.components:
-            positions = self._positions(name, nodes, use_host=use_host) | stored.get(name, set())
-            served.append(served_boundaries(sorted(positions), self._trailing_pages[name]))
-        return served
+        path = nodes_covering(node, first)
+        device, host = (
+            {at: page for above in path for at, page in tier.pages_of(above).items() if at >= first}
+            for tier in (self.device[name], self.host[name])
+        )
+        return device, host
 
-    def count_only_stored(
-        self, namespace: str, keys: bytes, boundary: int, *, in_index: int, needed_from: Mapping[str, int]
-    ) -> int:
-        """Count the component pages that only storage has and a request continuing from `boundary` needs.
-
-        The first `in_index` full pages of the boundary are in the index.
+    def positions(self, namespace: str, keys: bytes, name: str, first: int) -> set[int]:
+        """The positions of a prompt, from `first` on, at which device or host has a page of one component, as far as
+        they have its full pages.
         """
-        nodes = self._nodes_of(namespace, keys, in_index)
-        count = 0
-        for name in self.components:
-            first = max(self._first(name, boundary), needed_from.get(name, 0))
-            here = self._positions(name, nodes)
-            count += sum(at not in here for at in range(first, boundary))
-        return count
+        nodes = self._nodes_of(namespace, keys, sum(self.index.probe_prefix(namespace, keys)))
+        return self._positions(name, [node for node in nodes if node.depth_pages > first])
 
     def trailing_pages_of(self, tier: TierName, name: str, node: Node) -> tuple[int, dict[int, int]]:
         """The first position of the component pages at the end of `node`, and those that this tier has, by position."""
@@ -161,80 +122,41 @@ class ComponentIndex:
             pages.update(self._tier(tier)[name].pages_of(above))
         return first, {at: page for at, page in pages.items() if at >= first}
 
+    def firsts(self, boundary: int) -> dict[str, int]:
+        """By component, the first position needed to continue from `boundary`."""
+        return {name: self._first(name, boundary) for name in self.components}
+
     # --- Receipts ---
 
-    def lock(self, node: Node, *, boundary: int) -> ComponentReceipt:
-        """Protect the full device pages down to `node`, and the component pages of `boundary` above its end."""
-        return self._hold(self.index.lock(node), self.device, boundary)
+    def lock(self, node: Node, firsts: Mapping[str, int]) -> ComponentReceipt:
+        """Protect the full device pages down to `node`, and component pages above its end, by component from the first
+        position on.
+        """
+        return self._hold(self.index.lock(node), self.device, firsts)
 
     def unlock(self, receipt: ComponentReceipt) -> None:
         """Give back a receipt of `lock`."""
         self._release(receipt, self.device)
         self.index.unlock(receipt.full)
 
-    def pin(self, node: Node, *, boundary: int) -> ComponentReceipt:
-        """Protect the host pages down to `node`: the full ones, and the component pages of `boundary`."""
-        return self._hold(self.index.pin(node), self.host, boundary)
+    def pin(self, node: Node, firsts: Mapping[str, int]) -> ComponentReceipt:
+        """Protect the host pages down to `node`: the full ones, and component pages from the first positions on."""
+        return self._hold(self.index.pin(node), self.host, firsts)
 
     def unpin(self, receipt: ComponentReceipt) -> None:
         """Give back a receipt of `pin`."""
         self._release(receipt, self.host)
         self.index.unpin(receipt.full)
 
-    # --- Reserving and giving back ---
+    # --- Taking and giving back ---
 
-    def reserve(
-        self,
-        match: MatchResult,
-        spare: Mapping[str, int],
-        needed_from: Mapping[str, int] | None = None,
-        *,
-        boundary: int | None = None,
-    ) -> Reserved | None:
-        """Take what a request that continues from a new match needs of every component, and `spare` more pages by name.
-
-        Returns None if a pool has too few free and evictable pages; then only the order of eviction has changed. If
-        prefill writes the last component pages, the request needs no positions before `needed_from`. With `boundary` it
-        continues from there, and storage delivers what the index lacks up to it.
-
-        The request owns the taken pages. After the copies, shared pages can be moved into the index (`insert`).
-        """
-        if boundary is None:
-            boundary = match.device_pages + match.host_pages
-        lock = self.lock(match.device_node, boundary=boundary)
-        pin = self.pin(match.host_node, boundary=boundary)
-        # From here on the needed pages are guarded: pages that can still be evicted are of no use to this request.
-        firsts = {
-            name: min(boundary, max(self._first(name, boundary), (needed_from or {}).get(name, 0)))
-            for name in self.components
-        }
-        missing = {name: self._missing(name, match.host_node, boundary, firsts[name]) for name in self.components}
-        wanted = {name: len(positions) + spare.get(name, 0) for name, positions in missing.items()}
-        if any(self.device[name].room < count for name, count in wanted.items()):
-            self.unlock(lock)
-            self.unpin(pin)
+    def take(self, tier: TierName, name: str, count: int) -> PageIds | None:
+        """Take pages of a component's pool, evicting others if necessary; None, without any eviction, if too few."""
+        pool = self._tier(tier)[name]
+        if pool.room < count:
             return None
-        component_pages = {}
-        for name, positions in missing.items():
-            tier = self.device[name]
-            tier.evict(wanted[name] - tier.account.free)
-            component_pages[name] = self._match_of(
-                name, match.host_node, boundary, firsts[name], positions, tier.account.take(wanted[name])
-            )
-        return Reserved(boundary, lock, pin, component_pages)
-
-    def release(self, reserved: Reserved) -> None:
-        """Give back the receipts of a reservation. Its pages stay with their owner."""
-        self.unlock(reserved.lock)
-        self.unpin(reserved.pin)
-
-    def take_host(self, name: str, count: int) -> PageIds | None:
-        """Take host pages of a component, evicting others if necessary; None, without any eviction, if too few."""
-        tier = self.host[name]
-        if tier.room < count:
-            return None
-        tier.evict(count - tier.account.free)
-        return tier.account.take(count)
+        pool.evict(count - pool.account.free)
+        return pool.account.take(count)
 
     def give_back(self, pages: Mapping[str, PageIds], tier: TierName = "device") -> None:
         """Free owned pages, by component."""
@@ -273,12 +195,12 @@ class ComponentIndex:
         """Free a node's pages of one component that are no longer needed. Raises BrokenInvariant if guarded."""
         self._tier(tier)[name].drop(node)
 
-    def drop_host_pages_of(self, node: Node, boundary: int) -> None:
-        """Free the host pages of all components at a boundary on the path to `node`, except those that a guard
-        protects.
+    def drop_host_pages_of(self, node: Node, firsts: Mapping[str, int]) -> None:
+        """Free the host pages of all components on the path to `node`, by component from the first position on, except
+        those that a guard protects.
         """
         for name, tier in self.host.items():
-            for above in nodes_covering(node, self._first(name, boundary)):
+            for above in nodes_covering(node, firsts[name]):
                 if not tier.is_guarded(above):
                     tier.drop(above)
 
@@ -341,8 +263,8 @@ class ComponentIndex:
             nodes.append(node)
         return nodes
 
-    def _hold(self, full: Receipt, tiers: dict[str, ComponentTier], boundary: int) -> ComponentReceipt:
-        guards = {name: tiers[name].guard(full.node, self._first(name, boundary)) for name in self.components}
+    def _hold(self, full: Receipt, tiers: dict[str, ComponentTier], firsts: Mapping[str, int]) -> ComponentReceipt:
+        guards = {name: tiers[name].guard(full.node, firsts[name]) for name in self.components}
         receipt = ComponentReceipt(full, guards)
         self._receipts[receipt] = None
         return receipt
@@ -353,35 +275,3 @@ class ComponentIndex:
         del self._receipts[receipt]
         for name, guard in receipt.guards.items():
             tiers[name].unguard(guard)
-
-    def _missing(self, name: str, node: Node, boundary: int, first: int) -> list[int]:
-        """The positions for which a request needs its own page. For a state that is always the snapshot."""
-        if not self.components[name].is_shared:
-            return [first]
-        here = {at for above in nodes_covering(node, first) for at in self.device[name].pages_of(above)}
-        return [at for at in range(first, boundary) if at not in here]
-
-    def _match_of(
-        self, name: str, node: Node, boundary: int, first: int, missing: list[int], own: PageIds
-    ) -> ComponentMatch:
-        device: dict[int, int] = {}
-        host: dict[int, int] = {}
-        for above in nodes_covering(node, first):
-            device.update(self.device[name].pages_of(above))
-            host.update(self.host[name].pages_of(above))
-        ours = dict(zip(missing, own, strict=False))
-        loads, clones, stored = ((page_ids(), page_ids()) for _ in range(3))
-        for position, page in ours.items():
-            if position >= boundary:
-                # A snapshot without a source: the boundary is 0, or prefill writes the snapshot.
-                continue
-            kind, source = stored, position
-            if position in device:
-                kind, source = clones, device[position]
-            elif position in host:
-                kind, source = loads, host[position]
-            kind[0].append(source)
-            kind[1].append(page)
-        end = first + 1 if not self.components[name].is_shared else boundary
-        table = page_ids(ours[at] if at in ours else device[at] for at in range(first, end))
-        return ComponentMatch(first, table, own, loads, clones, stored)

@@ -1,30 +1,35 @@
 """Component pages of a request, from its grant until it gives everything back.
 
-With components a plan ends at a boundary that all of them serve. What the request needs of each component is taken with
-the grant, in the same step as its full pages, or the request waits. It needs the component pages of the *end of the
-prompt*, some of which may lie before the boundary:
+A request needs the component pages of the *end of its prompt*: the trailing pages of a window, the snapshot of a state.
+They do not depend on how far the full KV is restored. For each component, its positions are served from the first one
+on by the nearest source that has the page: device, host, storage. Prefill writes the pages from the first position on
+that none of them has, up to the end of the prompt, as the tail of the hand-over:
 
-    window page at [first, boundary)        the index's, shared; or the request's own, loaded from host or storage
-    window page at [boundary, page_count)   the request's own, written by prefill
-    state snapshot                          the request's own: a copy of the index's if the boundary is the end of the
-                                            prompt, otherwise written by prefill
+    position        5    6    7    8 (partial)
+    window          L1   L2   L3   prefill        [first, tail) cached, [tail, page_count) sent
+    window          L1   .    L3   prefill        6 is missing: prefill sends 6, 7 and 8
+    state                          prefill        its only position: the end of the prompt
 
-Pages that only storage has are read by way of the host (`tidekv.states.components.storage`).
+    window page on the device               the index's, shared
+    window page on the host or in storage   loaded into a page that joins the index when the request becomes ready; if
+                                            the pool has no further page, into one of the request's own
+    window page of prefill                  the request's own
+    state snapshot                          the request's own, a copy if it is cached, because the model writes to it
+
+Each request takes as many own pages as it will ever need with its grant, in the same step as its full pages, or waits:
+a window never needs more pages than cover it and the page being written, and pages that it has left are written again.
 
 A request owns its pages until one of the following:
 
-- `commit` moves the loaded window pages to the index when the request becomes ready; the table keeps using them under
-  the request's lock;
+- `commit` moves loaded window pages to the index; the table keeps using them under the request's lock;
 - `keep` moves what the caller leaves at the finish to the index;
 - `leave` frees the rest. While copies into the pages are in flight, `RequestComponents` outlives its request and frees
   them when the last copy ends. Pages that prefill may still write to go to the quarantine of the room
   (`tidekv.states.handover.rooms`) before that. A recomputation in flight takes over everything instead, until it ends.
 
-A window never needs more pages than cover it and the page being written. Each request gets that many own pages at once
-and never asks for more: pages that the window has left are written again.
-
-A component's pages of a boundary are complete or of no use. If a fetch from storage fails, the request starts over
-without storage; if a copy fails, without host copies of components, and after another failure without any copies.
+What a component gets from its caches is complete or of no use, since prefill cannot be asked for its tail again. If a
+fetch from storage fails (`tidekv.states.components.storage`), the request starts over without component pages from
+storage; if a copy fails, without host copies of components, and after another failure without any copies.
 
 A caller that recomputes begins with the first page: no component pages are in place for a later beginning.
 """
@@ -36,16 +41,10 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyComponent
 from tidekv.states.components.specs import ComponentPages, ComponentTable
-from tidekv.states.components.storage import (
-    WITHOUT_COMPONENTS,
-    WITHOUT_HOST,
-    WITHOUT_STORAGE,
-    ComponentStorage,
-    preempt,
-)
+from tidekv.states.components.storage import WITHOUT_COMPONENTS, WITHOUT_HOST, ComponentStorage, preempt
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.events import CopyEnded
-from tidekv.states.request.request import Request, RequestComponents
+from tidekv.states.request.request import ComponentFetch, Request, RequestComponents
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import PageIds, page_ids, without
 
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import ComponentLeft, Outcome
     from tidekv.states.prefix.node import MatchResult, Node, TierName
+    from tidekv.states.request.plan import Plan
     from tidekv.states.storage.admission import StorageAdmission
 
 
@@ -92,135 +92,135 @@ class ComponentRestore:
     # --- The grant ---
 
     def match(self, request: Request) -> MatchResult:
-        """Match the prompt in the index and all components; after the grant, only up to the reserved boundary."""
-        width = self._state.settings.key_bytes
-        if request.component_pages is not None:
-            return self._index.index.match(request.namespace, request.keys[: request.component_pages.boundary * width])
-        request.stored_end = self.storage.boundary(request)
-        if request.stored_end:
-            return self._index.index.match(request.namespace, request.keys[: request.stored_end * width])
-        keys = b"" if request.recomputes or request.component_limit >= WITHOUT_COMPONENTS else request.keys
-        use_host = request.restore_limit < 2 and request.component_limit < WITHOUT_HOST
-        return self._index.match(request.namespace, keys, use_host=use_host)
+        """Match the prompt for a request that recomputes, which begins with the first page."""
+        return self._index.index.match(request.namespace, b"")
 
-    def reserve(self, request: Request, match: MatchResult) -> bool:
-        """Take what the request needs of every component; False if it cannot, with nothing taken."""
+    def reserve(self, request: Request) -> bool:
+        """Take all pages that the request will need of every component; False if it cannot, with nothing taken."""
         page_size = self._state.settings.page_size
-        components = self._index.components
-        spare = {name: c.live_pages(page_size) if c.is_shared else 0 for name, c in components.items()}
-        needed = self.storage.needed_from(request)
-        here = match.device_pages + match.host_pages
-        reserved = self._index.reserve(match, spare, needed, boundary=request.stored_end or here)
-        if reserved is None:
+        wanted = {name: component.live_pages(page_size) for name, component in self._index.components.items()}
+        if any(self._index.device[name].room < count for name, count in wanted.items()):
             return False
-        component_pages = request.component_pages = RequestComponents(request, reserved)
-        component_pages.fetched_pages = reserved.boundary - here
-        for name, matched in reserved.component_pages.items():
-            first = component_pages.firsts[name] = max(matched.first, needed[name])
-            begin = max(first, reserved.boundary)
-            remote = matched.own[len(matched.own) - spare[name] :] if components[name].is_shared else matched.own
-            remote = remote[: request.page_count - begin]
-            # A caller that recomputes writes to the same pages; prefill must not.
-            component_pages.remote[name] = page_ids() if request.recomputes else remote
-            component_pages.tables[name] = matched.table + remote if components[name].is_shared else matched.table
-        holes = {name: matched.stored[0] for name, matched in reserved.component_pages.items() if matched.stored[0]}
-        if holes and not request.stored_end:
-            raise BrokenInvariant(f"the caches serve {request} at page {reserved.boundary}, but no tier holds {holes}")
-        if not self.storage.reserve(component_pages):
-            # As for full pages, a request does not wait for host memory.
-            self.leave(request)
-            request.component_limit = WITHOUT_STORAGE
-            return False
+        component_pages = request.component_pages = RequestComponents(request)
+        for name, count in wanted.items():
+            # After an exception, `leave` finds what was taken so far.
+            pages = self._index.take("device", name, count)
+            assert pages is not None, "there was room for it before"
+            component_pages.own[name] = pages
         return True
-
-    def does_with_less(self, request: Request) -> bool:
-        """Whether a request that could not reserve retries at once with less; otherwise it waits for freed pages."""
-        # If no request holds component pages, waiting would not free any.
-        if request.stored_end and (request.component_limit or self._pools_unused()):
-            request.component_limit = WITHOUT_STORAGE
-            return True
-        if request.component_limit < WITHOUT_COMPONENTS and self._pools_unused():
-            request.component_limit = WITHOUT_COMPONENTS
-            return True
-        return False
-
-    def _pools_unused(self) -> bool:
-        """Whether no request holds component pages on the device, so that waiting for freed pages would never end."""
-        tiers = self._index.device.values()
-        return not any(tier.receipts or tier.account.owned or tier.account.draining for tier in tiers)
 
     # --- The plan ---
 
-    def serves(self, request: Request, match: MatchResult) -> bool:
-        """Whether the reservation still agrees with the match, and needs trusted tiers only."""
-        component_pages = request.component_pages
-        assert component_pages is not None
-        if request.stored_end:
-            return not request.restore_limit
-        loads = any(len(matched.loads[0]) for matched in component_pages.reserved.component_pages.values())
-        is_trusted = request.restore_limit < 2 or not (match.host_pages or loads)
-        return is_trusted and match.device_pages + match.host_pages == component_pages.boundary
+    def begin(self, request: Request, plan: Plan, host_node: Node, undo: Rollback) -> None:
+        """Choose the source of every component page, and start copies and fetches. `undo` reverts everything.
 
-    def reaches(self, request: Request, end: int) -> bool:
-        """Whether the planned loads reach the reserved boundary; if not, the request starts over."""
+        `host_node` is the end of the matched host path.
+        """
         component_pages = request.component_pages
         assert component_pages is not None
-        if end < component_pages.boundary:
-            preempt(self._state, component_pages, WITHOUT_STORAGE, "not all that storage has can be fetched")
-        return end >= component_pages.boundary
+        undo.callback(self._forget_plan, component_pages, component_pages.own)
+        component_pages.own = dict(component_pages.own)
+        firsts = component_pages.firsts = self.storage.needed_from(request)
+        component_pages.lock = self._index.lock(plan.node, firsts)
+        undo.callback(self._index.unlock, component_pages.lock)
+        if self._uses_host(request):
+            component_pages.pin = self._index.pin(host_node, firsts)
+            undo.callback(self._index.unpin, component_pages.pin)
+        for name in self._index.components:
+            self._choose(request, component_pages, name, plan, host_node, undo)
 
-    def begin(self, request: Request, node: Node, undo: Rollback) -> None:
-        """Start the copies, and move the lock to `node`, the end of the plan. `undo` reverts everything."""
-        component_pages = request.component_pages
-        assert component_pages is not None
-        assert component_pages.lock is not None
-        undo.callback(self._lock_at, component_pages, component_pages.lock.full.node)
-        self._lock_at(component_pages, node)
-        undo.callback(self._forget_copies, component_pages)
-        for name, matched in component_pages.reserved.component_pages.items():
-            self._copy(component_pages, name, "host", matched.loads, undo)
-            self._copy(component_pages, name, "device", matched.clones, undo)
-        self.storage.begin(request, component_pages, undo)
+    @staticmethod
+    def _uses_host(request: Request) -> bool:
+        return request.component_limit < WITHOUT_HOST and request.restore_limit < 2
+
+    def _choose(
+        self,
+        request: Request,
+        component_pages: RequestComponents,
+        name: str,
+        plan: Plan,
+        host_node: Node,
+        undo: Rollback,
+    ) -> None:
+        first, is_shared = component_pages.firsts[name], self._index.components[name].is_shared
+        device, host = self._index.sources(name, host_node, first)
+        if request.component_limit >= WITHOUT_COMPONENTS or request.recomputes:
+            device = {}
+        if not self._uses_host(request):
+            host = {}
+        stored = self.storage.stored(request, name, first).difference(device, host)
+        tail = _gap(first, request.full_pages, {*device, *host, *stored})
+        fetched = page_ids(sorted(at for at in stored if at < tail))
+        landing = page_ids()
+        if fetched:
+            taken = self.storage.take_host(request, name, len(fetched))
+            if taken is None:
+                fetched, tail = page_ids(), _gap(first, request.full_pages, {*device, *host})
+            else:
+                landing = taken
+                undo.callback(self._index.give_back, {name: taken}, "host")
+        shared = {at: device[at] for at in range(first, tail) if is_shared and at in device}
+        filled = [at for at in range(first, tail) if at not in shared]
+        own = component_pages.own[name]
+        joining = page_ids()
+        # Only pages whose full pages are in the tree can join the index.
+        if is_shared and filled and tail <= plan.end:
+            joining = self._index.take("device", name, len(filled)) or page_ids()
+            undo.callback(self._index.give_back, {name: joining})
+            component_pages.own[name] = own + joining
+        targets = dict(zip((*filled, *range(tail, request.page_count)), (*joining, *own), strict=False))
+        table = component_pages.tables[name] = page_ids(
+            shared[at] if at in shared else targets[at] for at in range(first, request.page_count)
+        )
+        if joining:
+            component_pages.joining[name] = tail - first
+        # A caller that recomputes writes to the same pages; prefill must not.
+        component_pages.remote[name] = page_ids() if request.recomputes else table[tail - first :]
+        component_pages.tails[name] = tail
+        of_device = {at: device[at] for at in filled if at in device}
+        of_host = {at: host[at] for at in filled if at in host and at not in device}
+        self._copy(component_pages, name, "host", of_host, targets, undo)
+        self._copy(component_pages, name, "device", of_device, targets, undo)
+        if fetched:
+            fetch = ComponentFetch(component_pages, name, fetched, page_ids(targets[at] for at in fetched))
+            fetch.host_pages = landing
+            self.storage.begin(request, fetch, undo)
 
     def _copy(
         self,
         component_pages: RequestComponents,
         name: str,
         source: TierName,
-        pages: tuple[PageIds, PageIds],
+        sources: dict[int, int],
+        targets: dict[int, int],
         undo: Rollback,
     ) -> None:
-        if not pages[0]:
+        if not sources:
             return
         op = self._state.start_operation(self.copy_of(component_pages), deadline_s=self._state.settings.copy_deadline_s)
         undo.callback(self._state.operations.pop, op)
         component_pages.copies += 1
         self._state.emit(
             CopyComponent(
-                op=op, component=name, source=source, source_pages=pages[0], target="device", target_pages=pages[1]
+                op=op,
+                component=name,
+                source=source,
+                source_pages=page_ids(sources.values()),
+                target="device",
+                target_pages=page_ids(targets[at] for at in sources),
             )
         )
 
-    def _forget_copies(self, component_pages: RequestComponents) -> None:
-        component_pages.copies = 0
-
-    def _lock_at(self, component_pages: RequestComponents, node: Node) -> None:
-        assert component_pages.lock is not None
-        # Lock the new path before unlocking the old one, so that pages on both are protected throughout.
-        lock = self._index.lock(node, boundary=component_pages.boundary)
-        with Rollback() as undo:
-            undo.callback(self._index.unlock, lock)
-            self._index.unlock(component_pages.lock)
-            undo.keep()
-        component_pages.lock = lock
+    def _forget_plan(self, component_pages: RequestComponents, own: dict[str, PageIds]) -> None:
+        component_pages.forget_plan()
+        component_pages.own = own
 
     def promise(self, request: Request) -> tuple[ComponentPages, ...]:
         """The pages of each component that prefill is to write."""
         component_pages = request.component_pages
         assert component_pages is not None
         return tuple(
-            ComponentPages(name, max(component_pages.firsts[name], component_pages.boundary), pages)
-            for name, pages in component_pages.remote.items()
+            ComponentPages(name, component_pages.tails[name], pages) for name, pages in component_pages.remote.items()
         )
 
     # --- Copies ---
@@ -261,10 +261,9 @@ class ComponentRestore:
         component_pages = request.component_pages
         assert component_pages is not None and component_pages.lock is not None
         component_pages.remote = {}
-        for name, matched in component_pages.reserved.component_pages.items():
-            if self._index.components[name].is_shared:
-                # After an exception, the table has the index's pages as far as they were entered.
-                self._enter(component_pages, name, matched.first, component_pages.tables[name][: len(matched.table)])
+        for name, count in component_pages.joining.items():
+            # After an exception, the table has the index's pages as far as they were entered.
+            self._enter(component_pages, name, component_pages.tables[name][:count])
         self._release_pin(component_pages)
         return component_pages.table
 
@@ -326,15 +325,21 @@ class ComponentRestore:
         if component_pages.is_damaged:
             component_pages.is_damaged = False
             # A cache tier never fails a request: the pages stay in the index if a hook raises.
-            drop = partial(self._index.drop_host_pages_of, pin.full.node, component_pages.boundary)
+            drop = partial(self._index.drop_host_pages_of, pin.full.node, component_pages.firsts)
             self._state.run_guarded(drop, recover=lambda: None)
 
-    def _enter(self, component_pages: RequestComponents, name: str, first: int, pages: PageIds) -> None:
+    def _enter(self, component_pages: RequestComponents, name: str, pages: PageIds) -> None:
         """Move pages into the index; where the index has another page already, the request uses that from now on."""
         assert component_pages.lock is not None
-        table, unused = self._index.insert("device", name, component_pages.lock.full.node, first, pages)
+        first, node = component_pages.firsts[name], component_pages.lock.full.node
+        table, unused = self._index.insert("device", name, node, first, pages)
         # Update the ownership before giving pages back, so that a raise from here on loses no page.
         component_pages.own[name] = without(component_pages.own[name], without(pages, unused))
         self._index.give_back({name: unused})
         component_pages.own[name] = without(component_pages.own[name], unused)
         component_pages.tables[name] = table + component_pages.tables[name][len(table) :]
+
+
+def _gap(first: int, end: int, here: set[int]) -> int:
+    """The first position in [first, end) that is missing; `end` if none is, but at least `first`."""
+    return next((at for at in range(first, end) if at not in here), max(first, end))

@@ -1,21 +1,14 @@
-"""Component pages in storage: how far they let a plan reach, and their way from storage to the device.
+"""Component pages in storage: which ones a request asks for, and their way from storage to the device.
 
-In storage every window page and every state snapshot is a record of its own, named by the full page at its position.
-With components the core queries storage for full pages and component pages at once, before it reserves anything: what a
-request needs of each component depends on the boundary that it continues from. That boundary is the longest one that
-all of the following serve together:
+In storage every window page and every state snapshot is a record of its own, named by the full page at its position. A
+query of storage asks for the component pages that the end of the prompt needs and device and host lack, together with
+the full pages. They are used whether or not the full pages come from storage, too. They are read into host pages that
+belong to this request only, and are copied from there to the request's device pages:
 
-    full pages          on the device, then on the host, then in storage
-    component pages     on the device, on the host, or in storage, page by page in any mixture
-
-A request does not need those pages of a boundary that prefill writes. Pages that it needs and only storage has are read
-into host pages that belong to this request only, and are copied from there to the request's device pages, so that no
-component page enters the index before the full pages of its request do:
-
-    RESERVED ──plan──▶ FETCHING ──all pages──▶ COPYING ──▶ over: the host pages are free
-                           │ short, late           │ error
-                           ▼                       ▼
-                         the request starts over, without storage    (without host copies of components)
+    FETCHING ──all pages──▶ COPYING ──▶ over: the host pages are free
+        │ short, late           │ error
+        ▼                       ▼
+      the request starts over, without storage    (without host copies of components)
 
 Ownership: the `ComponentFetch` owns the host pages in every stage; the request's `RequestComponents` owns the device
 pages. A fetch that is late, or whose request leaves, hands its host pages to a `LateFetch` operation, which frees them
@@ -30,46 +23,22 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from tidekv.states.commands import CopyComponent, FetchComponent, QueryComponents
-from tidekv.states.components.specs import longest_boundary
+from tidekv.states.commands import CopyComponent, FetchComponent
 from tidekv.states.request.request import ComponentFetch, ComponentStage, Request, RequestComponents
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
-from tidekv.states.types import page_ids
+from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tidekv.states.components.index import ComponentIndex
-    from tidekv.states.components.specs import Ranges
     from tidekv.states.core_state import CoreState, Operation
     from tidekv.states.events import Outcome, StoredComponent
     from tidekv.states.storage.admission import StorageAdmission
 
 WITHOUT_STORAGE, WITHOUT_HOST, WITHOUT_COMPONENTS = 1, 2, 3
 """Values of a request's `component_limit`: no component pages from storage, none from the host either, none at all."""
-BOUNDARIES_TRIED_MAX = 16
-"""Maximum boundaries to try, while limits on fetches forbid them, before a request continues without storage."""
-
-
-class PrefixCoverage(msgspec.Struct, frozen=True):
-    """Coverage of a prompt by the caches, and by the caches and storage together."""
-
-    cached_boundary: int
-    """The longest boundary that the caches serve without storage."""
-    cached_pages: int
-    """Full pages of the prompt in the caches."""
-    available_pages: int
-    """Full pages of the prompt in the caches and, following those, in storage."""
-    served: list[Ranges]
-    """For each component, the boundaries that the caches and storage serve together."""
-
-    def longest(self, limit: int) -> int:
-        """The longest boundary up to `limit`; 0 if none is longer than the one that the caches serve."""
-        found = longest_boundary(min(limit, self.available_pages), self.served)
-        return found if found > self.cached_boundary else 0
 
 
 def preempt(state: CoreState, component_pages: RequestComponents, limit: int, cause: str) -> None:
@@ -149,102 +118,26 @@ class ComponentStorage:
 
     # --- The query ---
 
-    def query(self, request: Request) -> None:
-        """Query storage for full pages and component pages beyond the caches' boundary, if enough pages are missing."""
-        state = self._state
-        settings = state.settings
-        here = sum(self._index.probe_prefix(request.namespace, request.keys))
-        gain = request.full_pages - here
-        if gain < 1 or gain * settings.page_size < settings.prefetch_threshold_tokens:
-            return
-        first = sum(state.index.probe_prefix(request.namespace, request.keys))
-        longest = max(component.trailing_pages(settings.page_size) for component in self._index.components.values())
-        count = request.full_pages - first
-        # The speed of the transfer is left out: a page of prefill's may be one of a component.
-        self._storage.query(
-            request,
-            gain,
-            lambda op: QueryComponents(
-                op=op,
-                request_id=request.request_id,
-                first=first,
-                count=count,
-                components_first=max(0, here + 1 - longest),
-            ),
-            page_s=0.0,
-        )
-        request.queried_first = first
+    def wanted(self, request: Request) -> dict[str, int]:
+        """By component, the first position to ask storage for; empty if it need not be asked for components.
 
-    def waits_for_answer(self, request: Request) -> bool:
-        """Whether the request waits for the answer to a query of storage.
-
-        Starts another one if pages in front of the known stored pages have left the caches since. Each repetition
-        covers a longer part of the prompt, so repetitions end.
+        A window is worth a query from `prefetch_threshold_tokens` on, a snapshot always. The end of a prompt has a
+        snapshot in storage only if it is the end of a page.
         """
-        may_query = not request.query_op and request.stored_found and self._is_allowed(request)
-        if may_query and sum(self._state.index.probe_prefix(request.namespace, request.keys)) < request.stored_first:
-            self.query(request)
-        return request.waits_for_answer
-
-    # --- The plan ---
-
-    def boundary(self, request: Request) -> int:
-        """The boundary to continue from with storage; 0 if the caches serve (almost) the same boundary without it."""
-        state = self._state
-        request.stored_cause = "storage_left_alone"
-        if not (request.stored_found or request.stored_components) or not self._is_allowed(request):
-            return 0
-        coverage = self.coverage(
-            request.namespace, request.keys, request.stored_first, request.stored_found, request.stored_components
-        )
-        found = self._longest(request, coverage)
-        gain_tokens = (found - coverage.cached_boundary) * state.settings.page_size
-        return found if gain_tokens >= max(state.settings.prefetch_threshold_tokens, 1) else 0
-
-    def coverage(
-        self, namespace: str, keys: bytes, first: int, found: int, component_pages: tuple[StoredComponent, ...]
-    ) -> PrefixCoverage:
-        """Return the current coverage of the prompt by the caches and storage.
-
-        Storage has `found` full pages from page `first` on, and the given component pages.
-        """
-        here = sum(self._index.probe_prefix(namespace, keys))
-        full = sum(self._state.index.probe_prefix(namespace, keys))
-        pages = len(keys) // self._state.settings.key_bytes
-        # If pages in front of `first` have left the caches since the query, it is unknown whether storage has them.
-        end = full if full < first else max(full, min(first + max(found, 0), pages))
-        stored = {entry.component: _positions(entry.ranges, pages) for entry in component_pages}
-        return PrefixCoverage(here, full, end, self._index.served(namespace, keys, full, stored))
-
-    def _is_allowed(self, request: Request) -> bool:
-        return self._storage.is_usable and not (request.restore_limit or request.component_limit)
-
-    def _longest(self, request: Request, coverage: PrefixCoverage) -> int:
-        """The longest boundary whose fetch fits the limits and the free host pages.
-
-        Returns the boundary of the caches if there is no such boundary beyond it.
-        """
-        state = self._state
-        request.stored_cause = "no_component"
-        left_s = request.deadline_at_s - state.now_s
-        room = state.host.free + state.index.host_evictable
-        full, limit = coverage.cached_pages, coverage.available_pages
-        for _ in range(BOUNDARIES_TRIED_MAX):
-            end = coverage.longest(limit)
-            if not end:
-                break
-            pages = max(0, end - full)
-            count = pages + self._index.count_only_stored(
-                request.namespace, request.keys, end, in_index=min(end, full), needed_from=self.needed_from(request)
-            )
-            fitting = self._storage.allowance(count, state.settings.prefetch_deadline_s(count, left_s))
-            # Only full pages need pages of this host pool; `reserve` takes component pages from their own pool.
-            if fitting >= count and pages <= room:
-                return end
-            request.stored_cause = "limit" if fitting < count else "no_host_page"
-            # Skip the boundaries whose full pages exceed the limits on their own.
-            limit = min(end - 1, full + min(fitting, room)) if pages > min(fitting, room) else end - 1
-        return coverage.cached_boundary
+        if request.component_limit or not self._storage.keeps_components:
+            return {}
+        page_size = self._state.settings.page_size
+        wanted: dict[str, int] = {}
+        for name, first in self.needed_from(request).items():
+            if not self._index.host[name].account.total:
+                # Its pages could not be read.
+                continue
+            missing = self.available_end(request.namespace, request.keys, name, first, None)
+            tokens = max(request.full_pages - missing, 0) * page_size
+            is_shared = self._index.components[name].is_shared
+            if tokens and (not is_shared or tokens >= self._state.settings.prefetch_threshold_tokens):
+                wanted[name] = missing
+        return wanted
 
     def needed_from(self, request: Request) -> dict[str, int]:
         """By component, the first position that the request needs at the end of its prompt."""
@@ -252,51 +145,63 @@ class ComponentStorage:
         components = self._index.components.items()
         return {name: component.needed_from(request.prompt_tokens, page_size) for name, component in components}
 
-    def reserve(self, component_pages: RequestComponents) -> bool:
-        """Take host pages for the pages to fetch. If there are too few, returns False with some of them taken."""
-        for name, matched in component_pages.reserved.component_pages.items():
-            positions, targets = matched.stored
-            if not positions:
-                continue
-            pages = self._index.take_host(name, len(positions))
-            if pages is None:
-                return False
-            fetch = ComponentFetch(component_pages, name, positions, targets)
-            fetch.host_pages = pages
-            component_pages.fetches[fetch] = None
-        return True
+    def available_end(self, namespace: str, keys: bytes, name: str, first: int, answer: StoredComponent | None) -> int:
+        """The end of the positions of a component, from `first` on, that device, host and storage have without a gap.
 
-    def begin(self, request: Request, component_pages: RequestComponents, undo: Rollback) -> None:
-        """Start the fetches. `undo` reverts everything."""
+        `answer` is that of storage; None counts as no pages.
+        """
+        pages = len(keys) // self._state.settings.key_bytes
+        if first >= pages:
+            return first
+        here = self._index.positions(namespace, keys, name, first) | positions_in(answer, first, pages)
+        return next((at for at in range(first, pages) if at not in here), pages)
+
+    # --- The plan ---
+
+    def stored(self, request: Request, name: str, first: int) -> set[int]:
+        """The positions from `first` on at which storage has pages of a component that the plan may fetch."""
+        if request.restore_limit or request.component_limit or not self._storage.keeps_components:
+            return set()
+        answers = (entry for entry in request.stored_components if entry.component == name)
+        return positions_in(next(answers, None), first, request.full_pages)
+
+    def take_host(self, request: Request, name: str, count: int) -> PageIds | None:
+        """Take host pages for a fetch of `count` pages; None if limits or the pool do not allow the whole fetch.
+
+        A request does not wait for them: prefill sends what is not fetched.
+        """
+        deadline_s = self._deadline_s(request, count)
+        return self._index.take("host", name, count) if self._storage.allowance(count, deadline_s) >= count else None
+
+    def begin(self, request: Request, fetch: ComponentFetch, undo: Rollback) -> None:
+        """Start a fetch, which owns its host pages. `undo` reverts it."""
         state = self._state
-        count = component_pages.fetched_pages + sum(len(fetch.positions) for fetch in component_pages.fetches)
-        deadline_s = state.settings.prefetch_deadline_s(count, request.deadline_at_s - state.now_s)
-        for fetch in component_pages.fetches:
-            undo.callback(self._unbegin, fetch)
-            fetch.op = state.start_operation(ComponentRead(self, self._storage, fetch), deadline_s=deadline_s)
-            state.emit(
-                FetchComponent(
-                    op=fetch.op,
-                    request_id=request.request_id,
-                    component=fetch.component,
-                    positions=fetch.positions,
-                    host_pages=fetch.host_pages,
-                    timeout_s=min(deadline_s, FETCH_TIMEOUT_MAX_S),
-                )
+        component_pages, count = fetch.component_pages, len(fetch.positions)
+        # Behind the pages that are being fetched already.
+        deadline_s = self._deadline_s(request, count + self._storage.pages_in_flight)
+        fetch.op = state.start_operation(ComponentRead(self, self._storage, fetch), deadline_s=deadline_s)
+        undo.callback(state.operations.pop, fetch.op)
+        state.emit(
+            FetchComponent(
+                op=fetch.op,
+                request_id=request.request_id,
+                component=fetch.component,
+                positions=fetch.positions,
+                host_pages=fetch.host_pages,
+                timeout_s=min(deadline_s, FETCH_TIMEOUT_MAX_S),
             )
-            fetch.stage = ComponentStage.FETCHING
-            component_pages.copies += 1
-            self._storage.take(len(fetch.positions))
-            self._storage.fetch_began(fetch, len(fetch.positions))
-            fetch.begun_at_s, fetch.queued_pages = state.now_s, self._storage.pages_in_flight
+        )
+        component_pages.fetches[fetch] = None
+        undo.callback(component_pages.fetches.pop, fetch)
+        component_pages.copies += 1
+        self._storage.take(count)
+        undo.callback(self._storage.take, -count)
+        self._storage.fetch_began(fetch, count)
+        undo.callback(self._storage.fetch_over, fetch)
+        fetch.begun_at_s, fetch.queued_pages = state.now_s, self._storage.pages_in_flight
 
-    def _unbegin(self, fetch: ComponentFetch) -> None:
-        state = self._state
-        state.operations.pop(fetch.op, None)
-        if fetch.stage is ComponentStage.FETCHING:
-            self._storage.fetch_over(fetch)
-            self._storage.take(-len(fetch.positions))
-            fetch.stage = ComponentStage.RESERVED
+    def _deadline_s(self, request: Request, count: int) -> float:
+        return self._state.settings.prefetch_deadline_s(count, request.deadline_at_s - self._state.now_s)
 
     # --- Outcomes ---
 
@@ -380,6 +285,7 @@ class ComponentStorage:
         fetch.component_pages.copies -= 1
 
 
-def _positions(ranges: tuple[tuple[int, int], ...], end: int) -> set[int]:
-    """The positions before `end` in the ranges of a storage answer."""
-    return {at for first, stop in ranges for at in range(max(first, 0), min(stop, end))}
+def positions_in(answer: StoredComponent | None, first: int, end: int) -> set[int]:
+    """The positions [first, end) that an answer of storage has."""
+    ranges = () if answer is None else answer.ranges
+    return {at for begin, stop in ranges for at in range(max(begin, first), min(stop, end))}

@@ -156,8 +156,9 @@ def _check_components(core: Parts) -> None:
     late = [owner for owner in operations if isinstance(owner, LateFetch)]
     for held in _component_pages_of(core):
         _require(held.copies == copies[held], f"{held.request} waits for {held.copies} copies of component pages")
-        waiting = [fetch for fetch in held.fetches if fetch.stage is not ComponentStage.RESERVED]
-        _require(all(fetches.get(fetch.op) is fetch for fetch in waiting), "a component fetch waits for no operation")
+        _require(
+            all(fetches.get(fetch.op) is fetch for fetch in held.fetches), "a component fetch waits for no operation"
+        )
     backups = [owner for owner in operations if isinstance(owner, ComponentBackup)]
     for name in components.components:
         owned, draining, on_host = page_ids(), page_ids(), page_ids()

@@ -89,8 +89,7 @@ class LookAhead:
             or left * settings.page_size < threshold
         ):
             return
-        if not self._storage.is_usable or request.restore_limit or state.components is not None:
-            # With components, the plan's end is only known once component pages are reserved.
+        if not self._storage.is_usable or request.restore_limit:
             return
         match = state.index.match(request.namespace, request.keys)
         first = match.device_pages + match.host_pages

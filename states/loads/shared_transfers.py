@@ -21,8 +21,7 @@ A sharer does not fail with the filler:
 - A sharer that waits for nothing else waits at most `share_wait_s` while nothing lands. Then the filler keeps its pages
   to itself, as if the transfer had never been shared, and the sharer extends into fresh ones.
 
-Workers with components share nothing before READY: component pages arrive for the end of a prompt, and another request
-has only a prefix of it.
+Components are not shared before READY: they belong to the end of one prompt, so each request gets its own.
 """
 
 from __future__ import annotations
@@ -76,9 +75,7 @@ class SharedTransfers:
         """
         state = self._state
         width, count = state.settings.key_bytes, request.full_pages - plan.end
-        if not state.settings.share_transfers or state.components is not None:
-            return None
-        if not request.cache or request.restore_limit or count < 1:
+        if not state.settings.share_transfers or not request.cache or request.restore_limit or count < 1:
             return None
         keys = request.keys[plan.end * width : request.full_pages * width]
         if keys[:width] in plan.node.children:

@@ -11,21 +11,22 @@ The plan adopts look-ahead reads as loads, so that no page is read twice:
     AheadRun under way               ──adopt──▶ load in FETCHING, with the same operation
     AheadRun landed, not in the tree ──adopt──▶ load in COPYING from the run's host pages, which are freed after it
 
-With components, the answer of storage is needed before pages are reserved and covers component pages as well. The end
-of the plan is fixed at that time: `tidekv.states.components.storage`.
+With components, the same query asks for component pages as well (`tidekv.states.components.storage`). They do not
+change the plan of full pages.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import QueryStorage
+from tidekv.states.commands import QueryComponents, QueryStorage
 from tidekv.states.loads.loads import LoadFetch
 from tidekv.states.request.request import AheadRun, Load, Stage
 from tidekv.states.storage.source_split import pages_to_fetch
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
+    from tidekv.states.commands import Command
     from tidekv.states.core_state import CoreState, Operation
     from tidekv.states.handover.rooms import Rooms
     from tidekv.states.loads.loads import Loads
@@ -120,19 +121,28 @@ class PlanFetches:
         self._lookahead = lookahead
         self._adoption = adoption
 
-    def ask(self, request: Request) -> None:
-        """Query storage for the pages that neither device nor host has, unless they are below the threshold."""
+    def ask(self, request: Request, components_first: dict[str, int]) -> None:
+        """Query storage for the pages that neither device nor host has, unless they are below the threshold.
+
+        `components_first` are the first positions to ask for of components, by name.
+        """
         state = self._state
         first = sum(state.index.probe_prefix(request.namespace, request.keys))
         count = request.full_pages - first
-        if count < 1 or count * state.settings.page_size < state.settings.prefetch_threshold_tokens:
+        is_worth = count > 0 and count * state.settings.page_size >= state.settings.prefetch_threshold_tokens
+        if not is_worth and not components_first:
             return
-        self._storage.query(
-            request,
-            count,
-            lambda op: QueryStorage(op=op, request_id=request.request_id, first=first, count=count),
-            page_s=self._rooms.page_s,
-        )
+        queried = count + sum(request.full_pages - first for first in components_first.values())
+
+        def command(op: int) -> Command:
+            if not components_first:
+                return QueryStorage(op=op, request_id=request.request_id, first=first, count=count)
+            return QueryComponents(
+                op=op, request_id=request.request_id, first=first, count=count, components_first=components_first
+            )
+
+        # The speed of the transfer does not tell what a component costs.
+        self._storage.query(request, queried, command, page_s=self._rooms.page_s if is_worth else 0.0)
         request.queried_first = first
 
     def adopt_reads(self, request: Request, plan: Plan, undo: Rollback) -> int:
@@ -158,9 +168,6 @@ class PlanFetches:
         """
         state = self._state
         settings = state.settings
-        if request.component_pages is not None:
-            self._load_to_boundary(request, plan, request.component_pages.boundary, undo)
-            return
         found_to = request.stored_first + request.stored_found
         count = found_to - plan.end if request.stored_first <= plan.end else 0
         deadline_s = settings.prefetch_deadline_s(max(count, 0), request.deadline_at_s - state.now_s)
@@ -186,17 +193,6 @@ class PlanFetches:
             request.declined = (cause, count - allowed)
             found_to = plan.end + allowed
         self._fetch_to(request, plan, found_to, deadline_s, undo)
-
-    def _load_to_boundary(self, request: Request, plan: Plan, boundary: int, undo: Rollback) -> None:
-        """Start the fetches up to `boundary`: with components, the grant has fixed the plan's end and the limits."""
-        state = self._state
-        beyond = request.stored_first + request.stored_found - max(boundary, request.stored_first)
-        if beyond > 0:
-            state.count("l3_declined_pages", beyond)
-            request.declined = (request.stored_cause, beyond)
-        count = boundary - plan.end
-        deadline_s = state.settings.prefetch_deadline_s(max(count, 0), request.deadline_at_s - state.now_s)
-        self._fetch_to(request, plan, boundary, deadline_s, undo)
 
     def _fetch_to(self, request: Request, plan: Plan, found_to: int, deadline_s: float, undo: Rollback) -> None:
         state = self._state

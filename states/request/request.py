@@ -20,7 +20,7 @@ from tidekv.states.types import PageIds, page_ids, without
 
 if TYPE_CHECKING:
     from tidekv.states.commands import Fallback
-    from tidekv.states.components.index import ComponentReceipt, Reserved
+    from tidekv.states.components.index import ComponentReceipt
     from tidekv.states.events import ChunkLanded, RequestArrived, StoredComponent
     from tidekv.states.prefix.index import Receipt
     from tidekv.states.prefix.node import InsertResult, Node
@@ -36,7 +36,6 @@ DECLINED = {
     "slower": "the transfer is expected to bring them sooner",
     "no_host_page": "host memory has no free page",
     "in_the_way": "pages of an earlier load of the same prompt are still being reclaimed",
-    "no_component": "storage lacks component pages to resume from at that boundary",
 }
 """Reasons why a plan does not fetch pages that storage has, by name."""
 
@@ -112,9 +111,7 @@ class Request:
         "short_version",
         "source_pages",
         "state",
-        "stored_cause",
         "stored_components",
-        "stored_end",
         "stored_first",
         "stored_found",
         "table",
@@ -188,10 +185,6 @@ class Request:
         self.loads: dict[Load, None] = {}
         self.room: Room | None = None
         self.component_pages: RequestComponents | None = None
-        self.stored_end = 0
-        """With components, the page boundary to which storage extends the restore. 0 means the end of the caches."""
-        self.stored_cause = ""
-        """Key of `DECLINED`: why storage does not extend it further."""
         self.recompute_op = 0
         self.recomputed = False
         self.matched = 0
@@ -500,43 +493,48 @@ class RequestComponents:
     """The component pages of one request. Outlives the request while copies into these pages are under way."""
 
     __slots__ = (
-        "boundary",
         "copies",
-        "fetched_pages",
         "fetches",
         "firsts",
         "is_damaged",
+        "joining",
         "kept",
         "lock",
         "own",
         "pin",
         "remote",
         "request",
-        "reserved",
         "tables",
+        "tails",
     )
 
-    def __init__(self, request: Request, reserved: Reserved) -> None:
+    def __init__(self, request: Request) -> None:
         self.request: Request | None = request
         """None if the request has left."""
-        self.reserved = reserved
-        self.boundary = reserved.boundary
-        self.lock: ComponentReceipt | None = reserved.lock
-        self.pin: ComponentReceipt | None = reserved.pin
+        self.own: dict[str, PageIds] = {}
+        """By component, all pages that the request owns."""
+        self.kept: set[tuple[str, int]] = set()
+        """Entries of the caller's ComponentLeft that are in the index: component and first position."""
+        self.forget_plan()
+
+    def forget_plan(self) -> None:
+        """Reset all fields of a plan. Frees nothing."""
+        self.lock: ComponentReceipt | None = None
+        self.pin: ComponentReceipt | None = None
         self.copies = 0
         """Number of copies and fetches under way that the request waits for."""
         self.fetches: dict[ComponentFetch, None] = {}
         """Fetches from storage whose pages are not on the device yet."""
-        self.fetched_pages = 0
-        """Number of full KV pages that are fetched from storage."""
-        self.own = {name: tail.own for name, tail in reserved.component_pages.items()}
         self.firsts: dict[str, int] = {}
+        """By component, the first position that the end of the prompt needs."""
+        self.tails: dict[str, int] = {}
+        """By component, the first position that prefill writes, or the caller who recomputes."""
         self.tables: dict[str, PageIds] = {}
         """By component, its pages at the prompt's end, at positions from `firsts` on."""
         self.is_damaged = False
-        """Whether a host page did not have its checksum: those of the boundary leave host memory with the pin."""
-        self.kept: set[tuple[str, int]] = set()
-        """Entries of the caller's ComponentLeft that are in the index: component and first position."""
+        """Whether a host page did not have its checksum: those of the prompt's end leave host memory with the pin."""
+        self.joining: dict[str, int] = {}
+        """By component, how many leading pages of its table join the index when the request becomes ready."""
         self.remote: dict[str, PageIds] = {}
         """By component, the pages of `own` that prefill may write to."""
 
@@ -555,7 +553,6 @@ class RequestComponents:
 class ComponentStage(enum.Enum):
     """Progress of a fetch of component pages."""
 
-    RESERVED = "RESERVED"
     FETCHING = "FETCHING"
     COPYING = "COPYING"
 
@@ -584,6 +581,6 @@ class ComponentFetch:
         self.host_pages: PageIds = page_ids()
         self.device_pages = device_pages
         self.op = 0
-        self.stage = ComponentStage.RESERVED
+        self.stage = ComponentStage.FETCHING
         self.begun_at_s = 0.0
         self.queued_pages = 0

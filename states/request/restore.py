@@ -141,10 +141,8 @@ class Restore:
         if not self._storage.is_usable or request.restore_limit or request.query_op:
             return
         request.answered_at_s = float("inf")
-        if self._component_pages is None:
-            self._fetches.ask(request)
-        elif not request.component_limit:
-            self._component_pages.storage.query(request)
+        components = {} if self._component_pages is None else self._component_pages.storage.wanted(request)
+        self._fetches.ask(request, components)
 
     def note_answer(self, request: Request, event: StorageAnswered) -> None:
         """Note the answer of storage, for which admission may have waited."""
@@ -160,8 +158,6 @@ class Restore:
         state = self._state
         if request.waits_for_answer:
             return False
-        if self._component_pages is not None and self._component_pages.storage.waits_for_answer(request):
-            return False
         available = state.device.free + state.index.device_evictable
         if request.short_version == self._insertions and available < request.short_need:
             # It did not fit before, and without insertions its match cannot have grown. Skips matching every waiting
@@ -176,11 +172,9 @@ class Restore:
             request.lock = None
             return False
         has_room = state.make_device_room(needed)
-        if not has_room or not (self._component_pages is None or self._component_pages.reserve(request, match)):
+        if not has_room or not (self._component_pages is None or self._component_pages.reserve(request)):
             state.index.unlock(request.lock)
             request.lock = None
-            if has_room:
-                return self._grant_without_components(request)
             request.short_need, request.short_version = needed, self._insertions
             return False
         pages = state.device.take(needed)
@@ -200,18 +194,11 @@ class Restore:
         That is if the caches have lost pages since, so that the answer starts too late in the prompt, or if the answer
         is old and storage may have more pages by now.
         """
-        if self._component_pages is not None:
-            return False
         is_gone = match.device_pages + match.host_pages < request.stored_first
         found_all = request.stored_first + request.stored_found >= request.full_pages
         if is_gone or (self._is_answer_old(request) and not found_all and request.ahead is None):
             self._ask_storage(request)
         return request.waits_for_answer
-
-    def _grant_without_components(self, request: Request) -> bool:
-        """Grant again with fewer cached components, or return False to wait until other requests free theirs."""
-        assert self._component_pages is not None
-        return self._component_pages.does_with_less(request) and self.grant(request)
 
     # --- MATCH ---
 
@@ -223,9 +210,6 @@ class Restore:
         state = self._state
         # Match again: loads of other requests may have ended, failed or been added since the grant.
         match = self._match(request)
-        if self._component_pages is not None and not self._component_pages.serves(request, match):
-            state.preempted[request] = "the caches no longer have what was granted"
-            return
         # The match may have grown since the grant. The pages reserved for that part are not needed. It cannot have
         # shrunk, since it is locked.
         surplus = len(request.own) - (request.page_count - match.device_pages)
@@ -245,9 +229,7 @@ class Restore:
                 adopted = self._fetches.adopt_reads(request, plan, undo)
                 self._fetches.load(request, plan, undo)
             if self._component_pages is not None:
-                if not self._component_pages.reaches(request, plan.end):
-                    return
-                self._component_pages.begin(request, plan.node, undo)
+                self._component_pages.begin(request, plan, plan.host_node, undo)
             published = self._shared.publish(request, plan, undo)
             # Take the longer lock before releasing the shorter one: whichever call raises, the pages stay protected.
             lock = state.index.lock(plan.node if published is None else published.nodes[-1])
@@ -316,7 +298,7 @@ class Restore:
         For a request that recomputes, the match ends before the first load: it has no room to extend into a load that
         fails.
         """
-        if self._component_pages is not None:
+        if request.recomputes and self._component_pages is not None:
             return self._component_pages.match(request)
         match = self._state.index.match(request.namespace, request.keys)
         if not request.recomputes:

@@ -72,7 +72,8 @@ class StorageQuery:
         self._storage.call_ended(event)
         found, component_pages = (event.found, event.component_pages) if isinstance(event, StorageAnswered) else (0, ())
         if not error:
-            self._note_answer(found)
+            records = (range(*each) for entry in component_pages for each in entry.ranges)
+            self._note_answer(found + sum(map(len, records)))
         answer = StorageAnswered(
             at_s=event.at_s, op=event.op, found=found, error=error, component_pages=component_pages
         )
@@ -192,6 +193,7 @@ class StorageAdmission:
         self._breaker = CircuitBreaker()
         self._throughput = ThroughputEstimator()
         self.answer_time = AnswerTime()
+        self._has_components = False
         self._level_pages = 0.0
         self._level_at_s = float("-inf")
         self.op = 0
@@ -215,6 +217,11 @@ class StorageAdmission:
         """Whether storage may be called."""
         return self._state.storage_available and not self.op
 
+    @property
+    def keeps_components(self) -> bool:
+        """Whether storage may be called for component pages."""
+        return self._has_components and self.is_usable
+
     def policy_changed(self, event: PolicyChanged) -> None:
         """Replace the policies. Calls in flight continue as they began."""
         self._state.settings = self._state.settings.with_policy(event.policy)
@@ -224,10 +231,11 @@ class StorageAdmission:
     # --- Queries ---
 
     def query(self, request: Request, count: int, command: Callable[[int], Command], *, page_s: float) -> None:
-        """Start a query of `count` pages of a request; `command` makes its command from the number of the operation.
+        """Start a query of `count` pages of a request, those of components included.
 
-        `page_s` is the time that the transfer takes per page, 0 if unknown. Afterwards `request.waits_for_answer`
-        until the answer, or until waiting costs more than it can gain.
+        `command` makes its command from the number of the operation. `page_s` is the time that the transfer takes per
+        page, 0 if unknown. Afterwards `request.waits_for_answer` until the answer, or until waiting costs more than it
+        can gain.
         """
         state = self._state
         # A policy that waits for every fetch waits for every answer, too.
@@ -336,8 +344,8 @@ class StorageAdmission:
 
     def changed(self, event: StorageChanged) -> None:
         """Forget everything about the previous storage, because another one is attached, or none."""
-        # With components a request cannot continue from full pages without component pages.
-        self._state.storage_available = event.available and (event.component_pages or self._state.components is None)
+        self._state.storage_available = event.available
+        self._has_components = event.component_pages
         self._state.operations.pop(self.op, None)
         self.op = 0
         self._breaker.close()

@@ -11,12 +11,12 @@ import pytest
 
 from tidekv.engine.simulation import SimulationFailed, simulate
 from tidekv.engine.simulation.components import draw_components
-from tidekv.states.components import index as component_index
+from tidekv.states.components import request_components
 from tidekv.states.components.backups import ComponentBackups
 from tidekv.states.components.component_tier import ComponentTier
 from tidekv.states.components.index import ComponentIndex
 from tidekv.states.components.request_components import ComponentRestore
-from tidekv.states.components.specs import Ranges
+from tidekv.states.components.specs import ComponentPages
 from tidekv.states.components.storage import ComponentStorage
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.prefix.node import Node, TierName
@@ -66,7 +66,7 @@ def a_shared_record_is_not_cloned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ComponentRestore, "_copy", copy)
 
 
-@mutant(r"is free|to which .* still writes|waits for|is being written", first_seed=28)
+@mutant(r"is free|to which .* still writes|waits for|is being written|is being read", first_seed=28)
 def pages_are_freed_while_a_copy_writes_to_them(patch: pytest.MonkeyPatch) -> None:
     def leave(self: ComponentRestore, request: Request) -> None:
         if request.component_pages is not None:
@@ -77,12 +77,22 @@ def pages_are_freed_while_a_copy_writes_to_them(patch: pytest.MonkeyPatch) -> No
     patch.setattr(ComponentRestore, "leave", leave)
 
 
-@mutant(r"KeyError|holds|needs positions")
-def a_boundary_with_a_hole_is_served(patch: pytest.MonkeyPatch) -> None:
-    def served(positions: list[int], trailing_pages: int) -> Ranges:
-        return [(position + 1, position + 1) for position in positions]
+@mutant(r"KeyError|holds|is not the end of what is needed")
+def a_window_with_a_hole_is_taken_for_whole(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(request_components, "_gap", lambda first, end, here: max((at + 1 for at in here), default=first))
 
-    patch.setattr(component_index, "served_boundaries", served)
+
+@mutant(r"to which .* still writes|is being written by|holds \d+ instead of|holds garbage")
+def a_loaded_window_uses_pages_that_prefill_writes(patch: pytest.MonkeyPatch) -> None:
+    def promise(self: ComponentRestore, request: Request) -> tuple[ComponentPages, ...]:
+        held = request.component_pages
+        return tuple(
+            ComponentPages(one.component, one.first, held.own[one.component][: len(one.pages)])
+            for one in original(self, request)
+        )
+
+    original = ComponentRestore.promise
+    patch.setattr(ComponentRestore, "promise", promise)
 
 
 @mutant(r"which holds garbage|holds 0 instead of|is free|is being read|changed while")

@@ -41,7 +41,13 @@ def test_copies_of_components_fail_on_one_rank_and_no_request_fails_by_that() ->
         faults.update(report.faults)
         ends.update(report.ends)
     assert faults["copy_fails"] and faults["copy_is_late"] and faults["command_raises"]
-    for name in ("boundaries_served", "component_pages_left", "copies_device_to_host", "copies_device_to_device"):
+    for name in (
+        "tails_sent",
+        "tails_cached",
+        "component_pages_left",
+        "copies_device_to_host",
+        "copies_device_to_device",
+    ):
         assert done[name], done
     assert not any("copy" in end or end == "internal error" for end in ends), ends
 
@@ -101,7 +107,7 @@ def in_storage(seed: int, ranks: int, requests: int) -> RankGroupWorld:
 
 def test_tails_come_from_storage_where_every_rank_has_them() -> None:
     done, faults = Counter[str](), Counter[str]()
-    for seed in range(30, 36):
+    for seed in range(30, 42):
         world = in_storage(seed, 2 + seed % 3, 40)
         assert sum(world.ends.values()) == 40
         faults.update(world.counts)
@@ -111,16 +117,18 @@ def test_tails_come_from_storage_where_every_rank_has_them() -> None:
     assert faults["storage_is_short"] and faults["storage_is_late"] and faults["outcome_repeats"], faults
 
 
-def test_a_boundary_that_one_rank_proposes_alone_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_component_pages_that_one_rank_has_alone_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = ComponentVote.decide
 
     def decide(self: ComponentVote, vote_vector: VoteVector, at_s: float) -> list[events.Event]:
         told = honest(self, vote_vector, at_s)
         # Each rank takes what it has itself.
-        return [
-            msgspec.structs.replace(event, component_pages=self._component_pages_of(self._longest(self._end)))
-            for event in told
-        ]
+        ends = (vote_vector.value(slot) for slot in self.slots[1:])
+        own = tuple(
+            events.StoredComponent(name, ((first, end),))
+            for (name, first), end in zip(self._firsts.items(), ends, strict=True)
+        )
+        return [msgspec.structs.replace(event, component_pages=own) for event in told]
 
     monkeypatch.setattr(ComponentVote, "decide", decide)
     with pytest.raises((Violation, RanksDiverged)):

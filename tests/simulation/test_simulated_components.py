@@ -87,7 +87,8 @@ def test_everything_that_can_be_done_with_a_tail_is_done() -> None:
         done.update(report.component_pages)
         counters.update(report.counters)
     for name in (
-        "boundaries_served",
+        "tails_sent",
+        "tails_cached",
         "components_shared",
         "component_pages_left",
         "copies_device_to_device",

@@ -8,7 +8,6 @@ from typing import Any
 from tidekv.engine.trace import causes
 from tidekv.states import commands, events
 from tidekv.states.components.specs import Component
-from tidekv.states.request.request import DECLINED
 
 Play = Any  # A core played by hand by the fixture `play`; tests cannot import its class.
 CASES: dict[str, tuple[Callable[[Play], None], tuple[str, ...], tuple[str, ...]]] = {}
@@ -95,18 +94,21 @@ def window_comes_from_storage(play: Play) -> None:
 )  # fmt: skip
 def component_fetch_fails(play: Play) -> None:
     play.take(events.PagesFetched, op=window_in_storage(play).op, good=0, error="disk on fire")
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
     play.bring_everything("r1")
 
 
 @says("starting the fetch of a component from storage raised: OSError: no file left", BACK, "READY")
 def component_fetch_raises(play: Play) -> None:
     play.take(events.CommandRaised, op=window_in_storage(play).op, detail="OSError: no file left")
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
     play.bring_everything("r1")
 
 
 @says("storage brought 1 of 2 pages", "lost or corrupt", BACK, "READY")
 def component_fetch_is_short(play: Play) -> None:
     play.take(events.PagesFetched, op=window_in_storage(play).op, good=1)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
     play.bring_everything("r1")
 
 
@@ -120,9 +122,12 @@ def component_fetch_is_late(play: Play) -> None:
     play.take(events.PagesFetched, op=fetch.op, good=2)
 
 
-@says("1 pages that storage has were declined", DECLINED["no_component"], "READY", counts="l3_declined_pages")
-def there_is_no_tail_to_go_on_from(play: Play) -> None:
-    play.take(events.PagesFetched, op=window_in_storage(play, (1, 3)).op, good=1)
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=3)
-    play.take(events.CopyEnded, op=play.last(commands.CopyComponent).op)
+@says("asked prefill for 0 pages, 2 pages of window", "READY")
+def window_in_storage_has_a_hole(play: Play) -> None:
+    play.begin_with(COMPONENTS)
+    play.take(events.StorageChanged, available=True, component_pages=True)
+    play.arrive("r1")
+    stored = (events.StoredComponent("window", ((3, 4),)),)
+    play.take(events.StorageAnswered, op=play.last(commands.QueryComponents).op, found=4, component_pages=stored)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
     play.bring_everything("r1")

@@ -54,14 +54,14 @@ async def test_another_engine_on_the_same_directory_goes_on_where_the_first_one_
         assert await made.answer("r3", KEPT, OUTPUT) == {"transfer": len(KEPT)}
 
 
-async def test_records_that_storage_has_lost_cut_the_plan_before_the_promise(worker) -> None:
+async def test_records_that_storage_has_lost_come_from_prefill(worker) -> None:
     async with worker(storage="memory:", **FETCHES) as made:
         await made.answer("r1", PROMPT[: 3 * SIZE], [7, 7])
         await made.answer("r2", PROMPT, OUTPUT)
         component_pages = made.engine._runtime.storage_in_use.component_pages
         await component_pages["state"].clear()
         await made.engine.flush(("l1", "l2"))
-        assert await made.answer("r3", [*KEPT, 1], OUTPUT) == {"transfer": len(KEPT) + 1}
+        assert await made.answer("r3", [*KEPT, 1], OUTPUT) == {"l3": len(KEPT), "transfer": 1}
         assert made.core().get("sent_back", 0) == 0
         made.expect_nothing_held()
 
@@ -79,7 +79,7 @@ async def test_records_that_cannot_be_read_are_asked_of_prefill(worker, monkeypa
             return [False for _ in keys]
 
         monkeypatch.setattr(component_pages["window"], "get_into", get_nothing)
-        assert await made.answer("r2", KEPT, OUTPUT) == {"transfer": len(KEPT)}
+        assert "transfer" not in await made.answer("r2", KEPT, OUTPUT)
         assert made.core()["sent_back"] == 1
         made.expect_nothing_held()
 
@@ -143,8 +143,10 @@ async def test_a_component_without_host_pages_is_not_stored_and_the_others_are(w
         (in_storage,) = made.engine._runtime.storage_in_use.component_pages.items()
         assert in_storage[0] == "state" and in_storage[1].statistics().pages == 1
         await made.engine.flush(("l1", "l2"))
-        # Storage holds the state only; without the window no request can continue from it.
-        assert await made.answer("r2", KEPT, OUTPUT) == {"transfer": len(KEPT)}
+        # The window comes from prefill.
+        assert await made.answer("r2", KEPT, OUTPUT) == {"l3": len(KEPT)}
+        copies = made.engine.statistics()["component_copies"]
+        assert copies["state"]["to_device_bytes"] > 0
         made.expect_nothing_held()
 
 

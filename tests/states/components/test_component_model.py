@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.prefixes import Prefix, keys, prefix_of
-from tidekv.states.components.index import ComponentIndex, ComponentReceipt, Reserved
+from tidekv.states.components.index import ComponentIndex, ComponentReceipt
 from tidekv.states.components.specs import Component
 from tidekv.states.pages.page_pool import PagePool, PageState
 from tidekv.states.prefix.index import Node, PrefixIndex
-from tidekv.states.types import page_ids
+from tidekv.states.types import PageIds, page_ids
 
 PROMPTS = st.tuples(st.sampled_from(["", "adapter"]), st.lists(st.integers(0, 1), max_size=9).map(tuple))
 PICK = st.integers(0, 1 << 16)
@@ -82,7 +82,8 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
             for name in self.names
         }
         self.held: list[Held] = []
-        self.reserved: list[tuple[Prefix, Reserved, Held, Held]] = []
+        self.taken: list[tuple[str, str, PageIds]] = []
+        """Tier, component, and pages that a caller owns."""
         # An empty tree has nothing to show: most runs start from something.
         for number, prompt in enumerate(prompts):
             self.insert_full(prompt)
@@ -123,7 +124,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
 
     @property
     def live(self) -> list[Held]:
-        return self.held + [part for _, _, lock, pin in self.reserved for part in (lock, pin)]
+        return self.held
 
     def is_guarded(self, tier: str, name: str, node: Node) -> bool:
         """Whether the component pages of a receipt's boundary include positions of the node."""
@@ -234,7 +235,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         if nodes:
             node = nodes[pick % len(nodes)]
             take = self.component_pages.lock if tier == "device" else self.component_pages.pin
-            receipt = take(node, boundary=node.depth_pages)
+            receipt = take(node, self.component_pages.firsts(node.depth_pages))
             self.held.append(self.keep(receipt, prefix_of(node), node.depth_pages))
 
     @rule(tier=TIERS, pick=PICK, count=st.integers(1, 6))
@@ -267,10 +268,10 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         boundary = sum(expected)
         assert prefix_of(match.host_node) == cut(prompt, boundary)
         if lock:
-            receipt = self.component_pages.lock(match.device_node, boundary=boundary)
+            receipt = self.component_pages.lock(match.device_node, self.component_pages.firsts(boundary))
             self.held.append(self.keep(receipt, prompt, boundary))
         if pin:
-            receipt = self.component_pages.pin(match.host_node, boundary=boundary)
+            receipt = self.component_pages.pin(match.host_node, self.component_pages.firsts(boundary))
             self.held.append(self.keep(receipt, prompt, boundary))
 
     @precondition(lambda self: self.held)
@@ -279,64 +280,43 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         part = self.held.pop(pick % len(self.held))
         (self.component_pages.unlock if part.kind == "device" else self.component_pages.unpin)(part.receipt)
 
-    @rule(prompt=PROMPTS, spare=st.integers(0, 2))
-    def reserve(self, prompt: Prefix, spare: int) -> None:
-        match = self.component_pages.match(prompt[0], keys(prompt[1]))
-        boundary = match.device_pages + match.host_pages
-        before = {name: (tier.account.free, tier.evictable) for name, tier in self.component_pages.device.items()}
-        reserved = self.component_pages.reserve(match, dict.fromkeys(self.names, spare))
+    @rule(prompt=PROMPTS, first=st.integers(0, 8))
+    def sources(self, prompt: Prefix, first: int) -> None:
+        match = self.index.match(prompt[0], keys(prompt[1]))
+        found = match.device_pages + match.host_pages
+        for name in self.names:
+            here = [self.component_pages.sources(name, match.host_node, first)[at] for at in (0, 1)]
+            known = [
+                {
+                    at: self.models[tier, name].pages[piece]
+                    for at in range(first, found)
+                    if (piece := cut(prompt, at + 1)) in self.models[tier, name].pages
+                }
+                for tier in ("device", "host")
+            ]
+            assert here == known
+            assert self.component_pages.positions(prompt[0], keys(prompt[1]), name, first) >= {*known[0], *known[1]}
+
+    @rule(tier=TIERS, pick=PICK, count=st.integers(0, 6))
+    def take(self, tier: str, pick: int, count: int) -> None:
+        name = self.names[pick % len(self.names)]
+        pool = (self.component_pages.device if tier == "device" else self.component_pages.host)[name]
+        free, room = pool.account.free, pool.room
+        pages = self.component_pages.take(tier, name, count)  # type: ignore[arg-type]  # One of the two names.
         gone = self.shrink()
-        if reserved is None:
-            assert not any(gone.values())
-            assert before == {
-                name: (tier.account.free, tier.evictable) for name, tier in self.component_pages.device.items()
-            }
-            return
-        assert reserved.boundary == boundary
-        for name, matched in reserved.component_pages.items():
-            self.bring(name, prompt, boundary, reserved)
-            missing = len(matched.loads[1]) + len(matched.clones[1])
-            fresh = name == "state" and not boundary
-            assert len(matched.own) == missing + spare + fresh
-            # Nothing goes where there is room.
-            assert not gone["host", name] and (not gone["device", name] or before[name][0] < len(matched.own))
-        lock = self.keep(reserved.lock, prompt, boundary)
-        self.reserved.append((prompt, reserved, lock, self.keep(reserved.pin, prompt, boundary)))
+        assert (pages is None) == (room < count)
+        # Nothing goes where there is room, nor if there is too little.
+        assert not any(lost for where, lost in gone.items() if where != (tier, name))
+        assert not gone[tier, name] or free < count <= room
+        if pages is not None:
+            assert len(pages) == count
+            self.taken.append((tier, name, pages))
 
-    def bring(self, name: str, prompt: Prefix, boundary: int, reserved: Reserved) -> None:
-        """Do the copies that follow from a reservation, and see that its table holds what the boundary needs."""
-        matched, device, host = reserved.component_pages[name], self.models["device", name], self.models["host", name]
-        for source, target in zip(*matched.loads, strict=True):
-            device.write(target, host.memory[source])
-        for source, target in zip(*matched.clones, strict=True):
-            device.write(target, device.memory[source])
-        pieces = self.trailing_positions(name, prompt, boundary)
-        shared = [page for page in matched.table if page not in matched.own]
-        if name == "state":
-            # A request writes its snapshot in place, so it must not share it.
-            assert len(matched.table) == 1 and not shared
-            assert [device.memory[page] for page in matched.table[: len(pieces)]] == pieces
-            device.write(matched.table[0], "gone on")
-        else:
-            assert [device.memory[page] for page in matched.table] == pieces
-            assert device.account.holds(page_ids(shared), PageState.CACHED)
-
-    @precondition(lambda self: self.reserved)
-    @rule(pick=PICK, enter=st.booleans())
-    def release(self, pick: int, enter: bool) -> None:
-        prompt, reserved, _, _ = self.reserved.pop(pick % len(self.reserved))
-        node = reserved.lock.full.node
-        for name, matched in reserved.component_pages.items():
-            model = self.models["device", name]
-            kept = set(matched.own)
-            if enter and name != "state" and node.depth_pages == reserved.boundary:
-                # The full pages are there: what was loaded joins the index.
-                table, unused = self.component_pages.insert("device", name, node, matched.first, matched.table)
-                for position, page in enumerate(table, matched.first):
-                    assert model.pages.setdefault(cut(prompt, position + 1), page) == page
-                kept -= set(matched.table) - set(unused)
-            model.account.give_back(page_ids(kept))
-        self.component_pages.release(reserved)
+    @precondition(lambda self: self.taken)
+    @rule(pick=PICK)
+    def give_pages_back(self, pick: int) -> None:
+        tier, name, pages = self.taken.pop(pick % len(self.taken))
+        self.component_pages.give_back({name: pages}, tier)  # type: ignore[arg-type]  # One of the two names.
 
     # --- What holds after every call ---
 
@@ -349,8 +329,8 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
             # Every page is where its bytes belong, through all splits.
             assert all(model.memory[page] == piece for piece, page in model.pages.items())
             account, own = model.account, page_ids()
-            for _, reserved, _, _ in self.reserved:
-                own += reserved.component_pages[name].own if tier == "device" else page_ids()
+            for where, whose, pages in self.taken:
+                own += pages if (where, whose) == (tier, name) else page_ids()
             assert account.holds(own, PageState.OWNED) and account.owned == len(own)
             assert account.free + account.owned + account.cached + account.draining == account.total
             tiers = self.component_pages.device if tier == "device" else self.component_pages.host
@@ -372,8 +352,8 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
             return
         while self.held:
             self.give_back(0)
-        while self.reserved:
-            self.release(0, False)
+        while self.taken:
+            self.give_pages_back(0)
         # With nothing held, an empty tree leaves every pool free.
         self.index.flush("device")
         self.index.flush("host")

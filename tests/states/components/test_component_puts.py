@@ -163,14 +163,14 @@ def test_one_query_covers_full_pages_and_component_pages() -> None:
     rig = rig_with()
     only_in_storage(rig)
     query = asked(rig)
-    assert (query.first, query.count, query.components_first) == (0, 8, 0)
+    assert (query.first, query.count, query.components_first) == (0, 8, {"window": 5, "state": 7})
 
 
 def test_a_query_covers_only_positions_that_can_matter() -> None:
     rig = rig_with()
     cached(rig, PROMPT[:6])
     query = asked(rig)
-    assert (query.first, query.count, query.components_first) == (6, 2, 4)
+    assert (query.first, query.count, query.components_first) == (6, 2, {"window": 6, "state": 7})
 
 
 def test_a_request_that_lacks_only_component_pages_queries_only_those() -> None:
@@ -180,7 +180,7 @@ def test_a_request_that_lacks_only_component_pages_queries_only_those() -> None:
     for tier in ("device", "host"):
         rig.core.state.components.evict(tier, "window", 16)
     query = asked(rig)
-    assert (query.first, query.count, query.components_first) == (8, 0, 0)
+    assert (query.first, query.count, query.components_first) == (8, 0, {"window": 5})
     rig.answer(query, 0, component_pages=(tail("window", (5, 8)),))
     fetch, clone = rig.take(commands.FetchComponent), rig.take(commands.CopyComponent)
     assert (fetch.component, ids(fetch.positions), clone.component) == ("window", [5, 6, 7], "state")
@@ -188,28 +188,32 @@ def test_a_request_that_lacks_only_component_pages_queries_only_those() -> None:
     assert rig.take(commands.SendPromise).promised_tokens == 8 and rig.state("a") == "PREFETCH"
 
 
-def test_a_small_gain_is_neither_queried_nor_fetched() -> None:
+def test_a_window_below_the_threshold_is_not_queried_and_a_record_always_is() -> None:
     rig = rig_with(prefetch_threshold_tokens=4)
     cached(rig, PROMPT[:6])
-    rig.arrive("a", PROMPT)
-    assert not rig.take_all(commands.QueryComponents)
-    rig = rig_with(prefetch_threshold_tokens=4)
-    rig.answer(asked(rig, PROMPT), 8, component_pages=(tail("window", (0, 3)), tail("state", (2, 3))))
-    assert rig.take(commands.SendPromise).promised_tokens == 0
+    query = asked(rig)
+    assert (query.first, query.count, query.components_first) == (6, 2, {"state": 7})
+    rig.answer(query, 2)
+    assert rig.take(commands.SendPromise).promised_tokens == 6
+    # No record is stored for the middle of a page.
+    rig = rig_with(prefetch_threshold_tokens=4, page_size=2, key_bytes=2)
+    rig.arrive("a", PROMPT[:5])
+    rig.take(commands.QueryStorage)
 
 
-def test_storage_without_component_pages_is_not_queried() -> None:
+def test_storage_without_component_pages_is_not_queried_for_those() -> None:
     rig = Rig(components=(window(),))  # type: ignore[arg-type]  # Not a number.
     rig.attach_storage()
     rig.arrive("a", PROMPT)
-    rig.take(commands.SendPromise)
+    rig.take(commands.QueryStorage)
     rig.nothing_else()
 
 
-def test_a_request_is_not_admitted_before_the_answer_and_lets_others_pass() -> None:
+def test_a_request_plans_without_an_answer_that_is_late() -> None:
     rig = rig_with(prefetch_threshold_tokens=4)
     query = asked(rig)
     rig.arrive("b", b"xyz")
+    rig.answer(rig.take(commands.QueryComponents), 0)
     assert (rig.state("a"), rig.state("b")) == ("PREALLOC", "TRANSFER")
     rig.wait_until(rig.now_s + 2.0)
     assert rig.state("a") == "TRANSFER" and rig.core.statistics()["l3_queries_late"] == 1
@@ -237,7 +241,7 @@ def test_a_waiting_request_queries_again_if_pages_in_front_of_the_answer_have_le
     assert rig.state("a") == "PREFETCH" and rig.take(commands.SendPromise).promised_tokens == 8
 
 
-def test_pages_in_front_of_component_pages_that_have_left_are_not_assumed_to_be_in_storage() -> None:
+def test_storage_is_queried_again_for_pages_in_front_of_component_pages_that_have_left() -> None:
     rig = rig_with(device_pages=9)
     cached(rig, PROMPT)
     assert rig.core.state.components is not None
@@ -250,4 +254,7 @@ def test_pages_in_front_of_component_pages_that_have_left_are_not_assumed_to_be_
     rig.flush("l1")
     rig.flush("l2")
     rig.abort("big")
-    assert rig.take(commands.SendPromise).promised_tokens == 0 and not rig.take_all(commands.FetchPages)
+    query = rig.take(commands.QueryComponents)
+    assert (query.first, query.count, query.components_first) == (0, 8, {"window": 5, "state": 7})
+    rig.answer(query, 8, component_pages=ALL)
+    assert rig.take(commands.SendPromise).promised_tokens == 8

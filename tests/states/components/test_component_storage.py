@@ -26,6 +26,11 @@ from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant
 
 
+def tails_of(promise: commands.SendPromise) -> dict[str, tuple[int, int]]:
+    assert promise.component_pages is not None
+    return {asked_for.component: (asked_for.first, len(asked_for.pages)) for asked_for in promise.component_pages}
+
+
 def test_a_prompt_comes_back_from_storage_with_its_component_pages() -> None:
     rig = rig_with()
     only_in_storage(rig)
@@ -53,19 +58,34 @@ def test_a_prompt_comes_back_from_storage_with_its_component_pages() -> None:
     settle(rig)
 
 
-def test_the_plan_ends_at_the_longest_boundary_that_all_tiers_serve_together() -> None:
+def test_full_pages_come_from_storage_whether_or_not_it_has_the_component_pages() -> None:
     rig = rig_with(state())
-    cached(rig, PROMPT[:4])
-    cached(rig, PROMPT, "again")
-    rig.flush("l1")
-    rig.flush("l2")
+    only_in_storage(rig)
     # Storage has lost the last record.
-    rig.answer(asked(rig, PROMPT + b"ij"), 8, component_pages=(tail("state", (3, 4)),))
-    assert rig.take(commands.SendPromise).promised_tokens == 4
-    assert len(rig.take(commands.FetchPages).host_pages) == 4
-    # Nothing of the record is needed here: prefill sends the one at the prompt's end.
+    rig.answer(asked(rig), 8, component_pages=(tail("state", (3, 4)),))
+    promise = rig.take(commands.SendPromise)
+    assert promise.promised_tokens == 8 and tails_of(promise) == {"state": (7, 1)}
+    assert len(rig.take(commands.FetchPages).host_pages) == 8
     assert not rig.take_all(commands.FetchComponent)
-    assert rig.request("a").declined == ("no_component", 4)
+
+
+def test_component_pages_come_from_storage_whether_or_not_it_has_the_full_pages() -> None:
+    rig = rig_with()
+    rig.answer(asked(rig), 3, component_pages=ALL)
+    promise = rig.take(commands.SendPromise)
+    assert promise.promised_tokens == 3 and tails_of(promise) == {"window": (8, 0), "state": (8, 0)}
+    for fetch in rig.take_all(commands.FetchComponent):
+        rig.fetched(fetch)
+    for copy in rig.take_all(commands.CopyComponent):
+        rig.copied(copy)
+    rig.fetched(rig.take(commands.FetchPages))
+    rig.copied(rig.take(commands.CopyToDevice))
+    rig.serve(promise)
+    ready = rig.take(commands.ReportReady)
+    # The window lies beyond the pages of storage, so it does not join the index.
+    assert ready.component_pages is not None and set(ready.component_pages[0].pages) < set(ready.component_pages[0].own)
+    finish(rig, ready, PROMPT)
+    settle(rig)
 
 
 def test_component_pages_are_combined_from_device_host_and_storage() -> None:
@@ -80,7 +100,6 @@ def test_component_pages_are_combined_from_device_host_and_storage() -> None:
     # Of positions 4 to 7, the device has lost 5 and 6, and the host 6 as well.
     for tier, end in (("device", 6), ("device", 7), ("host", 7)):
         index.drop(tier, "window", at_end[end])
-    assert sum(index.probe_prefix("", PROMPT)) == 0 and rig.core.storage.is_usable
     rig.answer(asked(rig), 0, component_pages=(tail("window", (6, 7)),))
     fetch, copy = rig.take(commands.FetchComponent), rig.take(commands.CopyComponent)
     assert ids(fetch.positions) == [6] and (copy.source, len(copy.source_pages)) == ("host", 1)
@@ -96,59 +115,49 @@ def test_component_pages_are_combined_from_device_host_and_storage() -> None:
 
 def test_positions_that_are_not_of_the_prompt_are_not_believed() -> None:
     rig = rig_with()
-    rig.answer(asked(rig), 99, component_pages=(tail("window", (-5, 99)), tail("state", (-9, -1), (3, 4), (70, 80))))
-    assert rig.take(commands.SendPromise).promised_tokens == 4
+    answered = (tail("window", (-5, 99)), tail("state", (-9, -1), (3, 4), (70, 80)), tail("nobody", (0, 8)))
+    rig.answer(asked(rig), 99, component_pages=answered)
+    promise = rig.take(commands.SendPromise)
+    assert promise.promised_tokens == 8 and tails_of(promise) == {"window": (8, 0), "state": (7, 1)}
 
 
-def test_limits_on_fetches_shorten_the_plan_to_a_boundary_within_them() -> None:
-    component_pages = (tail("state", (1, 2), (3, 4), (7, 8)),)
-    rig = rig_with(state(), fetch_pages_in_flight_max=5)
-    rig.answer(asked(rig), 8, component_pages=component_pages)
-    assert rig.take(commands.SendPromise).promised_tokens == 4
-    assert rig.request("a").declined == ("limit", 4) and rig.core.statistics()["l3_declined_pages"] == 4
-    # While those are fetched, no other request fetches.
-    query = asked(rig, b"x" * 8, "b")
-    rig.answer(query, 8, component_pages=component_pages)
-    assert rig.take(commands.SendPromise).promised_tokens == 0
-    assert rig.request("b").declined == ("limit", 8)
+def test_full_pages_have_precedence_over_component_pages_within_limits() -> None:
+    rig = rig_with(fetch_pages_in_flight_max=9)
+    rig.answer(asked(rig), 8, component_pages=ALL)
+    promise = rig.take(commands.SendPromise)
+    # One page is left after the full ones: too few for the window, enough for the record.
+    assert promise.promised_tokens == 8 and tails_of(promise) == {"window": (5, 3), "state": (8, 0)}
+    assert [fetch.component for fetch in rig.take_all(commands.FetchComponent)] == ["state"]
 
 
-def test_full_pages_that_do_not_fit_the_host_shorten_the_plan() -> None:
+def test_full_pages_that_do_not_fit_the_host_leave_the_component_pages_as_they_are() -> None:
     rig = rig_with(state(), host_pages=5)
     rig.answer(asked(rig), 8, component_pages=(tail("state", (3, 4), (7, 8)),))
-    assert rig.take(commands.SendPromise).promised_tokens == 4
-    assert rig.request("a").declined == ("no_host_page", 4)
-
-
-def test_many_boundaries_that_limits_forbid_are_not_all_tried() -> None:
-    rig = rig_with(window(20, device=64, host=64), fetch_pages_in_flight_max=1)
-    cached(rig, bytes(30))
-    index = rig.core.state.components
-    assert index is not None
-    for tier in ("device", "host"):
-        index.evict(tier, "window", 64)
-    rig.answer(asked(rig, bytes(30)), 0, component_pages=(tail("window", (0, 30)),))
-    assert rig.take(commands.SendPromise).promised_tokens == 0
+    promise = rig.take(commands.SendPromise)
+    assert promise.promised_tokens == 5 and tails_of(promise) == {"state": (8, 0)}
+    assert rig.request("a").declined == ("no_host_page", 3)
 
 
 def test_host_pages_of_a_component_are_not_waited_for() -> None:
     rig = rig_with(window(3, host=2), state())
     rig.answer(asked(rig), 8, component_pages=ALL)
-    assert rig.take(commands.SendPromise).promised_tokens == 0 and not rig.take_all(commands.FetchComponent)
-    rig.abort("a")
-    settle(rig)
+    promise = rig.take(commands.SendPromise)
+    assert promise.promised_tokens == 8 and tails_of(promise) == {"window": (5, 3), "state": (8, 0)}
+    assert [fetch.component for fetch in rig.take_all(commands.FetchComponent)] == ["state"]
+    rig.pending.clear()
 
 
-def test_a_request_does_without_storage_if_its_component_pages_never_fit_the_pool() -> None:
+def test_a_pool_without_room_for_shared_pages_fetches_into_the_pages_of_the_request() -> None:
     rig = rig_with(window(3, device=4), state())
     rig.answer(asked(rig), 8, component_pages=ALL)
-    assert rig.take(commands.SendPromise).promised_tokens == 0
+    assert tails_of(rig.take(commands.SendPromise)) == {"window": (8, 0), "state": (8, 0)}
+    assert rig.core.statistics()["window_device_owned"] == 4
     rig.abort("a")
     settle(rig)
 
 
 def test_a_pool_that_others_hold_is_waited_for() -> None:
-    rig = rig_with(window(3, device=8), state())
+    rig = rig_with(window(3, device=7), state())
     ready = ready_with(rig, "b", b"xyz")
     rig.answer(asked(rig), 8, component_pages=ALL)
     assert rig.state("a") == "PREALLOC"
@@ -157,8 +166,8 @@ def test_a_pool_that_others_hold_is_waited_for() -> None:
     assert rig.core.request("a") is None or rig.state("a") == "READY"
 
 
-def test_remains_of_another_load_in_the_way_leave_a_request_without_storage() -> None:
-    rig = rig_with()
+def test_remains_of_another_load_in_the_way_leave_only_the_full_pages_to_prefill() -> None:
+    rig = rig_with(prefetch="wait_complete")
     only_in_storage(rig)
     rig.answer(asked(rig), 8, component_pages=ALL)
     rig.take_all(commands.FetchComponent)
@@ -169,10 +178,12 @@ def test_remains_of_another_load_in_the_way_leave_a_request_without_storage() ->
     assert rig.core.statistics()["copies_late"] == 1
     rig.abort("a")
     rig.pending = [wish for wish in rig.pending if not isinstance(wish, commands.SendPromise)]
-    query = asked(rig, PROMPT, "b")
+    rig.arrive("b", PROMPT)
+    query = rig.take_all(commands.QueryComponents)[-1]
     rig.answer(query, 8, component_pages=ALL)
-    assert rig.request("b").component_limit == 1
-    assert rig.take(commands.SendPromise).promised_tokens == 0 and not rig.take_all(commands.FetchComponent)
+    promise = rig.take(commands.SendPromise)
+    assert promise.promised_tokens == 0 and tails_of(promise) == {"window": (8, 0), "state": (8, 0)}
+    assert rig.request("b").declined == ("in_the_way", 8)
 
 
 @pytest.mark.parametrize("good", [0, 2, -1])
@@ -183,8 +194,10 @@ def test_a_short_fetch_of_component_pages_sends_the_request_back_without_storage
     rig.take(commands.SendPromise)
     rig.fetched(of_window, good, error="no such record" if good < 1 else "")
     assert rig.core.statistics()["l3_pages_short"] == 3 - max(good, 0)
+    # The full pages are under way, and no component page is asked for.
     promise = rig.take(commands.SendPromise)
-    assert promise.generation == 1 and promise.promised_tokens == 0
+    assert promise.generation == 1 and promise.promised_tokens == 8
+    assert tails_of(promise) == {"window": (5, 3), "state": (7, 1)}
     # What is still being read keeps its host pages, and no device pages.
     assert pages(rig, "window") == (0, 0) and pages(rig, "state") == (1, 0)
     assert rig.core.statistics()["state_device_owned"] == 1
@@ -205,7 +218,8 @@ def test_a_late_fetch_of_component_pages_keeps_its_host_pages_until_it_ends() ->
     rig.wait_until(rig.now_s + 3.0)
     assert rig.core.statistics()["l3_fetches_late"] == 1 and pages(rig, "window") == (3, 0)
     promise = rig.take(commands.SendPromise)
-    assert promise.generation == 1 and promise.promised_tokens == 0
+    assert promise.generation == 1 and promise.promised_tokens == 8
+    assert tails_of(promise) == {"window": (5, 3), "state": (7, 1)}
     rig.serve(promise)
     rig.take(commands.ReportReady)
     rig.fetched(of_window)
@@ -308,13 +322,21 @@ def test_a_raise_while_a_plan_from_storage_is_made_undoes_what_was_begun(
     settle_all(rig)
 
 
-def test_reads_ahead_are_not_begun_with_components() -> None:
+def test_full_pages_are_read_ahead_and_component_pages_by_the_plan() -> None:
     rig = rig_with(device_pages=9, lookahead_pages_max=8)
     only_in_storage(rig)
-    ready_with(rig, "big", b"12345")
+    big = ready_with(rig, "big", b"12345")
     rig.answer(asked(rig), 8, component_pages=ALL)
     assert rig.state("a") == "PREALLOC"
+    rig.fetched(rig.take(commands.FetchPages))
     rig.nothing_else()
+    finish(rig, big, b"12345")
+    rig.copied(rig.take(commands.CopyToHost))
+    for copy in rig.take_all(commands.CopyComponent):
+        rig.copied(copy)
+    assert [fetch.component for fetch in rig.take_all(commands.FetchComponent)] == ["window", "state"]
+    assert rig.take(commands.SendPromise).promised_tokens == 8 and not rig.take_all(commands.FetchPages)
+    assert len(rig.take(commands.CopyToDevice).host_pages) == 8
 
 
 def test_a_recomputing_caller_begins_with_the_first_page_whatever_storage_has() -> None:

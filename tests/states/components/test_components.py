@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tidekv.states.components.index import ComponentIndex, Reserved
+from tidekv.states.components.index import ComponentIndex
 from tidekv.states.components.specs import Component
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
-from tidekv.states.pages.page_pool import PagePool, PageState
+from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.prefix.node import TierName
 from tidekv.states.types import page_ids
@@ -55,9 +55,6 @@ class Bench:
             account.give_back(unused)
             pages += table
         return pages
-
-    def reserve(self, *tokens: int, **spare: int) -> Reserved | None:
-        return self.component_pages.reserve(self.component_pages.match("", keys(*tokens)), spare)
 
     def check(self) -> None:
         self.index.check()
@@ -117,20 +114,19 @@ def test_component_pages_may_be_partly_on_the_device_and_partly_on_the_host() ->
     bench.check()
     assert bench.component_pages.probe_prefix("", keys(*range(8)), use_host=False) == (0, 0)
     assert bench.component_pages.probe_prefix("", keys(*range(8))) == (6, 2)
-    reserved = bench.reserve(*range(8))
-    assert reserved is not None
-    matched = reserved.component_pages["window"]
-    assert matched.first == 4 and matched.table.tolist() == on_device + matched.own.tolist()
     host = {
         at: page for node in (upper, leaf) for at, page in bench.component_pages.host["window"].pages_of(node).items()
     }
-    assert matched.loads == (page_ids([host[6], host[7]]), matched.own)
-    record = reserved.component_pages["state"]
-    assert len(record.loads[0]) == 1 and record.loads[1] == record.own == record.table
+    assert bench.component_pages.sources("window", leaf, 4) == (dict(zip((4, 5), on_device, strict=True)), host)
+    assert bench.component_pages.sources("window", leaf, 6) == ({}, {6: host[6], 7: host[7]})
+    assert bench.component_pages.positions("", keys(*range(8)), "state", 0) == {7}
     # All of it is kept, on both sides, until it is released.
+    lock = bench.component_pages.lock(upper, bench.component_pages.firsts(8))
+    pin = bench.component_pages.pin(leaf, bench.component_pages.firsts(8))
     assert bench.component_pages.evict("host", "window", 9) == bench.component_pages.evict("device", "window", 9) == 0
     assert bench.index.flush("host") == (0, 8)
-    bench.component_pages.release(reserved)
+    bench.component_pages.unlock(lock)
+    bench.component_pages.unpin(pin)
     bench.check()
     assert bench.component_pages.evict("host", "window", 9) == 4
 
@@ -165,60 +161,32 @@ def test_void_pages_end_a_match_of_components_too() -> None:
     bench.check()
 
 
-# --- Going on ---
+# --- Taking ---
 
 
-def test_a_shared_record_that_is_gone_on_from_is_copied() -> None:
-    bench = Bench(state())
-    (shared,) = bench.enter("state", bench.put(1, 2), 1)
-    first, second = bench.reserve(1, 2), bench.reserve(1, 2)
-    assert first is not None and second is not None
-    for reserved in (first, second):
-        tail = reserved.component_pages["state"]
-        assert tail.clones == (page_ids([shared]), tail.own) and tail.table == tail.own
-        assert tail.own[0] != shared
-    assert first.component_pages["state"].own != second.component_pages["state"].own
-    assert bench.component_pages.device["state"].account.condition(shared) is PageState.CACHED
-    bench.check()
-
-
-def test_at_the_very_beginning_a_record_is_new_and_a_window_empty() -> None:
-    bench = Bench(window(4), state())
-    reserved = bench.reserve(1, 2, 3, window=3)
-    assert reserved is not None and reserved.boundary == 0
-    tail, record = reserved.component_pages["window"], reserved.component_pages["state"]
-    assert not tail.table and len(tail.own) == 3
-    assert len(record.table) == 1 and record.loads == record.clones == (page_ids(), page_ids())
-
-
-def test_of_all_components_a_request_gets_what_it_needs_or_nothing() -> None:
-    bench = Bench(window(2, device_pages=6), state(device_pages=2))
-    leaf = bench.put(1, 2, 3)
+def test_pages_are_taken_whole_or_not_at_all_and_not_from_under_a_receipt() -> None:
+    bench = Bench(window(2, device_pages=6))
+    leaf, other = bench.put(1, 2, 3), bench.put(7, 8, 9)
     bench.enter("window", leaf, 1, 2)
-    bench.enter("state", leaf, 2)
-    other = bench.put(7, 8, 9)
     bench.enter("window", other, 1, 2)
-    bench.enter("state", other, 2)
-    # Every snapshot is in use: the one to continue from counts as evictable only until it is locked.
-    first = bench.reserve(1, 2, 3)
-    assert first is not None
-    assert bench.reserve(7, 8, 9, window=1) is None and bench.reserve(1, 2, 3) is None
-    bench.check()
-    assert bench.component_pages.device["window"].account.owned == 0
-    bench.component_pages.device["state"].account.give_back(first.component_pages["state"].own)
-    bench.component_pages.release(first)
-    # Four more pages: two are free, two are those of the other prompt, those of the boundary itself stay.
-    second = bench.reserve(1, 2, 3, window=4)
-    assert second is not None and bench.component_pages.probe_prefix("", keys(7, 8, 9)) == (0, 0)
+    lock = bench.component_pages.lock(leaf, bench.component_pages.firsts(3))
+    assert bench.component_pages.take("device", "window", 5) is None
+    assert bench.component_pages.device["window"].evictable == 2
+    # Two are free, two are those of the other prompt.
+    pages = bench.component_pages.take("device", "window", 4)
+    assert pages is not None and len(pages) == 4
+    assert bench.component_pages.probe_prefix("", keys(7, 8, 9)) == (0, 0)
     assert bench.component_pages.probe_prefix("", keys(1, 2, 3)) == (3, 0)
     bench.check()
+    bench.component_pages.give_back({"window": pages})
+    bench.component_pages.unlock(lock)
 
 
 def test_of_a_cut_node_only_the_part_that_a_receipt_reaches_into_is_kept() -> None:
     bench = Bench(window(2))
     leaf = bench.put(*range(8))
     bench.enter("window", leaf, *range(8))
-    receipt = bench.component_pages.lock(leaf, boundary=8)
+    receipt = bench.component_pages.lock(leaf, bench.component_pages.firsts(8))
     component_tier = bench.component_pages.device["window"]
     assert (component_tier.evictable, component_tier.protected) == (0, 8)
     upper = bench.index.split(leaf, 5)
@@ -239,7 +207,7 @@ def test_a_lock_keeps_the_component_pages_of_its_boundary_even_if_the_device_end
     bench.enter("window", middle, 2, 3, 4, 5)
     bench.index.drop_device(leaf)
     # Boundary 8 needs [4, 8): pages before that are of no use to it.
-    lock = bench.component_pages.lock(middle, boundary=8)
+    lock = bench.component_pages.lock(middle, bench.component_pages.firsts(8))
     component_tier = bench.component_pages.device["window"]
     assert (component_tier.protected, component_tier.evictable) == (2, 2)
     bench.check()
@@ -251,7 +219,7 @@ def test_of_unguarded_component_pages_the_first_ones_go_first() -> None:
     leaf = bench.put(*range(8))
     upper = bench.index.split(leaf, 6)
     bench.enter("window", leaf, 4, 5, 6, 7)
-    bench.component_pages.unlock(bench.component_pages.lock(leaf, boundary=8))
+    bench.component_pages.unlock(bench.component_pages.lock(leaf, bench.component_pages.firsts(8)))
     assert bench.component_pages.evict("device", "window", 1) == 2
     assert not bench.component_pages.device["window"].pages_of(upper)
 
@@ -259,7 +227,7 @@ def test_of_unguarded_component_pages_the_first_ones_go_first() -> None:
 def test_what_is_entered_below_a_receipt_is_kept_by_it() -> None:
     bench = Bench(window(2))
     leaf = bench.put(1, 2, 3)
-    receipt = bench.component_pages.lock(leaf, boundary=3)
+    receipt = bench.component_pages.lock(leaf, bench.component_pages.firsts(3))
     bench.enter("window", leaf, 1, 2)
     assert bench.component_pages.evict("device", "window", 2) == 0
     bench.component_pages.unlock(receipt)
@@ -303,7 +271,10 @@ def test_component_pages_need_full_pages_of_their_tier() -> None:
 def test_receipts_are_given_back_once_and_as_what_they_are() -> None:
     bench = Bench(state())
     leaf = bench.put(1)
-    lock, pin = bench.component_pages.lock(leaf, boundary=1), bench.component_pages.pin(leaf, boundary=1)
+    lock, pin = (
+        bench.component_pages.lock(leaf, bench.component_pages.firsts(1)),
+        bench.component_pages.pin(leaf, bench.component_pages.firsts(1)),
+    )
     for wrong in (lambda: bench.component_pages.unpin(lock), lambda: bench.component_pages.unlock(pin)):
         with pytest.raises(BrokenInvariant, match="not such a receipt"):
             wrong()
@@ -318,7 +289,7 @@ def test_what_a_receipt_keeps_cannot_be_dropped() -> None:
     bench = Bench(state())
     leaf = bench.put(1)
     bench.enter("state", leaf, 0)
-    receipt = bench.component_pages.lock(leaf, boundary=1)
+    receipt = bench.component_pages.lock(leaf, bench.component_pages.firsts(1))
     with pytest.raises(BrokenInvariant, match="that are guarded"):
         bench.component_pages.drop("device", "state", leaf)
     bench.component_pages.unlock(receipt)
@@ -332,7 +303,7 @@ def test_check_finds_what_does_not_add_up() -> None:
     leaf = bench.put(1)
     bench.enter("state", leaf, 0)
     component_tier = bench.component_pages.device["state"]
-    receipt = bench.component_pages.lock(leaf, boundary=1)
+    receipt = bench.component_pages.lock(leaf, bench.component_pages.firsts(1))
 
     def fails(words: str) -> None:
         with pytest.raises(BrokenInvariant, match=words):

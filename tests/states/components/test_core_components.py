@@ -94,14 +94,56 @@ def test_a_longer_prompt_gets_from_prefill_what_comes_after_the_boundary() -> No
     assert component_pages_of(rig.take(commands.SendPromise)) == {"window": (13, 3), "state": (15, 1)}
 
 
-def test_the_plan_ends_where_the_last_snapshot_is() -> None:
+def test_full_pages_are_promised_beyond_the_last_snapshot_and_prefill_sends_the_one_at_the_end() -> None:
     rig = rig_with(state())
     cached(rig, PROMPT[:5])
     ready = rig.make_ready("b", PROMPT)
     finish(rig, ready, PROMPT, component_pages=())
     rig.settle()
-    rig.arrive("c", PROMPT)
-    assert rig.take(commands.SendPromise).promised_tokens == 5
+    rig.arrive("c", PROMPT + b"i")
+    promise = rig.take(commands.SendPromise)
+    assert promise.promised_tokens == 8 and component_pages_of(promise) == {"state": (8, 1)}
+    assert not rig.take_all(commands.CopyComponent)
+
+
+def test_of_a_window_with_a_hole_prefill_sends_everything_from_the_hole_on() -> None:
+    rig = rig_with(window(4))
+    cached(rig, PROMPT)
+    index = rig.core.state.components
+    assert index is not None
+    (leaf,) = (node for node in rig.core.state.index.nodes() if node.depth_pages == 8)
+    for at in (5, 1):
+        rig.core.state.index.split(leaf, at)
+    (hole,) = (node for node in rig.core.state.index.nodes() if node.depth_pages == 6)
+    index.drop("device", "window", hole)
+    index.drop("host", "window", hole)
+    rig.arrive("b", PROMPT)
+    promise = rig.take(commands.SendPromise)
+    assert promise.promised_tokens == 8 and component_pages_of(promise) == {"window": (5, 3)}
+    rig.serve(promise)
+    ready = rig.take(commands.ReportReady)
+    assert ready.component_pages is not None
+    assert [page in ready.component_pages[0].own for page in ready.component_pages[0].pages] == [False, *[True] * 3]
+    finish(rig, ready, PROMPT)
+    rig.settle()
+    rig.expect_nothing_held()
+
+
+def test_a_pool_without_room_for_shared_pages_loads_a_window_into_the_pages_of_the_request() -> None:
+    rig = rig_with(window(device=4))
+    cached(rig, PROMPT)
+    rig.flush("l1")
+    rig.arrive("b", PROMPT)
+    copy = rig.take(commands.CopyComponent)
+    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(copy)
+    rig.serve(rig.take(commands.SendPromise))
+    ready = rig.take(commands.ReportReady)
+    assert ready.component_pages is not None and ready.component_pages[0].pages == copy.target_pages
+    assert set(copy.target_pages) < set(ready.component_pages[0].own) and len(ready.component_pages[0].own) == 4
+    finish(rig, ready, PROMPT)
+    rig.settle()
+    rig.expect_nothing_held()
 
 
 def test_component_pages_that_only_the_host_has_are_loaded_and_shared_again() -> None:
@@ -151,7 +193,7 @@ def test_two_that_load_one_window_at_once_end_up_with_one() -> None:
     assert device_pages(rig, "window")["owned"] == 8
 
 
-def test_after_a_failed_copy_a_request_starts_over_without_the_host_and_then_without_copies() -> None:
+def test_after_a_failed_copy_a_request_starts_over_without_host_copies_of_components() -> None:
     rig = rig_with()
     cached(rig, PROMPT)
     rig.flush("l1")
@@ -161,8 +203,10 @@ def test_after_a_failed_copy_a_request_starts_over_without_the_host_and_then_wit
     rig.take(commands.SendPromise)
     rig.copied(copy, error="bus error")
     promise = rig.take(commands.SendPromise)
-    assert promise.promised_tokens == 0 and promise.generation == 1 and not rig.take_all(commands.CopyComponent)
+    assert promise.promised_tokens == 8 and promise.generation == 1 and not rig.take_all(commands.CopyComponent)
+    assert component_pages_of(promise) == {"window": (5, 3), "state": (7, 1)}
     rig.drained(rig.take(commands.SendAbort))
+    rig.copied(rig.take(commands.CopyToDevice))
     rig.serve(promise)
     rig.take(commands.ReportReady)
     rig.copied(other, error="bus error")
@@ -187,7 +231,8 @@ def test_pages_of_a_late_copy_are_kept_until_it_ends() -> None:
     rig.drained(rig.take(commands.SendAbort))
     rig.take(commands.SendPromise)
     rig.copied(again)
-    assert rig.take(commands.SendPromise).promised_tokens == 0 and not rig.pending
+    promise = rig.take(commands.SendPromise)
+    assert promise.promised_tokens == 8 and component_pages_of(promise) == {"state": (7, 1)} and not rig.pending
     assert rig.core.statistics()["copies_late"] == 2
 
 
@@ -223,15 +268,15 @@ def test_a_request_waits_for_pools_of_components_that_others_hold() -> None:
     assert rig.core.request("c") is not None
 
 
-def test_a_request_that_nothing_can_make_room_for_does_without_cached_component_pages() -> None:
-    # The only snapshot is the one to continue from: there is no room for a copy of it, and never will be.
+def test_the_only_snapshot_gives_way_to_a_request_that_continues_from_it() -> None:
+    # There is no room for a copy of it, and never will be.
     rig = rig_with(state(device=1, host=0))
     ready = rig.make_ready("a", PROMPT)
     finish(rig, ready, PROMPT)
     rig.settle()
     rig.arrive("b", PROMPT)
     promise = rig.take(commands.SendPromise)
-    assert promise.promised_tokens == 0 and component_pages_of(promise) == {"state": (7, 1)}
+    assert promise.promised_tokens == 8 and component_pages_of(promise) == {"state": (7, 1)}
 
 
 def test_a_caller_that_recomputes_begins_with_the_first_page() -> None:
@@ -257,11 +302,14 @@ def test_a_caller_that_recomputes_begins_with_the_first_page() -> None:
     rig.expect_nothing_held()
 
 
-def test_storage_that_holds_only_full_pages_is_not_used() -> None:
+def test_storage_that_holds_only_full_pages_is_used_for_those() -> None:
     rig = rig_with()
     rig.attach_storage()
     rig.arrive("a", PROMPT)
-    assert not rig.take_all(commands.QueryStorage)
+    rig.answer(rig.take(commands.QueryStorage), 8)
+    assert len(rig.take(commands.FetchPages).host_pages) == 8
+    promise = rig.take(commands.SendPromise)
+    assert promise.promised_tokens == 8 and component_pages_of(promise) == {"window": (5, 3), "state": (7, 1)}
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -184,7 +184,7 @@ class ComponentsMachine(CoreMachine):
                 self.rig.copied(wish, error="failed" if fails else "")
             case commands.QueryComponents():
                 component_pages = tuple(
-                    self.stored_component(wish, name, share if loses else 99) for name in self.components
+                    self.stored_component(wish, name, share if loses else 99) for name in wish.components_first
                 )
                 self.rig.answer(
                     wish, min(share, wish.count), "failed" if fails else "", () if fails else component_pages
@@ -208,7 +208,7 @@ class ComponentsMachine(CoreMachine):
     def stored_component(self, wish: commands.QueryComponents, name: str, count: int) -> events.StoredComponent:
         """The component pages of the prompt in storage, or the last of them; the answer leaves out any of them."""
         tags = self.component_tags(name, self.fetched_tokens[wish.op])
-        here = [at for at, tag in enumerate(tags) if at >= wish.components_first and tag in self.stored[name]]
+        here = [at for at, tag in enumerate(tags) if at >= wish.components_first[name] and tag in self.stored[name]]
         return events.StoredComponent(name, tuple((at, at + 1) for at in here[-count:] if count))
 
     @precondition(lambda self: any(self.stored.values()))

@@ -381,12 +381,20 @@ def test_who_recomputes_neither_shares_nor_is_shared() -> None:
     assert recompute.first == 0, "it could not extend into what the other is being sent"
 
 
-def test_workers_with_components_share_nothing_before_ready() -> None:
+def test_workers_with_components_share_full_pages_and_each_gets_its_own_window() -> None:
     window = Component(name="w", kind="window", window_tokens=2, device_pages=16, host_pages=16)
     rig = Rig(share_transfers=True, components=(window,), page_size=1)
-    rig.arrive("a", A, keys=A[:-1])
-    rig.arrive("b", B, keys=B[:-1])
-    assert [promise.promised_tokens for promise in rig.take_all(commands.SendPromise)] == [0, 0]
+    rig.arrive("a", A)
+    rig.arrive("b", A)
+    first, second = rig.take_all(commands.SendPromise)
+    assert (first.promised_tokens, second.promised_tokens) == (0, len(A))
+    windows = [promise.component_pages[0] for promise in (first, second)]
+    assert all(one.first == len(A) - 2 and len(one.pages) == 2 for one in windows)
+    assert set(windows[0].pages).isdisjoint(windows[1].pages)
+    rig.serve(second)
+    assert rig.state("b") == "TRANSFER"
+    rig.serve(first)
+    assert [ready.request_id for ready in rig.take_all(commands.ReportReady)] == ["a", "b"]
 
 
 def test_the_wait_must_be_some_time() -> None:

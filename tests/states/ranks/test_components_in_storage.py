@@ -1,4 +1,4 @@
-"""Windows and states in the storage of several ranks: the longest boundary that every rank serves."""
+"""Windows and states in the storage of several ranks: of each component, as much as every rank has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tidekv.states import commands, events
 from tidekv.states.components.specs import Component
-from tidekv.states.ranks.component_votes import VOTES_MAX
 
 PROMPT = bytes(range(10))
 CACHED = 4
@@ -57,15 +56,13 @@ def answer(ranks, rank: int, query: commands.QueryComponents, found: int, **posi
 
 
 def answer_after_votes(ranks) -> events.StorageAnswered:
-    """Vote until the core has the answer."""
-    for _ in range(VOTES_MAX):
-        assert any(agreement.has_news for agreement in ranks.agreements)
-        ranks.turn()
-        for event in ranks.taken:
-            assert isinstance(event, events.StorageAnswered)
-            assert not any(agreement.has_news for agreement in ranks.agreements)
-            return event
-    raise AssertionError(f"no answer after {VOTES_MAX} votes")
+    """Vote once: the core has the answer."""
+    assert any(agreement.has_news for agreement in ranks.agreements)
+    ranks.turn()
+    (event,) = ranks.taken
+    assert isinstance(event, events.StorageAnswered)
+    assert not any(agreement.has_news for agreement in ranks.agreements)
+    return event
 
 
 Answer = tuple[int, set[int], set[int]]
@@ -78,16 +75,11 @@ answers = st.lists(
 )
 
 
-def serves(one: Answer, boundary: int) -> bool:
-    """The naive model: whether one rank has everything up to this boundary."""
-    found, window, state = one
-    windows = window | {1, 2, 3}
-    states = state | {3}
-    return (
-        boundary <= CACHED + found
-        and windows.issuperset(range(max(0, boundary - 3), boundary))
-        and boundary - 1 in states
-    )
+def end_of(first: int, here: set[int]) -> int:
+    """The naive model: the end of an unbroken run of positions."""
+    while first in here:
+        first += 1
+    return first
 
 
 @settings(
@@ -96,36 +88,34 @@ def serves(one: Answer, boundary: int) -> bool:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(of_ranks=answers, is_late=st.booleans())
-def test_the_longest_boundary_that_every_rank_serves(make_ranks, of_ranks: list[Answer], is_late: bool) -> None:
+def test_of_each_component_as_much_is_used_as_every_rank_has(make_ranks, of_ranks: list[Answer], is_late: bool) -> None:
     ranks = ranks_of(make_ranks, len(of_ranks))
     query = query_of(ranks)
-    assert (query.first, query.count, query.components_first) == (CACHED, len(PROMPT) - CACHED, CACHED + 1 - 3)
+    assert (query.first, query.count) == (CACHED, len(PROMPT) - CACHED)
+    assert query.components_first == {"window": 7, "state": 9}
     for rank, (found, window, state) in enumerate(of_ranks):
         if is_late and rank:
             assert ranks.turn().events == []
         answer(ranks, rank, query, found, window=window, state=state)
     event = answer_after_votes(ranks)
     assert event.found == min(found for found, *_ in of_ranks)
-    common = [end for end in range(CACHED + 1, len(PROMPT) + 1) if all(serves(one, end) for one in of_ranks)]
-    longest = max(common, default=0)
-    assert event.component_pages == (
-        (
-            events.StoredComponent("window", ((max(0, longest - 3), longest),)),
-            events.StoredComponent("state", ((longest - 1, longest),)),
-        )
-        if longest
-        else ()
+    ends = {
+        "window": min(end_of(7, window) for _, window, _ in of_ranks),
+        "state": min(end_of(9, state) for _, _, state in of_ranks),
+    }
+    firsts = query.components_first
+    assert event.component_pages == tuple(
+        events.StoredComponent(name, ((firsts[name], end),)) for name, end in ends.items() if end > firsts[name]
     )
-    promised = longest or CACHED
-    assert ranks.take(commands.SendPromise).promised_tokens == promised
+    promise = ranks.take(commands.SendPromise)
+    assert promise.promised_tokens == CACHED + event.found
+    assert {tail.component: tail.first for tail in promise.component_pages} == ends
     for given_to in ranks.given:
-        # Prefill sends the component pages of the prompt's end, if it sends any.
-        needed = {
+        fetched = {
             fetch.component: list(fetch.positions) for fetch in given_to if isinstance(fetch, commands.FetchComponent)
         }
-        window_from = max(promised - 3, len(PROMPT) - 3, CACHED)
-        wanted = {"window": list(range(window_from, promised)), "state": [9] if promised == len(PROMPT) else []}
-        assert needed == {name: ats for name, ats in wanted.items() if ats}
+        wanted = {name: list(range(firsts[name], end)) for name, end in ends.items()}
+        assert fetched == {name: ats for name, ats in wanted.items() if ats}
 
 
 def test_a_rank_without_a_record_stops_all_from_using_stored_component_pages(make_ranks) -> None:
@@ -137,8 +127,8 @@ def test_a_rank_without_a_record_stops_all_from_using_stored_component_pages(mak
     answer(ranks, 2, query, 6)
     before = ranks.agreements[0].turn
     assert answer_after_votes(ranks) == events.StorageAnswered(at_s=0.0, op=query.op, found=6)
-    assert ranks.agreements[0].turn == before + 1, "who has nothing will not have less"
-    assert ranks.take(commands.SendPromise).promised_tokens == CACHED
+    assert ranks.agreements[0].turn == before + 1
+    assert ranks.take(commands.SendPromise).promised_tokens == len(PROMPT)
 
 
 @pytest.mark.parametrize("at_rank", [0, 1, 2])
@@ -184,27 +174,17 @@ def test_the_query_of_a_request_that_is_gone_still_ends(make_ranks) -> None:
     assert ranks.turn().is_idle and ranks.agreements[0].slots_taken == 0
 
 
-def test_boundaries_are_not_looked_for_without_end(make_ranks) -> None:
-    prompt = bytes(40)
-    ranks = ranks_of(make_ranks, 2, STATE, cached=0)
-    query = query_of(ranks, prompt)
-    for rank in range(2):
-        # Each has what the other has not, but for the first.
-        answer(ranks, rank, query, 40, state={0, *range(rank, 40, 2)})
-    assert answer_after_votes(ranks) == events.StorageAnswered(at_s=0.0, op=query.op, found=40)
-
-
-@pytest.mark.parametrize("votes", [0, 1])
-def test_the_only_remaining_rank_decides_by_its_own_votes(make_ranks, votes: int) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_only_remaining_rank_decides_by_its_own_answer(make_ranks, is_late: bool) -> None:
     ranks = ranks_of(make_ranks, 2)
     query = query_of(ranks)
-    answer(ranks, 0, query, 6, window={4, 5, 6, 7, 8, 9}, state={6, 9})
-    if votes:
-        # Not the same boundary: another vote would be needed.
-        answer(ranks, 1, query, 5, window={4, 5, 6, 7, 8}, state={5, 8})
+    if not is_late:
+        answer(ranks, 0, query, 6, window={7, 8}, state={9})
         assert ranks.turn().events == []
     alone, core = ranks.agreements[0], ranks.cores[0]
     alone.go_solo()
+    if is_late:
+        answer(ranks, 0, query, 6, window={7, 8}, state={9})
     taken = []
     while alone.has_news:
         alone.open_turn(0.0)
@@ -212,8 +192,8 @@ def test_the_only_remaining_rank_decides_by_its_own_votes(make_ranks, votes: int
             alone.stepped(event, core.step(event))
             taken.append(event)
     (told_alone,) = (event for event in taken if isinstance(event, events.StorageAnswered))
-    # All that it has, or what is left of it below what the other one has proposed.
-    assert told_alone.found == 6 and told_alone.component_pages[1].ranges == (((6, 7),) if votes else ((9, 10),))
+    assert told_alone.found == 6
+    assert [entry.ranges for entry in told_alone.component_pages] == [((7, 9),), ((9, 10),)]
     core.check()
     assert alone.is_idle and core.is_idle
 
@@ -226,7 +206,7 @@ def test_storage_holds_component_pages_if_that_of_all_ranks_does(make_ranks) -> 
         ranks.receive(events.StorageChanged, ranks=[1], available=True, component_pages=component_pages)
         ranks.turn()
         assert ranks.taken == [events.StorageChanged(at_s=0.0, available=True, component_pages=component_pages)]
-        assert ranks.cores[0].state.storage_available is component_pages
+        assert ranks.cores[0].storage.keeps_components is component_pages
     ranks.receive(events.StorageChanged, ranks=[0], available=False)
     ranks.turn()
     assert ranks.taken == [events.StorageChanged(at_s=0.0, available=False)]

@@ -81,9 +81,9 @@ def test_a_copy_that_fails_on_one_rank_sends_the_request_back_on_all(ranks, at_r
         ranks.receive(events.CopyEnded, ranks=[rank], op=window.op, error="bus error" if rank == at_rank else "")
     ranks.turn()
     assert events.CopyEnded(at_s=0.0, op=window.op, error=f"failed on rank {at_rank}") in ranks.taken
-    # It starts over on all ranks, and requests everything from prefill.
+    # It starts over on all ranks, and requests the window and the record from prefill.
     promise = ranks.take(commands.SendPromise)
-    assert (promise.generation, promise.promised_tokens, len(promise.pages)) == (1, 0, 4)
+    assert (promise.generation, promise.promised_tokens, len(promise.pages)) == (1, 4, 0)
     assert [len(tail.pages) for tail in promise.component_pages] == [2, 1]
     ranks.turn()
 
