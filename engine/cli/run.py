@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,9 @@ def run(
     storage: Annotated[str, typer.Option(help="Storage URI; empty: files in a temporary directory.")] = "",
     in_flight: Annotated[int, typer.Option(help="Requests at work at once; 0: 3 generated, 16 recorded ones.")] = 0,
     compare: Annotated[bool, typer.Option(help="Run a second time without decode cache.")] = True,
+    deployment: Annotated[
+        bool, typer.Option(help="Also serve long prompts over the link of a stated deployment, throttled to scale.")
+    ] = True,
     damage: Annotated[str, typer.Option(help="Overwrite a page from l1, l2, l3 or transfer: the check fails.")] = "",
     journal: Annotated[str, typer.Option(help="Write every event of the decode engine to this file.")] = "",
     plot: Annotated[Path | None, typer.Option(help="Draw time to ready and sources to this .png or .svg file.")] = None,
@@ -55,14 +59,19 @@ def run(
     """
     # Imported here: it takes seconds, and other commands do not need it.
     from rich.console import Console
+    from rich.text import Text
 
     from tidekv.engine.demo import main_job
     from tidekv.engine.demo.blocks import TraceOptions
-    from tidekv.engine.demo.conversations import WorkloadOptions, agent_options, make_workload
+    from tidekv.engine.demo.conversations import WorkloadOptions, agent_options, long_prompt_options, make_workload
+    from tidekv.engine.demo.link import LARGE_MODEL
     from tidekv.engine.demo.model import check_installed
     from tidekv.engine.demo.report import report
     from tidekv.engine.trace.live import LiveView
     from tidekv.engine.trace.plots import check_plot, plot_run, save_plot
+
+    def turns(options: WorkloadOptions) -> int:
+        return sum(len(conversation.turns) for conversation in make_workload(options).conversations)
 
     check_plot(plot)
     view = LiveView() if live else None
@@ -99,15 +108,24 @@ def run(
                 rounds=rounds,
                 seed=seed,
             )
-        turns = sum(len(conversation.turns) for conversation in make_workload(options).conversations)
-        with progress_bars(console, dict.fromkeys((*passes, main_job.COMPARED), turns), view) as progress:
+        names = (*passes, main_job.COMPARED)
+        with progress_bars(console, dict.fromkeys(names, turns(options)), view) as progress:
             result = finished(main_job.run_conversations(options, tiers, damage=damage, progress=progress))
     console.print(report(result, is_model=trace is None))
+    failed = bool(result.failures)
+    if trace is None and tiers.compare and deployment:
+        options = long_prompt_options(seed=seed)
+        console.print(Text(f"\n{LARGE_MODEL.describe(result.layout)}"))
+        with progress_bars(console, dict.fromkeys(names, turns(options)), view) as progress:
+            unlogged = replace(tiers, journal=None, l1_pages=0, l2_pages=0)
+            slow = finished(main_job.run_conversations(options, unlogged, deployment=LARGE_MODEL, progress=progress))
+        console.print(report(slow, is_model=True, shows_saving=True))
+        failed = failed or bool(slow.failures)
     if plot is not None:
         phases = {phase.name: phase for phase in result.phases}
         ready_s = {name: phase.ready_s for name, phase in phases.items()}
         save_plot(plot_run(ready_s, {name: phase.tokens for name, phase in phases.items()}), plot)
-    if result.failures:
+    if failed:
         raise typer.Exit(1)
 
 

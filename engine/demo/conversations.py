@@ -90,6 +90,20 @@ def agent_options(*, agents: int = 3, rounds: int = 12, vocabulary: int = 512, s
     )
 
 
+def long_prompt_options(*, vocabulary: int = 512, seed: int = 1) -> WorkloadOptions:
+    """Return options of chats with long system prompts and short answers, for which the transfer decides the wait."""
+    return WorkloadOptions(
+        conversations=4,
+        rounds=4,
+        groups=2,
+        system=Lengths(2048),
+        user=Lengths(40, 0.6, 4, 96),
+        output=Lengths(12, 0.3, 8, 16),
+        vocabulary=vocabulary,
+        seed=seed,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One request of a conversation: new tokens of its prompt, number of tokens to generate, and the pause before it.

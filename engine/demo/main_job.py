@@ -28,6 +28,7 @@ from tidekv.engine.demo.blocks import VOCABULARY, TraceOptions
 from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.conversation_run import Answer, ConversationRun
 from tidekv.engine.demo.conversations import Workload, WorkloadOptions, make_workload
+from tidekv.engine.demo.link import Deployment
 from tidekv.engine.demo.model import Llama, ModelShape, PagedModel, build_llama, generate_in_one_process
 from tidekv.engine.demo.phase import SOURCES, Phase, Progress, held_by, reusable_tokens
 from tidekv.engine.demo.prefill_process import Counts, DistantPrefill, PrefillOrder, PrefillProcess
@@ -107,12 +108,14 @@ async def run_conversations(
     shape: ModelShape | None = None,
     damage: str = "",
     prefill_address: str | Sequence[str] = "",
+    deployment: Deployment | None = None,
     progress: Progress | None = None,
 ) -> JobResult:
     """Serve generated conversations with the small model, and compare every token with one process's generate().
 
     `damage` names a source of which one restored page is overwritten, so tokens must differ. With an address, a
-    running prefill worker is used (`tidekv prefill`); the bytes that it sent are then counted at decode.
+    running prefill worker is used (`tidekv prefill`); the bytes that it sent are then counted at decode. With a
+    deployment, the link from prefill is as slow for the small model as the stated one is for its model.
     """
     if damage and damage not in SOURCES:
         raise InvalidConfig(f"damage must be one of {', '.join(SOURCES)}, not {damage!r}")
@@ -121,6 +124,8 @@ async def run_conversations(
     workload = make_workload(options)
     result = _sized_for(workload, shape, tiers)
     order = model_order(shape, result.layout, num_pages=4 * max(result.l1_pages, result.l2_pages))
+    if deployment is not None:
+        order = msgspec.structs.replace(order, link_bytes_per_s=deployment.bytes_per_s(result.layout))
     with ComputeThread("decode") as compute:
         async with DistantPrefill(prefill_address) if prefill_address else PrefillProcess(order) as prefill:
             llama = await compute.run(partial(build_llama, shape))

@@ -24,6 +24,7 @@ from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.layout import KVLayout
 from tidekv.engine.demo.component_order import ComponentOrder
 from tidekv.engine.demo.compute import ComputeThread
+from tidekv.engine.demo.link import ThrottledTransport
 from tidekv.engine.demo.model import ModelShape, PagedModel, build_llama
 from tidekv.engine.demo.model_prefill import ModelPrefill
 from tidekv.engine.demo.prefix_pages import PrefixPages
@@ -50,6 +51,8 @@ class PrefillOrder(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelShape | None = None
     keep_prefixes: bool = True
     components: tuple[ComponentOrder, ...] = ()
+    link_bytes_per_s: float | None = None
+    """Speed of the link from this worker; None: as fast as it goes."""
 
 
 class PrefillReady(msgspec.Struct, frozen=True):
@@ -184,7 +187,7 @@ async def prefill_worker(
             )
         async with PrefillPeer(
             device=pool,
-            transport=transport() if transport else NixlTransport(name=order.name),
+            transport=transport() if transport else _transport(order),
             listen=listen,
             model=order.fingerprint,
             components=components,
@@ -215,6 +218,12 @@ async def serve_line(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
                 counts["tokens_computed"] = worker.tokens_computed
             writer.write(msgspec.json.encode(counts) + b"\n")
     writer.close()
+
+
+def _transport(order: PrefillOrder) -> NixlTransport:
+    if order.link_bytes_per_s is None:
+        return NixlTransport(name=order.name)
+    return ThrottledTransport(name=order.name, bytes_per_s=order.link_bytes_per_s)
 
 
 def _required(shape: ModelShape | None) -> ModelShape:
