@@ -8,9 +8,9 @@ allocations. Replay, simulation, property tests and rank agreement rely on that.
                                 ▼
                             Core.settle: CONSEQUENCES, until none is due ──▶ commands
 
-The consequences of an event are data, as the table of the request machine is. CONSEQUENCES lists conditions and rules
-in order of precedence. `settle` runs the first rule whose condition holds and starts again at the top, so a rule runs
-only when no rule above it has work left. The order has three reasons:
+The consequences of an event are data, as the table of the request machine is. CONSEQUENCES lists rules in order of
+precedence, each with the work queue that makes it due or with a condition. `settle` runs the first rule that is due and
+starts again at the top, so a rule runs only when no rule above it has work left. The order has three reasons:
 
 - Outcomes of requests and loads are applied before any request moves on, so no request moves on over lost pages.
 - Every request moves on as far as it can before waiting requests are admitted: it may enter pages in the tree that
@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
 from transitions import MachineError
@@ -54,7 +53,7 @@ from tidekv.states.request.guards_and_actions import Actions
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.request import Request, State
 from tidekv.states.request.restore import Restore
-from tidekv.states.request.table import TRANSITIONS, build_machine, takes
+from tidekv.states.request.table import TRANSITIONS, build_machine, first_due, takes
 from tidekv.states.storage.admission import StorageAdmission
 
 if TYPE_CHECKING:
@@ -116,6 +115,11 @@ class Core:
         self.moves: list[tuple[str, State]] = []
         """Request id and new state for each state change of the last step, in order."""
         self._arrivals = 0
+        self._of_queues = tuple(
+            (getattr(self.state, consequence.due), consequence.rule)
+            for consequence in CONSEQUENCES
+            if isinstance(consequence.due, str)
+        )
         machine = build_machine((self.restore, self.rooms, self.serving, self.actions))
         self._triggers: dict[type[Event], Callable[[Request, Request, Event], bool]] = {
             row.event: machine.events[row.event.__name__].trigger for row in TRANSITIONS
@@ -344,13 +348,19 @@ class Core:
 
     def settle(self) -> None:
         """Run the first due rule of CONSEQUENCES, from the top each time, until none is due."""
+        # Most steps leave work in the queues only, so testing them is all that most runs of this loop do.
         while True:
-            for is_due, rule in _DUE_RULES:
-                if is_due(self):
+            for queue, rule in self._of_queues:
+                if queue:
                     rule(self)
                     break
             else:
-                return
+                for is_due, rule in _OF_CONDITIONS:
+                    if is_due(self):
+                        rule(self)
+                        break
+                else:
+                    return
 
     def take_answer(self) -> None:
         """Fire the outcome at the request machine."""
@@ -384,16 +394,21 @@ class Core:
 
     def move_on(self) -> None:
         """Fire `StorageDue`, `PlanDue` and `Progressed` at the request, if its state has rows for them."""
-        request, _ = _pop_first(self.state.dirty)
-        if self.state.requests.get(request.request_id) is not request:
+        state = self.state
+        request = next(iter(state.dirty))
+        del state.dirty[request]
+        if state.requests.get(request.request_id) is not request:
             # The request ended, and its id may be in use again.
             return
-        at_s = self.state.now_s
-        if takes(request, events.StorageDue):
+        at_s = state.now_s
+        due = first_due(request)
+        if due is events.StorageDue:
             self.fire(request, events.StorageDue(at_s=at_s))
-        if takes(request, events.PlanDue):
-            self.fire(request, events.PlanDue(at_s=at_s))
-        if takes(request, events.Progressed):
+        elif due is not None:
+            if due is events.PlanDue:
+                self.fire(request, events.PlanDue(at_s=at_s))
+                if not takes(request, events.Progressed):
+                    return
             event = events.Progressed(at_s=at_s)
             while self.fire(request, event):
                 if not takes(request, events.Progressed):
@@ -401,9 +416,9 @@ class Core:
             if request.is_planned:
                 # `fire` marked the request dirty, but it has just been moved as far as it can. A request without a
                 # plan stays dirty: its plan raised and is due again.
-                self.state.dirty.pop(request, None)
+                state.dirty.pop(request, None)
             if request.loads and self.shared_transfers.waits_for(request) is not None:
-                self.state.run_guarded(partial(self.shared_transfers.watch, request))
+                state.run_guarded(partial(self.shared_transfers.watch, request))
 
     def put_waiting(self) -> None:
         """Start the first waiting put; full pages go before component pages."""
@@ -467,10 +482,11 @@ def _pop_first(queue: dict[Key, Value]) -> tuple[Key, Value]:
 
 @dataclass(frozen=True, slots=True)
 class Consequence:
-    """One entry: run `rule` if `is_due`. The documentation's table shows `when` and the rule's docstring."""
+    """One entry: run `rule` if it is due. The documentation's table shows `when` and the rule's docstring."""
 
     when: str
-    is_due: Callable[[Core], object]
+    due: str | Callable[[Core], object]
+    """A queue of CoreState, by name, which must not be empty; or a condition. Queues come before all conditions."""
     rule: Callable[[Core], None]
 
 
@@ -480,7 +496,9 @@ def _may_put(core: Core) -> bool:
 
 
 def _may_admit(core: Core) -> bool:
-    return core.state.pages_freed or bool(core.state.reclaimable_loads)
+    state = core.state
+    # Freed pages concern waiting requests and loads. Without any, `pages_freed` stays set until there are some.
+    return bool(state.reclaimable_loads or (state.pages_freed and (core.queue or core.loads.has_settled)))
 
 
 def _may_work_ahead(core: Core) -> bool:
@@ -489,19 +507,20 @@ def _may_work_ahead(core: Core) -> bool:
 
 
 CONSEQUENCES = (
-    Consequence("An operation of a request has ended", attrgetter("state.answers"), Core.take_answer),
-    Consequence("A request has lost its pages to another writer", attrgetter("state.preempted"), Core.send_back),
-    Consequence("A load has failed", attrgetter("state.failed_loads"), Core.fill_failed),
-    Consequence("A shared transfer has progressed", attrgetter("state.progressed_loads"), Core.hand_over),
-    Consequence("A request may be able to move on", attrgetter("state.dirty"), Core.move_on),
+    Consequence("An operation of a request has ended", "answers", Core.take_answer),
+    Consequence("A request has lost its pages to another writer", "preempted", Core.send_back),
+    Consequence("A load has failed", "failed_loads", Core.fill_failed),
+    Consequence("A shared transfer has progressed", "progressed_loads", Core.hand_over),
+    Consequence("A request may be able to move on", "dirty", Core.move_on),
     Consequence("A put was deferred, and no fetch needs storage any more", _may_put, Core.put_waiting),
     Consequence("Pages were freed, or can be", _may_admit, Core.reclaim_and_admit),
     Consequence("Pages can be fetched or written ahead", _may_work_ahead, Core.work_ahead),
 )
 
 
-# `settle` runs several times per step; unpacking a tuple is cheaper than two attribute lookups.
-_DUE_RULES = tuple((consequence.is_due, consequence.rule) for consequence in CONSEQUENCES)
+_OF_CONDITIONS = tuple(
+    (consequence.due, consequence.rule) for consequence in CONSEQUENCES if not isinstance(consequence.due, str)
+)
 
 
 def consequences_table() -> str:

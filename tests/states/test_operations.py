@@ -106,3 +106,8 @@ def test_the_consequences_are_in_words_and_print_themselves() -> None:
         warnings.simplefilter("ignore", RuntimeWarning)  # It is imported already, and run once more.
         runpy.run_module("tidekv.states.core", run_name="__main__")
     assert printed.getvalue() == consequences_table()
+
+
+def test_every_work_queue_comes_before_every_condition() -> None:
+    of_queues = [isinstance(consequence.due, str) for consequence in CONSEQUENCES]
+    assert of_queues == sorted(of_queues, reverse=True)
