@@ -451,7 +451,7 @@ class Core:
         self.queue.remove(request)
         self.fire(request, events.Granted(at_s=self.state.now_s))
         for waiting in self.queue.candidates(self.state.now_s):
-            if waiting.arrival < request.arrival and waiting.short_need:
+            if waiting.arrival < request.arrival and waiting.short_need and not waiting.over_quota:
                 waiting.passed += 1
         # The next request may fit as well.
         self.state.pages_freed = True

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from tidekv.states.commands import Fallback
 from tidekv.states.components.index import ComponentIndex
 from tidekv.states.errors import BrokenInvariant
+from tidekv.states.handover.prefill_quota import PrefillQuota
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import PrefixIndex
 from tidekv.states.prefix.policies import POLICIES
@@ -66,6 +67,7 @@ COUNTERS: Final = (
     "pages_fetched_ahead",
     "pages_stored",
     "prefill_retries",
+    "quota_waits",
     "recomputes",
     "sent_back",
     "shared_transfer_pages",
@@ -109,6 +111,7 @@ class CoreState:
         """The index of component pages. None if the model has no components."""
         if settings.components:
             self.components = ComponentIndex(self.index, settings.components, page_size=settings.page_size)
+        self.quota = PrefillQuota(settings.prefill_quota_pages)
         self.now_s = 0.0
         self.storage_available = False
         """Whether a usable storage engine is attached. `StorageAdmission` decides whether it may be called now."""

@@ -48,8 +48,10 @@ class RequestArrived(Event, frozen=True, kw_only=True):
     """A request for the KV of a prompt on this device.
 
     `keys` holds one fixed-width key per full page; the remaining tokens of `prompt_tokens` are the partial last page.
-    `serial` is unique in the run and names the request's tokens in commands that outlive it. Generations of its rooms
-    count from `generation` on, which is above all generations of earlier requests with the same id.
+    `serial` is unique in the run and names the request's tokens in commands that outlive it. `prefills` names the
+    prefill instances that may serve it, in the order in which they are tried; two requests with the same name share
+    the quota of that instance. Generations of its rooms count from `generation` on, which is above all generations of
+    earlier requests with the same id.
     """
 
     request_id: str
@@ -57,7 +59,7 @@ class RequestArrived(Event, frozen=True, kw_only=True):
     keys: bytes
     prompt_tokens: int
     namespace: str = ""
-    prefill_count: int = 1
+    prefills: tuple[str, ...] = ("prefill",)
     deadline_at_s: float = NO_DEADLINE
     priority: int = 0
     cache: bool = True

@@ -9,7 +9,7 @@ import msgspec
 from tidekv.states.components.specs import Component
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.storage.policy import POLICY_FIELDS, StoragePolicy
-from tidekv.states.validation import Count, PositiveCount, Seconds
+from tidekv.states.validation import Count, PositiveCount, Seconds, Share
 
 EvictionName = Literal["lru", "lfu", "slru", "fifo", "priority"]
 
@@ -35,6 +35,10 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     """Maximum number of smaller requests that may pass one that does not fit; after that, all behind it wait."""
     ageing_s: Seconds = 5.0
     """Seconds of waiting that weigh as much as one step of priority."""
+    prefill_share: Share = 1.0
+    """Maximum share of the device pool that requests of one prefill may withhold before READY, see
+    `tidekv.states.handover.prefill_quota`. 1 means no limit.
+    """
     fetch_run_pages: PositiveCount = 32
     """Maximum pages of one storage read. Each run starts its copy to the device when it has landed."""
     copy_run_pages: PositiveCount = 256
@@ -70,6 +74,11 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     def with_policy(self, policy: StoragePolicy) -> CoreSettings:
         """Return a copy with the same sizes and bounds and other policies."""
         return msgspec.structs.replace(self, **{name: getattr(policy, name) for name in POLICY_FIELDS})
+
+    @property
+    def prefill_quota_pages(self) -> int | None:
+        """Device pages that one prefill may withhold. None means no limit."""
+        return int(self.prefill_share * self.device_pages) if self.prefill_share < 1 else None
 
     def pages_of(self, tokens: int) -> int:
         """Return the number of pages for `tokens` tokens; the last page may be partial."""

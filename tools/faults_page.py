@@ -89,6 +89,7 @@ REQUIRED: dict[str, dict[str, str]] = {
         "aux_is_slow": "All pages have arrived and the request still waits, because the first token belongs to it.",
         "drain_is_slow": "The pages stay in the quarantine; they are not given out before the message has arrived.",
         "peer_crashes": "Its rooms fail; pages are free once its death is proven; its next life is another writer.",
+        "peer_is_silent": "Its requests withhold at most `prefill_share` of the device pages; others are served.",
         "peer_is_partitioned": "Its rooms fail; it continues to write, to pages that are in the quarantine.",
         "frame_repeats": "Counted; cursors, spans and page accounts are unchanged.",
         "frame_is_foreign": "Counted and dropped.",

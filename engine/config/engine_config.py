@@ -18,6 +18,7 @@ from tidekv.states.validation import (
     PlainText,
     PositiveCount,
     Seconds,
+    Share,
     Text,
     host_and_port,
 )
@@ -50,6 +51,10 @@ class AdmissionOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
     """Waiting for this long weighs as much as one step of priority."""
     growth_reserve_pages: Count = 1
     """Device pages that an admitted request holds in reserve for the tokens that it generates."""
+    prefill_share: Share = 0.75
+    """Maximum share of the device pool that requests of one prefill may withhold before they are READY, its quarantine
+    included. Further requests of that prefill wait; a prompt that is larger is served alone. 1 means no limit.
+    """
 
 
 class SharingOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -208,6 +213,7 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             queue_max=self.admission.queue_max,
             ageing_s=self.admission.ageing_s,
             growth_reserve_pages=self.admission.growth_reserve_pages,
+            prefill_share=self.admission.prefill_share,
             share_transfers=self.sharing.enabled,
             share_wait_s=self.sharing.wait_s,
             attempts_per_prefill=self.peer.attempts,

@@ -140,7 +140,7 @@ class DecodeEngine:
             keys=self._runtime.prompt_keys.page_keys.of(packed),
             prompt_tokens=tokens,
             namespace=namespace,
-            prefill_count=len(request.prefills),
+            prefills=tuple(request.prefills),
             deadline_at_s=now_s + within_s,
             priority=request.priority,
             cache=request.cache,

@@ -417,6 +417,7 @@ class Runtime:
         """Return current values and totals since the start, by part."""
         return {
             "core": self.core.statistics(),
+            "prefill_pages": dict(self.core.state.quota.held),
             "receiver": self.receiver.statistics(),
             "transport": self.transport.statistics(),
             "poller": msgspec.to_builtins(self.poller.statistics()),

@@ -213,6 +213,7 @@ def _requests(core: Core) -> int:
             request.generation,
             request.attempts,
             request.raised,
+            request.charged,
             request.matched,
             request.promised,
             list(request.own),

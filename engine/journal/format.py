@@ -31,7 +31,7 @@ from tidekv.states.settings import CoreSettings
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-JOURNAL_VERSION = 6
+JOURNAL_VERSION = 7
 """The version of this format. A journal of another version is refused."""
 PACKAGES = ("tidekv", "transitions", "msgspec", "torch", "nixl")
 CHECKSUM_BYTES = 8
@@ -93,7 +93,7 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
     keys: bytes
     prompt_tokens: int
     namespace: str
-    prefill_count: int
+    prefills: tuple[str, ...]
     deadline_at_s: float | None
     priority: int
     cache: bool
@@ -110,7 +110,7 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
             keys,
             event.prompt_tokens,
             event.namespace,
-            event.prefill_count,
+            event.prefills,
             None if event.deadline_at_s == NO_DEADLINE else event.deadline_at_s,
             event.priority,
             event.cache,

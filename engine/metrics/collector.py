@@ -98,6 +98,14 @@ class MetricsCollector(Collector):
                         (component.name, pool, condition), counts[f"{component.name}_{pool}_{condition}"]
                     )
         yield component_pages
+        prefills = GaugeMetricFamily(
+            "tidekv_prefill_pages",
+            "Device pages withheld by requests of each prefill before READY, and by its quarantine.",
+            labels=("prefill",),
+        )
+        for prefill, pages in sorted(dict(self._fold.core.state.quota.held).items()):
+            prefills.add_metric((prefill,), pages)
+        yield prefills
         requests = GaugeMetricFamily("tidekv_requests", "Live requests by state.", labels=("state",))
         for state in State:
             if state is not State.FAILED:
@@ -176,7 +184,7 @@ def _pollers(statistics: Mapping[str, object]) -> Iterator[Metric]:
 def _numbers(statistics: Mapping[str, object]) -> Iterator[tuple[str, str, float]]:
     """Yield every number in the statistics, by part and name; those of the core have metrics of their own."""
     for part, values in statistics.items():
-        if part == "core":
+        if part in ("core", "prefill_pages"):
             continue
         if isinstance(values, bool | int | float):
             yield "engine", part, values

@@ -93,6 +93,8 @@ FAULTS: dict[str, str] = {
     "sent_page_is_flipped": "a bit of a page flips on its way from prefill",
     # Ourselves.
     "rule_raises": "a rule of the core raises somewhere in its middle",
+    # Behind the others, which are drawn in order: their rates stay what they were.
+    "peer_is_silent": "prefill takes promises and answers aborts, but sends nothing until it is restarted",
 }
 """Kinds of faults by name, with a description."""
 OF_COMPONENTS = frozenset(name for name in FAULTS if name.startswith("tail_"))

@@ -76,6 +76,8 @@ class Incarnation:
         self.rooms: dict[RoomKey, ServedRoom] = {}
         self.is_dead = False
         self.is_cut_off = False
+        self.is_silent = False
+        """Whether it sends nothing for rooms that it is promised from now on."""
         self.is_lost = False
         """Whether decode was informed that it is unreachable."""
         self.in_flight = 0
@@ -134,14 +136,14 @@ class Peer:
     def __init__(self, world: PeerSurroundings, random: Random, name: str) -> None:
         self._world = world
         self._random = random
-        self._name = name
+        self.name = name
         self._epoch = 0
         self.life = self._new_life()
 
     def _new_life(self) -> Incarnation:
         self._epoch += 1
         ranks = self._random.choice((1, 1, 1, 2, 3))
-        return Incarnation(f"{self._name}.{self._epoch}", ranks, Link(self._world.schedule))
+        return Incarnation(f"{self.name}.{self._epoch}", ranks, Link(self._world.schedule))
 
     # --- Messages from decode ---
 
@@ -176,6 +178,8 @@ class Peer:
             raise Violation(f"{life.writer} was promised room {key} twice")
         frames = [Link(world.schedule) for _ in range(life.ranks)]
         room = life.rooms[key] = ServedRoom(key, life, prompt, frames)
+        if life.is_silent:
+            return
         if faults.hits("room_is_refused"):
             room.has_stopped = True
             self._tell(
@@ -201,7 +205,7 @@ class Peer:
 
     def _extended(self, life: Incarnation, command: commands.SendExtend) -> None:
         room = life.rooms.get((command.request_id, command.generation))
-        if life.is_dead or life.is_cut_off or room is None or room.has_stopped:
+        if life.is_dead or life.is_cut_off or life.is_silent or room is None or room.has_stopped:
             return
         if self._world.faults.hits("extend_is_refused"):
             self._tell(
@@ -374,6 +378,17 @@ class Peer:
         world.schedule.after(DETECTION_S * self._random.random(), self._tell_lost, life)
         world.schedule.after(DETECTION_S * (1 + self._random.random()), self._tell_death, life)
         self.life = self._new_life()
+
+    def fall_silent(self) -> None:
+        """Send nothing for new rooms and extends, until a restart."""
+        life = self.life
+        if not life.is_silent:
+            life.is_silent = True
+            self._world.schedule.after(DETECTION_S * (1 + 10 * self._random.random()), self._restart, life)
+
+    def _restart(self, life: Incarnation) -> None:
+        if not life.is_dead:
+            self.crash()
 
     def cut_off(self) -> None:
         """Become unreachable for a while, without noticing it."""

@@ -217,7 +217,7 @@ class SimulatedRank:
                 serial=serial,
                 keys=script.tokens[: len(script.tokens) // size * size],
                 prompt_tokens=len(script.tokens),
-                prefill_count=script.prefill_count,
+                prefills=tuple(f"prefill-{number}" for number in range(script.prefill_count)),
                 deadline_at_s=script.deadline_at_s,
                 priority=script.priority,
                 cache=script.cache,

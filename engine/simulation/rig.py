@@ -73,7 +73,9 @@ class Rig:
     # --- Callers ---
 
     def arrive(self, request_id: str, tokens: bytes, **fields: object) -> list[commands.Command]:
-        """Submit a prompt."""
+        """Submit a prompt. `prefill_count` names so many prefills, "prefill-0" and so on; the default is one."""
+        prefill_count = fields.pop("prefill_count", 1)
+        assert isinstance(prefill_count, int)
         self._serial += 1
         full = len(tokens) // self.settings.page_size * self.settings.page_size
         generation = self._generations.get(request_id, 0)
@@ -86,6 +88,7 @@ class Rig:
                 "keys": tokens[:full],
                 "prompt_tokens": len(tokens),
                 "generation": generation,
+                "prefills": tuple(f"prefill-{number}" for number in range(prefill_count)),
                 **fields,
             },
         )

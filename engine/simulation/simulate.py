@@ -111,6 +111,8 @@ def draw_settings(random: Random) -> CoreSettings:
         share_transfers=random.random() < 0.8,
         share_wait_s=random.choice((0.002, 0.02, 0.2)),
         **{name: getattr(policy, name) for name in POLICY_FIELDS},
+        # Drawn last, so that everything before is what it was for the same seed.
+        prefill_share=random.choice((1.0, 0.75, 0.4, 0.1)),
     )
 
 

@@ -25,6 +25,7 @@ from tidekv.engine.simulation.schedule import Schedule
 from tidekv.engine.simulation.tiers import Outcomes, SimulatedCopies, SimulatedStorage
 from tidekv.states import commands, events
 from tidekv.states.core import Core
+from tidekv.states.request.request import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -197,6 +198,8 @@ class World:
             self.schedule.after(self.delay(), self._random.choice(self.peers).crash)
         if self.faults.hits("peer_is_partitioned"):
             self.schedule.after(self.delay(), self._random.choice(self.peers).cut_off)
+        if self.faults.hits("peer_is_silent"):
+            self.schedule.after(self.delay(), self._random.choice(self.peers).fall_silent)
         if self.faults.hits("policy_changes"):
             self.step(events.PolicyChanged(at_s=self.now_s, policy=draw_policy(self._random, self.settings.page_size)))
         if self.faults.hits("storage_is_detached"):
@@ -220,7 +223,7 @@ class World:
                 keys=caller.tokens[:full],
                 prompt_tokens=len(caller.tokens),
                 namespace=caller.namespace,
-                prefill_count=len(caller.prefills),
+                prefills=tuple(self.peers[number].name for number in caller.prefills),
                 deadline_at_s=caller.deadline_at_s,
                 priority=priority,
                 cache=cache,
@@ -294,9 +297,38 @@ class World:
             if account.free + account.owned + account.cached + account.draining != account.total:
                 raise Violation(f"pool {account.name} does not add up")
         self.component_pages.check_sums()
+        if not any(isinstance(wish, commands.SendAbort) for wish in wishes):
+            # A room left in the same step may have pages in the quarantine that it extended into.
+            self._check_quota({request_id for request_id, state in self.core.moves if state is State.MATCH})
         if self.event_count % AUDIT_EVENTS == 0:
             audit(self)
         self._arm_clock()
+
+    def _check_quota(self, admitted: set[str]) -> None:
+        """Check that peers of the requests just admitted are within their quotas, or serve one large prompt alone."""
+        limit = self.settings.prefill_quota_pages
+        if limit is None or not admitted:
+            return
+        withheld: dict[str, list[int]] = {}
+        for request in self.core.state.requests.values():
+            if request.lock is not None and not request.is_ready and not request.recomputes:
+                peer = self.peers[self._callers[request.request_id].prefills[request.prefill_number]].name
+                pages = request.page_count - request.matched + len(request.reserve)
+                withheld.setdefault(peer, []).append(pages)
+        for left in self.core.rooms.quarantine:
+            withheld.setdefault(left.prefill, []).append(len(left.pages))
+        for request_id in admitted:
+            request_now = self.core.request(request_id)
+            if request_now is None or request_now.is_ready or request_now.recomputes or request_now.lock is None:
+                continue
+            if request_now.page_count == request_now.matched and not request_now.reserve:
+                continue  # It withholds nothing that others do not, and is always admitted.
+            pages_by_room = [pages for pages in withheld[request_now.prefill] if pages]
+            if len(pages_by_room) > 1 and sum(pages_by_room) > limit:
+                raise Violation(
+                    f"{request_id} was admitted, and {request_now.prefill} withholds {sum(pages_by_room)} device pages;"
+                    f" its quota is {limit}"
+                )
 
     def tell_now(self, event: events.Event) -> None:
         """Pass on an event that was created earlier, with the current time."""

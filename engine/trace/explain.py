@@ -79,7 +79,13 @@ def _waits(trace: RequestTrace, now_s: float) -> list[str]:
     what = WAIT_WORDS[longest]
     if longest == "PREALLOC" and not trace.needed_pages and any(work.kind == "query" for work in trace.works):
         what = "for the answer of storage"
-    return [f"Time by state: {parts}.", f"It waited longest in {longest}, {what}{need}{share}."]
+    lines = [f"Time by state: {parts}.", f"It waited longest in {longest}, {what}{need}{share}."]
+    if trace.over_quota_of:
+        lines.append(
+            f"In PREALLOC it waited for the quota of prefill {trace.over_quota_of}: other requests of that prefill "
+            "withheld as many device pages as they may (admission.prefill_share)."
+        )
+    return lines
 
 
 def _plan(trace: RequestTrace, plan: Plan) -> list[str]:

@@ -80,7 +80,7 @@ class RequestTrace:
     prompt_tokens: int
     page_count: int
     namespace: str
-    prefill_count: int
+    prefills: tuple[str, ...]
     deadline_at_s: float
     states: list[tuple[float, str]] = field(default_factory=list)
     """Time of each change of state."""
@@ -91,6 +91,8 @@ class RequestTrace:
     """Prompt tokens by source, once it is READY."""
     needed_pages: int = 0
     """What the request waited for in PREALLOC, if it did not fit at once."""
+    over_quota_of: str = ""
+    """The prefill whose quota has delayed it in PREALLOC."""
     ended: str = ""
     """"READY", "FAILED", or "" while it is under way."""
     cause: str = ""

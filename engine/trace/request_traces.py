@@ -176,7 +176,7 @@ class RequestTraces:
             event.prompt_tokens,
             core.settings.pages_of(event.prompt_tokens),
             event.namespace,
-            event.prefill_count,
+            event.prefills,
             event.deadline_at_s,
         )
         request_trace.resumes = self._given_away.pop(event.request_id, None)
@@ -291,6 +291,8 @@ class RequestTraces:
             self._sent_back(request_trace, at_s, core)
         request_trace.states.append((at_s, state.value))
         request = core.request(request_id)
+        if request is not None and request.waited_for_quota and not request_trace.over_quota_of:
+            request_trace.over_quota_of = request.prefill
         if state in (State.PREALLOC, State.MATCH) and request is not None:
             request_trace.needed_pages = request.short_need
         if state is State.PREALLOC and request is not None:

@@ -59,7 +59,10 @@ def show(now: Sample, before: Sample | None, elapsed_s: float) -> RenderableType
     declined = Table("cause", "pages", title="storage declined")
     for (cause,), count in now.get("tidekv_declined_pages_total", {}).items():
         declined.add_row(cause, f"{count:.0f}")
-    lines: list[RenderableType] = [_pools(now), Columns([states, ended, sources, cuts, declined])]
+    prefills = Table("prefill", "pages", title="withheld before READY")
+    for (prefill,), count in now.get("tidekv_prefill_pages", {}).items():
+        prefills.add_row(Text(prefill), f"{count:.0f}")
+    lines: list[RenderableType] = [_pools(now), Columns([states, ended, sources, cuts, declined, prefills])]
     if now.get("tidekv_storage_breaker_open", {}).get((), 0):
         lines.append(Text("storage is not used: the breaker is open", "bold red"))
     return Group(*lines)

@@ -8,7 +8,8 @@ A *room* is one hand-over of one generation of a request. A *span* is a run of p
     received                        the same: the writers have finished
     left, no writer can be active   the request's pages become free at once, and the loads are reclaimed
     left, a writer may be active    quarantine: a `Draining` holds the request's pages, which are *draining*; the nodes
-                                    of its loads stay in the tree, void, and their pages are draining, too
+                                    of its loads stay in the tree, void, and their pages are draining, too. The quota of
+                                    the prefill counts both
     every writer has confirmed      the pages of the `Draining` become free, and its loads are reclaimed
     (Drained) or is proven dead
 
@@ -37,9 +38,12 @@ if TYPE_CHECKING:
 class Draining:
     """Pages of a left room, in quarantine until no writer can write to them any more."""
 
-    __slots__ = ("component_pages", "drained", "loads", "pages", "ranks", "writer")
+    __slots__ = ("charged", "component_pages", "drained", "loads", "pages", "prefill", "ranks", "writer")
 
     def __init__(self, room: Room) -> None:
+        self.prefill = room.request.prefill
+        """The instance whose quota counts its pages."""
+        self.charged = 0
         self.writer = room.writer
         self.ranks = room.ranks
         """Writers that must confirm. 0 if it is unknown whether the promise was sent: then one answer is enough."""
@@ -99,7 +103,7 @@ class Rooms:
         component_pages: tuple[ComponentPages, ...] | None = None,
     ) -> None:
         """Open the room of a planned request. Span 0 are its own pages; promised pages are not sent."""
-        room = Room(request, prefill=request.attempts % request.prefill_count)
+        room = Room(request, prefill=request.prefill_number)
         room.spans.append(self._span(promised, len(own), None))
         self._state.emit(
             SendPromise(
@@ -208,6 +212,10 @@ class Rooms:
             if request.component_pages is not None and self._state.components is not None:
                 self._state.components.drain(request.component_pages.remote)
                 draining.component_pages.update(request.component_pages.give_up_remote())
+            if not draining.charged:
+                pages = len(request.own) + sum(load.page_count for load in draining.loads)
+                self._state.quota.charge(draining.prefill, pages)
+                draining.charged = pages
             self._state.device.drain(request.own)
             draining.pages = request.own
         request.own = page_ids()
@@ -258,6 +266,8 @@ class Rooms:
         if self._state.components is not None:
             self._state.components.settle(draining.component_pages)
             draining.component_pages = {}
+        self._state.quota.discharge(draining.prefill, draining.charged)
+        draining.charged = 0
         self._state.device.settle(draining.pages)
         del self._draining[key]
         self._state.reclaimable_loads.extend(draining.loads)

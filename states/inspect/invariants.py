@@ -64,6 +64,7 @@ def audit_core(core: Parts) -> None:
     loads = _loads_of(core)
     _check_components(core)
     _check_device_pages(core)
+    _check_quota(core)
     _check_host_pages(core, loads)
     _check_receipts(core, loads)
     _check_loads(core, loads)
@@ -125,6 +126,25 @@ def _check_device_pages(core: Parts) -> None:
         if node.void and node.device is not None:
             draining += node.device
     _check_pages(core.state.device, owned, draining)
+
+
+def _check_quota(core: Parts) -> None:
+    """Check that every page that a request or a quarantine withholds is charged to its prefill."""
+    charged = Counter[str]()
+    for request in core.state.requests.values():
+        is_held = request.lock is not None and not request.is_ready
+        # A lower bound: the charge has the cached pages as well that the request was the first to lock.
+        pages = request.page_count - request.matched + len(request.reserve) if is_held else 0
+        _require(request.charged >= pages, f"{request} withholds {pages} pages, but is charged {request.charged}")
+        _require(is_held or not request.charged, f"{request} is charged with {request.charged} pages without a grant")
+        charged[request.prefill] += request.charged
+    for left in core.rooms.quarantine:
+        pages = len(left.pages) + sum(load.page_count for load in left.loads)
+        _require(left.charged == pages, f"a quarantine of {pages} pages is charged with {left.charged}")
+        charged[left.prefill] += pages
+    charged[""] = 0
+    held = core.state.quota.held
+    _require(+charged == Counter(held), f"prefills are charged {held}, recounted {dict(+charged)}")
 
 
 def _component_pages_of(core: Parts) -> list[RequestComponents]:

@@ -1,13 +1,15 @@
 """The queue of requests that wait for device pages: priorities with ageing, bounded head-of-line blocking.
 
 Requests of the same priority are in order of arrival. Smaller requests may pass one that does not fit `passes_max`
-times; after that, all requests behind it wait until it fits.
+times; after that, all requests behind it wait until it fits. A request that is over the quota of its prefill only
+blocks the requests of that prefill: these keep their order, so that it cannot starve, and all others pass it freely.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import insort
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,62 +17,75 @@ if TYPE_CHECKING:
     from tidekv.states.request.request import Request
     from tidekv.states.settings import CoreSettings
 
+Lane: TypeAlias = "tuple[int, str]"
+"""Priority and prefill of requests that are in order of arrival among themselves."""
+
 
 class Queue:
     """The requests in PREALLOC."""
 
     def __init__(self, settings: CoreSettings) -> None:
         self._settings = settings
-        self._levels: dict[int, list[Request]] = {}
+        self._lanes: dict[Lane, list[Request]] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Request]:
-        for level in self._levels.values():
-            yield from level
+        for lane in self._lanes.values():
+            yield from lane
 
     def add(self, request: Request) -> None:
         """Add a request, in order of arrival: one that returns to the queue gets its former place."""
-        insort(self._levels.setdefault(request.priority, []), request, key=lambda waiting: waiting.arrival)
+        lane = self._lanes.setdefault((request.priority, request.prefill), [])
+        insort(lane, request, key=lambda waiting: waiting.arrival)
         self._count += 1
 
     def remove(self, request: Request) -> None:
         """Remove a request that was admitted or has ended."""
-        level = self._levels[request.priority]
-        level.remove(request)
+        lane = self._lanes[request.priority, request.prefill]
+        lane.remove(request)
         self._count -= 1
-        if not level:
-            del self._levels[request.priority]
+        if not lane:
+            del self._lanes[request.priority, request.prefill]
 
-    def candidates(self, now_s: float) -> list[Request]:
-        """Return at most `admission_scan_max` requests to try, in order; none behind one passed too often."""
-        if len(self._levels) == 1:
-            # One priority: the order is that of arrival and needs no comparison of ranks.
-            (level,) = self._levels.values()
-            return self._until_passed(level[: self._settings.admission_scan_max])
-        # Merge the levels by rank. Within a level the first waiting request has the highest rank, since it is oldest.
-        heads = dict.fromkeys(self._levels, 0)
-        chosen: list[Request] = []
-        while heads and len(chosen) < self._settings.admission_scan_max:
-            priority = max(heads, key=lambda level: self._rank(self._levels[level][heads[level]], now_s))
-            request = self._levels[priority][heads[priority]]
-            chosen.append(request)
+    def waits_for_quota(self, prefill: str) -> bool:
+        """Whether the quota of this prefill holds back its waiting requests."""
+        return any(lane[0].over_quota for (_, name), lane in self._lanes.items() if name == prefill)
+
+    def candidates(self, now_s: float) -> Iterator[Request]:
+        """Yield the requests to try, in order; none behind one that was passed too often. The caller stops before it
+        changes the queue.
+
+        After a request that is over its quota (`Request.over_quota`, once the caller has tried it) no other of its
+        prefill follows. At most `admission_scan_max` requests are tried that are not.
+        """
+        # Merge the lanes by rank. Within a lane the first waiting request has the highest rank, since it is oldest.
+        heads = [self._head(lane, 0, now_s) for lane in self._lanes]
+        heapq.heapify(heads)
+        blocked: set[str] = set()
+        tried = 0
+        while heads and tried < self._settings.admission_scan_max:
+            _, _, lane, at = heads[0]
+            request = self._lanes[lane][at]
+            if request.prefill in blocked:
+                heapq.heappop(heads)
+                continue
+            yield request
+            if request.over_quota:
+                blocked.add(request.prefill)
+                continue
+            tried += 1
             if request.passed >= self._settings.passes_max:
-                break
-            heads[priority] += 1
-            if heads[priority] == len(self._levels[priority]):
-                del heads[priority]
-        return chosen
+                return
+            if at + 1 < len(self._lanes[lane]):
+                heapq.heapreplace(heads, self._head(lane, at + 1, now_s))
+            else:
+                heapq.heappop(heads)
 
-    def _until_passed(self, requests: list[Request]) -> list[Request]:
-        passes_max = self._settings.passes_max
-        for at, request in enumerate(requests, start=1):
-            if request.passed >= passes_max:
-                return requests[:at]
-        return requests
-
-    def _rank(self, request: Request, now_s: float) -> tuple[float, int]:
+    def _head(self, lane: Lane, at: int, now_s: float) -> tuple[float, int, Lane, int]:
+        """Return the rank of a lane's request number `at`, lowest first, and its place."""
+        request = self._lanes[lane][at]
         waited = (now_s - request.arrived_at_s) / self._settings.ageing_s
-        return (request.priority + waited, -request.arrival)
+        return -(request.priority + waited), request.arrival, lane, at

@@ -193,7 +193,7 @@ class Actions:
         Damaged pages are asked for once more than that: a prefill that sent them is well, and the next time the damage
         is unlikely.
         """
-        attempts_max = request.prefill_count * self._attempts_per_prefill
+        attempts_max = len(request.prefills) * self._attempts_per_prefill
         if isinstance(event, PrefillLost) and event.cause == PrefillCause.DAMAGED.value:
             attempts_max += 1
         return request.attempts + 1 < attempts_max
@@ -250,7 +250,10 @@ class Actions:
 
     def fail_by_deadline(self, request: Request, event: DeadlinePassed) -> None:
         """Fail because the caller's deadline has passed."""
-        self._fail(request, "deadline", f"in {request.state.value}")
+        quota = ""
+        if request.waits_for_admission and self._queue.waits_for_quota(request.prefill):
+            quota = f": prefill {request.prefill} is at its quota of device pages"
+        self._fail(request, "deadline", f"in {request.state.value}{quota}")
 
     def fail_by_abort(self, request: Request, event: AbortRequested) -> None:
         """Fail because the caller aborted the request."""

@@ -72,6 +72,7 @@ class Request:
         "attempts",
         "cache",
         "can_recompute",
+        "charged",
         "component_limit",
         "component_pages",
         "deadline_at_s",
@@ -88,16 +89,18 @@ class Request:
         "lock",
         "matched",
         "namespace",
+        "over_quota",
         "own",
         "page_count",
         "passed",
         "pin",
-        "prefill_count",
+        "prefills",
         "priority",
         "promised",
         "prompt_tokens",
         "queried_first",
         "query_op",
+        "quota_need",
         "raised",
         "raises",
         "recompute_op",
@@ -116,6 +119,7 @@ class Request:
         "stored_found",
         "table",
         "trouble",
+        "waited_for_quota",
         "waits_for_answer",
     )
 
@@ -125,7 +129,7 @@ class Request:
         self.keys = event.keys
         self.prompt_tokens = event.prompt_tokens
         self.namespace = event.namespace
-        self.prefill_count = event.prefill_count
+        self.prefills = event.prefills
         self.deadline_at_s = event.deadline_at_s
         self.priority = event.priority
         self.cache = event.cache
@@ -150,7 +154,16 @@ class Request:
         """Progress of the caller's `finish` or `retract`."""
         self.passed = 0
         self.short_need = 0
+        """Device pages that it needed when it was last refused admission."""
         self.short_version = -1
+        self.quota_need = 0
+        """Pages that its prefill would have been charged with at that time."""
+        self.over_quota = False
+        """Whether that refusal was because of the quota of its prefill."""
+        self.waited_for_quota = False
+        """Whether there was any such refusal."""
+        self.charged = 0
+        """Pages that its prefill is charged with, from the grant until READY."""
         self.query_op = 0
         self.queried_first = 0
         """The first page of the query."""
@@ -192,6 +205,16 @@ class Request:
         self.declined: tuple[str, int] = ("", 0)
         """Key of `DECLINED` and the number of pages that storage has and the plan does not fetch."""
         self.source_pages = {"l1": 0, "l2": 0, "l3": 0, "transfer": 0}
+
+    @property
+    def prefill_number(self) -> int:
+        """Place in `prefills` of the instance that serves the present generation."""
+        return self.attempts % len(self.prefills)
+
+    @property
+    def prefill(self) -> str:
+        """Name of that instance; "" if the caller computes the rest."""
+        return "" if self.recomputes else self.prefills[self.prefill_number]
 
     @property
     def waits_for_admission(self) -> bool:

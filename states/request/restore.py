@@ -156,30 +156,42 @@ class Restore:
         gives back what was taken so far.
         """
         state = self._state
+        request.over_quota = False
         if request.waits_for_answer:
             return False
         available = state.device.free + state.index.device_evictable
-        if request.short_version == self._insertions and available < request.short_need:
+        if request.short_version == self._insertions:
             # It did not fit before, and without insertions its match cannot have grown. Skips matching every waiting
             # request again whenever some pages are freed.
-            return False
+            request.over_quota = not state.quota.admits(request.prefill, request.quota_need)
+            if request.over_quota or available < request.short_need:
+                return False
         match = self._match(request)
         # Lock before making room: eviction must not take the pages just matched.
         request.lock = state.index.lock(match.device_node)
         needed = request.page_count - match.device_pages + state.settings.growth_reserve_pages
-        if needed <= state.device.free + state.index.device_evictable and self._asks_again(request, match):
+        # The charge: pages that it takes, and cached ones that only this lock keeps from eviction.
+        available_now = state.device.free + state.index.device_evictable
+        charge = needed + available - available_now
+        request.over_quota = not state.quota.admits(request.prefill, charge)
+        if not request.over_quota and needed <= available_now and self._asks_again(request, match):
             state.index.unlock(request.lock)
             request.lock = None
             return False
-        has_room = state.make_device_room(needed)
+        has_room = not request.over_quota and state.make_device_room(needed)
         if not has_room or not (self._component_pages is None or self._component_pages.reserve(request)):
             state.index.unlock(request.lock)
             request.lock = None
-            request.short_need, request.short_version = needed, self._insertions
+            request.short_need, request.quota_need, request.short_version = needed, charge, self._insertions
+            if request.over_quota and not request.waited_for_quota:
+                request.waited_for_quota = True
+                state.count("quota_waits")
             return False
         pages = state.device.take(needed)
         reserved = needed - state.settings.growth_reserve_pages
         request.own, request.reserve = pages[:reserved], pages[reserved:]
+        state.quota.charge(request.prefill, charge)
+        request.charged = charge
         # The pin keeps the host part from eviction until `fix_plan` starts its copies.
         request.pin = state.index.pin(match.host_node)
         request.matched = match.device_pages
@@ -238,12 +250,15 @@ class Restore:
             undo.callback(self._lock_again, request, request.lock.node)
             state.index.unpin(request.pin)
             undo.callback(self._pin_again, request, request.pin.node)
+            state.quota.discharge(request.prefill, surplus)
+            undo.callback(state.quota.charge, request.prefill, surplus)
             state.device.give_back(request.own[:surplus])
             # The pool takes the pages given back last first, so this returns the same pages.
             undo.callback(state.device.take, surplus)
             op = self._ask_for_rest(request, plan, lock)
             undo.keep()
         # Only field and dictionary updates from here on: the request takes over what the plan has started.
+        request.charged -= surplus
         # The answer is used up: if what it promised is not delivered, the next plan needs another one.
         request.answered_at_s = float("inf")
         self._lookahead.adopted(request, adopted)
@@ -412,6 +427,7 @@ class Restore:
                     fallbacks=request.fallbacks,
                 )
             )
+            self._discharge(request)
             undo.keep()
 
     def keep(self, request: Request, keys: bytes, component_pages: tuple[ComponentLeft, ...] = ()) -> int:
@@ -481,10 +497,18 @@ class Restore:
         if self._component_pages is not None:
             self._component_pages.leave(request)
         state.device.give_back(request.reserve)
+        self._discharge(request)
         self._storage.leave_query(request)
         state.preempted.pop(request, None)
         request.forget_plan()
         state.pages_freed = True
+
+    def _discharge(self, request: Request) -> None:
+        """End the charge of the request: its prefill does not delay it any more."""
+        self._state.quota.discharge(request.prefill, request.charged)
+        request.charged = 0
+        # Another request of the same prefill may be within its quota now.
+        self._state.pages_freed = True
 
     # --- Raises ---
 

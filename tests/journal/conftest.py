@@ -141,12 +141,14 @@ class Play:
     def arrive(self, request_id: str, tokens: bytes = b"aabbccdd", **fields: Any) -> list[Command]:
         self._serial += 1
         keys = tokens[: len(tokens) // 2 * 2]
+        prefill_count = fields.pop("prefill_count", 1)
         return self.take(
             events.RequestArrived,
             request_id=request_id,
             serial=self._serial,
             keys=keys,
             prompt_tokens=len(tokens),
+            prefills=tuple(f"prefill-{number}" for number in range(prefill_count)),
             **fields,
         )
 

@@ -141,6 +141,7 @@ FAULT_ROWS = {
     "room_fails": "prefill fails in TRANSFER, and there is another",
     "room_fails_settled": "prefill fails in TRANSFER, and there is another",
     "peer_crashes": "prefill is_dead in TRANSFER, and there is another",
+    "peer_is_silent": "prefill_is_at_its_quota",
     "peer_is_partitioned": "prefill is_lost in TRANSFER, and there is another",
     "abort": "the caller aborts in TRANSFER",
     "abort_at_once": "the caller aborts in PREALLOC",

@@ -103,7 +103,7 @@ def _free_without_drained(patch: pytest.MonkeyPatch) -> None:
 
 def _newest_first(patch: pytest.MonkeyPatch) -> None:
     candidates = Queue.candidates
-    patch.setattr(Queue, "candidates", lambda self, now_s: candidates(self, now_s)[::-1])
+    patch.setattr(Queue, "candidates", lambda self, now_s: reversed(list(candidates(self, now_s))))
 
 
 def _promise_less(patch: pytest.MonkeyPatch) -> None:

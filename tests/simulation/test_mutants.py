@@ -10,6 +10,7 @@ import pytest
 from tidekv.engine.simulation import SimulationFailed, simulate
 from tidekv.states.backup.backups import Backup, Backups
 from tidekv.states.core_state import CoreState
+from tidekv.states.handover.prefill_quota import PrefillQuota
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
 from tidekv.states.loads.look_ahead import LookAhead
@@ -247,6 +248,24 @@ def look_ahead_frees_host_pages_that_are_still_written(patch: pytest.MonkeyPatch
         del ahead.runs[at:]
 
     patch.setattr(LookAhead, "_cut", cut)
+
+
+@mutant
+def the_quota_of_a_prefill_is_not_asked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefillQuota, "admits", lambda self, prefill, pages: True)
+
+
+@mutant
+def the_quota_of_a_prefill_forgets_its_quarantine(patch: pytest.MonkeyPatch) -> None:
+    original = Rooms.leave
+
+    def leave(self: Rooms, room: Room, *, settled: bool) -> None:
+        original(self, room, settled=settled)
+        for left in self.quarantine:
+            self._state.quota.discharge(left.prefill, left.charged)
+            left.charged = 0
+
+    patch.setattr(Rooms, "leave", leave)
 
 
 @mutant

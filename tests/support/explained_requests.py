@@ -133,6 +133,15 @@ def sender_is_slow(play: Play) -> None:
     play.bring_everything("r1")
 
 
+@says("it waited for the quota of prefill prefill-0", "admission.prefill_share", "READY", counts="quota_waits")
+def prefill_is_at_its_quota(play: Play) -> None:
+    play.begin_with(prefill_share=0.3)
+    play.arrive("r0", tokens=b"aabbccdd")
+    play.arrive("r1", tokens=b"bbccddee")
+    play.bring_everything("r0")
+    play.bring_everything("r1")
+
+
 @says("prefill failed: ConnectionRefusedError: nobody there", "next prefill")
 def promise_cannot_be_sent(play: Play) -> None:
     play.arrive("r1", prefill_count=2)

@@ -50,6 +50,7 @@ def make_event(kind: type[Event], request: Request) -> Event:
         "cause": "because",
         "detail": "because",
         "error": "",
+        "prefills": ("prefill",),
     }
     fields = {field.name: values.get(field.name, 0) for field in msgspec.structs.fields(kind)}
     return kind(**fields)
