@@ -36,7 +36,8 @@ _pack_tick = struct.Struct("<q").pack
 # Pages are arrays, which msgspec cannot encode.
 _encode = msgspec.msgpack.Encoder(enc_hook=bytes).encode
 
-WITH_TEXTS = frozenset({ReportFailed, ReportReady, ReportFinished, ReportRetracted})
+WITH_FALLBACKS = (ReportReady, ReportFinished, ReportRetracted)
+WITH_TEXTS = frozenset({ReportFailed, *WITH_FALLBACKS})
 """Commands that may hold texts of exceptions."""
 
 
@@ -135,7 +136,7 @@ def _encoded(followed: Sequence[object]) -> bytes:
 def _without_texts(command: Command) -> Command:
     if type(command) is ReportFailed:
         return msgspec.structs.replace(command, detail="")
-    if isinstance(command, ReportReady | ReportFinished | ReportRetracted) and command.fallbacks:
+    if isinstance(command, WITH_FALLBACKS) and command.fallbacks:
         fallbacks = tuple(msgspec.structs.replace(fallback, error="") for fallback in command.fallbacks)
         return msgspec.structs.replace(command, fallbacks=fallbacks)
     return command
