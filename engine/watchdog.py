@@ -80,7 +80,7 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
-                LOG.error("the watchdog's thread did not end within %g s: a report hangs, or logging", CLOSE_S)
+                LOG.error("the watchdog's thread did not end: a report hangs, or logging", after_s=CLOSE_S)
 
     def _beat(self) -> None:
         now_s = time.monotonic()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from tidekv.backends.storage.base import Storage
 from tidekv.states.errors import TidekvError
@@ -20,7 +19,7 @@ BACKOFF_MAX_S: Final = 30.0
 class StorageGuard:
     """Receives the results of storage calls and decides whether storage may be used. All calls on one loop."""
 
-    def __init__(self, storages: Sequence[Storage], log: logging.Logger) -> None:
+    def __init__(self, storages: Sequence[Storage], log: Any) -> None:  # Any: a logger of structlog.
         """The caller owns the engines; the sequence is read at each probe, so engines added later are probed too."""
         self._storages = storages
         self._log = log
@@ -40,9 +39,9 @@ class StorageGuard:
     def failed(self, what: str, error: BaseException) -> None:
         """Record and log a failed call. An exception that is not a TidekvError is a defect, logged with traceback."""
         if isinstance(error, TidekvError):
-            self._log.warning("%s: %s", what, error)
+            self._log.warning(what, cause=str(error))
         else:
-            self._log.error("%s", what, exc_info=error)
+            self._log.error(what, exc_info=error)
         self._note(failed=True)
 
     async def close(self) -> None:
@@ -66,5 +65,5 @@ class StorageGuard:
                     await storage.probe()
             except TidekvError as error:
                 failed = True
-                self._log.warning("storage still fails: %s", error)
+                self._log.warning("storage still fails", cause=str(error))
             self._breaker.probed(failed=failed, backoff_max_s=BACKOFF_MAX_S)

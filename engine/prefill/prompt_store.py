@@ -149,7 +149,7 @@ class PromptStore:
             await self._ended(self._tasks.close(), "puts that were cancelled")
         except StorageFailed as error:
             # `close` raises if they never end; until then the rooms of the peer can end.
-            LOG.warning("%s", error)
+            LOG.warning(str(error))
 
     async def close(self) -> None:
         """Close storage, which the store owns, and the copier. Raises StorageFailed for what takes longer than CLOSE_S:

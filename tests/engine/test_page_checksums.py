@@ -170,7 +170,7 @@ async def test_pages_damaged_on_the_way_are_asked_for_again(make_pair, flipped_w
         (record,) = [
             record.getMessage() for record in caplog.records if "is not what prefill sent" in record.getMessage()
         ]
-        assert "request r1" in record
+        assert "request_id=r1" in record
         assert f"device page {flipped[0]}" in record
         await pair.finish(ready, PROMPT, [1])
         await pair.assert_nothing_held()

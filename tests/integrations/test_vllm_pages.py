@@ -367,7 +367,7 @@ def test_a_lookup_of_storage_that_fails_is_a_miss_and_then_not_tried(
     for _ in range(20):
         assert lookup.ask(KEYS).result() == 0
     assert store.calls.count("exists") == 8
-    assert "counts as a miss: no disk" in caplog.text
+    assert "counts as a miss: cause='no disk'" in caplog.text
     lookup.close()
 
 

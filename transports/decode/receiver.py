@@ -21,11 +21,11 @@ loss of one fails the room: the others get Abort.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
+from typing import Any
 
 from tidekv.states import events
 from tidekv.states.components.specs import ComponentPages
@@ -52,11 +52,12 @@ from tidekv.transports.decode.decode_room import (
 )
 from tidekv.transports.decode.page_checks import DamagedPage, InOrder, PageChecks, damaged_page
 from tidekv.transports.decode.prefill_link import PrefillLink, cause_of
+from tidekv.transports.log import engine_log
 from tidekv.transports.tasks import OwnedTasks
 
 REDIAL_S_MAX = 4.0
 """Maximum seconds between attempts to reach a lost writer again; its pages stay in quarantine meanwhile."""
-LOG = logging.getLogger("tidekv.transports")
+LOG = engine_log("tidekv.transports")
 
 COUNTS = (
     "dials_failed",
@@ -465,12 +466,7 @@ class Receiver:
             return
         if isinstance(message, wire.Failed | wire.Refused):
             rank_link.has_ended |= isinstance(message, wire.Failed)
-            LOG.warning(
-                "request %s, generation %s: %s sent: %s",
-                *rank_link.room.room_key,
-                rank_link.link.address,
-                message.cause,
-            )
+            _log_of(rank_link).warning("prefill ended a room", cause=message.cause)
         if isinstance(message, wire.ComponentSent):
             return
         if event is None:
@@ -485,7 +481,7 @@ class Receiver:
     def _fail_damaged(self, rank_link: RankLink, damaged: DamagedPage) -> None:
         """Fail the room of a damaged page: nothing of it has been reported."""
         self.counts["pages_damaged"] += 1
-        LOG.warning("request %s, generation %s: %s: %s", *rank_link.room.room_key, rank_link.link.address, damaged)
+        _log_of(rank_link).warning("a page arrived damaged, its room fails", cause=str(damaged))
         cause = PrefillCause.DAMAGED.words(f"{damaged} ({rank_link.link.address})")
         self._room_events.failed(rank_link.room, cause)
         self._stop(rank_link)
@@ -528,3 +524,8 @@ class Receiver:
             self._forget(rank_link)
         elif not rank_link.has_ended:
             self._stop(rank_link)
+
+
+def _log_of(rank_link: RankLink) -> Any:  # Any: a logger of structlog, see `engine_log`.
+    request_id, generation = rank_link.room.room_key
+    return LOG.bind(request_id=request_id, generation=generation, peer=rank_link.link.address)

@@ -14,7 +14,6 @@ NIXL cannot cancel. A write to a hung peer ends when the peer continues or dies,
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import ssl
 import uuid
@@ -34,6 +33,7 @@ from tidekv.transports.blocking import call_in_thread, settled
 from tidekv.transports.control import connection as control
 from tidekv.transports.control import wire
 from tidekv.transports.control.peer_backoff import BackoffLimits
+from tidekv.transports.log import engine_log
 from tidekv.transports.nixl.agent import NixlAgent
 from tidekv.transports.nixl.layout import check_ours
 from tidekv.transports.nixl.metadata import unwrap, wrap
@@ -42,7 +42,7 @@ from tidekv.transports.nixl.plan import WritePlan, paired_pages
 from tidekv.transports.nixl.presence import Presence
 from tidekv.transports.nixl.writes import Lane, PartedWrite
 
-LOG = logging.getLogger("tidekv.transports")
+LOG = engine_log("tidekv.transports")
 UCX_ONLY: Mapping[str, Mapping[str, str]] = MappingProxyType({"UCX": MappingProxyType({})})
 # UCX checks no key on TCP: a process that reaches one of its ports can read and write the memory of this one.
 UCX_ON_LOOPBACK = "NET_DEVICES=lo"
@@ -310,10 +310,9 @@ class NixlTransport:
         is_public = not all([await control.is_loopback(address) for address in used])
         if self._data_network == "any" or (self._data_network == "auto" and is_public):
             LOG.warning(
-                "%s is not set: UCX opens ports on every network device of this machine, and a program that reaches "
-                "one reads and writes the memory of this process without the secret. Name the devices of a private "
-                "network.",
-                UCX_DEVICES_VARIABLE,
+                "UCX opens ports on every network device of this machine, and a program that reaches one reads and "
+                "writes the memory of this process without the secret. Name the devices of a private network.",
+                unset=UCX_DEVICES_VARIABLE,
             )
             return self._backends
         self._is_on_loopback = True

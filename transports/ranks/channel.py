@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import secrets
 import uuid
 from typing import TYPE_CHECKING, Protocol
 
 from tidekv.states.errors import LinkClosed, RemoteProtocolError, TidekvError
 from tidekv.states.ranks.agreement import LEADER
+from tidekv.transports.log import engine_log
 from tidekv.transports.ranks import wire
 from tidekv.transports.ranks.vote_thread import VoteThread
 from tidekv.transports.tasks import OwnedTasks
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tidekv.states.ranks.agreement import Opening
     from tidekv.states.ranks.votes import SlotValues
 
-LOG = logging.getLogger("tidekv.transports")
+LOG = engine_log("tidekv.transports")
 OUTGOING_BYTES_MAX = 64 * 1024 * 1024
 REDIAL_S_MAX = 1.0
 UNADMITTED_MAX = 64
@@ -194,7 +194,7 @@ class RankChannel:
     def _lose(self, rank: int, cause: str) -> None:
         if not self.is_formed and not self._is_forming:
             return
-        LOG.error("rank %s: rank %s is lost: %s", self._rank, rank, cause)
+        LOG.error("a rank is lost", rank=self._rank, lost=rank, cause=cause)
         self.is_formed = self._is_forming = self._is_settled = False
         for peer in self._peers.values():
             peer.is_settled = False
@@ -348,7 +348,7 @@ class RankChannel:
                 while True:
                     self._take_from_leader(await leader.receive())
             except TidekvError as error:
-                LOG.warning("rank %s: the link to the leader ended: %s", self._rank, error)
+                LOG.warning("the link to the leader ended", rank=self._rank, cause=str(error))
                 self._lose(LEADER, str(error))
             finally:
                 self._peers.pop(LEADER, None)

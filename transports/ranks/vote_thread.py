@@ -16,7 +16,6 @@ and takes a multiple of the time and CPU for so few slots, as `benchmarks/ranks.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import queue
 import socket
@@ -33,6 +32,7 @@ from torch._C._distributed_c10d import TCPStore as Store
 
 from tidekv.states.errors import InvalidConfig, TransferFailed
 from tidekv.states.ranks.agreement import LEADER
+from tidekv.transports.log import engine_log
 
 if TYPE_CHECKING:
     from tidekv.states.ranks.votes import SlotValues
@@ -69,7 +69,7 @@ def follow(group: distributed.ProcessGroup, own: torch.Tensor) -> None:
     own.copy_(answer)
 
 
-LOG = logging.getLogger("tidekv.transports")
+LOG = engine_log("tidekv.transports")
 T = TypeVar("T")
 
 
@@ -205,7 +205,7 @@ class VoteThread:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         except (AttributeError, OSError) as error:
             # Not on Linux, or in a sandbox: votes are slower then, and equally correct.
-            LOG.info("the vote thread cannot use the batch policy: %s", error)
+            LOG.info("the vote thread cannot use the batch policy", cause=str(error))
         while (job := self._jobs.get()) is not None:
             job()
         self._group = self._store = None

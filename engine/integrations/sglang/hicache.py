@@ -11,7 +11,6 @@ same: both sides compute the same chain of hashes as keys, and pages are stored 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final  # SGLang has no types.
 
@@ -22,9 +21,10 @@ from tidekv.backends.storage.base import KEY_BYTES
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.integrations.sglang.page_layouts import HostPages
 from tidekv.engine.integrations.sglang.storage_thread import StorageThread
+from tidekv.engine.log import engine_log
 from tidekv.states.errors import InvalidConfig, InvalidRequest, StorageFailed
 
-LOG = logging.getLogger("tidekv.sglang")
+LOG = engine_log("tidekv.sglang")
 TIMEOUT_S: Final = 30.0
 OURS: Final = ("uri", "options", "model", "timeout_s")
 LOADERS: Final = ("backend_name", "module_path", "class_name", "interface_v1")
@@ -89,7 +89,7 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
         try:
             return self._opened().leading(_digests(keys))
         except StorageFailed as error:
-            LOG.warning("storage look-up failed, which counts as a miss: %s", error)
+            LOG.warning("storage look-up failed, which counts as a miss", cause=str(error))
             return 0
 
     def exists(self, key: str) -> bool:
@@ -142,14 +142,14 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
         try:
             return self._opened().get(_digests(keys), take)
         except StorageFailed as error:
-            LOG.warning("storage read failed, which counts as a miss: %s", error)
+            LOG.warning("storage read failed, which counts as a miss", cause=str(error))
             return [False] * len(keys)
 
     def _put(self, keys: Sequence[str], give: Any) -> list[bool]:
         try:
             return self._opened().put(_digests(keys), give)
         except StorageFailed as error:
-            LOG.warning("storage write failed: %s", error)
+            LOG.warning("storage write failed", cause=str(error))
             return [False] * len(keys)
 
     def _opened(self) -> StorageThread:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
 from collections.abc import Callable, Sequence
 
 from tidekv.backends.host.pool import HostPool
@@ -16,9 +15,10 @@ from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.base import Storage, leading
 from tidekv.engine.integrations.storage_guard import StorageGuard
+from tidekv.engine.log import engine_log
 from tidekv.engine.thread.loop_thread import LoopThread
 
-LOG = logging.getLogger("tidekv.vllm")
+LOG = engine_log("tidekv.vllm")
 
 
 class PrefixLookup:

@@ -26,7 +26,6 @@ user may still be writing to it.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -41,6 +40,7 @@ from tidekv.backends.keys.chain import storage_namespace
 from tidekv.engine.integrations.storage_guard import StorageGuard
 from tidekv.engine.integrations.vllm.blocks import PagedBlocks
 from tidekv.engine.integrations.vllm.jobs import LoadEnded, LoadJob, SaveJob
+from tidekv.engine.log import engine_log
 from tidekv.engine.thread.loop_thread import LoopThread
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
 from tidekv.states.types import page_ids
@@ -184,7 +184,7 @@ class BlockCopies:
             self._to_device.synchronize()
 
 
-LOG = logging.getLogger("tidekv.vllm")
+LOG = engine_log("tidekv.vllm")
 BATCH_BYTES: Final = 64 << 20
 BATCH_PAGES_MAX: Final = 128
 T = TypeVar("T")

@@ -15,7 +15,6 @@ It reads vLLM's requests and does not change them. All calls come from the sched
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any  # vLLM's requests are not typed here: tests and type checks go without vLLM.
@@ -24,8 +23,9 @@ from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.integrations.vllm.handover.jobs import HandoverJobs, RestoreJob, SendJob
 from tidekv.engine.integrations.vllm.handover.settings import Handover
 from tidekv.engine.integrations.vllm.scheduler import is_of_tokens
+from tidekv.engine.log import engine_log
 
-LOG = logging.getLogger("tidekv.vllm")
+LOG = engine_log("tidekv.vllm")
 
 
 class DecodeScheduler:
@@ -48,10 +48,9 @@ class DecodeScheduler:
             return 0
         if not isinstance(params.get("prefill"), str) or not isinstance(params.get("room"), str):
             LOG.warning(
-                "request %s: do_remote_prefill needs prefill and room, as prefill's answer names them; got %s."
-                " It is computed here",
-                request.request_id,
-                sorted(params),
+                "do_remote_prefill needs prefill and room, as prefill's answer names them: the prompt is computed here",
+                request_id=request.request_id,
+                given=sorted(params),
             )
             self._claimed.add(request.request_id)
             return 0

@@ -10,7 +10,6 @@ not restored.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,6 +27,7 @@ from tidekv.engine.integrations.vllm.handover.blocks import BlockOrder, wrap_blo
 from tidekv.engine.integrations.vllm.handover.jobs import HandoverJobs, RestoreJob, SendJob
 from tidekv.engine.integrations.vllm.handover.settings import Handover
 from tidekv.engine.integrations.vllm.settings import CPU_BACKEND, backends_of
+from tidekv.engine.log import engine_log
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.engine.thread.engine_thread import EngineThread, Failed, Restored
 from tidekv.engine.thread.prefill_thread import PrefillThread
@@ -35,7 +35,7 @@ from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, Ti
 from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.prefill.prefill_room import RoomOutcome
 
-LOG = logging.getLogger("tidekv.vllm")
+LOG = engine_log("tidekv.vllm")
 UNSAMPLED = 0
 """First token of every hand-over: decode's vLLM computes the last prompt token itself and samples from it."""
 
@@ -83,7 +83,7 @@ class PrefillWorker:
             try:
                 self._thread.open(job.room, prompt_tokens=job.prompt_tokens)
             except InvalidRequest as error:
-                LOG.warning("request %s is not handed over: %s", job.request_id, error)
+                LOG.warning("a request is not handed over", request_id=job.request_id, cause=str(error))
                 self._counts["sends_failed"] += 1
                 return
             self._requests[job.room] = job.request_id
@@ -102,7 +102,7 @@ class PrefillWorker:
                 self._counts["sends_received"] += 1
             else:
                 self._counts["sends_unclaimed" if ended.outcome is None else "sends_failed"] += 1
-                LOG.info("hand-over of room %s ended: %s", ended.request_id, ended.cause)
+                LOG.info("a hand-over ended", room=ended.request_id, cause=ended.cause)
         freed = {one for one in self._held if self._requests.get(self._rooms[one]) != one}
         self._held -= freed
         for request_id in freed:
@@ -207,7 +207,7 @@ class DecodeWorker:
         try:
             outcomes = self._engine.poll()
         except EngineClosed as error:
-            LOG.error("the decode engine has ended; prompts are computed from now on: %s", error)
+            LOG.error("the decode engine has ended; prompts are computed from now on", cause=str(error))
             for left in list(self._jobs.values()):
                 self._end(left)
                 self._fail(left, str(error))
@@ -233,7 +233,7 @@ class DecodeWorker:
         self._ended.add(job.request_id)
 
     def _fail(self, job: RestoreJob, cause: str) -> None:
-        LOG.warning("request %s is computed, since its prompt was not restored: %s", job.request_id, cause)
+        LOG.warning("a prompt was not restored, so it is computed", request_id=job.request_id, cause=cause)
         self._counts["restores_failed"] += 1
         self._invalid.update(job.blocks[job.have_tokens // self._page_size :])
         self._ended.add(job.request_id)
