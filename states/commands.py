@@ -128,6 +128,8 @@ class Recompute(Operation, frozen=True, kw_only=True):
     first: int
     pages: PageIds
     component_pages: tuple[ComponentTable, ...] | None = None
+    resume_from: tuple[ComponentPages, ...] | None = None
+    """The component pages at the end of page `first` - 1, from which the computation continues: only read."""
 
 
 class SendPromise(Command, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ from tidekv.states.events import ComponentLeft
 from tidekv.states.validation import short
 
 if TYPE_CHECKING:
-    from tidekv.states.components.specs import ComponentTable
+    from tidekv.states.components.specs import ComponentPages, ComponentTable
 
 LeftComponents: TypeAlias = "Mapping[str, tuple[int, Sequence[int] | npt.NDArray[np.int32]]]"
 """Pages left of components, by name: `(first, pages)`, pages of its device pool at positions [first, first +
@@ -60,6 +60,14 @@ def ready_component_pages(tables: tuple[ComponentTable, ...] | None) -> dict[str
             table.first, np.array(table.pages, dtype=np.int32), np.array(table.own, dtype=np.int32)
         )
         for table in tables or ()
+    }
+
+
+def shared_component_pages(pages: tuple[ComponentPages, ...] | None) -> dict[str, ReadyComponent]:
+    """Return pages of components that a caller only reads, by name."""
+    none = np.array([], dtype=np.int32)
+    return {
+        each.component: ReadyComponent(each.first, np.array(each.pages, dtype=np.int32), none) for each in pages or ()
     }
 
 

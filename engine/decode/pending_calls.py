@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from tidekv.engine.decode.component_pages import ready_component_pages
+from tidekv.engine.decode.component_pages import ready_component_pages, shared_component_pages
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, Recompute, RecomputeJob
 from tidekv.states import commands
 from tidekv.states.commands import Command
@@ -262,6 +262,7 @@ class PendingCalls:
             start_token=command.first * self._page_size,
             packed_tokens=live.prompt.packed,
             component_pages=ready_component_pages(command.component_pages),
+            resume_from=shared_component_pages(command.resume_from),
         )
         try:
             first_token, aux = await own_cancels_only(self.last_resort(job), "recompute")

@@ -83,7 +83,11 @@ class RecomputeJob:
     packed_tokens: bytes = field(repr=False)
     """The prompt, as packed little-endian u32."""
     component_pages: Mapping[str, ReadyComponent] = field(default_factory=dict)
-    """By component, the pages for its window or state at the prompt's end, which are not written yet."""
+    """By component, the pages for its window or state at the prompt's end; its own ones are not written yet."""
+    resume_from: Mapping[str, ReadyComponent] = field(default_factory=dict)
+    """By component, its window or record before `start_token`, from which the computation continues; without pages if
+    that is 0. They are shared, and only read: `own` is empty.
+    """
 
 
 Recompute = Callable[[RecomputeJob], Awaitable["tuple[int, Mapping[str, object]]"]]

@@ -14,7 +14,6 @@ from tidekv.states.types import PageIds, page_ids
 if TYPE_CHECKING:
     from collections.abc import Sized
 
-    from tidekv.states.components.specs import ComponentTable
     from tidekv.states.events import ComponentLeft
 
 SESSIONS = 5
@@ -83,9 +82,6 @@ class Caller:
         self.tail = [world.contents.tag(f"tail {self.serial}", tokens[full:])] if full < len(tokens) else []
         self.component_tags = world.component_pages.tags_of(namespace, tokens, self.serial)
         self.component_pages = LiveComponents((), len(tokens))
-        self.computed: tuple[ComponentTable, ...] | None = None
-        """Tables of the tails of a prompt that the caller computed itself, in operation `computing`."""
-        self.computing = 0
         self.prefills: list[int] = []
         self.deadline_at_s = float("inf")
         self.has_aborted = False
@@ -166,19 +162,15 @@ class Client:
         world.device.expect(command.pages[: command.first], tags[: command.first], who)
         rest = command.pages[command.first :]
         world.device.begin_write(rest, who)
-        world.component_pages.begin_compute(command.component_pages or (), who)
-        caller.computing = command.op
+        components = command.component_pages or (), command.resume_from or (), command.first, caller.component_tags, who
+        world.component_pages.begin_compute(*components)
         slow = 0.5 if world.faults.hits("recompute_is_slow") else 0.0
 
         def end() -> None:
             error = "injected" if world.faults.hits("recompute_fails") else ""
             caller.recompute_failed |= bool(error)
             world.device.end_write(rest, who, None if error else tags[command.first :])
-            computed = world.component_pages.end_compute(
-                command.component_pages or (), who, None if error else caller.component_tags
-            )
-            if caller.computing == command.op:
-                caller.computed = computed
+            world.component_pages.end_compute(*components, is_garbage=bool(error))
             world.outcomes.tell(lambda at_s: events.Recomputed(at_s=at_s, op=command.op, error=error), command.op)
 
         world.schedule.after(world.delay() + slow, end)

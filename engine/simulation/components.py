@@ -121,24 +121,48 @@ class SimulatedComponents:
 
     # --- Callers that compute ---
 
-    def begin_compute(self, tables: tuple[ComponentTable, ...], who: object) -> None:
-        """Begin the computation of a whole prompt, which writes to all pages that the request owns."""
+    def begin_compute(
+        self,
+        tables: tuple[ComponentTable, ...],
+        resume_from: tuple[ComponentPages, ...],
+        boundary: int,
+        tags: Tags,
+        who: str,
+    ) -> None:
+        """Begin the computation of a prompt from page `boundary` on: it reads the component pages of that boundary, and
+        writes to all pages that the request owns.
+        """
+        for start in resume_from:
+            needed = self.components[start.component].trailing_pages(self._settings.page_size)
+            if (start.first, start.first + len(start.pages)) != (max(0, boundary - needed), boundary):
+                raise Violation(f"{who} cannot continue at page {boundary} from {start}")
+            pool = self.pools["device", start.component]
+            pool.expect(start.pages, tags[start.component][start.first : boundary], who)
+            pool.begin_read(start.pages, who)
+            self.counts["computations_resumed"] += bool(start.pages)
         for table in tables:
             self.pools["device", table.component].begin_write(table.own, who)
 
     def end_compute(
-        self, tables: tuple[ComponentTable, ...], who: object, tags: Tags | None
-    ) -> tuple[ComponentTable, ...]:
-        """End a computation; returns the tables of its tails. Without `tags` it left garbage."""
-        ended = []
+        self,
+        tables: tuple[ComponentTable, ...],
+        resume_from: tuple[ComponentPages, ...],
+        boundary: int,
+        tags: Tags,
+        who: str,
+        *,
+        is_garbage: bool,
+    ) -> None:
+        """End a computation. What it read has not changed meanwhile."""
+        for start in resume_from:
+            found = tags[start.component][start.first : boundary]
+            self.pools["device", start.component].end_read(start.pages, who, found)
         for table in tables:
-            pool, name = self.pools["device", table.component], table.component
-            kept = tags[name][table.first :] if tags is not None else []
-            pages = table.own[: len(kept)]
-            pool.end_write(pages, who, kept)
-            pool.end_write(table.own[len(kept) :], who, None)
-            ended.append(ComponentTable(name, table.first, pages, table.own))
-        return tuple(ended)
+            pool, own = self.pools["device", table.component], set(table.own)
+            parts = zip(table.pages, tags[table.component][table.first :], strict=True)
+            written = {page: tag for page, tag in parts if page in own and not is_garbage}
+            pool.end_write(page_ids(written), who, list(written.values()))
+            pool.end_write(page_ids(own - set(written)), who, None)
 
     def generate(self, live: LiveComponents, tags: Tags, prompt_tokens: int, written: int, who: str) -> None:
         """Advance generation to `written` tokens: windows move, and state is written in place."""

@@ -386,7 +386,7 @@ class World:
         caller.pages, caller.reserve = command.pages[:], command.reserve[:]
         if (command.component_pages is None) != (not self.settings.components):
             raise Violation(f"{command} has tails although there are no components, or none although there are")
-        component_pages = caller.computed or command.component_pages or ()
+        component_pages = command.component_pages or ()
         caller.component_pages = LiveComponents(component_pages, len(caller.tokens))
         self.check_components(caller, command.request_id)
         caller.client.ready(caller)

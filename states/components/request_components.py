@@ -31,7 +31,9 @@ What a component gets from its caches is complete or of no use, since prefill ca
 fetch from storage fails (`tidekv.states.components.storage`), the request starts over without component pages from
 storage; if a copy fails, without host copies of components, and after another failure without any copies.
 
-A caller that recomputes begins with the first page: no component pages are in place for a later beginning.
+A caller that recomputes needs a page at which the full KV and every component can continue: the longest such boundary
+on the device that is not the end of the prompt. It reads the component pages of that boundary, which stay the index's
+and are locked from the grant on, and writes its own pages, those for the end of the prompt.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from tidekv.states.rollback import Rollback
 from tidekv.states.types import PageIds, page_ids, without
 
 if TYPE_CHECKING:
-    from tidekv.states.components.index import ComponentIndex
+    from tidekv.states.components.index import ComponentIndex, ComponentReceipt
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import ComponentLeft, Outcome
     from tidekv.states.prefix.node import MatchResult, Node, TierName
@@ -92,22 +94,43 @@ class ComponentRestore:
     # --- The grant ---
 
     def match(self, request: Request) -> MatchResult:
-        """Match the prompt for a request that recomputes, which begins with the first page."""
-        return self._index.index.match(request.namespace, b"")
+        """Match the prompt for a request that recomputes: up to the boundary that it locked, or the longest one."""
+        settings, held = self._state.settings, request.component_pages
+        if held is not None and held.lock is not None:
+            keys = request.keys[: held.lock.full.node.depth_pages * settings.key_bytes]
+            return self._index.index.match(request.namespace, keys)
+        # The last token is always computed: it leads to the first token of the output.
+        pages = (request.prompt_tokens - 1) // settings.page_size
+        keys = b"" if request.component_limit >= WITHOUT_COMPONENTS else request.keys[: pages * settings.key_bytes]
+        return self._index.match(request.namespace, keys, use_host=False)
 
-    def reserve(self, request: Request) -> bool:
+    def reserve(self, request: Request, match: MatchResult) -> bool:
         """Take all pages that the request will need of every component; False if it cannot, with nothing taken."""
         page_size = self._state.settings.page_size
         wanted = {name: component.live_pages(page_size) for name, component in self._index.components.items()}
-        if any(self._index.device[name].room < count for name, count in wanted.items()):
+        lock: ComponentReceipt | None = None
+        if request.recomputes:
+            # Taking pages must not evict those that the computation continues from.
+            lock = self._index.lock(match.device_node, self._index.firsts(match.device_pages))
+        if not self._has_room(wanted):
+            if lock is not None:
+                self._state.run_guarded(partial(self._index.unlock, lock))
+                if self._has_room(wanted):
+                    # The pages in the way are those just locked, so waiting might never end.
+                    request.component_limit = WITHOUT_COMPONENTS
+                    self._state.pages_freed = True
             return False
         component_pages = request.component_pages = RequestComponents(request)
+        component_pages.lock = lock
         for name, count in wanted.items():
             # After an exception, `leave` finds what was taken so far.
             pages = self._index.take("device", name, count)
             assert pages is not None, "there was room for it before"
             component_pages.own[name] = pages
         return True
+
+    def _has_room(self, wanted: dict[str, int]) -> bool:
+        return all(self._index.device[name].room >= count for name, count in wanted.items())
 
     # --- The plan ---
 
@@ -118,11 +141,12 @@ class ComponentRestore:
         """
         component_pages = request.component_pages
         assert component_pages is not None
-        undo.callback(self._forget_plan, component_pages, component_pages.own)
+        undo.callback(self._forget_plan, component_pages, component_pages.own, component_pages.lock)
         component_pages.own = dict(component_pages.own)
         firsts = component_pages.firsts = self.storage.needed_from(request)
-        component_pages.lock = self._index.lock(plan.node, firsts)
-        undo.callback(self._index.unlock, component_pages.lock)
+        if component_pages.lock is None:
+            component_pages.lock = self._index.lock(plan.node, firsts)
+            undo.callback(self._index.unlock, component_pages.lock)
         if self._uses_host(request):
             component_pages.pin = self._index.pin(host_node, firsts)
             undo.callback(self._index.unpin, component_pages.pin)
@@ -144,7 +168,8 @@ class ComponentRestore:
     ) -> None:
         first, is_shared = component_pages.firsts[name], self._index.components[name].is_shared
         device, host = self._index.sources(name, host_node, first)
-        if request.component_limit >= WITHOUT_COMPONENTS or request.recomputes:
+        if request.component_limit >= WITHOUT_COMPONENTS or (request.recomputes and not is_shared):
+            # A caller that recomputes writes the record of the prompt's end.
             device = {}
         if not self._uses_host(request):
             host = {}
@@ -211,9 +236,11 @@ class ComponentRestore:
             )
         )
 
-    def _forget_plan(self, component_pages: RequestComponents, own: dict[str, PageIds]) -> None:
+    def _forget_plan(
+        self, component_pages: RequestComponents, own: dict[str, PageIds], lock: ComponentReceipt | None
+    ) -> None:
         component_pages.forget_plan()
-        component_pages.own = own
+        component_pages.own, component_pages.lock = own, lock
 
     def promise(self, request: Request) -> tuple[ComponentPages, ...]:
         """The pages of each component that prefill is to write."""
@@ -222,6 +249,14 @@ class ComponentRestore:
         return tuple(
             ComponentPages(name, component_pages.tails[name], pages) for name, pages in component_pages.remote.items()
         )
+
+    def resume_from(self, node: Node) -> tuple[ComponentPages, ...]:
+        """The component pages from which a computation continues at the end of `node`; none at the first page."""
+        pages = []
+        for name in self._index.components:
+            first, device = self._index.trailing_pages_of("device", name, node)
+            pages.append(ComponentPages(name, first, page_ids(device[at] for at in range(first, node.depth_pages))))
+        return tuple(pages)
 
     # --- Copies ---
 

@@ -179,7 +179,7 @@ class Restore:
             request.lock = None
             return False
         has_room = not request.over_quota and state.make_device_room(needed)
-        if not has_room or not (self._component_pages is None or self._component_pages.reserve(request)):
+        if not has_room or not (self._component_pages is None or self._component_pages.reserve(request, match)):
             state.index.unlock(request.lock)
             request.lock = None
             request.short_need, request.quota_need, request.short_version = needed, charge, self._insertions
@@ -291,6 +291,8 @@ class Restore:
             component_pages = None if self._component_pages is None else self._component_pages.promise(request)
             self._rooms.open(request, promised=plan.end, own=plan.own, component_pages=component_pages)
             return 0
+        assert request.lock is not None
+        resume_from = None if self._component_pages is None else self._component_pages.resume_from(plan.node)
         with Rollback() as undo:
             op = state.start_operation(Recomputation(state, request), deadline_s=float("inf"))
             undo.callback(state.operations.pop, op)
@@ -302,6 +304,7 @@ class Restore:
                     first=plan.end,
                     pages=state.index.device_path(lock.node) + plan.own,
                     component_pages=None if request.component_pages is None else request.component_pages.table,
+                    resume_from=resume_from,
                 )
             )
             undo.keep()

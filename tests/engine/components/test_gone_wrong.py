@@ -129,24 +129,49 @@ async def test_a_request_that_is_not_cached_leaves_nothing(worker) -> None:
         made.expect_nothing_held()
 
 
-async def test_a_caller_that_computes_writes_windows_and_records_too(worker) -> None:
-    workers = []
+def computing(workers, starts):
+    """The last resort of a worker: checks what it continues from, and writes the rest."""
 
     async def compute(job):
         made = workers[0]
-        digests = prompt_digests(job.packed_tokens, SIZE)
-        assert job.start_token == 0
-        SyntheticKV(made.device).fill(job.pages.tolist(), digests)
+        digests, first = prompt_digests(job.packed_tokens, SIZE), job.start_token // SIZE
+        starts.append(job.start_token)
+        assert SyntheticKV(made.device).verify(job.pages[:first].tolist(), digests[:first]) == []
+        SyntheticKV(made.device).fill(job.pages[first:].tolist(), digests[first:])
         for pools in made.components:
-            tail = job.component_pages[pools.name]
-            parts = digests[tail.first : tail.first + len(tail.pages)]
-            SyntheticKV(pools.device).fill(tail.pages.tolist(), [component_digest(pools.name, part) for part in parts])
+            kv, before, tail = SyntheticKV(pools.device), job.resume_from[pools.name], job.component_pages[pools.name]
+            expected = [component_digest(pools.name, digest) for digest in digests]
+            assert before.first + len(before.pages) == first and not len(before.own)
+            assert kv.verify(before.pages.tolist(), expected[before.first : first]) == []
+            parts = dict(zip(tail.pages.tolist(), expected[tail.first :], strict=True))
+            written = [page for page in parts if page in tail.own]
+            kv.fill(written, [parts[page] for page in written])
         return 7, {}
+
+    return compute
+
+
+async def test_a_caller_that_computes_continues_from_the_last_window_and_record(worker) -> None:
+    workers, starts = [], []
+    async with worker(recompute=computing(workers, starts)) as made:
+        workers.append(made)
+        await made.answer("r1", PROMPT, OUTPUT)
+        assert (await made.answer("r2", [*KEPT, *range(9)], [], leaves=False, prefill="prefill"))["l1"] == len(KEPT)
+        ready = await made.restore("r3", [*KEPT, *range(9)], prefill="nobody")
+        assert starts == [len(KEPT)] and ready.sources["recompute"] == 9 and ready.first_token == 7
+        await made.engine.finish(ready)
+        await made.engine.wait_settled()
+        made.expect_nothing_held()
+
+
+async def test_a_caller_that_computes_writes_windows_and_records_too(worker) -> None:
+    workers, starts = [], []
+    compute = computing(workers, starts)
 
     async with worker(recompute=compute) as made:
         workers.append(made)
         ready = await made.restore("r1", [*PROMPT, 1], prefill="nobody")
-        assert ready.sources["recompute"] == len(PROMPT) + 1 and ready.first_token == 7
+        assert ready.sources["recompute"] == len(PROMPT) + 1 and ready.first_token == 7 and starts == [0]
         await made.engine.finish(
             ready, [7, 8, 9, 10, 11], component_pages=made.generate(ready, [*PROMPT, 1], [7, 8, 9, 10, 11])
         )

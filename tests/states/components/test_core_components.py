@@ -279,7 +279,54 @@ def test_the_only_snapshot_gives_way_to_a_request_that_continues_from_it() -> No
     assert promise.promised_tokens == 8 and component_pages_of(promise) == {"state": (7, 1)}
 
 
-def test_a_caller_that_recomputes_begins_with_the_first_page() -> None:
+def recomputed(rig: Rig, tokens: bytes = PROMPT) -> commands.Recompute:
+    """The order to compute a prompt whose prefill is lost."""
+    rig.arrive("b", tokens, can_recompute=True)
+    promise = rig.take(commands.SendPromise)
+    rig.step(events.RoomFailed, request_id="b", generation=promise.generation, cause="gone", settled=True)
+    for copy in rig.take_all(commands.CopyComponent):
+        rig.copied(copy)
+    return rig.take(commands.Recompute)
+
+
+@pytest.mark.parametrize("end", [5, 7])
+def test_a_caller_that_recomputes_continues_at_the_longest_boundary_of_all_components(end: int) -> None:
+    rig = rig_with()
+    cached(rig, PROMPT[:3])
+    left = cached(rig, PROMPT[:end], "again").component_pages
+    # The full KV is there beyond it.
+    finish(rig, rig.make_ready("c", PROMPT), PROMPT, component_pages=())
+    rig.settle()
+    order = recomputed(rig)
+    assert order.first == end and order.resume_from is not None and order.component_pages is not None
+    assert left is not None
+    of_window, of_state = order.resume_from
+    assert (of_window.first, len(of_window.pages)) == (end - 3, 3)
+    assert (of_state.first, of_state.pages) == (end - 1, left[1].pages)
+    window_table, state_table = order.component_pages
+    shared = [page for page in window_table.pages if page not in window_table.own]
+    assert shared == list(of_window.pages)[len(of_window.pages) - max(0, end - 5) :]
+    assert state_table.pages == state_table.own != of_state.pages
+    # What the computation reads stays where it is until it ends.
+    assert rig.core.state.components is not None
+    rig.core.state.components.evict("device", "window", 99)
+    assert device_pages(rig, "window")["cached"] >= 3 and device_pages(rig, "state")["protected"] == 1
+    rig.step(events.Recomputed, op=order.op, error="")
+    finish(rig, rig.take(commands.ReportReady), PROMPT)
+    rig.settle()
+    rig.expect_nothing_held()
+
+
+def test_a_boundary_whose_pages_leave_no_room_for_a_computation_is_not_continued_from() -> None:
+    rig = rig_with(state(device=1, host=0))
+    cached(rig, PROMPT[:5])
+    order = recomputed(rig)
+    assert order.first == 0 and order.resume_from is not None and not order.resume_from[0].pages
+    rig.step(events.Recomputed, op=order.op, error="")
+    rig.take(commands.ReportReady)
+
+
+def test_a_caller_that_recomputes_begins_with_the_first_page_without_a_boundary() -> None:
     rig = rig_with()
     cached(rig, PROMPT)
     rig.arrive("b", PROMPT, can_recompute=True)
