@@ -21,8 +21,11 @@ from benchmarks.vllm_pair.variants import Variant
 from tidekv.states.errors import InvalidConfig
 
 FREEZE_S: Final = 5.0
-SETTLE_S: Final = 20.0
-"""Maximum seconds after the last answer for servers to release what finished and aborted requests held."""
+SETTLE_S: Final = 90.0
+"""Maximum seconds after the last answer for servers to release what finished and aborted requests held.
+
+Longer than the leases of both connectors: prefill holds a prompt whose request was aborted before decode asked for it.
+"""
 WHEN: Final = {
     "restart": "before",
     "damage": "before",

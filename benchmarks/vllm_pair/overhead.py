@@ -1,7 +1,7 @@
 """What tidekv costs a server that has nothing to transfer: CPU when idle, and time and CPU of a decode step.
 
-A plain server and one with tidekv run side by side. Idle CPU is measured on both at the same time, steps in alternating
-pairs, so that other load on the machine meets both.
+A plain server and those of other variants run side by side. Idle CPU is measured on all at the same time, steps in
+alternating bursts, so that other load on the machine meets all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BURST = 20
 class Cost:
     """Figures of one server. `idle_cpu`: CPU seconds per second; steps: by pair, in seconds."""
 
-    name: str
+    title: str
     idle_cpu: Sequence[float]
     step_s: Sequence[float]
     step_cpu_s: Sequence[float]
@@ -43,10 +43,13 @@ class Cost:
 async def measure_overhead(
     names: Sequence[str], options: ServerOptions, folder: Path, *, idle_s: float, pairs: int
 ) -> list[Cost]:
-    """Measure single servers of these variants; the first one is the baseline."""
+    """Measure the servers of these variants, each as if it were alone; the first one is the baseline."""
     async with AsyncExitStack() as stack:
         clusters = [await stack.enter_async_context(running(VARIANTS[name], options, folder / name)) for name in names]
-        servers = [cluster.decodes[0] for cluster in clusters]
+        servers = [server for cluster in clusters for server in cluster.servers.values()]
+        titles = [
+            f"{cluster.variant.title}: {server.name}" for cluster in clusters for server in cluster.servers.values()
+        ]
         client = Client()
         stack.push_async_callback(client.close)
         for server in servers:
@@ -58,8 +61,8 @@ async def measure_overhead(
             for at in range(len(servers)) if number % 2 else reversed(range(len(servers))):
                 step[at].append(await _burst(client, servers[at]))
         return [
-            Cost(name, idle[at], [one[0] for one in step[at]], [one[1] for one in step[at]])
-            for at, name in enumerate(names)
+            Cost(title, idle[at], [one[0] for one in step[at]], [one[1] for one in step[at]])
+            for at, title in enumerate(titles)
         ]
 
 
@@ -71,7 +74,7 @@ def overhead_table(costs: Sequence[Cost]) -> Table:
     first = costs[0]
     for cost in costs:
         table.add_row(
-            VARIANTS[cost.name].title,
+            cost.title,
             f"{statistics.median(cost.idle_cpu):.2%}",
             f"{1e3 * statistics.median(cost.step_s):.3f}",
             f"{1e3 * statistics.median(cost.step_cpu_s):.3f}",

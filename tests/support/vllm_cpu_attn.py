@@ -53,12 +53,27 @@ def compare(isa: str, dtype: str, tokens: int, dim: int) -> int:
     return BLOCKS
 
 
+def compare_latents(tokens: int, rank: int = 512, rope: int = 64) -> int:
+    """Fill blocks of latent vectors by the kernel of AMX_MLA, and compare pages; returns the number of blocks."""
+    width = rank + rope
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=width, dtype="bfloat16", page_size=tokens, kind="mla")
+    cache = torch.zeros(BLOCKS, 1, tokens, width, dtype=torch.bfloat16)
+    rows = torch.randn(BLOCKS * tokens, width).to(torch.bfloat16)
+    latents, keys = rows[:, :rank].contiguous(), rows[:, rank:].contiguous()
+    _custom_ops.amx_mla_concat_and_cache(latents, keys, cache.squeeze(1), torch.arange(BLOCKS * tokens))
+    blocks = PagedBlocks([cache], layout=layout, block_size=tokens, num_blocks=BLOCKS)
+    pages = blocks.read(list(range(BLOCKS)))
+    assert torch.equal(pages.view(torch.bfloat16), rows.view(BLOCKS, -1)), "amx_mla: pages are in another order"
+    return BLOCKS
+
+
 def main() -> None:
     """Compare all forms that this processor has."""
     has_amx = torch.cpu._is_amx_tile_supported()
-    print(
-        json.dumps({f"{form[0]} {form[1]} {form[2]}": compare(*form) for form in FORMS if has_amx or form[0] != "amx"})
-    )
+    compared = {f"{form[0]} {form[1]} {form[2]}": compare(*form) for form in FORMS if has_amx or form[0] != "amx"}
+    if has_amx:
+        compared |= {f"amx_mla bfloat16 {tokens}": compare_latents(tokens) for tokens in (32, 64)}
+    print(json.dumps(compared))
 
 
 if __name__ == "__main__":

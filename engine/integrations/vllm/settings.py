@@ -21,7 +21,7 @@ HINT: Final = "kv_connector_extra_config"
 # vector. Others pack a block in an order of their own, which is known of CPU_ATTN only (module cpu_attn).
 MHA_BACKENDS: Final = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION")
 CPU_BACKEND: Final = "CPU_ATTN"
-MLA_BACKENDS: Final = ("FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA")
+MLA_BACKENDS: Final = ("FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "AMX_MLA")
 # Methods of speculative decoding without KV of their own.
 DRAFTS_WITHOUT_KV: Final = ("ngram", "ngram_gpu", "suffix")
 UNSCALED: Final = (0, 1)  # KVQuantMode NONE and FP8_PER_TENSOR: no scales within a block.
