@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from tidekv.engine.config.load import Loaded
+from tidekv.engine.config.sections import Configuration
 from tidekv.engine.config.sizes import parse_memory
 from tidekv.engine.config.sources import Mistake
 from tidekv.engine.config.tls import check_files
@@ -43,6 +45,14 @@ def _problems(loaded: Loaded) -> Iterator[tuple[str, str]]:
         check_files(config.transport)
     except InvalidConfig as error:
         yield f"transport.{str(error).partition(' ')[0]}", str(error)
+    if _is_open_to_the_network(config):
+        yield (
+            "prefill.listen",
+            f"{config.prefill.listen} is on the network, and there is no secret: every program that reaches it could"
+            " read and write this worker's memory, so prefill refuses to start. Set transport.secret or secret_file,"
+            " require client certificates by transport.tls_authority, listen on 127.0.0.1, or set"
+            " transport.allow_no_secret",
+        )
     engine = config.engine
     if engine.journal.path is not None:
         path = Path(engine.journal.path)
@@ -53,3 +63,14 @@ def _problems(loaded: Loaded) -> Iterator[tuple[str, str]]:
             yield "engine.journal.path", f"this user may not write in {directory}"
     if engine.kv_events.endpoint is not None and find_spec("zmq") is None:
         yield "engine.kv_events.endpoint", "KV events need pyzmq: pip install 'tidekv[events]'"
+
+
+def _is_open_to_the_network(config: Configuration) -> bool:
+    """Whether prefill would listen on an address of the network for peers that need neither secret nor certificate."""
+    transport = config.transport
+    if transport.secret or transport.secret_file or transport.tls_authority or transport.allow_no_secret:
+        return False
+    # Imported late, as storage engines are.
+    from tidekv.transports.control.connection import is_loopback
+
+    return not asyncio.run(is_loopback(config.prefill.listen))

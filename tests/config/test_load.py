@@ -38,6 +38,23 @@ def test_nothing_given_is_the_defaults_that_embedders_have() -> None:
     assert said() == ""
 
 
+@pytest.mark.parametrize("listen", ["0.0.0.0:7000", "[::]:7000", "203.0.113.5:7000"])
+def test_a_prefill_that_listens_on_the_network_needs_a_secret(listen: str, tmp_path: Path) -> None:
+    on_network = f"prefill.listen={listen}"
+    mistake = said(settings=(on_network,))
+    assert f"prefill.listen: {listen} is on the network, and there is no secret" in mistake
+    assert "\n" not in mistake
+    file = write(tmp_path / "secret", "word")
+    for allowed in ("transport.secret=word", f"transport.secret_file={file}", "transport.allow_no_secret=true"):
+        assert said(settings=(on_network, allowed)) == ""
+    assert said(settings=(on_network,), environment={"TIDEKV_SECRET": "word"}) == ""
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:7000", "[::1]:7000", "localhost:0"])
+def test_a_prefill_that_listens_on_loopback_needs_no_secret(listen: str) -> None:
+    assert said(settings=(f"prefill.listen={listen}",)) == ""
+
+
 def test_each_source_wins_over_the_one_before_and_is_told(tmp_path: Path) -> None:
     toml = "[engine.admission]\nqueue_max = 1\nageing_s = 1\n[engine.peer]\nattempts = 1\nlease_s = 11\n"
     file = write(tmp_path / "worker.toml", toml)
