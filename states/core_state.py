@@ -105,7 +105,11 @@ class CoreState:
         self.device = PagePool("device", settings.device_pages)
         self.host = PagePool("host", settings.host_pages)
         self.index = PrefixIndex(
-            key_bytes=settings.key_bytes, device=self.device, host=self.host, policy=POLICIES[settings.eviction]
+            key_bytes=settings.key_bytes,
+            device=self.device,
+            host=self.host,
+            policy=POLICIES[settings.eviction],
+            namespace_share=settings.namespace_share,
         )
         self.components: ComponentIndex | None = None
         """The index of component pages. None if the model has no components."""

@@ -9,7 +9,7 @@ import msgspec
 from tidekv.states.components.specs import Component
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.storage.policy import POLICY_FIELDS, StoragePolicy
-from tidekv.states.validation import Count, PositiveCount, Seconds, Share
+from tidekv.states.validation import Count, PositiveCount, PositiveShare, Seconds
 
 EvictionName = Literal["lru", "lfu", "slru", "fifo", "priority"]
 
@@ -35,7 +35,7 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     """Maximum number of smaller requests that may pass one that does not fit; after that, all behind it wait."""
     ageing_s: Seconds = 5.0
     """Seconds of waiting that weigh as much as one step of priority."""
-    prefill_share: Share = 1.0
+    prefill_share: PositiveShare = 1.0
     """Maximum share of the device pool that requests of one prefill may withhold before READY, see
     `tidekv.states.handover.prefill_quota`. 1 means no limit.
     """
@@ -59,6 +59,10 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     """Sliding windows and state snapshots that are transferred and cached beside the full KV."""
     eviction: EvictionName = "lru"
     """Order in which cached pages of both tiers are evicted, see `tidekv.states.prefix.policies`."""
+    namespace_share: PositiveShare = 1.0
+    """Share of the device pool, and of the host pool, above which a namespace loses cached pages first, see
+    `tidekv.states.prefix.namespace_shares`. 1 means no limit.
+    """
     keep_output: bool = True
     """Whether generated tokens are cached. False caches prompts only, as a baseline for measurements."""
 

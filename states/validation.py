@@ -35,6 +35,7 @@ Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=SECONDS_MAX)]
 SecondsOrZero: TypeAlias = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 Amount: TypeAlias = Annotated[float, Meta(ge=0, le=1e18)]
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+PositiveShare: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Text: TypeAlias = Annotated[str, Meta(pattern=r"\A[^\ud800-\udfff]*\Z", description="UTF-8 text")]
 PlainText: TypeAlias = Annotated[
     str,

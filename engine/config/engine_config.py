@@ -17,8 +17,8 @@ from tidekv.states.validation import (
     Options,
     PlainText,
     PositiveCount,
+    PositiveShare,
     Seconds,
-    Share,
     Text,
     host_and_port,
 )
@@ -51,7 +51,7 @@ class AdmissionOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
     """Waiting for this long weighs as much as one step of priority."""
     growth_reserve_pages: Count = 1
     """Device pages that an admitted request holds in reserve for the tokens that it generates."""
-    prefill_share: Share = 0.75
+    prefill_share: PositiveShare = 0.75
     """Maximum share of the device pool that requests of one prefill may withhold before they are READY, its quarantine
     included. Further requests of that prefill wait; a prompt that is larger is served alone. 1 means no limit.
     """
@@ -161,6 +161,10 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Verify the bytes of pages on their way: prefill sends a checksum with each page, and pages in host memory keep
     theirs. A damaged page is sent again and never used. Every copy and transfer is hashed; not with pools on a GPU.
     """
+    namespace_share: PositiveShare = 1.0
+    """Share of L1, and of L2, above which a namespace loses cached pages before others do. It may use more while there
+    is room. With N tenants, 1/N keeps each from evicting the others' pages below that. 1 means no limit.
+    """
     default_deadline_s: Seconds = 60.0
     """Deadline of requests that bring none: a restore that takes longer fails."""
     copy_deadline_s: Seconds = 30.0
@@ -206,6 +210,7 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             host_pages=host_pages,
             components=components,
             eviction=self.eviction,
+            namespace_share=self.namespace_share,
             keep_output=self.keep_output,
             copy_deadline_s=self.copy_deadline_s,
             fetch_run_pages=self.storage.fetch_run_pages,

@@ -71,6 +71,11 @@ class MetricsCollector(Collector):
         )
         yield _counter("tidekv_raises", "Rules of the core that raised: each is a bug.", "rule", fold.raises)
         yield _counter("tidekv_evicted_pages", "Pages that left the index, by tier.", "tier", fold.evicted)
+        yield CounterMetricFamily(
+            "tidekv_evicted_over_share_pages",
+            "Pages evicted because their namespace was above its share.",
+            value=fold.core.state.index.evicted_over_share,
+        )
         yield _counter("tidekv_events", "Events that the core took.", "type", fold.events)
         yield _counter("tidekv_core", "What the core counts of its own.", "what", fold.core.state.counters)
         yield _counter("tidekv_calls_failed", "Copies and calls to storage that failed.", "call", fold.calls_failed)

@@ -113,6 +113,7 @@ def draw_settings(random: Random) -> CoreSettings:
         **{name: getattr(policy, name) for name in POLICY_FIELDS},
         # Drawn last, so that everything before is what it was for the same seed.
         prefill_share=random.choice((1.0, 0.75, 0.4, 0.1)),
+        namespace_share=random.choice((1.0, 1.0, 0.5, 0.2)),
     )
 
 

@@ -34,6 +34,7 @@ def count_core(core: Parts) -> dict[str, int]:
         "device_protected": state.index.device_protected,
         "host_evictable": state.index.host_evictable,
         "host_protected": state.index.host_protected,
+        "evicted_over_share": state.index.evicted_over_share,
         "queue": len(core.queue),
         "loads": len(core.loads),
         "lookahead_pages": core.lookahead.pages,

@@ -20,20 +20,23 @@ SLACK_PER_POOL = 50
 class Evictor:
     """Removes copies from the tree: calls the hooks, settles the pages, and removes nodes that have no copy left."""
 
-    __slots__ = ("_device", "_host", "_tree", "hooks")
+    __slots__ = ("_device", "_host", "_tree", "hooks", "over_share")
 
     def __init__(self, tree: PageTree, device: DeviceTier, host: HostTier) -> None:
         self._tree = tree
         self._device = device
         self._host = host
         self.hooks: list[EvictionHook] = []
+        self.over_share = 0
+        """Pages evicted so far because their namespace was above its share."""
 
     def evict(self, tier: Tier, count: int) -> int:
         """Free `count` pages, or all that are evictable, in the policy's order; return their number.
 
         Frees up to one page in SLACK_PER_POOL of the pool (2 %) beyond `count` rather than splitting the last victim: a
         split costs as much as the rest of an eviction, and the next request needs pages as well. The end of a short
-        prompt can therefore be evicted as a whole.
+        prompt can therefore be evicted as a whole. A namespace above its share loses no more than that either, before
+        the policy decides among all.
         """
         freed: PageIds | None = None
         freed_count = 0
@@ -43,6 +46,9 @@ class Evictor:
             while freed_count < count and (node := queue.pop()) is not None:
                 try:
                     surplus = freed_count + node.page_count - count
+                    excess = 0 if tier.shares is None else tier.shares.excess(node.namespace)
+                    if excess:
+                        surplus = max(surplus, node.page_count - excess)
                     # A node in RECLAIMING is never split: its load returns its pages as a whole.
                     if surplus > slack and not node.void:
                         self._tree.split(node, surplus, lower_stays=node.device is not None and node.host is not None)
@@ -52,6 +58,7 @@ class Evictor:
                     queue.push(node)
                     raise
                 freed_count += node.page_count
+                self.over_share += min(node.page_count, excess)
                 pages = tier.detach(node)
                 if freed is None:
                     freed = pages

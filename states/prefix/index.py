@@ -43,10 +43,18 @@ class PrefixIndex:
     Wrong calls raise BrokenInvariant and change nothing: they are bugs of tidekv.
     """
 
-    def __init__(self, *, key_bytes: int, device: PagePool, host: PagePool, policy: EvictionPolicy = LRU) -> None:
+    def __init__(
+        self,
+        *,
+        key_bytes: int,
+        device: PagePool,
+        host: PagePool,
+        policy: EvictionPolicy = LRU,
+        namespace_share: float = 1.0,
+    ) -> None:
         self.tree = PageTree(key_bytes)
-        self.device_tier = DeviceTier(device, policy)
-        self.host_tier = HostTier(host, policy)
+        self.device_tier = DeviceTier(device, policy, namespace_share)
+        self.host_tier = HostTier(host, policy, namespace_share)
         self._dropping = Evictor(self.tree, self.device_tier, self.host_tier)
 
     @property
@@ -75,6 +83,11 @@ class PrefixIndex:
     def host_protected(self) -> int:
         """Host pages that receipts and loads keep."""
         return self.host_tier.protected
+
+    @property
+    def evicted_over_share(self) -> int:
+        """Pages evicted so far, in both tiers, because their namespace was above its share."""
+        return self._dropping.over_share
 
     # --- Finding ---
 

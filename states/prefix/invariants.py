@@ -125,6 +125,10 @@ def _check_tier(tree: PageTree, tier: Tier, nodes: list[Node], *, evictable: int
     anchored = sum(node.anchored if tier.name == "device" else node.host_anchored for node in (*roots, *nodes))
     if tier.receipts != anchored:
         raise BrokenInvariant(f"{tier.name}: {anchored} receipts are anchored at nodes, {tier.receipts} were issued")
-    for node in nodes:
-        _require(not tier.is_ready(node) or node in tier.queue, node, f"may leave {tier.name}, but is not queued")
+    ready = [node for node in nodes if tier.is_ready(node)]
+    for node in ready:
+        _require(node in tier.queue, node, f"may leave {tier.name}, but is not queued")
+    if tier.shares is not None:
+        held = [node for node in nodes if (node.device if tier.name == "device" else node.host) is not None]
+        tier.shares.check_nodes(held, ready)
     tier.queue.check()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from tidekv.states.pages.page_pool import PagePool
+from tidekv.states.prefix.namespace_shares import SharedEvictionQueue
 from tidekv.states.prefix.node import Node, TierName
 from tidekv.states.prefix.policies import EvictionPolicy, EvictionQueue
 from tidekv.states.types import PageIds
@@ -21,15 +22,20 @@ from tidekv.states.types import PageIds
 class Tier(ABC):
     """Counters, eviction queue and page pool of one tier."""
 
-    __slots__ = ("account", "dirty_nodes", "evictable", "name", "protected", "queue", "receipts")
+    __slots__ = ("account", "dirty_nodes", "evictable", "name", "protected", "queue", "receipts", "shares")
 
-    def __init__(self, name: TierName, account: PagePool, policy: EvictionPolicy) -> None:
+    def __init__(self, name: TierName, account: PagePool, policy: EvictionPolicy, namespace_share: float) -> None:
+        """`namespace_share` below 1 is the part of the pool above which a namespace loses pages first."""
         self.name = name
         self.account = account
         self.evictable = 0
         self.protected = 0
         self.receipts = 0
-        self.queue = EvictionQueue(policy, self.is_ready)
+        self.shares: SharedEvictionQueue | None = None
+        """The queue, if namespaces have shares."""
+        if namespace_share < 1:
+            self.shares = SharedEvictionQueue(policy, self.is_ready, max(int(namespace_share * account.total), 1))
+        self.queue = EvictionQueue(policy, self.is_ready) if self.shares is None else self.shares
         self.dirty_nodes: dict[Node, None] | None = None
         """Nodes that have changed, for `tidekv.engine.kv_events.watcher`. None if there is no watcher."""
 
@@ -59,8 +65,8 @@ class DeviceTier(Tier):
 
     __slots__ = ()
 
-    def __init__(self, account: PagePool, policy: EvictionPolicy) -> None:
-        super().__init__("device", account, policy)
+    def __init__(self, account: PagePool, policy: EvictionPolicy, namespace_share: float = 1.0) -> None:
+        super().__init__("device", account, policy, namespace_share)
 
     def is_ready(self, node: Node) -> bool:
         """See Tier."""
@@ -101,6 +107,8 @@ class DeviceTier(Tier):
         node.device = pages
         node.parent.device_children += 1
         self.evictable += node.page_count
+        if self.shares is not None:
+            self.shares.count_pages(node.namespace, node.page_count)
         self.queue.push(node)
         if self.dirty_nodes is not None:
             self.dirty_nodes[node] = None
@@ -114,6 +122,8 @@ class DeviceTier(Tier):
         parent.device_children -= 1
         if not parent.device_children and not parent.guarded and parent.parent is not None:
             self.queue.push(parent)
+        if self.shares is not None:
+            self.shares.count_pages(node.namespace, -node.page_count)
         if self.dirty_nodes is not None:
             self.dirty_nodes[node] = None
         return pages
@@ -124,8 +134,8 @@ class HostTier(Tier):
 
     __slots__ = ()
 
-    def __init__(self, account: PagePool, policy: EvictionPolicy) -> None:
-        super().__init__("host", account, policy)
+    def __init__(self, account: PagePool, policy: EvictionPolicy, namespace_share: float = 1.0) -> None:
+        super().__init__("host", account, policy, namespace_share)
 
     def is_ready(self, node: Node) -> bool:
         """See Tier."""
@@ -166,6 +176,8 @@ class HostTier(Tier):
         node.host = pages
         node.parent.host_children += 1
         self.evictable += node.page_count
+        if self.shares is not None:
+            self.shares.count_pages(node.namespace, node.page_count)
         self.queue.push(node)
         if self.dirty_nodes is not None:
             self.dirty_nodes[node] = None
@@ -179,6 +191,8 @@ class HostTier(Tier):
         parent.host_children -= 1
         if not parent.host_children and not parent.host_guarded and parent.parent is not None:
             self.queue.push(parent)
+        if self.shares is not None:
+            self.shares.count_pages(node.namespace, -node.page_count)
         if self.dirty_nodes is not None:
             self.dirty_nodes[node] = None
         return pages

@@ -163,7 +163,7 @@ def exported(statistics: dict[str, int]) -> set[str]:
     """Names of `Core.statistics` that have a metric. A name without one makes the test above fail."""
     gauges = {f"{pool}_{condition}" for pool in POOLS for condition in CONDITIONS}
     gauges |= {f"requests_{state.value.lower()}" for state in State if state is not State.FAILED}
-    gauges |= {*LIVE, "l3_breaker_open"}
+    gauges |= {*LIVE, "l3_breaker_open", "evicted_over_share"}
     # Every counter is a label of `tidekv_core_total`.
     counters = set(COUNTERS)
     return (gauges | counters) & set(statistics)
