@@ -15,6 +15,7 @@ from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
 from tidekv.states.loads.look_ahead import LookAhead
 from tidekv.states.prefix.index import Node
+from tidekv.states.prefix.namespace_shares import SharedEvictionQueue
 from tidekv.states.request.request import Ahead, Load, Request, Room, Stage
 from tidekv.states.request.restore import Restore
 from tidekv.states.types import PageIds, page_ids
@@ -266,6 +267,16 @@ def the_quota_of_a_prefill_forgets_its_quarantine(patch: pytest.MonkeyPatch) -> 
             left.charged = 0
 
     patch.setattr(Rooms, "leave", leave)
+
+
+@mutant
+def a_namespace_keeps_the_count_of_pages_that_left(patch: pytest.MonkeyPatch) -> None:
+    original = SharedEvictionQueue.count_pages
+    patch.setattr(
+        SharedEvictionQueue,
+        "count_pages",
+        lambda self, namespace, change: original(self, namespace, change) if change > 0 else None,
+    )
 
 
 @mutant

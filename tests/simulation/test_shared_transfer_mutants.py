@@ -82,7 +82,8 @@ def a_slow_sender_keeps_the_pages_that_others_go_on_with(patch: pytest.MonkeyPat
 
 def sharing(seed: int) -> CoreSettings:
     drawn = draw_settings(Random(f"settings {seed}"))
-    return msgspec.structs.replace(drawn, share_transfers=True)
+    # A quota that admits few requests at once leaves little to share.
+    return msgspec.structs.replace(drawn, share_transfers=True, prefill_share=1.0)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
