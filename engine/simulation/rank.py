@@ -46,6 +46,7 @@ FAULTS: dict[str, str] = {
     "room_is_refused": "one prefill rank refuses a room",
     "writer_dies": "one prefill rank dies, and is replaced",
     "outcome_repeats": "an outcome is delivered twice",
+    "host_page_is_flipped": "a bit of a page in host memory flips on one rank",
 }
 """Kinds of faults by name, with a description."""
 

@@ -82,12 +82,13 @@ class RankComponentStorage:
         size = rank.world.settings.key_bytes
         tags = rank.world.contents.tags(f"{command.component} of {namespace}", keys, size)
         pool = rank.component_pages.pools["host", command.component]
-        pool.expect(command.host_pages, tags[command.first :], who)
+        pool.expect(command.host_pages, tags[command.first :], who, may_be_flipped=True)
         found = pool.begin_read(command.host_pages, who)
 
         def end() -> events.Event:
             pool.end_read(command.host_pages, who, found)
-            stored = 0 if error else tiers.keep(found)
+            intact = pool.intact(command.host_pages)
+            stored = 0 if error else tiers.keep(found[:intact])
             rank.component_pages.counts["components_stored"] += stored == len(found)
             return events.PagesStored(at_s=0.0, op=command.op, stored=stored, error=error)
 
@@ -172,13 +173,14 @@ class RankTiers:
             namespace, keys = self._rank.core.keys_put(command.op)
             tags = self._rank.world.contents.tags(namespace, keys, self._rank.world.settings.page_size)
         wanted = tags[command.first : command.first + len(command.host_pages)]
-        self._rank.host.expect(command.host_pages, wanted, who)
+        self._rank.host.expect(command.host_pages, wanted, who, may_be_flipped=True)
         found = self._rank.host.begin_read(command.host_pages, who)
 
         def end() -> events.Event:
             self._rank.host.end_read(command.host_pages, who, found)
-            stored = 0 if error else self.keep(found)
-            return events.PagesStored(at_s=0.0, op=command.op, stored=stored, error=error)
+            intact = self._rank.host.intact(command.host_pages)
+            stored = 0 if error else self.keep(found[:intact])
+            return events.PagesStored(at_s=0.0, op=command.op, stored=stored, error=error, intact=intact)
 
         self._rank.outcome(self.storage_delay(), end)
 
@@ -209,13 +211,17 @@ class RankTiers:
     def _copy(
         self, op: int, source: SimulatedPool, source_pages: PageIds, target: SimulatedPool, target_pages: PageIds
     ) -> None:
-        who, error = f"copy {op}", self.error("copy_fails")
+        who, failed = f"copy {op}", self.error("copy_fails")
+        if source.account.name.startswith("host") and self._rank.hits("host_page_is_flipped"):
+            source.flipped.add(self._rank.random.choice(source_pages))
         found = source.begin_read(source_pages, who)
         target.begin_write(target_pages, who)
 
         def end() -> events.Event:
+            intact = None if failed else source.intact(source_pages)
+            error = failed if intact is None else "a checksum differs"
             source.end_read(source_pages, who, found)
             target.end_write(target_pages, who, None if error else found)
-            return events.CopyEnded(at_s=0.0, op=op, error=error)
+            return events.CopyEnded(at_s=0.0, op=op, error=error, intact=intact)
 
         self._rank.outcome(0.3 if self._rank.hits("copy_is_late") else self._rank.delay(), end)

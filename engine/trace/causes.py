@@ -77,6 +77,8 @@ def trouble_of(event: events.Event, work: Work) -> str:
     if isinstance(event, events.PagesFetched) and event.good < work.count:
         good = max(event.good, 0)
         return f"the fetch was short: storage brought {good} of {work.count} pages, the rest was lost or corrupt"
+    if isinstance(event, events.PagesStored) and event.intact is not None:
+        return f"the put was cut: page {event.intact} of {work.count} has changed in host memory"
     if isinstance(event, events.PagesStored) and event.stored < work.count:
         return f"the put was partial: storage took {max(event.stored, 0)} of {work.count} pages"
     return ""

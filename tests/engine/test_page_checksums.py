@@ -19,6 +19,7 @@ from tidekv import (
     KVLayout,
     NixlTransport,
     PrefillPeer,
+    Replayer,
     RequestFailed,
     open_storage,
 )
@@ -227,6 +228,7 @@ async def test_a_mismatch_is_a_fact_of_the_journal(make_pair, flipped_writes, tm
     text = journal.read_text()
     assert "pages damaged: page " in text
     assert "its checksum differs" in text
+    assert Replayer(journal).run().complete
 
 
 async def test_a_prefill_that_cannot_send_checksums_is_refused_by_name(make_pair, monkeypatch) -> None:

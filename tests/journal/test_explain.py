@@ -150,6 +150,8 @@ FAULT_ROWS = {
     "retract": "request_is_retracted_and_resumed",
     "recompute_fails": "recompute_fails",
     "recompute_raises": "recompute_raises",
+    "host_page_is_flipped": "host_page_is_damaged",
+    "sent_page_is_flipped": "sent_page_is_damaged",
     "rule_raises": "a rule raises once",
 }
 FAULTS_WITHOUT_CAUSE = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tidekv.engine.simulation.campaign import run_campaign
 from tidekv.engine.simulation.rank import FAULTS, SimulatedRank
-from tidekv.engine.simulation.ranks import RanksFailed, simulate_ranks
+from tidekv.engine.simulation.ranks import RankGroupWorld, RanksFailed, simulate_ranks
 from tidekv.engine.simulation.simulate import draw_settings
 from tidekv.states import events
 from tidekv.states.errors import RanksDiverged
@@ -31,8 +31,17 @@ def test_every_request_of_every_rank_ends(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("seed", "ranks"), [(400108, 4), (620048, 6)])
-def test_a_rank_that_died_in_a_vote_leaves_nobody_waiting(seed: int, ranks: int) -> None:
-    # The others had reported the end of a backup in that vote, and had nothing else to report afterwards.
+def test_a_rank_that_died_in_a_vote_leaves_nobody_waiting(
+    seed: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The others had reported the end of a backup in that vote, and had nothing else to report afterwards. Flipped bits
+    # would make other runs of these seeds.
+    hits = RankGroupWorld.hits
+    monkeypatch.setattr(
+        RankGroupWorld,
+        "hits",
+        lambda world, name, random: name != "host_page_is_flipped" and hits(world, name, random),
+    )
     without_components = draw_settings(Random(f"settings {seed}"))
     assert simulate_ranks(seed, ranks, 50, settings=without_components).epochs == 2
 

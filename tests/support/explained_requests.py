@@ -142,6 +142,15 @@ def prefill_is_at_its_quota(play: Play) -> None:
     play.bring_everything("r1")
 
 
+@says("pages damaged: page 3 of the prompt differs", "next prefill", "READY")
+def sent_page_is_damaged(play: Play) -> None:
+    # Once more than the attempts: there is one prefill, which is tried once.
+    play.arrive("r1")
+    play.send_promise("r1")
+    play.to_room(events.RoomFailed, cause="pages damaged: page 3 of the prompt differs", settled=False)
+    play.bring_everything("r1")
+
+
 @says("prefill failed: ConnectionRefusedError: nobody there", "next prefill")
 def promise_cannot_be_sent(play: Play) -> None:
     play.arrive("r1", prefill_count=2)
@@ -288,6 +297,12 @@ put_ends(
     "the put was partial: storage took 1 of 4 pages",
     end=lambda play, op: play.take(events.PagesStored, op=op, stored=1),
     counts="pages_stored pages_backed_up",
+)
+put_ends(
+    "host_page_of_a_put_is_damaged",
+    "the put was cut: page 1 of 4 has changed in host memory; the pages are not kept in storage",
+    end=lambda play, op: play.take(events.PagesStored, op=op, stored=1, intact=1),
+    counts="l2_damaged",
 )
 put_ends(
     "put_is_late",

@@ -283,6 +283,19 @@ def copy_fails(play: Play) -> None:
     play.bring_everything("r1")
 
 
+@says(
+    "the copy from host to device failed: PagesDamaged: host page 3 has changed",
+    LOAD_CAUSES["copy_failed"],
+    "READY",
+    counts="l2_damaged",
+)
+def host_page_is_damaged(play: Play) -> None:
+    copy = play.plan_with_host("r1")
+    play.take(events.CopyEnded, op=copy.op, error="PagesDamaged: host page 3 has changed", intact=1)
+    play.bring_everything("r1")
+    assert not any(node.host for node in play.core.state.index.nodes()), "damaged pages stay in host memory"
+
+
 @says("starting the copy from host to device raised: RuntimeError: no thread", "extend", "READY")
 def copy_raises(play: Play) -> None:
     copy = play.plan_with_host("r1")

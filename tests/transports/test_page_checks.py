@@ -120,6 +120,21 @@ async def test_a_request_is_not_ready_before_its_pages_are_hashed(make_pair, hel
         await pair.assert_nothing_held()
 
 
+async def test_messages_that_wait_for_hashing_are_bounded(make_pair, held) -> None:
+    async with make_pair(page_checksums=True) as pair, expected("the end of a link that sends too much"):
+        holding = held(pair)
+        waiting = asyncio.create_task(pair.engine.restore(pair.request("r1", PROMPT)))
+        await holding.begun.wait()
+        (writer,) = pair.peer._sender._room_writers.values()
+        for _ in range(100):
+            writer.send(wire.Refused(room=writer.key, span=7, cause="again"))
+        with pytest.raises(RequestFailed, match="protocol error") as failed:
+            await waiting
+        assert "messages about one room" in failed.value.detail
+        holding.release()
+        await pair.assert_nothing_held()
+
+
 @pytest.mark.parametrize("end", ["abort", "link lost"])
 async def test_a_room_that_ends_while_its_pages_are_hashed_is_settled(make_pair, held, end: str) -> None:
     async with make_pair(page_checksums=True) as pair, expected("the end of a room with hashing that is held"):

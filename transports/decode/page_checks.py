@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from tidekv.transports import base
 
 
+OTHER_MESSAGES_MAX = 16
+"""Maximum messages of a room about its end and its first token, repeats included."""
+
+
 class Destinations(msgspec.Struct):
     """The pages here that one prefill rank was asked to write."""
 
@@ -32,6 +36,12 @@ class Destinations(msgspec.Struct):
     """First page of the prompt, and pages, of each span."""
     component_pages: dict[str, tuple[int, PageIds]]
     """First position, and pages, of each component."""
+
+    @property
+    def messages_max(self) -> int:
+        """Maximum messages about the room: a chunk for each page, one more for each span, and those of other kinds."""
+        pages = sum(len(pages) for _, pages in self.spans.values())
+        return pages + 2 * len(self.spans) + len(self.component_pages) + OTHER_MESSAGES_MAX
 
     def reported(self, message: wire.AnyMessage) -> PageIds | None:
         """Return the pages that a message reports as in place. None if there are none, or if they were not
@@ -83,6 +93,9 @@ class InOrder:
         """`take` handles a message whose turn has come, with the checksums of the pages that it reports."""
         self._take = take
         self._waiting: deque[tuple[wire.AnyMessage, asyncio.Future[bytes] | None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def add(
         self,

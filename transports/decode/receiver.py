@@ -352,9 +352,14 @@ class Receiver:
                 raise RemoteProtocolError(f"{link.address} sent {type(message).__name__}, which is ours to send")
 
     def _take_in_order(self, rank_link: RankLink, message: FrameOfRoom | wire.Drained, checks: PageChecks) -> None:
-        """Handle a message after the pages that it reports, and those of earlier messages, were hashed."""
+        """Handle a message after the pages that it reports, and those of earlier messages, were hashed.
+
+        Raises RemoteProtocolError if prefill sends more messages than a room can have.
+        """
         if rank_link.in_order is None:
             rank_link.in_order = InOrder(partial(self._take_hashed, rank_link))
+        if len(rank_link.in_order) >= (bound := rank_link.destinations.messages_max):
+            raise RemoteProtocolError(f"{rank_link.link.address} sent more than {bound} messages about one room")
         name = f"verify pages of {rank_link.room.key.request_id}"
         hashed = None if rank_link.has_ended else checks.begin(rank_link.destinations, message)
         rank_link.in_order.add(message, hashed, partial(self._tasks.spawn, name=name))
