@@ -6,13 +6,14 @@ GPU memory have none, since their bytes would have to be copied to the host firs
 PageHasher      checksums of pages of one pool, or of slices of its pages
 HostChecksums   the checksums of a host pool's pages
 ChecksumThread  checksums for the event loop: a small number of bytes at once, more on a thread
+StorageChecks   checksums of host pages before and after storage
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, TypeAlias, TypeVar
@@ -121,13 +122,9 @@ class ChecksumThread:
         hasher = PageHasher(memory)
         return lambda pages: self._begin(partial(hasher.checksums, pages), len(pages) * hasher.page_bytes)
 
-    async def note(self, checksums: HostChecksums, pages: PageIds) -> None:
-        """Call `note` of a host pool's checksums, off the loop unless there are few bytes."""
-        await self._begin(partial(checksums.note, pages), len(pages) * checksums.page_bytes)
-
-    async def intact(self, checksums: HostChecksums, pages: PageIds) -> int:
-        """Call `intact` of a host pool's checksums, off the loop unless there are few bytes."""
-        return await self._begin(partial(checksums.intact, pages), len(pages) * checksums.page_bytes)
+    def begin(self, work: Callable[[PageIds], T], pages: PageIds, page_bytes: int) -> asyncio.Future[T]:
+        """Begin work on pages, such as a method of HostChecksums; as `hashing`."""
+        return self._begin(partial(work, pages), len(pages) * page_bytes)
 
     async def close(self) -> None:
         """Wait for the hashing that runs, and end the thread. Unbounded: the caller sets the deadline."""
@@ -140,6 +137,32 @@ class ChecksumThread:
         done: asyncio.Future[T] = loop.create_future()
         done.set_result(work())
         return done
+
+
+class StorageChecks:
+    """Checksums around storage: of pages that it has read, and of pages before it gets them.
+
+    `by_component` are the checksums of the host pools; "" is that of full pages. Pages of other pools are not checked.
+    """
+
+    def __init__(self, thread: ChecksumThread, by_component: Mapping[str, HostChecksums]) -> None:
+        self._thread = thread
+        self._by_component = by_component
+
+    async def note_read(self, component: str, pages: PageIds) -> None:
+        """Note the checksums of pages that storage has read and verified."""
+        if (checksums := self._by_component.get(component)) is not None:
+            await self._thread.begin(checksums.note, pages, checksums.page_bytes)
+
+    async def intact(self, component: str, pages: PageIds) -> int | None:
+        """Return how many pages, from the first on, may be stored; None: all of them.
+
+        Storage would take a damaged page for a good one: its own checksum is of the bytes that it is given.
+        """
+        if (checksums := self._by_component.get(component)) is None:
+            return None
+        intact = await self._thread.begin(checksums.intact, pages, checksums.page_bytes)
+        return None if intact == len(pages) else intact
 
 
 def _evenly_spaced(segments: tuple[Segment, ...]) -> list[list[Segment]]:

@@ -26,10 +26,9 @@ from tidekv.backends.storage.base import leading
 from tidekv.engine.decode.pending_calls import own_cancels_only
 from tidekv.states import commands, events
 from tidekv.states.errors import PagesDamaged, TidekvError
-from tidekv.states.types import PageIds
 
 if TYPE_CHECKING:
-    from tidekv.backends.checksums import ChecksumThread, HostChecksums
+    from tidekv.backends.checksums import StorageChecks
     from tidekv.backends.copies.copier import PageCopier
     from tidekv.backends.keys.prompt_keys import Prompt, PromptKeys
     from tidekv.backends.storage.base import Storage
@@ -85,8 +84,7 @@ class Executor:
         spawn: Callable[[Awaitable[None], str], None],
         copier: PageCopier | None,
         component_copiers: Mapping[str, PageCopier],
-        checksum_thread: ChecksumThread,
-        host_checksums: Mapping[str, HostChecksums],
+        storage_checks: StorageChecks,
         receiver: Receiver,
         keys_put: Callable[[int], tuple[str, bytes]],
         log: CoreLog,
@@ -94,7 +92,6 @@ class Executor:
         store_timeout_s: float,
         query_timeout_s: float,
     ) -> None:
-        """`host_checksums` are those of the host pools, by component ("": full pages); empty: pages have none."""
         self.raised = 0
         self._storage: Storage | None = None
         self._component_storages: Mapping[str, Storage] = {}
@@ -105,8 +102,7 @@ class Executor:
         self._spawn = spawn
         self._copier = copier
         self._component_copiers = component_copiers
-        self._checksum_thread = checksum_thread
-        self._host_checksums = host_checksums
+        self._storage_checks = storage_checks
         self._receiver = receiver
         self._keys_put = keys_put
         self._log = log
@@ -228,9 +224,7 @@ class Executor:
                 keys = [known[position - first] for position in command.positions]
             got = storage.get_into(keys, command.host_pages, timeout_s=command.timeout_s)
             good = leading(await own_cancels_only(got, "storage"))
-            if checksums := self._host_checksums.get(_component_of(command)):
-                # Storage has verified the pages as it read them.
-                await self._checksum_thread.note(checksums, command.host_pages[:good])
+            await self._storage_checks.note_read(_component_of(command), command.host_pages[:good])
         except Exception as raised:
             error = self._text_of(command, raised)
         self._post(events.PagesFetched(at_s=self._clock(), op=command.op, good=good, error=error))
@@ -253,31 +247,18 @@ class Executor:
         stored, error, intact = 0, "", None
         try:
             keys = await prompt.digests(command.first, len(command.host_pages))
-            intact, pages = await self._intact_pages(command)
-            if pages:
-                put = storage.put_from(keys[: len(pages)], pages, timeout_s=self._store_timeout_s)
-                stored = leading(await own_cancels_only(put, "storage"))
             component = _component_of(command)
+            if (intact := await self._storage_checks.intact(component, command.host_pages)) is not None:
+                self._log.of_command(command).warning("a page in host memory is damaged: it is not stored", at=intact)
+            if intact != 0:
+                put = storage.put_from(keys[:intact], command.host_pages[:intact], timeout_s=self._store_timeout_s)
+                stored = leading(await own_cancels_only(put, "storage"))
             if storage is not (self._component_storages.get(component) if component else self._storage):
                 # Exchanged meanwhile: to the core, "stored" means in the storage that is in use.
                 stored = 0
         except Exception as raised:
             error = self._text_of(command, raised)
         self._post(events.PagesStored(at_s=self._clock(), op=command.op, stored=stored, error=error, intact=intact))
-
-    async def _intact_pages(self, command: Store) -> tuple[int | None, PageIds]:
-        """Return the pages of a put up to the first whose checksum differs, and their number if there is such a page.
-
-        Storage would take a damaged page for a good one: its own checksum is of the bytes that it is given.
-        """
-        pages = command.host_pages
-        checksums = self._host_checksums.get(_component_of(command))
-        if checksums is None or (intact := await self._checksum_thread.intact(checksums, pages)) == len(pages):
-            return None, pages
-        self._log.of_command(command).warning(
-            "a page in host memory has changed since it was written: it is not stored", host_page=pages[intact]
-        )
-        return intact, pages[:intact]
 
     def _probe(self, command: commands.ProbeStorage) -> None:
         storage = self._storage_of("")

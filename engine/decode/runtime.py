@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from tidekv.backends.checksums import ChecksumThread, HostChecksums, check_hashable
+from tidekv.backends.checksums import ChecksumThread, HostChecksums, StorageChecks, check_hashable
 from tidekv.backends.component_pools import ComponentPools, check_components, with_components
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.copies.lanes import CopyLanes
@@ -214,8 +214,7 @@ class Runtime:
             spawn=self.group.spawn,
             copier=self.copier,
             component_copiers=self.component_copiers,
-            checksum_thread=self.checksum_thread,
-            host_checksums=self.host_checksums,
+            storage_checks=StorageChecks(self.checksum_thread, self.host_checksums),
             receiver=self.receiver,
             keys_put=lambda op: self.core.keys_put(op),
             log=self.log,
