@@ -214,8 +214,24 @@ class ReportReady(Command, frozen=True, kw_only=True):
     """Fallbacks after raises, in order."""
 
 
+class ReportRestored(Command, frozen=True, kw_only=True):
+    """Return lent pages to the caller: the first `good_tokens` tokens of the prompt are in place, by `sources`.
+
+    `cause` and `detail` give the reason if that is not the whole prompt. Nothing writes to the pages any more.
+    """
+
+    request_id: str
+    generation: int
+    good_tokens: int
+    sources: dict[str, int]
+    cause: str = ""
+    detail: str = ""
+    fallbacks: tuple[Fallback, ...] = ()
+    """Fallbacks after raises, in order."""
+
+
 class ReportFailed(Command, frozen=True, kw_only=True):
-    """Report to the caller that the request failed, with cause and detail."""
+    """Report to the caller that the request failed, with cause and detail. Nothing writes to lent pages any more."""
 
     request_id: str
     cause: str
@@ -251,6 +267,18 @@ class ReportRetracted(Command, frozen=True, kw_only=True):
     held_pages: int
     fallbacks: tuple[Fallback, ...] = ()
     """Fallbacks after raises since the request arrived, in order."""
+
+
+class ReportOffered(Command, frozen=True, kw_only=True):
+    """Give offered pages back: nothing reads them any more.
+
+    In host memory now: `written` of them by this offer, `present` without it. `declined` are not.
+    """
+
+    offer: int
+    written: int
+    present: int
+    declined: int
 
 
 class ReportFlushed(Command, frozen=True, kw_only=True):

@@ -36,6 +36,7 @@ from transitions import MachineError
 
 from tidekv.states import events
 from tidekv.states.backup.backups import Backups
+from tidekv.states.backup.offers import Offers
 from tidekv.states.backup.write_back import WriteBack
 from tidekv.states.components.backups import ComponentBackups
 from tidekv.states.components.request_components import ComponentRestore
@@ -47,9 +48,11 @@ from tidekv.states.inspect.invariants import audit_core
 from tidekv.states.inspect.statistics import count_core, operations_in_flight
 from tidekv.states.loads.loads import Loads
 from tidekv.states.loads.look_ahead import LookAhead
+from tidekv.states.loads.placement import LentPlacement, TreePlacement
 from tidekv.states.loads.shared_transfers import SharedTransfers
 from tidekv.states.request.admission_queue import Queue
 from tidekv.states.request.guards_and_actions import Actions
+from tidekv.states.request.lending import Lending
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.request import Request, State
 from tidekv.states.request.restore import Restore
@@ -83,12 +86,15 @@ class Core:
         self.queue = Queue(settings)
         self.storage = StorageAdmission(self.state)
         self.rooms = Rooms(self.state)
-        self.loads = Loads(self.state, self.storage, self.rooms)
+        placement = LentPlacement(self.state) if settings.lends_device else TreePlacement(self.state)
+        self.loads = Loads(self.state, self.storage, self.rooms, placement)
         self.shared_transfers = SharedTransfers(self.state, self.loads)
         components = self.state.components
         self.component_pages = None if components is None else ComponentRestore(self.state, self.storage, components)
         self.component_backups = None if components is None else ComponentBackups(self.state, self.storage, components)
         self.backups = Backups(self.state, self.storage, self.component_backups)
+        self.offers = Offers(self.state, self.backups)
+        self.lending = Lending(self.state, self.rooms, self.offers)
         self.write_back = WriteBack(self.state, self.storage, self.backups)
         self.lookahead = LookAhead(self.state, self.storage)
         self.restore = Restore(
@@ -100,6 +106,7 @@ class Core:
             self.lookahead,
             self.component_pages,
             self.backups,
+            self.lending,
         )
         self.serving = Serving(self.state, self.restore, self.backups)
         self.actions = Actions(
@@ -111,6 +118,7 @@ class Core:
             self.shared_transfers,
             self.restore,
             self.backups,
+            self.lending,
         )
         self.moves: list[tuple[str, State]] = []
         """Request id and new state for each state change of the last step, in order."""
@@ -120,7 +128,7 @@ class Core:
             for consequence in CONSEQUENCES
             if isinstance(consequence.due, str)
         )
-        machine = build_machine((self.restore, self.rooms, self.serving, self.actions))
+        machine = build_machine((self.restore, self.lending, self.rooms, self.serving, self.actions))
         self._triggers: dict[type[Event], Callable[[Request, Request, Event], bool]] = {
             row.event: machine.events[row.event.__name__].trigger for row in TRANSITIONS
         }
@@ -131,6 +139,7 @@ class Core:
             events.FinishRequested: self._to_request,
             events.RetractRequested: self._to_request,
             events.RetractedDropped: self._retracted_dropped,
+            events.PagesOffered: self._pages_offered,
             events.FlushRequested: self._flush_requested,
             events.StorageChanged: self.storage.changed,
             events.PolicyChanged: self.storage.policy_changed,
@@ -183,7 +192,7 @@ class Core:
         Retracted requests do not count either: their pages wait for `resume` or `drop`.
         """
         in_flight = self.state.requests or self.operations_in_flight or self.loads or self.backups
-        return not (in_flight or self.rooms.draining_rooms)
+        return not (in_flight or self.rooms.draining_rooms or self.lending.returning)
 
     def statistics(self) -> dict[str, int]:
         """Current counts, and counters since the start."""
@@ -205,6 +214,8 @@ class Core:
     def _arrived(self, event: events.RequestArrived) -> None:
         if event.request_id in self.state.requests:
             raise IllegalEvent(f"request {event.request_id!r} arrived twice; the driver must refuse the second")
+        if self.settings.lends_device != bool(event.lent_pages):
+            raise IllegalEvent(f"request {event.request_id!r} brings device pages to a core that has its own, or none")
         self._arrivals += 1
         request = Request(
             event,
@@ -212,6 +223,7 @@ class Core:
             page_count=self.settings.pages_of(event.prompt_tokens),
             full_pages=len(event.keys) // self.settings.key_bytes,
         )
+        self.lending.lend(request)
         self.state.requests[request.request_id] = request
         self.moves.append((request.request_id, request.state))
         self.state.set_deadline(request, event.deadline_at_s)
@@ -227,6 +239,11 @@ class Core:
     def _retracted_dropped(self, event: events.RetractedDropped) -> None:
         self.state.run_guarded(partial(self.backups.release_retracted, event.request_id))
         self.state.pages_freed = True
+
+    def _pages_offered(self, event: events.PagesOffered) -> None:
+        if not self.settings.lends_device or len(event.pages) * self.settings.key_bytes > len(event.keys):
+            raise IllegalEvent(f"offer {event.offer} of pages without keys, or to a core with device pages of its own")
+        self.offers.begin(event)
 
     def _flush_requested(self, event: events.FlushRequested) -> None:
         self.state.run_guarded(partial(self.serving.flush, event))
@@ -456,6 +473,10 @@ class Core:
         # The next request may fit as well.
         self.state.pages_freed = True
 
+    def hand_back(self) -> None:
+        """Hand lent pages without a writer back to the embedder, with the outcomes of their requests."""
+        self.state.run_guarded(self.lending.hand_back)
+
     def work_ahead(self) -> None:
         """Release look-ahead reads of planned requests, fetch ahead for waiting ones, back up pages next in line for
         eviction.
@@ -501,6 +522,10 @@ def _may_admit(core: Core) -> bool:
     return bool(state.reclaimable_loads or (state.pages_freed and (core.queue or core.loads.has_settled)))
 
 
+def _may_hand_back(core: Core) -> bool:
+    return bool(core.lending.returning) and core.lending.is_due
+
+
 def _may_work_ahead(core: Core) -> bool:
     state = core.state
     return bool(state.ahead_over) or state.ahead_due or state.write_due
@@ -514,6 +539,7 @@ CONSEQUENCES = (
     Consequence("A request may be able to move on", "dirty", Core.move_on),
     Consequence("A put was deferred, and no fetch needs storage any more", _may_put, Core.put_waiting),
     Consequence("Pages were freed, or can be", _may_admit, Core.reclaim_and_admit),
+    Consequence("Lent pages of an ended request may have no writer any more", _may_hand_back, Core.hand_back),
     Consequence("Pages can be fetched or written ahead", _may_work_ahead, Core.work_ahead),
 )
 

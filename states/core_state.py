@@ -20,7 +20,7 @@ from tidekv.states.commands import Fallback
 from tidekv.states.components.index import ComponentIndex
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.handover.prefill_quota import PrefillQuota
-from tidekv.states.pages.page_pool import PagePool
+from tidekv.states.pages.page_pool import LentPool, PagePool
 from tidekv.states.prefix.index import PrefixIndex
 from tidekv.states.prefix.policies import POLICIES
 from tidekv.states.raises import raise_of
@@ -62,6 +62,7 @@ COUNTERS: Final = (
     "l3_queries_late",
     "l3_queries_outwaited",
     "loads_void",
+    "offered_pages_declined",
     "outcomes_late",
     "pages_backed_up",
     "pages_fetched_ahead",
@@ -102,7 +103,8 @@ class CoreState:
 
     def __init__(self, settings: CoreSettings) -> None:
         self.settings = settings
-        self.device = PagePool("device", settings.device_pages)
+        pool = LentPool if settings.lends_device else PagePool
+        self.device = pool("device", settings.device_pages)
         self.host = PagePool("host", settings.host_pages)
         self.index = PrefixIndex(
             key_bytes=settings.key_bytes,

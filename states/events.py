@@ -51,7 +51,8 @@ class RequestArrived(Event, frozen=True, kw_only=True):
     `serial` is unique in the run and names the request's tokens in commands that outlive it. `prefills` names the
     prefill instances that may serve it, in the order in which they are tried; two requests with the same name share
     the quota of that instance. Generations of its rooms count from `generation` on, which is above all generations of
-    earlier requests with the same id.
+    earlier requests with the same id. If device pages are lent, `lent_pages` are the embedder's, one for each page of
+    the prompt. The first `held_pages` of them hold it already; they are not lent, and are not touched.
     """
 
     request_id: str
@@ -65,6 +66,8 @@ class RequestArrived(Event, frozen=True, kw_only=True):
     cache: bool = True
     generation: int = 0
     can_recompute: bool = False
+    lent_pages: tuple[int, ...] = ()
+    held_pages: int = 0
 
 
 class AbortRequested(Event, frozen=True, kw_only=True):
@@ -108,6 +111,18 @@ class RetractedDropped(Event, frozen=True, kw_only=True):
     """A retracted request will not be resumed. Its pages in host memory are released."""
 
     request_id: str
+
+
+class PagesOffered(Event, frozen=True, kw_only=True):
+    """The embedder offers device pages of its own: they hold the last pages of `keys`, and do not change meanwhile.
+
+    `keys` are those of full pages from the first one on. ReportOffered returns `offer`.
+    """
+
+    offer: int
+    keys: bytes
+    pages: tuple[int, ...]
+    namespace: str = ""
 
 
 class FlushRequested(Event, frozen=True, kw_only=True):
@@ -348,6 +363,7 @@ AnyEvent = (
     | FinishRequested
     | RetractRequested
     | RetractedDropped
+    | PagesOffered
     | FlushRequested
     | StorageChanged
     | PolicyChanged

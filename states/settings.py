@@ -23,6 +23,8 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     """Bytes of one page's key: packed tokens in a live run, a digest in a replay."""
     device_pages: PositiveCount
     """Size of the device pool."""
+    lends_device: bool = False
+    """Whether the device pages belong to the embedder, which lends them to each request: the prefix index has none."""
     host_pages: Count = 0
     """Size of the host pool. 0 means no host tier."""
     growth_reserve_pages: Count = 1
@@ -68,6 +70,8 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.lends_device and (self.components or self.share_transfers):
+            raise InvalidConfig("with lent device pages there are neither components nor shared transfers")
         for component in self.components:
             if component.device_pages < component.live_pages(self.page_size):
                 raise InvalidConfig(

@@ -6,10 +6,12 @@ while one is left, so that a test cannot overlook a command.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 from tidekv.states import commands, events
 from tidekv.states.core import Core
+from tidekv.states.pages.page_pool import PageState
 from tidekv.states.request.request import Request, State
 from tidekv.states.settings import CoreSettings
 from tidekv.states.types import PageIds
@@ -73,10 +75,15 @@ class Rig:
     # --- Callers ---
 
     def arrive(self, request_id: str, tokens: bytes, **fields: object) -> list[commands.Command]:
-        """Submit a prompt. `prefill_count` names so many prefills, "prefill-0" and so on; the default is one."""
+        """Submit a prompt. `prefill_count` names so many prefills, "prefill-0" and so on; the default is one.
+
+        If device pages are lent, the first free ones are, unless `fields` has others.
+        """
         prefill_count = fields.pop("prefill_count", 1)
         assert isinstance(prefill_count, int)
         self._serial += 1
+        if self.settings.lends_device:
+            fields = {"lent_pages": self.free_pages(self.pages_of(len(tokens))), **fields}
         full = len(tokens) // self.settings.page_size * self.settings.page_size
         generation = self._generations.get(request_id, 0)
         self._generations[request_id] = generation + 100
@@ -97,6 +104,10 @@ class Rig:
         """Finish a request whose KV covers these tokens."""
         full = len(tokens) // self.settings.page_size * self.settings.page_size
         return self.step(events.FinishRequested, request_id=request_id, keys=tokens[:full], tokens=len(tokens))
+
+    def offer(self, tokens: bytes, pages: Iterable[int], *, offer: int = 1) -> list[commands.Command]:
+        """Offer pages that hold the last pages of these tokens, which are full pages."""
+        return self.step(events.PagesOffered, offer=offer, keys=tokens, pages=tuple(pages))
 
     def abort(self, request_id: str) -> list[commands.Command]:
         """Abort a request."""
@@ -235,7 +246,15 @@ class Rig:
         return self.take(commands.ReportReady)
 
     def make_cached(self, request_id: str, tokens: bytes, **fields: object) -> None:
-        """Bring tokens into every tier: a request is restored, finished and backed up."""
+        """Bring tokens into every tier: a request is restored, finished and backed up, or lent pages are offered."""
+        if self.settings.lends_device:
+            self.offer(tokens, self.free_pages(len(tokens) // self.settings.page_size))
+            self.copied(self.take(commands.CopyToHost))
+            self.take(commands.ReportOffered)
+            for put in self.take_all(commands.StorePages):
+                self.stored(put)
+            self.nothing_else()
+            return
         self.make_ready(request_id, tokens, **fields)
         self.finish(request_id, tokens)
         for copy in self.take_all(commands.CopyToHost):
@@ -250,6 +269,9 @@ class Rig:
         """Bring a new request for b"abcdefgh" into a state in which it waits. Needs a rig without live requests."""
         tokens = b"abcdefgh"
         self.attach_storage()
+        if state is State.PREALLOC and self.settings.lends_device:
+            self._bring_back(request_id, tokens, **fields)
+            return
         if state is State.PREALLOC:
             self.make_ready("big", bytes(range(128, 128 + self.settings.device_pages - 4)))
             self.arrive(request_id, tokens, **fields)
@@ -268,7 +290,7 @@ class Rig:
         if state is State.READY:
             self.serve(self.take(commands.SendPromise))
             self.take(commands.SendReceived)
-            self.take(commands.ReportReady)
+            self.take(commands.ReportRestored if self.settings.lends_device else commands.ReportReady)
         elif state is State.FAILED:
             promise = self.take(commands.SendPromise)
             self.step(
@@ -304,6 +326,15 @@ class Rig:
         self.core.state.dirty[self.request(request_id)] = None
         return self.step(events.ClockAdvanced)
 
+    def _bring_back(self, request_id: str, tokens: bytes, **fields: object) -> None:
+        """Return a request to the queue, where it waits until nothing writes to its lent pages."""
+        self.arrive(request_id, tokens, **{"prefill_count": 2, **fields})
+        self.answer(self.take(commands.QueryStorage), 0)
+        promise = self.take(commands.SendPromise)
+        self.promised(promise, "prefill.0")
+        self.step(events.WriterLost, writer="prefill.0", cause="silence")
+        self.answer(self.take(commands.QueryStorage), 0)
+
     # --- State ---
 
     def request(self, request_id: str) -> Request:
@@ -316,6 +347,11 @@ class Rig:
     def state(self, request_id: str) -> str:
         """Return the state in which a request waits."""
         return self.request(request_id).state.value
+
+    def free_pages(self, count: int) -> tuple[int, ...]:
+        """Return the first pages that are not lent."""
+        pool = self.core.state.device
+        return tuple(page for page in range(pool.total) if pool.condition(page) is PageState.FREE)[:count]
 
     def pages_of(self, tokens: int) -> int:
         """Return the number of pages of that many tokens."""
@@ -331,7 +367,7 @@ class Rig:
             and (
                 name.startswith("requests_")
                 or name.endswith(("_owned", "_draining", "_protected"))
-                or name in ("queue", "loads", "backups", "operations", "rooms", "rooms_draining")
+                or name in ("queue", "loads", "backups", "offers", "operations", "rooms", "rooms_draining")
             )
         }
         if held or not self.core.is_idle:

@@ -178,6 +178,11 @@ class Backups:
         if sum(not (backup.serial or backup.copies_ahead) for backup in self._live) < AHEAD_MAX:
             self._start(Backup(self, None, leaf), self._begin_put)
 
+    def put_path(self, leaf: Node) -> None:
+        """Put the path to `leaf`, which is on the host completely, in storage, unless pages are written back."""
+        if self.storage.is_usable and self._state.settings.write != "back":
+            self._start(Backup(self, None, leaf), self._begin_put)
+
     def keys_put(self, op: int) -> tuple[str, bytes]:
         """Namespace and keys, from the first page on, for a put without a request or of component pages."""
         backup = self._state.operations[op]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tidekv.states import events
 from tidekv.states.backup.backups import Backup
+from tidekv.states.backup.offers import Offer
 from tidekv.states.components.backups import ComponentBackup, ComponentPut
 from tidekv.states.components.request_components import ComponentCopy
 from tidekv.states.components.storage import ComponentRead, StoredComponentCopy
@@ -28,16 +29,18 @@ from tidekv.states.request.request import AheadRun, ComponentStage, Load, Reques
 from tidekv.states.request.restore import LateRecomputation, Recomputation
 from tidekv.states.request.table import PROGRESS_GUARDS
 from tidekv.states.storage.admission import LateFetch, StorageQuery
-from tidekv.states.types import PageIds, page_ids
+from tidekv.states.types import PageIds, page_ids, without
 
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
+    from tidekv.states.backup.offers import Offers
     from tidekv.states.core_state import CoreState
     from tidekv.states.handover.rooms import Rooms
     from tidekv.states.loads.loads import Loads
     from tidekv.states.loads.look_ahead import LookAhead
     from tidekv.states.prefix.node import Node, Receipt
     from tidekv.states.request.admission_queue import Queue
+    from tidekv.states.request.lending import Lending
     from tidekv.states.request.request import Request
     from tidekv.states.settings import CoreSettings
     from tidekv.states.storage.admission import StorageAdmission
@@ -54,6 +57,8 @@ class Parts(Protocol):
     loads: Loads
     lookahead: LookAhead
     backups: Backups
+    lending: Lending
+    offers: Offers
 
 
 def audit_core(core: Parts) -> None:
@@ -63,7 +68,10 @@ def audit_core(core: Parts) -> None:
     core.state.host.check()
     loads = _loads_of(core)
     _check_components(core)
-    _check_device_pages(core)
+    if core.settings.lends_device:
+        _check_lent_pages(core, loads)
+    else:
+        _check_device_pages(core)
     _check_quota(core)
     _check_host_pages(core, loads)
     _check_receipts(core, loads)
@@ -132,7 +140,8 @@ def _check_quota(core: Parts) -> None:
     """Check that every page that a request or a quarantine withholds is charged to its prefill."""
     charged = Counter[str]()
     for request in core.state.requests.values():
-        is_held = request.lock is not None and not request.is_ready
+        # Lent pages are not withheld from other requests.
+        is_held = request.lock is not None and not request.is_ready and request.lent is None
         # A lower bound: the charge has the cached pages as well that the request was the first to lock.
         pages = request.page_count - request.matched + len(request.reserve) if is_held else 0
         _require(request.charged >= pages, f"{request} withholds {pages} pages, but is charged {request.charged}")
@@ -145,6 +154,34 @@ def _check_quota(core: Parts) -> None:
     charged[""] = 0
     held = core.state.quota.held
     _require(+charged == Counter(held), f"prefills are charged {held}, recounted {dict(+charged)}")
+
+
+def _check_lent_pages(core: Parts, loads: dict[Load, None]) -> None:
+    """Every lent page belongs to one request, live or returning, and is draining exactly while it may be written."""
+    _require(not any(node.device for node in core.state.index.nodes()), "the index has device pages, which are lent")
+    records = [request.lent for request in core.state.requests.values()]
+    draining = page_ids()
+    for left in core.rooms.quarantine:
+        draining += left.pages
+    for load in loads:
+        _require(not load.nodes, "a load has nodes, but device pages are lent")
+        if load.stage is Stage.RECLAIMING:
+            draining += load.lent
+    owned = page_ids()
+    for lent in (*records, *core.lending.returning):
+        assert lent is not None, "a request has no lent pages"
+        owned += lent.lent
+    twice = [page for page, owners in Counter(owned).items() if owners > 1]
+    _require(not twice, f"pages {twice} are lent to two requests")
+    _require(set(draining) <= set(owned), "pages are draining that belong to no request")
+    _check_pages(core.state.device, without(owned, draining), draining)
+    read = Counter[int]()
+    for offer in core.offers:
+        read.update(offer.device_pages)
+    _require(core.offers.pages_read == read, "the offered pages that are read are miscounted")
+    _require(not read.keys() & set(owned), "pages are lent, but an offer still reads them")
+    for lent in core.lending.returning:
+        _require(set(lent.lent) & set(draining), "an ended request has not got its outcome, but no page is draining")
 
 
 def _component_pages_of(core: Parts) -> list[RequestComponents]:
@@ -204,8 +241,8 @@ def _check_host_pages(core: Parts, loads: dict[Load, None]) -> None:
     for owner in core.state.operations.values():
         if isinstance(owner, LateFetch) and not owner.component:
             owned += owner.host_pages
-    for backup in core.backups:
-        owned += backup.host_pages
+    for writer in (*core.backups, *core.offers):
+        owned += writer.host_pages
     for run in _runs_of(core):
         owned += run.host_pages
     _check_pages(core.state.host, owned, page_ids())
@@ -232,6 +269,7 @@ def _check_receipts(core: Parts, loads: dict[Load, None]) -> None:
         receipts += (request.lock, request.pin, None if request.ahead is None else request.ahead.pin)
     for holder in (*loads, *core.backups):
         receipts += (holder.lock, holder.pin)
+    receipts += (offer.pin for offer in core.offers)
     for component_pages in _component_pages_of(core):
         receipts += [part.full for part in (component_pages.lock, component_pages.pin) if part is not None]
     for owner in core.state.operations.values():
@@ -269,10 +307,8 @@ def _check_loads(core: Parts, loads: dict[Load, None]) -> None:
         else:
             _require(load in set(core.loads), "a load is not void, but missing among the loads")
             _require(under[load] == len(load.nodes), "a load lists nodes that are not under it")
-            _require(
-                load.nodes[0].depth_pages - load.nodes[0].page_count == load.first,
-                "a load does not begin at its first node",
-            )
+            begins = [node.depth_pages - node.page_count for node in load.nodes[:1]] or [load.first]
+            _require(begins == [load.first], "a load does not begin at its first node")
         for request, count in load.sharers.items():
             _require(0 < count <= load.page_count, f"{request} shares {count} pages of a load")
             _require(load in request.loads, f"{request} does not list a load that it shares")
@@ -289,7 +325,7 @@ def _check_loads(core: Parts, loads: dict[Load, None]) -> None:
 
 
 def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
-    backups, runs = set(core.backups), set(_runs_of(core))
+    backups, runs, offers = set(core.backups), set(_runs_of(core)), set(core.offers)
     for op, owner in core.state.operations.items():
         if isinstance(owner, StorageQuery | Recomputation):
             request = owner.request
@@ -307,10 +343,16 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
             )
         elif isinstance(owner, Backup):
             _require(owner in backups, "an operation belongs to a backup that is over")
+        elif isinstance(owner, Offer):
+            _require(owner in offers and owner.op == op, "an operation belongs to an offer that is over")
+            offers.discard(owner)
         elif isinstance(owner, AheadRead):
             run = owner.run
             _require(run in runs and run.op == op, "an operation belongs to a read ahead that does not refer to it")
             _require(not run.is_landed, "a read ahead has landed, but its operation is in flight")
+    _require(
+        all(offer.has_copied and offer.follows in set(core.offers) for offer in offers), "an offer waits for nothing"
+    )
     fetching = {load for load in core.loads if load.stage is Stage.FETCHING}
     operations = core.state.operations
     of_components = {one.fetch for one in operations.values() if isinstance(one, ComponentRead)}
@@ -364,6 +406,9 @@ def _check_request(core: Parts, request: Request) -> None:
         )
     if request.lock is None or request.is_ready:
         return
+    if request.lent is not None:
+        _check_lent_request(request)
+        return
     path = core.state.index.path(request.lock.node)
     shared = Counter[Load]()
     for node in path:
@@ -386,3 +431,20 @@ def _check_request(core: Parts, request: Request) -> None:
         _require(core.rooms.live(*request.room.key) is request.room, f"the room of {request} is not live")
         known = sum(request.source_pages.values()) + sum(shared.values())
         _require(known == end, f"{request} counts the sources of {known} pages of {end}")
+
+
+def _check_lent_request(request: Request) -> None:
+    """Each lent page is in place, or on its way to the request, or its own."""
+    assert request.lent is not None
+    loading = {load.first: load for load in request.loads}
+    at, rest = 0, page_ids()
+    end = request.promised if request.is_planned else request.matched
+    for first in sorted(loading):
+        _require(at <= first, f"{request} has two loads of one page")
+        at = first + loading[first].page_count
+        rest += loading[first].lent
+    _require(at <= end, f"{request} loads pages up to {at}, but promised {end}")
+    _require(request.own == request.lent.pages[end:], f"{request} does not own the lent pages from {end} on")
+    _require(set(rest) <= set(request.lent.pages[request.matched : end]), f"{request} loads into pages of others")
+    known = sum(request.source_pages.values()) + len(rest)
+    _require(not request.is_planned or known == end, f"{request} counts the sources of {known} pages of {end}")

@@ -39,10 +39,12 @@ def count_core(core: Parts) -> dict[str, int]:
         "loads": len(core.loads),
         "lookahead_pages": core.lookahead.pages,
         "backups": len(core.backups),
+        "offers": len(core.offers),
         "operations": operations_in_flight(core),
         "l3_breaker_open": int(core.storage.is_open),
         "rooms": len(core.rooms),
         "rooms_draining": core.rooms.draining_rooms,
+        "requests_returning": len(core.lending.returning),
         "requests_retracted": core.backups.retracted_requests,
         **state.counters,
     }

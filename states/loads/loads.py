@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING
 from tidekv.states.commands import CopyToDevice, FetchPages
 from tidekv.states.events import CopyEnded
 from tidekv.states.request.request import Load, Request, Stage
-from tidekv.states.rollback import Rollback
 from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import PageIds, page_ids
 
@@ -39,58 +38,9 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.handover.rooms import Rooms
-    from tidekv.states.prefix.index import Node, PrefixIndex
+    from tidekv.states.loads.placement import Placement
+    from tidekv.states.prefix.index import Node
     from tidekv.states.storage.admission import StorageAdmission
-
-
-def cut_load(index: PrefixIndex, load: Load, at: int) -> Load:
-    """Cut a load at its page `at`. `load` keeps the first part; the rest is returned, without sharers."""
-    kept = pages = 0
-    while pages + load.nodes[kept].page_count <= at:
-        pages += load.nodes[kept].page_count
-        kept += 1
-    if pages < at:
-        # `Load.split` inserts the new upper node before the lower one.
-        index.split(load.nodes[kept], at - pages)
-        kept += 1
-    rest = Load(first=load.first + at, tier=load.tier, stage=load.stage)
-    # The calls that can raise come first and are reversible. The assignments after them cannot raise.
-    with Rollback() as undo:
-        shorter = index.lock(load.nodes[kept - 1])
-        undo.callback(index.unlock, shorter)
-        for node in load.nodes[kept:]:
-            index.set_load(node, rest)
-            undo.callback(index.set_load, node, load)
-        undo.keep()
-    rest.cause, rest.filler, rest.span = load.cause, load.filler, load.span
-    rest.is_damaged = load.is_damaged
-    # The lock of the whole load ends at the same node as the rest, so the rest takes it over.
-    rest.lock, load.lock = load.lock, shorter
-    rest.nodes, load.nodes = load.nodes[kept:], load.nodes[:kept]
-    rest.host_pages, load.host_pages = load.host_pages[at:], load.host_pages[:at]
-    return rest
-
-
-def publish_host(state: CoreState, load: Load) -> None:
-    """Give fetched host pages to the tree, if its parent is in host memory too.
-
-    Otherwise the pages stay with the load and only serve as the source of its copy: the tree keeps no host pages below
-    a node without any.
-    """
-    for node in load.nodes:
-        state.index.mark_stored(node)
-    parent = load.nodes[0].parent
-    assert parent is not None
-    if not state.index.has_host(parent):
-        return
-    for node in load.nodes:
-        ours = load.host_pages[: node.page_count]
-        if node.host is None:
-            state.index.give_host(node, ours)
-        else:
-            # A look-ahead read of another request has brought the same pages meanwhile.
-            state.host.give_back(ours)
-        load.host_pages = load.host_pages[node.page_count :]
 
 
 class LoadFetch:
@@ -143,10 +93,11 @@ class LoadCopy:
 class Loads:
     """All loads of a core."""
 
-    def __init__(self, state: CoreState, storage: StorageAdmission, rooms: Rooms) -> None:
+    def __init__(self, state: CoreState, storage: StorageAdmission, rooms: Rooms, placement: Placement) -> None:
         self._state = state
         self._storage = storage
         self._rooms = rooms
+        self.placement = placement
         self._live: dict[Load, None] = {}
         self._settled: list[Load] = []
         self._dropped: PageIds = page_ids()
@@ -173,14 +124,12 @@ class Loads:
     def begin_copy(self, first: int, nodes: list[Node], pages: PageIds, *, tier: str = "l2") -> Load:
         """Start a load that copies nodes in host memory to `pages`, which it takes over from the caller.
 
-        `tier` is where the host pages came from, for the statistics of the request.
+        They are the pages of the nodes from page `first` of the prompt on. `tier` is where the host pages came from,
+        for the statistics of the request.
         """
         load = Load(first=first, tier=tier, stage=Stage.COPYING)
         try:
-            for node in nodes:
-                at = node.depth_pages - node.page_count - first
-                self._state.index.give_device(node, pages[at : at + node.page_count], load)
-                load.nodes.append(node)
+            self.placement.place_copy(load, nodes, pages)
             self.hold(load)
             self.start_copy(load)
         except BaseException:
@@ -198,9 +147,7 @@ class Loads:
         state = self._state
         load = Load(first=first, tier="l3", stage=Stage.FETCHING)
         try:
-            load.nodes.append(
-                state.index.insert_pending(parent, request.namespace, keys, pages, load, priority=request.priority)
-            )
+            self.placement.place_fetch(load, request, parent, keys, pages)
             load.host_pages = state.host.take(len(pages))
             self.hold(load)
             load.op = state.start_operation(LoadFetch(self, self._storage, load), deadline_s=deadline_s)
@@ -242,20 +189,13 @@ class Loads:
             self._state.progressed_loads[load] = None
 
     def hold(self, load: Load) -> None:
-        """Lock the nodes of a new load and register it."""
-        load.lock = self._state.index.lock(load.nodes[-1])
+        """Protect the destination of a new load and register it."""
+        self.placement.hold(load)
         self._live[load] = None
 
     def start_copy(self, load: Load) -> None:
-        """Copy the load's own host pages, or those of its nodes, to the device."""
-        source = load.host_pages
-        if not source:
-            # The source belongs to the tree: pin it, so that host eviction does not free it during the copy.
-            load.pin = self._state.index.pin(load.nodes[-1])
-            source = page_ids()
-            for node in load.nodes:
-                assert node.host is not None
-                source += node.host
+        """Copy the load's own host pages, or those of the tree, to the device."""
+        source = self.placement.pin_source(load)
         load.op = self._state.start_operation(LoadCopy(self, load), deadline_s=self._state.settings.copy_deadline_s)
         self._state.emit(CopyToDevice(op=load.op, host_pages=source, device_pages=load.device_pages))
         load.stage = Stage.COPYING
@@ -277,7 +217,7 @@ class Loads:
             self.fail(rest)
             if rest is load:
                 return
-        publish_host(self._state, load)
+        self.placement.publish(load)
         if load.sharers:
             self.start_copy(load)
         else:
@@ -394,10 +334,19 @@ class Loads:
             if load not in request.room.lost:
                 request.room.lost.append(load)
             self._reclaim(load, "the transfer that was to fill its pages was lost")
+        elif self.placement.ends_with_request:
+            self._end_with(load)
         del load.sharers[request]
         del request.loads[load]
         if not load.sharers and load.stage is Stage.FAILED:
             self._state.failed_loads[load] = None
+
+    def _end_with(self, load: Load) -> None:
+        """Give up a load whose only request leaves: its copy may still write, and its fetch continues without it."""
+        if load.stage is Stage.COPYING:
+            self._reclaim(load, "its request has left")
+        elif load.stage is Stage.FETCHING:
+            self._cut_fetch(load)
 
     # --- Ends ---
 
@@ -416,10 +365,10 @@ class Loads:
             raise
         filler = load.filler if filler_source else None
         self.forget(load)
-        self._drop_damaged(load)
+        self._drop_damaged(load, load.nodes[-1] if load.nodes else None)
         for request, page_count in load.sharers.items():
             del request.loads[load]
-            request.source_pages[filler_source if request is filler else source] += page_count
+            request.note_loaded(load.first, page_count, filler_source if request is filler else source)
             self._state.dirty[request] = None
         load.sharers = {}
 
@@ -436,14 +385,12 @@ class Loads:
         """Reclaim a load whose pages are not needed and have no writer."""
         self._release_source(load)
         self._reclaim(load, "no request needs it")
-        self._drop_damaged(load)
+        self._drop_damaged(load, load.nodes[-1] if load.nodes else None)
         self._state.reclaimable_loads.append(load)
 
     def _reclaim(self, load: Load, cause: str) -> None:
-        # Hide all nodes from matches first; `node.void` keeps a second call after an exception from draining twice.
-        for node in load.nodes:
-            if not node.void:
-                self._state.index.set_reclaiming(node)
+        # First: from here on, no other request can come to wait for the pages.
+        self.placement.drain(load)
         self._unlock(load)
         load.stage = Stage.RECLAIMING
         self._storage.fetch_over(load)
@@ -452,16 +399,23 @@ class Loads:
             self._state.preempted.setdefault(request, cause)
         self.forget(load)
 
-    def _drop_damaged(self, load: Load) -> None:
-        """Drop the host pages of a load that has ended if one of them is damaged, and those below them.
+    def _drop_damaged(self, load: Load, leaf: Node | None) -> None:
+        """Drop the host pages on the path to `leaf` from the load's first page on if one of them is damaged, and those
+        below them.
 
         Unless a receipt protects them: then the next load of them finds the damage again.
         """
-        if load.is_damaged:
+        if load.is_damaged and leaf is not None:
             load.is_damaged = False
             # A cache tier never fails a request: the pages stay in the index if a hook raises.
-            drop = partial(self._state.index.drop_host_path, load.nodes[0])
+            drop = partial(self._drop_host_path, leaf, load.first)
             self._state.run_guarded(drop, recover=lambda: None)
+
+    def _drop_host_path(self, leaf: Node, first: int) -> None:
+        for node in self._state.index.path(leaf):
+            if node.depth_pages > first:
+                self._state.index.drop_host_path(node)
+                return
 
     def _clear_filler(self, load: Load) -> None:
         if load.span is not None:
@@ -484,8 +438,12 @@ class Loads:
 
     def _release_source(self, load: Load) -> None:
         if load.pin is not None:
+            leaf = load.pin.node
             self._state.index.unpin(load.pin)
             load.pin = None
+            if not load.nodes:
+                # Nothing else protects these host pages from now on.
+                self._drop_damaged(load, leaf)
         if load.host_pages:
             self._state.host.give_back(load.host_pages)
             load.host_pages = page_ids()
@@ -498,12 +456,7 @@ class Loads:
         self._settled.sort(key=lambda load: -load.first)
         for load in list(self._settled):
             self._release_source(load)
-            while load.nodes:
-                pages = state.index.drop_reclaiming(load.nodes[-1])
-                if pages is None:
-                    # A receipt or load is below: try again when pages are freed.
-                    break
-                load.nodes.pop()
+            while pages := self.placement.take_drained(load):
                 self._dropped += pages
             if not load.nodes:
                 self._settled.remove(load)
@@ -516,7 +469,7 @@ class Loads:
 
     def split(self, load: Load, at: int) -> Load:
         """Cut the load in two at page `at`. `load` keeps the first part; the rest is returned, with its sharers."""
-        rest = cut_load(self._state.index, load, at)
+        rest = self.placement.cut(load, at)
         self._live[rest] = None
         for request, wanted in load.sharers.items():
             if wanted > at:

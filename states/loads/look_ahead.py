@@ -91,6 +91,9 @@ class LookAhead:
             return
         if not self._storage.is_usable or request.restore_limit:
             return
+        if request.lent is not None:
+            # It does not wait for device memory.
+            return
         match = state.index.match(request.namespace, request.keys)
         first = match.device_pages + match.host_pages
         wanted = min(request.stored_first + request.stored_found - first, left)

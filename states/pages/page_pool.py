@@ -10,6 +10,8 @@
 A *draining* page is one that a writer outside of the core may still write to. Only the confirmation of that writer, or
 its proven death, frees it (`settle`).
 
+`LentPool` has the same states for pages that the embedder lends: it names them, and it gets them back all at once.
+
 `PageStates` stores one byte per page and changes many pages at once, all or none. `PagePool` defines the allowed
 changes and reports the refused ones. Neither touches the bytes of a page.
 """
@@ -242,6 +244,9 @@ class PagePool:
         counted = [conditions.count(condition) for condition in (_FREE, _OWNED, _CACHED, _DRAINING)]
         if counted != self._counts:
             raise BrokenInvariant(f"pool {self.name!r}: recounted {counted} pages by state, counters {self._counts}")
+        self._check_free(conditions)
+
+    def _check_free(self, conditions: bytes) -> None:
         if sorted(self._free) != [page for page, condition in enumerate(conditions) if condition == _FREE]:
             raise BrokenInvariant(f"pool {self.name!r}: the free list does not hold each free page once")
 
@@ -252,9 +257,12 @@ class PagePool:
         self._counts[source] -= count
         self._counts[target] += count
         if target == _FREE:
-            freed = pages[:]
-            freed.reverse()
-            self._free += freed
+            self._list_free(pages)
+
+    def _list_free(self, pages: PageIds) -> None:
+        freed = pages[:]
+        freed.reverse()
+        self._free += freed
 
     def _first_fault(self, pages: PageIds, source: int) -> str | None:
         seen: set[int] = set()
@@ -272,3 +280,51 @@ class PagePool:
     def _refusal(self, pages: PageIds, source: int, target: int) -> BrokenInvariant:
         change = f"{PageState(source).name.lower()} to {PageState(target).name.lower()}"
         return BrokenInvariant(f"pool {self.name!r}: {self._first_fault(pages, source)}; it cannot go from {change}")
+
+
+class LentPool(PagePool):
+    """A pool of pages that belong to the embedder, which lends them to one request at a time.
+
+        free: the embedder's ──lend──▶ owned: lent ──drain──▶ draining
+                             ◀─hand_back─┤  ◀───────settle──────┘
+
+    A part of the core that gives pages back, or settles them, leaves them lent: the embedder gets all pages of a
+    request at once, when none of them has a writer any more. No page is ever cached, and none is taken without a name.
+    """
+
+    __slots__ = ("has_settled",)
+
+    def __init__(self, name: str, page_count: int) -> None:
+        super().__init__(name, page_count)
+        self._free = page_ids()
+        self.has_settled = False
+        """Whether pages were settled since this was last set to False."""
+
+    def lend(self, pages: PageIds) -> None:
+        """Take over pages of the embedder."""
+        self._move(pages, _FREE, _OWNED)
+
+    def hand_back(self, pages: PageIds) -> None:
+        """Return lent pages without a writer to the embedder."""
+        self._move(pages, _OWNED, _FREE)
+
+    def has_writers(self, pages: PageIds) -> bool:
+        """Whether one of these lent pages is draining."""
+        return bool(self._counts[_DRAINING]) and not self.holds(pages, PageState.OWNED)
+
+    def give_back(self, pages: PageIds) -> None:
+        """Check that the pages are lent. They stay so."""
+        if not self.holds(pages, PageState.OWNED):
+            raise self._refusal(pages, _OWNED, _FREE)
+
+    def settle(self, pages: PageIds) -> None:
+        """Note that pages of the quarantine have no writer any more. They stay lent."""
+        self._move(pages, _DRAINING, _OWNED)
+        self.has_settled = True
+
+    def _list_free(self, pages: PageIds) -> None:
+        """List nothing: pages are lent by their names."""
+
+    def _check_free(self, conditions: bytes) -> None:
+        if self._free:
+            raise BrokenInvariant(f"pool {self.name!r}: a pool of lent pages lists {len(self._free)} pages to take")

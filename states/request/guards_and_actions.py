@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tidekv.states.loads.loads import Loads
     from tidekv.states.loads.shared_transfers import SharedTransfers
     from tidekv.states.request.admission_queue import Queue
+    from tidekv.states.request.lending import Lending
     from tidekv.states.request.request import Request
     from tidekv.states.request.restore import Restore
     from tidekv.states.storage.admission import StorageAdmission
@@ -93,6 +94,16 @@ def has_everything(request: Request, event: Event) -> bool:
     return is_written and not request.loads and not request.waits_for_components
 
 
+def fills_lent_pages(request: Request, event: Event) -> bool:
+    """Whether the device pages are the embedder's, which gets them back with whatever is in place."""
+    return request.lent is not None
+
+
+def has_filled_lent_pages(request: Request, event: Event) -> bool:
+    """Whether everything is in place in the embedder's pages."""
+    return request.lent is not None and has_everything(request, event)
+
+
 def can_recompute(request: Request, event: Event) -> bool:
     """Whether the caller can compute the rest of the prompt and was not asked yet."""
     return request.can_recompute and not request.recomputes
@@ -129,6 +140,7 @@ class Actions:
         shared_transfers: SharedTransfers,
         restore: Restore,
         backups: Backups,
+        lending: Lending,
     ) -> None:
         self._state = state
         self._queue = queue
@@ -138,6 +150,7 @@ class Actions:
         self._shared_transfers = shared_transfers
         self._restore = restore
         self._backups = backups
+        self._lending = lending
         self._attempts_per_prefill = state.settings.attempts_per_prefill
 
     # --- The hand-over ---
@@ -234,6 +247,20 @@ class Actions:
 
     # --- The ends ---
 
+    def end_without_prefill(self, request: Request, event: PrefillLost) -> None:
+        """End with what lent pages hold so far, because the room is lost and every prefill was tried."""
+        self._end_with(request, event.cause, event.detail, settled=event.settled)
+
+    def end_at_deadline(self, request: Request, event: DeadlinePassed) -> None:
+        """End with what lent pages hold so far, because the caller's deadline has passed."""
+        self._end_with(request, "deadline", f"in {request.state.value}")
+
+    def _end_with(self, request: Request, cause: str, detail: str, *, settled: bool = False) -> None:
+        self._restore.leave(request, settled=settled)
+        self._lending.end_with(request, cause, detail)
+        if request.state is State.PREALLOC:
+            self._queue.remove(request)
+
     def fail_by_raise(self, request: Request, event: TransitionRaised) -> None:
         """Fail after an exception: no tier is left to fall back to."""
         self._fail(request, "internal error", event.detail)
@@ -262,7 +289,7 @@ class Actions:
     def _fail(self, request: Request, cause: str, detail: str, *, settled: bool = False) -> None:
         self._restore.leave(request, settled=settled)
         self._backups.release_retracted(request.request_id)
-        self._state.emit(ReportFailed(request_id=request.request_id, cause=cause, detail=detail))
+        self._lending.report_failed(request, ReportFailed(request_id=request.request_id, cause=cause, detail=detail))
         self._state.forget(request)
         if request.state is State.PREALLOC:
             self._queue.remove(request)

@@ -49,10 +49,12 @@ class Plan:
         self.own = own
         self.loads: list[Load] = []
 
-    def add(self, load: Load, node: Node, page_count: int) -> None:
-        """Append a load that uses the next `page_count` pages of `own` and ends at `node`."""
+    def add(self, load: Load) -> None:
+        """Append a load, which uses the next pages of `own`."""
+        page_count = load.page_count
         self.loads.append(load)
-        self.node = node
+        if load.nodes:
+            self.node = load.nodes[-1]
         self.end += page_count
         self.own = self.own[page_count:]
 
@@ -128,6 +130,8 @@ class PlanFetches:
         """
         state = self._state
         first = sum(state.index.probe_prefix(request.namespace, request.keys))
+        if request.lent is not None:
+            first = max(first, request.lent.good)
         count = request.full_pages - first
         is_worth = count > 0 and count * state.settings.page_size >= state.settings.prefetch_threshold_tokens
         if not is_worth and not components_first:
@@ -157,7 +161,7 @@ class PlanFetches:
                 break
             deadline_s = self._state.settings.prefetch_deadline_s(count, left_s)
             load = self._adoption.adopt(run, plan.node, keys, plan.own[:count], deadline_s=deadline_s, undo=undo)
-            plan.add(load, load.nodes[-1], count)
+            plan.add(load)
             adopted += 1
         return adopted
 
@@ -201,7 +205,7 @@ class PlanFetches:
         while plan.end < found_to:
             first_key = request.keys[plan.end * width : (plan.end + 1) * width]
             pages = state.make_host_room(min(settings.fetch_run_pages, found_to - plan.end))
-            if not pages or first_key in plan.node.children:
+            if not pages or self._loads.placement.is_blocked(plan.node, first_key):
                 # No host memory, or a node in RECLAIMING with the same keys is still in the tree. Prefill sends the
                 # rest.
                 state.count("l3_declined_pages", found_to - plan.end)
@@ -214,4 +218,4 @@ class PlanFetches:
             undo.callback(self._loads.abandon, load)
             self._storage.take(pages)
             undo.callback(self._storage.take, -pages)
-            plan.add(load, load.nodes[-1], pages)
+            plan.add(load)

@@ -4,6 +4,7 @@
             ──▶ Room ──▶ Span      pages that prefill was asked to write
             ──▶ Ahead              host pages fetched while the request waits for device pages
             ──▶ RequestComponents  pages of components, and their fetches from storage (ComponentFetch)
+            ──▶ LentPages          device pages of the embedder, if the engine has none of its own
 
 The records refer to one another in both directions, so they share a module. They hold facts and derived properties
 only. The rules that change them are in the modules of each concept: `loads`, `handover`, `components`, and `restore`,
@@ -19,6 +20,8 @@ from tidekv.states.components.specs import ComponentTable
 from tidekv.states.types import PageIds, page_ids, without
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tidekv.states.commands import Fallback
     from tidekv.states.components.index import ComponentReceipt
     from tidekv.states.events import ChunkLanded, RequestArrived, StoredComponent
@@ -62,6 +65,9 @@ class Request:
 
     With shared transfers, the full pages of the second part are in the tree as well, under a load. From READY on, the
     tree owns the full pages of a cached prompt, and `own` keeps the pages that are not in the tree.
+
+    With lent pages (`lent`), the tree has no device pages: `own` are those of the second part, loads have those of the
+    first part that were not held from the start, and the request ends with READY.
     """
 
     __slots__ = (
@@ -85,6 +91,7 @@ class Request:
         "has_asked",
         "inserted",
         "keys",
+        "lent",
         "loads",
         "lock",
         "matched",
@@ -176,6 +183,8 @@ class Request:
         self.stored_first = 0
         self.stored_found = 0
         self.stored_components: tuple[StoredComponent, ...] = ()
+        self.lent = LentPages(event.lent_pages, held=event.held_pages) if event.lent_pages else None
+        """Pages of the embedder, one for each page of the prompt, if device pages are lent."""
         self.ahead: Ahead | None = None
         """Reads from storage that were started while it waits for device pages."""
         self.component_limit = 0
@@ -246,6 +255,12 @@ class Request:
         """Whether the request gave up `what`, one of `FALLBACKS`, because a rule raised."""
         return any(fallback.gave_up == what for fallback in self.fallbacks)
 
+    def note_loaded(self, first: int, count: int, source: str) -> None:
+        """Note that pages [first, first + count) are in place, from a source of `source_pages`."""
+        self.source_pages[source] += count
+        if self.lent is not None:
+            self.lent.note(first, count, source)
+
     @property
     def restore_limit(self) -> int:
         """Tiers that the plan may not use after fallbacks: 0 all allowed, 1 no storage, 2 neither storage nor host."""
@@ -289,6 +304,50 @@ class Ending:
         """Whether its backup has begun, or there will be none."""
 
 
+class LentPages:
+    """Device pages that the embedder lends to one request until its outcome, and what they hold so far.
+
+    The first `held` pages hold the prompt from the start. They are not lent: other requests may have them too.
+    """
+
+    __slots__ = ("_sources", "lent", "pages")
+
+    SOURCES = ("", "l1", "l2", "l3", "transfer")
+
+    def __init__(self, pages: Iterable[int], *, held: int) -> None:
+        self.pages = page_ids(pages)
+        """One page for each page of the prompt."""
+        self.lent = self.pages[held:]
+        """Those that may be written to."""
+        self._sources = bytearray(len(self.pages))
+        """By page, the place of its source in SOURCES; 0 until the page is in place."""
+        self.note(0, held, "l1")
+
+    def note(self, first: int, count: int, source: str) -> None:
+        """Note that pages [first, first + count) of the prompt are in place."""
+        self._sources[first : first + count] = bytes([self.SOURCES.index(source)]) * count
+
+    @property
+    def good(self) -> int:
+        """Number of leading pages that are in place."""
+        end = self._sources.find(0)
+        return len(self.pages) if end < 0 else end
+
+    def forget_rest(self) -> None:
+        """Forget what is in place after the first missing page: it is about to be written again."""
+        good = self.good
+        self._sources[good:] = bytes(len(self.pages) - good)
+
+    def sources(self, *, prompt_tokens: int, page_size: int) -> dict[str, int]:
+        """Return the tokens of the good pages by source; their sum is the number of good tokens."""
+        good = self._sources[: self.good]
+        tokens = {name: good.count(number) * page_size for number, name in enumerate(self.SOURCES) if number}
+        if good:
+            # The last page of the prompt may be partial.
+            tokens[self.SOURCES[good[-1]]] -= max(len(good) * page_size - prompt_tokens, 0)
+        return tokens
+
+
 # --- Loads ---
 
 
@@ -315,7 +374,7 @@ LOAD_CAUSES = {
 
 
 class Load:
-    """A run of device pages of the tree whose contents are on their way, of one or more nodes in path order.
+    """A run of device pages whose contents are on their way: of the tree, of one or more nodes in path order, or lent.
 
     They are pages [first, first + page_count) of every prompt that shares the load.
     """
@@ -327,13 +386,16 @@ class Load:
         "first",
         "host_pages",
         "is_damaged",
+        "is_drained",
         "landed",
+        "lent",
         "lock",
         "nodes",
         "op",
         "pin",
         "queued_pages",
         "sharers",
+        "source",
         "span",
         "stage",
         "tier",
@@ -342,6 +404,12 @@ class Load:
     def __init__(self, *, first: int, tier: str, stage: Stage) -> None:
         self.first = first
         self.nodes: list[Node] = []
+        self.lent: PageIds = page_ids()
+        """Its destination, if device pages are lent: then it has no nodes."""
+        self.source: PageIds = page_ids()
+        """With lent pages, the host pages of the tree that it copies, under `pin`."""
+        self.is_drained = False
+        """Whether its lent pages are in the quarantine."""
         self.lock: Receipt | None = None
         self.tier = tier
         self.stage = stage
@@ -369,16 +437,16 @@ class Load:
 
     @property
     def page_count(self) -> int:
-        """Number of pages of all its nodes."""
-        count = 0
+        """Number of its device pages."""
+        count = len(self.lent)
         for node in self.nodes:
             count += node.page_count
         return count
 
     @property
     def device_pages(self) -> PageIds:
-        """Device pages of all its nodes: the destination."""
-        pages = page_ids()
+        """Device pages of all its nodes, or lent pages: the destination."""
+        pages = self.lent[:]
         for node in self.nodes:
             assert node.device is not None
             pages += node.device

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tidekv.states.loads.look_ahead import LookAhead
     from tidekv.states.loads.shared_transfers import SharedTransfers
     from tidekv.states.prefix.index import Node, Receipt
+    from tidekv.states.request.lending import Lending
     from tidekv.states.storage.admission import StorageAdmission
     from tidekv.states.types import PageIds
 
@@ -112,9 +113,11 @@ class Restore:
         lookahead: LookAhead,
         component_pages: ComponentRestore | None,
         backups: Backups,
+        lending: Lending,
     ) -> None:
         self._state = state
         self._storage = storage
+        self._lending = lending
         self._shared = shared
         self._lookahead = lookahead
         self._fetches = PlanFetches(state, storage, rooms, loads, lookahead, Adoption(state, storage, loads))
@@ -159,6 +162,8 @@ class Restore:
         request.over_quota = False
         if request.waits_for_answer:
             return False
+        if request.lent is not None:
+            return self._lending.grant(request, request.lent)
         available = state.device.free + state.index.device_evictable
         if request.short_version == self._insertions:
             # It did not fit before, and without insertions its match cannot have grown. Skips matching every waiting
@@ -316,6 +321,8 @@ class Restore:
         For a request that recomputes, the match ends before the first load: it has no room to extend into a load that
         fails.
         """
+        if request.lent is not None:
+            return self._lending.match(request, request.lent)
         if request.recomputes and self._component_pages is not None:
             return self._component_pages.match(request)
         match = self._state.index.match(request.namespace, request.keys)
@@ -376,7 +383,7 @@ class Restore:
                 tier = "l3" if is_ahead else "l2"
                 load = self._loads.begin_copy(plan.end, run, plan.own[:count], tier=tier)
                 undo.callback(self._loads.abandon, load)
-                plan.add(load, node, count)
+                plan.add(load)
                 run = []
 
     # --- TRANSFER ---
@@ -475,6 +482,7 @@ class Restore:
         continues from there: every step clears the field that it has given back.
         """
         state = self._state
+        self._lending.note_received(request)
         # Loads before the room: a load that this room fills keeps its pages until the room has no writer, and finds
         # the room by the request.
         self._lookahead.drop(request)
@@ -535,6 +543,7 @@ class Restore:
         """Let a landing or a commit that raised be repeated; the commit then enters nothing in the cache."""
         lock = request.lock
         joins = request.inserted is None and lock is not None and lock.node.depth_pages < request.full_pages
+        joins = joins and request.lent is None
         self.give_up(request, event, "cache" if event.taking == Progressed.__name__ and joins else "nothing")
 
     def give_up(self, request: Request, event: TransitionRaised, what: str) -> None:

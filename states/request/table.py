@@ -75,6 +75,11 @@ raises again:
 
 A request that returns to the queue holds nothing.
 
+With lent pages (`tidekv.states.request.lending`) the device pages are the caller's. A request is admitted at once, owns
+its lent pages instead of pages of the pool, a reserve and a path in the tree, and ends with READY. A passed deadline,
+and a lost room after the last attempt, are no failures: READY then returns the pages that are in place. The outcome,
+failure included, is reported when nothing writes to the pages any more.
+
 The core fires three internal events at a request after every change that may let it move on, in this order, if the
 table has a row for them in its state: `StorageDue`, `PlanDue`, `Progressed`. Guards prevent repeated work.
 
@@ -101,6 +106,7 @@ from tidekv.states.events import Event
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.request import guards_and_actions as guards
 from tidekv.states.request.guards_and_actions import Actions
+from tidekv.states.request.lending import Lending
 from tidekv.states.request.machine import ShortMachine
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.request import State
@@ -141,6 +147,7 @@ TRANSITIONS = (
     Row(events.Progressed, (MATCH,), TRANSFER, only_if=guards.is_planned),
     Row(events.Progressed, (PREFETCH,), LOCAL_RESTORE, only_if=guards.needs_no_storage),
     Row(events.Progressed, (LOCAL_RESTORE,), TRANSFER, only_if=guards.needs_no_local_tier),
+    Row(events.Progressed, (TRANSFER,), READY, before=Lending.commit, only_if=guards.has_filled_lent_pages),
     Row(events.Progressed, (TRANSFER,), READY, before=Restore.commit, only_if=guards.has_everything),
     # The hand-over, which runs in parallel with the local restore.
     Row(events.PromiseSent, WITH_ROOM, None, before=Rooms.note_writer),
@@ -168,6 +175,9 @@ TRANSITIONS = (
     Row(events.PrefillLost, WITH_ROOM, PREALLOC, before=Actions.ask_caller, only_if=guards.can_recompute),
     Row(events.Recomputed, (TRANSFER,), FAILED, before=Actions.fail_by_recompute, only_if=guards.has_failed),
     Row(events.Recomputed, (TRANSFER,), None, before=Restore.note_recomputed),
+    # Lent pages: what is in place so far goes back to the caller, which computes the rest.
+    Row(events.PrefillLost, WITH_ROOM, READY, before=Actions.end_without_prefill, only_if=guards.fills_lent_pages),
+    Row(events.DeadlinePassed, LIVE, READY, before=Actions.end_at_deadline, only_if=guards.fills_lent_pages),
     # Failure.
     Row(events.TransitionRaised, (*LIVE, READY), FAILED, before=Actions.fail_by_raise),
     Row(events.PrefillLost, WITH_ROOM, FAILED, before=Actions.fail_by_prefill),

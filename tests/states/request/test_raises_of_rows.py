@@ -14,15 +14,17 @@ from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, core, events
 from tidekv.states.core_state import CoreState
 from tidekv.states.handover.rooms import Rooms
+from tidekv.states.request import guards_and_actions as guards
 from tidekv.states.request import table
 from tidekv.states.request.guards_and_actions import Actions
+from tidekv.states.request.lending import Lending
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.request import Request, State
 from tidekv.states.request.restore import Restore
 from tidekv.states.request.table import TRANSITIONS, Row
 
 EIGHT = b"abcdefgh"
-OWNERS = {owner.__name__: owner for owner in (Actions, Restore, Rooms, Serving)}
+OWNERS = {owner.__name__: owner for owner in (Actions, Lending, Restore, Rooms, Serving)}
 TWO_TIERS_TO_CUT = (State.MATCH, State.PREFETCH, State.LOCAL_RESTORE)
 Stimulus = Callable[[Rig], object]
 
@@ -189,7 +191,7 @@ def settle(rig: Rig) -> list[commands.Command]:
 
 def ends(told: list[commands.Command]) -> list[tuple[str, str]]:
     kinds = (commands.ReportReady, commands.ReportFailed, commands.ReportFinished, commands.ReportRetracted,
-             commands.ReportDropped)  # fmt: skip
+             commands.ReportRestored, commands.ReportDropped)  # fmt: skip
     return [
         (type(wish).__name__, getattr(wish, "cause", ""))
         for wish in told
@@ -209,7 +211,8 @@ PLACES = [
 def play(row: Row, part: str, state: State, times: int) -> tuple[Plant, Rig, list[commands.Command], list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         plant = Plant(patch, row, part, state)
-        rig = Rig(growth_reserve_pages=1)
+        lends = part == "before" and row.only_if in (guards.fills_lent_pages, guards.has_filled_lent_pages)
+        rig = Rig(growth_reserve_pages=0 if lends else 1, lends_device=lends)
         noted: list[Any] = []
         original = CoreState.note_raise
 
@@ -246,7 +249,8 @@ def test_a_raise_costs_a_tier_and_fails_the_request_only_if_the_same_step_raises
     if plant.raised <= spare:
         assert ends(told) == ends(told_without)
         for wish in told:
-            is_end = isinstance(wish, commands.ReportReady | commands.ReportFinished | commands.ReportRetracted)
+            kinds = commands.ReportReady | commands.ReportFinished | commands.ReportRestored | commands.ReportRetracted
+            is_end = isinstance(wish, kinds)
             if is_end and wish.request_id == "a":
                 assert [fallback.error for fallback in wish.fallbacks] == [r.error for r in noted]
                 assert {fallback.gave_up for fallback in wish.fallbacks} <= set(commands.FALLBACKS)

@@ -1,0 +1,224 @@
+"""Offers: pages that the embedder computed in device pages of its own, written through to host memory and storage.
+
+With lent device pages the prefix index never has them, so no finished request can be backed up. The embedder offers its
+pages instead. The part that host memory lacks is copied to new host pages, which join the tree after the copy, and the
+path is then put in storage as by any other backup.
+
+    offered pages   [ in host memory | under way by an earlier offer | copied by this one | declined: no host page ]
+
+An offer reads the embedder's pages until its copy has ended; `ReportOffered` then gives them back. An offer that begins
+where another one's copy ends joins the tree after that one. If that one fails, the pages before it are missing, and the
+offer is declined: host pages only join the tree below host pages.
+
+Ownership. An offer owns its new host pages until they join the tree, and a host receipt for the pages before them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tidekv.states.commands import CopyToHost, ReportOffered
+from tidekv.states.types import page_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tidekv.states.backup.backups import Backups
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Outcome, PagesOffered
+    from tidekv.states.prefix.index import Receipt
+    from tidekv.states.types import PageIds
+
+
+class Offer:
+    """Operation: the copy of offered pages to host memory."""
+
+    __slots__ = (
+        "_offers",
+        "base",
+        "copied",
+        "device_pages",
+        "event",
+        "follows",
+        "has_copied",
+        "host_pages",
+        "is_reading",
+        "op",
+        "pin",
+        "present",
+    )
+
+    def __init__(self, offers: Offers, event: PagesOffered) -> None:
+        self._offers = offers
+        self.event = event
+        self.base = 0
+        """Number of leading pages that are in host memory, or are brought there by the offer that it follows."""
+        self.device_pages: PageIds = page_ids()
+        """Pages of the embedder that it copies, from page `base` on."""
+        self.host_pages: PageIds = page_ids()
+        self.pin: Receipt | None = None
+        """On the path of the first `base` pages. None while it follows another offer."""
+        self.follows: Offer | None = None
+        self.op = 0
+        self.is_reading = False
+        """Whether its copy was started, so that its pages count in `Offers.pages_read`."""
+        self.has_copied = False
+        """Whether its copy has ended, and the offer that it follows has not."""
+        self.present = 0
+        """Number of its pages that are, or will be, in host memory without it."""
+        self.copied = 0
+        """Number of its pages that have joined the tree."""
+
+    @property
+    def end(self) -> int:
+        """Number of leading pages in host memory once it has joined the tree."""
+        return self.base + len(self.device_pages)
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Let the copied pages join the tree."""
+        self._offers.copy_ended(self, error)
+
+    def late(self) -> None:
+        """Count the copy as late. It still reads the pages."""
+        self._offers.is_late()
+
+    def abandon(self) -> None:
+        """End the offer at its current state."""
+        self._offers.abandon(self)
+
+
+class Offers:
+    """All offers of a core."""
+
+    def __init__(self, state: CoreState, backups: Backups) -> None:
+        self._state = state
+        self._backups = backups
+        self._live: dict[Offer, None] = {}
+        self.pages_read: Counter[int] = Counter()
+        """The embedder's device pages that copies read, each with the number of copies."""
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Offer]:
+        return iter(self._live)
+
+    def begin(self, event: PagesOffered) -> None:
+        """Start the copy of the pages that host memory lacks; report at once if there is none."""
+        offer = Offer(self, event)
+        self._live[offer] = None
+        self._state.run_guarded(partial(self._begin, offer), recover=partial(self.abandon, offer))
+
+    def _begin(self, offer: Offer) -> None:
+        state, event = self._state, offer.event
+        end = len(event.keys) // state.settings.key_bytes
+        first = end - len(event.pages)
+        leaf = state.index.match(event.namespace, event.keys).host_node
+        offer.base = leaf.depth_pages
+        self._find_followed(offer)
+        offer.present = max(min(offer.base, end) - first, 0)
+        if offer.base < first:
+            # The pages before the offered ones are not in host memory.
+            self._end(offer)
+            return
+        if offer.follows is None:
+            # The pin comes first: making room must not evict the pages that the new ones join.
+            offer.pin = state.index.pin(leaf)
+        count = state.make_host_room(end - offer.base) if end > offer.base else 0
+        if count:
+            self._copy(offer, event.pages[offer.base - first :][:count])
+            return
+        if end <= offer.base and offer.follows is None:
+            # An earlier put of these pages may have failed, or their storage may be gone.
+            self._backups.put_path(leaf)
+        self._end(offer)
+
+    def _find_followed(self, offer: Offer) -> None:
+        """Find the live offer that brings most of the pages after `base`."""
+        keys, width = offer.event.keys, self._state.settings.key_bytes
+        for other in self._live:
+            if other.host_pages and other.event.namespace == offer.event.namespace:
+                shared = min(other.end, len(keys) // width)
+                if shared > offer.base and keys.startswith(other.event.keys[: shared * width]):
+                    offer.follows, offer.base = other, shared
+
+    def _copy(self, offer: Offer, pages: tuple[int, ...]) -> None:
+        state = self._state
+        offer.host_pages = state.host.take(len(pages))
+        offer.op = state.start_operation(offer, deadline_s=state.settings.copy_deadline_s)
+        offer.device_pages = page_ids(pages)
+        state.emit(CopyToHost(op=offer.op, device_pages=offer.device_pages, host_pages=offer.host_pages))
+        self.pages_read.update(offer.device_pages)
+        offer.is_reading = True
+
+    def is_late(self) -> None:
+        """Count a late copy."""
+        self._state.count("backups_late")
+
+    def copy_ended(self, offer: Offer, error: str) -> None:
+        """Let the copied pages join the tree, now or after those of the offer that this one follows."""
+        if error:
+            self._state.count("backups_failed")
+            self._give_up_host_pages(offer)
+        offer.has_copied = True
+        if offer.follows is None or not offer.host_pages:
+            self._end(offer)
+
+    def abandon(self, offer: Offer) -> None:
+        """End an offer of which a step raised. Can be called again after an exception."""
+        self._state.count("backups_failed")
+        self._state.operations.pop(offer.op, None)
+        self._give_up_host_pages(offer)
+        self._end(offer)
+
+    def _end(self, offer: Offer) -> None:
+        """Join the tree, continue the offers that follow, and report. Can be called again after an exception."""
+        state, width = self._state, self._state.settings.key_bytes
+        leaf = None if offer.pin is None else offer.pin.node
+        if offer.host_pages and leaf is not None:
+            count = len(offer.host_pages)
+            keys = offer.event.keys[offer.base * width : (offer.base + count) * width]
+            # Pages that another offer or a fetch has brought meanwhile come back: they are in the tree already.
+            leaf, offer.host_pages = state.index.insert_host(leaf, keys, offer.host_pages)
+            offer.copied = count - len(offer.host_pages)
+            offer.present += len(offer.host_pages)
+            state.count("pages_backed_up", offer.copied)
+        self._give_up_host_pages(offer)
+        for other in [other for other in self._live if other.follows is offer]:
+            self._continue(other)
+        if leaf is not None and offer.copied:
+            self._backups.put_path(leaf)
+        if offer.pin is not None:
+            state.index.unpin(offer.pin)
+            offer.pin = None
+        self._report(offer)
+        del self._live[offer]
+        if offer.is_reading:
+            self.pages_read -= Counter(offer.device_pages)
+        state.pages_freed = True
+
+    def _continue(self, offer: Offer) -> None:
+        """Continue an offer after the one that it follows: pin the pages before its own, if they are there."""
+        state = self._state
+        found = state.index.match(offer.event.namespace, offer.event.keys[: offer.base * state.settings.key_bytes])
+        if found.host_node.depth_pages == offer.base:
+            offer.pin = state.index.pin(found.host_node)
+        else:
+            offer.present = 0
+        offer.follows = None
+        if offer.has_copied:
+            state.run_guarded(partial(self._end, offer), recover=partial(self.abandon, offer))
+
+    def _give_up_host_pages(self, offer: Offer) -> None:
+        self._state.host.give_back(offer.host_pages)
+        offer.host_pages = page_ids()
+
+    def _report(self, offer: Offer) -> None:
+        """Give the pages back to the embedder."""
+        declined = len(offer.event.pages) - offer.present - offer.copied
+        self._state.emit(
+            ReportOffered(offer=offer.event.offer, written=offer.copied, present=offer.present, declined=declined)
+        )
+        self._state.count("offered_pages_declined", declined)

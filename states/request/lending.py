@@ -1,0 +1,155 @@
+"""Lent device pages: the embedder owns them and its own prefix cache, and lends them to one request at a time.
+
+    embedder ──arrival, with pages and what they hold──▶ request ──outcome──▶ embedder
+
+The prefix index has no device pages then. A request is admitted at once, restores into its pages what they do not hold
+yet (host memory, storage, prefill: the same plan, states and deadlines), and ends with READY. It has no reserve, does
+not grow, and is not finished.
+
+The outcome may be partial. Without a prefill that can send the rest, or past its deadline, the request ends with the
+pages in place so far, from the first one on; the embedder computes the rest.
+
+Pages that something may still write to are *draining*, as in any mode. A request that returns to the queue waits there
+until none of its pages is draining. A request that ends gives its pages back only then, all at once, with its outcome:
+until then `returning` holds both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.states.commands import ReportRestored
+from tidekv.states.errors import BrokenInvariant
+from tidekv.states.pages.page_pool import LentPool
+from tidekv.states.prefix.node import MatchResult
+from tidekv.states.rollback import Rollback
+
+if TYPE_CHECKING:
+    from tidekv.states.backup.offers import Offers
+    from tidekv.states.commands import ReportFailed
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Progressed
+    from tidekv.states.handover.rooms import Rooms
+    from tidekv.states.request.request import LentPages, Request
+
+
+class Lending:
+    """Lent pages from the arrival of their request to their return."""
+
+    def __init__(self, state: CoreState, rooms: Rooms, offers: Offers) -> None:
+        self._state = state
+        self._rooms = rooms
+        self._offers = offers
+        self.returning: dict[LentPages, ReportRestored | ReportFailed] = {}
+        """Pages of ended requests, each with the outcome to report when no page has a writer any more."""
+        self._is_due = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether pages may be ready to be handed back."""
+        return bool(self.returning) and (self._is_due or self._pool.has_settled)
+
+    @property
+    def _pool(self) -> LentPool:
+        pool = self._state.device
+        assert isinstance(pool, LentPool), "device pages are not lent to this core"
+        return pool
+
+    def lend(self, request: Request) -> None:
+        """Take over the pages of a request that arrives."""
+        if request.lent is None:
+            return
+        if read := self._offers.pages_read.keys() & set(request.lent.lent):
+            raise BrokenInvariant(f"pages {sorted(read)} are lent to {request}, but an offer still reads them")
+        self._pool.lend(request.lent.lent)
+
+    # --- The restore ---
+
+    def grant(self, request: Request, lent: LentPages) -> bool:
+        """Admit a request, unless something may still write to its pages on behalf of an earlier generation.
+
+        After an exception, `Restore.leave` gives back what was taken so far.
+        """
+        if self._pool.has_writers(lent.lent):
+            return False
+        lent.forget_rest()
+        match = self.match(request, lent)
+        request.lock = self._state.index.lock(match.device_node)
+        request.pin = self._state.index.pin(match.host_node)
+        request.matched = match.device_pages
+        request.own = lent.pages[request.matched :]
+        return True
+
+    def match(self, request: Request, lent: LentPages) -> MatchResult:
+        """Return what is in place as the device part, and what host memory has beyond it."""
+        found = self._state.index.match(request.namespace, request.keys)
+        good, end = lent.good, found.host_node.depth_pages
+        return MatchResult(good, max(end - good, 0), found.device_node, found.host_node)
+
+    def note_received(self, request: Request) -> None:
+        """Note what the request's room has brought so far."""
+        if request.lent is not None and request.room is not None:
+            for span in request.room.spans:
+                landed = span.landed(request.room.ranks)
+                request.lent.note(span.first, landed - span.first, "transfer")
+
+    def commit(self, request: Request, event: Progressed) -> None:
+        """End the request: the whole prompt is in place."""
+        state = self._state
+        room, lock = request.room, request.lock
+        assert room is not None and lock is not None
+        self.note_received(request)
+        if state.settings.write == "selective":
+            # The policy counts the prompts that each page was a part of.
+            state.index.note_served(state.index.match(request.namespace, request.keys).host_node)
+        with Rollback() as undo:
+            undo.callback(state.out.__delitem__, slice(len(state.out), None))
+            self._rooms.receive(room)
+            undo.callback(self._rooms.reopen, room)
+            state.index.unlock(lock)
+            undo.keep()
+        request.lock = None
+        self.end_with(request)
+
+    # --- The return ---
+
+    def end_with(self, request: Request, cause: str = "", detail: str = "") -> None:
+        """Forget a request that holds nothing any more; report what is in place once its pages have no writer."""
+        lent, settings = request.lent, self._state.settings
+        assert lent is not None
+        sources = lent.sources(prompt_tokens=request.prompt_tokens, page_size=settings.page_size)
+        outcome = ReportRestored(
+            request_id=request.request_id,
+            generation=request.generation,
+            good_tokens=sum(sources.values()),
+            sources=sources,
+            cause=cause,
+            detail=detail,
+            fallbacks=request.fallbacks,
+        )
+        self._state.forget(request)
+        self._owe(lent, outcome)
+
+    def report_failed(self, request: Request, report: ReportFailed) -> None:
+        """Report the failure of a request that has left: at once, or when its lent pages have no writer any more."""
+        if request.lent is None:
+            self._state.emit(report)
+        else:
+            self._owe(request.lent, report)
+
+    def _owe(self, lent: LentPages, outcome: ReportRestored | ReportFailed) -> None:
+        self.returning[lent] = outcome
+        self._is_due = True
+
+    def hand_back(self) -> None:
+        """Return the pages that have no writer any more, with the outcomes. Can be called again after an exception."""
+        for lent, outcome in list(self.returning.items()):
+            if self._pool.has_writers(lent.lent):
+                continue
+            with Rollback() as undo:
+                self._pool.hand_back(lent.lent)
+                undo.callback(self._pool.lend, lent.lent)
+                self._state.emit(outcome)
+                undo.keep()
+            del self.returning[lent]
+        self._is_due = self._pool.has_settled = False

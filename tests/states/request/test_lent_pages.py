@@ -1,0 +1,250 @@
+"""Restores into pages that the embedder lends: no device pages in the index, partial outcomes, a late return."""
+
+from __future__ import annotations
+
+import pytest
+
+from tidekv.engine.simulation.rig import Rig, ids
+from tidekv.states import commands, events
+from tidekv.states.errors import BrokenInvariant, IllegalEvent, InvalidConfig
+
+TOKENS = b"abcdefgh"
+PAGES = (4, 9, 2, 7, 1, 30, 3, 8)
+
+
+def lent_rig(**settings: int | float | bool) -> Rig:
+    return Rig(lends_device=True, **settings)
+
+
+def cached_in_host(rig: Rig, tokens: bytes) -> None:
+    """Bring tokens into host memory without a device page."""
+    root = rig.core.state.index.tree.root("")
+    pages = rig.core.state.host.take(len(tokens))
+    rig.core.state.index.insert_host(root, tokens, pages)
+
+
+def lend(rig: Rig, request_id: str = "a", *, held: int = 0, **fields: object) -> None:
+    rig.arrive(request_id, TOKENS, lent_pages=PAGES, held_pages=held, **fields)
+
+
+def lost(rig: Rig, promise: commands.SendPromise, *, settled: bool) -> None:
+    rig.step(
+        events.RoomFailed,
+        request_id=promise.request_id,
+        generation=promise.generation,
+        cause="gone",
+        settled=settled,
+    )
+
+
+def test_prefill_writes_into_the_lent_pages_and_ready_returns_them() -> None:
+    rig = lent_rig()
+    lend(rig)
+    promise = rig.take(commands.SendPromise)
+    assert (promise.promised_tokens, ids(promise.pages)) == (0, list(PAGES))
+    assert rig.core.state.device.owned == 8
+    rig.serve(promise)
+    rig.take(commands.SendReceived)
+    restored = rig.take(commands.ReportRestored)
+    assert (restored.good_tokens, restored.cause) == (8, "")
+    assert restored.sources == {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}
+    rig.nothing_else()
+    rig.expect_nothing_held()
+    assert not list(rig.core.state.index.nodes())
+
+
+def test_what_the_pages_hold_is_neither_copied_nor_sent() -> None:
+    rig = lent_rig()
+    cached_in_host(rig, TOKENS[:5])
+    lend(rig, held=3)
+    copy, promise = rig.take(commands.CopyToDevice), rig.take(commands.SendPromise)
+    assert (list(copy.host_pages), list(copy.device_pages)) == ([3, 4], [7, 1])
+    assert (promise.promised_tokens, ids(promise.pages)) == (5, [30, 3, 8])
+    rig.copied(copy)
+    rig.serve(promise)
+    rig.take(commands.SendReceived)
+    assert rig.take(commands.ReportRestored).sources == {"l1": 3, "l2": 2, "l3": 0, "transfer": 3}
+    rig.nothing_else()
+    rig.expect_nothing_held()
+
+
+def test_pages_from_storage_join_host_memory_on_their_way() -> None:
+    rig = lent_rig()
+    rig.attach_storage()
+    cached_in_host(rig, TOKENS[:2])
+    lend(rig)
+    query = rig.take(commands.QueryStorage)
+    assert (query.first, query.count) == (2, 6)
+    rig.answer(query, 4)
+    fetch = rig.take(commands.FetchPages)
+    rig.copied(rig.take(commands.CopyToDevice))
+    promise = rig.take(commands.SendPromise)
+    assert promise.promised_tokens == 6
+    rig.fetched(fetch)
+    copy = rig.take(commands.CopyToDevice)
+    assert ids(copy.host_pages) == ids(fetch.host_pages)
+    assert rig.core.state.index.probe_prefix("", TOKENS) == (0, 6)
+    rig.copied(copy)
+    rig.serve(promise)
+    assert rig.take(commands.ReportRestored).sources == {"l1": 0, "l2": 2, "l3": 4, "transfer": 2}
+    rig.take(commands.SendReceived)
+    rig.nothing_else()
+    rig.expect_nothing_held()
+
+
+def test_storage_is_asked_beyond_the_held_pages_and_its_pages_stay_out_of_the_tree() -> None:
+    rig = lent_rig()
+    rig.attach_storage()
+    lend(rig, held=4)
+    query = rig.take(commands.QueryStorage)
+    assert (query.first, query.count) == (4, 4)
+    rig.answer(query, 4)
+    fetch, promise = rig.take(commands.FetchPages), rig.take(commands.SendPromise)
+    rig.fetched(fetch)
+    rig.copied(rig.take(commands.CopyToDevice))
+    assert rig.core.state.index.probe_prefix("", TOKENS) == (0, 0)
+    rig.serve(promise)
+    rig.take(commands.SendReceived)
+    assert rig.take(commands.ReportRestored).sources == {"l1": 4, "l2": 0, "l3": 4, "transfer": 0}
+    rig.nothing_else()
+    rig.expect_nothing_held()
+
+
+def test_a_short_fetch_is_extended_into_by_prefill() -> None:
+    rig = lent_rig()
+    rig.attach_storage()
+    lend(rig)
+    rig.answer(rig.take(commands.QueryStorage), 6)
+    fetch, promise = rig.take(commands.FetchPages), rig.take(commands.SendPromise)
+    rig.serve(promise)
+    rig.fetched(fetch, good=2)
+    extend = rig.take(commands.SendExtend)
+    assert (extend.first, ids(extend.pages)) == (2, [2, 7, 1, 30])
+    rig.copied(rig.take(commands.CopyToDevice))
+    rig.chunk(extend)
+    rig.take(commands.SendReceived)
+    assert rig.take(commands.ReportRestored).sources == {"l1": 0, "l2": 0, "l3": 2, "transfer": 6}
+    rig.nothing_else()
+    rig.expect_nothing_held()
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_lost_room_is_a_partial_outcome_and_the_pages_return_when_it_is_drained(*, settled: bool) -> None:
+    rig = lent_rig()
+    cached_in_host(rig, TOKENS[:2])
+    lend(rig, held=1)
+    rig.copied(rig.take(commands.CopyToDevice))
+    promise = rig.take(commands.SendPromise)
+    rig.promised(promise)
+    rig.chunk(promise, count=3, last=False)
+    lost(rig, promise, settled=settled)
+    if not settled:
+        rig.drained(rig.take(commands.SendAbort))
+    restored = rig.take(commands.ReportRestored)
+    assert (restored.good_tokens, restored.cause) == (5, "prefill failed")
+    assert restored.sources == {"l1": 1, "l2": 1, "l3": 0, "transfer": 3}
+    rig.nothing_else()
+    rig.expect_nothing_held()
+
+
+def test_pages_of_an_ended_request_cannot_be_lent_before_their_return() -> None:
+    rig = lent_rig()
+    lend(rig)
+    promise = rig.take(commands.SendPromise)
+    rig.promised(promise)
+    rig.abort("a")
+    abort = rig.take(commands.SendAbort)
+    rig.nothing_else()
+    assert rig.core.state.device.draining == 8
+    with pytest.raises(BrokenInvariant, match="page 4 is draining"):
+        lend(rig, "b")
+    assert rig.core.request("b") is None
+    rig.drained(abort)
+    assert rig.take(commands.ReportFailed).cause == "aborted"
+    rig.expect_nothing_held()
+
+
+def test_pages_that_hold_a_prefix_may_be_named_by_several_requests() -> None:
+    rig = lent_rig()
+    lend(rig, held=4)
+    rig.arrive("b", TOKENS, lent_pages=(*PAGES[:4], 11, 12, 13, 14), held_pages=4)
+    for promise in rig.take_all(commands.SendPromise):
+        rig.serve(promise)
+    assert [restored.good_tokens for restored in rig.take_all(commands.ReportRestored)] == [8, 8]
+    assert rig.core.state.device.free == 32
+
+
+def test_good_pages_end_at_the_first_gap() -> None:
+    rig = lent_rig(fetch_run_pages=2)
+    rig.attach_storage()
+    lend(rig, deadline_at_s=10.0)
+    rig.answer(rig.take(commands.QueryStorage), 6)
+    first, _second, third = rig.take_all(commands.FetchPages)
+    promise = rig.take(commands.SendPromise)
+    rig.serve(promise)
+    for fetch in (first, third):
+        rig.fetched(fetch)
+        rig.copied(rig.take(commands.CopyToDevice))
+    rig.wait_until(9.0)
+    rig.take(commands.SendExtend)
+    rig.wait_until(10.0)
+    rig.drained(rig.take(commands.SendAbort))
+    restored = rig.take(commands.ReportRestored)
+    assert (restored.good_tokens, restored.cause) == (2, "deadline")
+    assert restored.sources == {"l1": 0, "l2": 0, "l3": 2, "transfer": 0}
+
+
+def test_a_late_copy_holds_the_pages_back_beyond_the_deadline() -> None:
+    rig = lent_rig()
+    cached_in_host(rig, TOKENS[:4])
+    lend(rig, held=1, deadline_at_s=1.0)
+    copy, promise = rig.take(commands.CopyToDevice), rig.take(commands.SendPromise)
+    rig.serve(promise)
+    rig.wait_until(1.0)
+    rig.take(commands.SendAbort)
+    rig.nothing_else()
+    rig.copied(copy)
+    assert rig.take(commands.ReportRestored).good_tokens == 1
+    rig.nothing_else()
+    rig.expect_nothing_held()
+
+
+def test_the_next_prefill_is_asked_once_the_pages_have_no_writer() -> None:
+    rig = lent_rig()
+    lend(rig, prefill_count=2)
+    promise = rig.take(commands.SendPromise)
+    rig.promised(promise)
+    rig.chunk(promise, count=3, last=False)
+    lost(rig, promise, settled=False)
+    abort = rig.take(commands.SendAbort)
+    rig.nothing_else()
+    assert rig.state("a") == "PREALLOC"
+    rig.drained(abort)
+    again = rig.take(commands.SendPromise)
+    assert (again.prefill, again.promised_tokens, ids(again.pages)) == (1, 3, [7, 1, 30, 3, 8])
+    rig.serve(again)
+    rig.take(commands.SendReceived)
+    assert rig.take(commands.ReportRestored).sources == {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}
+    rig.nothing_else()
+    rig.expect_nothing_held()
+
+
+def test_the_partial_last_page_counts_with_its_tokens_only() -> None:
+    rig = lent_rig(page_size=4, key_bytes=4)
+    rig.arrive("a", b"abcdefghij", lent_pages=(1, 2, 3), held_pages=1)
+    rig.serve(rig.take(commands.SendPromise))
+    restored = rig.take(commands.ReportRestored)
+    assert (restored.good_tokens, restored.sources["transfer"]) == (10, 6)
+
+
+def test_components_and_shared_transfers_are_refused_with_lent_pages() -> None:
+    with pytest.raises(InvalidConfig, match="lent device pages"):
+        lent_rig(share_transfers=True)
+
+
+def test_a_core_takes_lent_and_offered_pages_only_if_it_has_none_of_its_own() -> None:
+    for rig, fields in ((Rig(), {"lent_pages": (1,)}), (lent_rig(), {"lent_pages": ()})):
+        with pytest.raises(IllegalEvent, match="brings device pages"):
+            rig.arrive("a", b"a", **fields)
+    with pytest.raises(IllegalEvent, match="device pages of its own"):
+        Rig().offer(b"a", [1])
