@@ -14,7 +14,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from tidekv.engine.journal.format import whole_text
-from tidekv.states.commands import ReportFailed, ReportFinished, ReportReady, ReportRetracted
+from tidekv.states.commands import ReportFailed, ReportFinished, ReportReady, ReportRestored, ReportRetracted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,7 @@ _pack_tick = struct.Struct("<q").pack
 # Pages are arrays, which msgspec cannot encode.
 _encode = msgspec.msgpack.Encoder(enc_hook=bytes).encode
 
-WITH_FALLBACKS = (ReportReady, ReportFinished, ReportRetracted)
+WITH_FALLBACKS = (ReportReady, ReportFinished, ReportRestored, ReportRetracted)
 WITH_TEXTS = frozenset({ReportFailed, *WITH_FALLBACKS})
 """Commands that may hold texts of exceptions."""
 
@@ -136,6 +136,8 @@ def _encoded(followed: Sequence[object]) -> bytes:
 def _without_texts(command: Command) -> Command:
     if type(command) is ReportFailed:
         return msgspec.structs.replace(command, detail="")
+    if type(command) is ReportRestored and command.detail:
+        command = msgspec.structs.replace(command, detail="")
     if isinstance(command, WITH_FALLBACKS) and command.fallbacks:
         fallbacks = tuple(msgspec.structs.replace(fallback, error="") for fallback in command.fallbacks)
         return msgspec.structs.replace(command, fallbacks=fallbacks)
@@ -222,6 +224,7 @@ def _requests(core: Core) -> int:
             list(request.reserve),
             request.source_pages,
             [(load.first, load.page_count, load.stage.value) for load in request.loads],
+            *(() if request.lent is None else (list(request.lent.pages), request.lent.good)),
         )
         crc = zlib.crc32(repr(words).encode(), crc)
     return crc

@@ -23,6 +23,7 @@ from tidekv.states.events import (
     ComponentLeft,
     Event,
     FinishRequested,
+    PagesOffered,
     RequestArrived,
     RetractRequested,
 )
@@ -99,6 +100,8 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
     cache: bool
     generation: int
     can_recompute: bool
+    lent_pages: tuple[int, ...]
+    held_pages: int
 
     @classmethod
     def of(cls, event: RequestArrived, keys: bytes) -> ArrivalRecord:
@@ -116,6 +119,8 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
             event.cache,
             event.generation,
             event.can_recompute,
+            event.lent_pages,
+            event.held_pages,
         )
 
     def event(self) -> RequestArrived:
@@ -159,7 +164,21 @@ class RetractRecord(KeptRecord, frozen=True, array_like=True, tag="RetractReques
         return RetractRequested(**self.fields(known))
 
 
-WITH_KEYS = (RequestArrived, FinishRequested, RetractRequested)
+class OfferRecord(msgspec.Struct, frozen=True, array_like=True, tag="PagesOffered"):
+    """A `PagesOffered`. `keys` are those of the journal."""
+
+    at_s: float
+    offer: int
+    keys: bytes
+    pages: tuple[int, ...]
+    namespace: str
+
+    def event(self) -> PagesOffered:
+        """Return the event."""
+        return PagesOffered(**msgspec.structs.asdict(self))
+
+
+WITH_KEYS = (RequestArrived, FinishRequested, RetractRequested, PagesOffered)
 """Events with page keys. The journal has records of its own for them."""
 
 
@@ -169,10 +188,16 @@ def event_types() -> tuple[type[Event], ...]:
 
 
 if TYPE_CHECKING:
-    EventRecord: TypeAlias = Event | ArrivalRecord | FinishRecord | RetractRecord
+    EventRecord: TypeAlias = Event | ArrivalRecord | FinishRecord | RetractRecord | OfferRecord
 else:
     EventRecord = Union[  # The members are computed.
-        (ArrivalRecord, FinishRecord, RetractRecord, *(kind for kind in event_types() if kind not in WITH_KEYS))
+        (
+            ArrivalRecord,
+            FinishRecord,
+            RetractRecord,
+            OfferRecord,
+            *(kind for kind in event_types() if kind not in WITH_KEYS),
+        )
     ]
 
 

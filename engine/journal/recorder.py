@@ -22,6 +22,7 @@ from tidekv.engine.journal.format import (
     ErrorRecord,
     FinishRecord,
     GapLine,
+    OfferRecord,
     RetractRecord,
     RunLine,
     SegmentLine,
@@ -34,7 +35,7 @@ from tidekv.engine.journal.format import (
 from tidekv.engine.journal.pages import DIGEST_BYTES, PageDigests
 from tidekv.engine.journal.raises import raise_record
 from tidekv.states.errors import IllegalEvent
-from tidekv.states.events import Event, FinishRequested, RequestArrived, RetractRequested
+from tidekv.states.events import Event, FinishRequested, PagesOffered, RequestArrived, RetractRequested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -218,6 +219,10 @@ class Recorder:
     def _retract(self, event: RetractRequested) -> RetractRecord:
         return RetractRecord(event.at_s, event.request_id, *self._left(event))
 
+    def _offer(self, event: PagesOffered) -> OfferRecord:
+        written = event.keys if self._digests is None else self._digests.of(event.keys)
+        return OfferRecord(event.at_s, event.offer, written, event.pages, event.namespace)
+
     def _left(self, event: FinishRequested | RetractRequested) -> tuple[bytes, int, Any, int]:
         """Return the record of a finished request: keys after those of its arrival, tokens, tails, and keys omitted."""
         keys, known = self._arrived.pop(event.request_id, NOT_ARRIVED)
@@ -235,10 +240,11 @@ class Recorder:
         self._arrived_max = ARRIVED_MIN + 2 * len(self._arrived)
 
 
-WITH_KEYS: dict[type[Event], Callable[[Recorder, Any], ArrivalRecord | FinishRecord | RetractRecord]] = {
+WITH_KEYS: dict[type[Event], Callable[[Recorder, Any], ArrivalRecord | FinishRecord | RetractRecord | OfferRecord]] = {
     RequestArrived: Recorder._arrival,
     FinishRequested: Recorder._finish,
     RetractRequested: Recorder._retract,
+    PagesOffered: Recorder._offer,
 }
 
 

@@ -17,6 +17,7 @@ from tidekv.engine.journal.format import (
     ErrorRecord,
     EventRecord,
     FinishRecord,
+    OfferRecord,
     RaiseRecord,
     RetractRecord,
     RunLine,
@@ -228,6 +229,8 @@ class Replayer:
             event: RequestArrived = record.event()
             self._arrived[event.request_id] = event.keys
             return event
+        if isinstance(record, OfferRecord):
+            return record.event()
         assert isinstance(record, FinishRecord | RetractRecord)
         known = self._arrived.pop(record.request_id, b"")
         width = record.same_pages * self.header.core.key_bytes

@@ -101,6 +101,7 @@ class MetricsFold:
             commands.FetchComponent: self._fetch_component,
             commands.StoreComponent: self._store_component,
             commands.ReportReady: self._ready,
+            commands.ReportRestored: self._restored,
             commands.ReportFailed: self._failed,
         }
         core.state.index.on_evict.append(self._evict)
@@ -207,6 +208,11 @@ class MetricsFold:
     def _ready(self, command: commands.ReportReady) -> None:
         self._landed.pop(command.request_id, None)
         self.ended["ready"] += 1
+        self.tokens.update(command.sources)
+
+    def _restored(self, command: commands.ReportRestored) -> None:
+        self._landed.pop(command.request_id, None)
+        self.ended[command.cause or "ready"] += 1
         self.tokens.update(command.sources)
 
     def _failed(self, command: commands.ReportFailed) -> None:

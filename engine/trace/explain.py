@@ -43,6 +43,15 @@ def explain(trace: RequestTrace, *, now_s: float) -> str:
     lines += _faster(trace, now_s)
     if trace.ended == "FAILED":
         lines.append(f"It failed{' after READY' if trace.was_ready else ''}: {trace.cause}{_detail(trace)}.")
+    if trace.is_partial:
+        good = sum(trace.sources.values())
+        lines.append(
+            f"It ended early: {trace.cause}{_detail(trace)}; {good} of {trace.prompt_tokens} tokens were in place, and "
+            "its caller computes the rest."
+        )
+    if trace.returned_at_s is not None and trace.returned_at_s > (trace.ended_at_s or trace.returned_at_s):
+        late_s = trace.returned_at_s - (trace.ended_at_s or 0.0)
+        lines.append(f"Its pages were handed back {_ms(late_s)} later, when nothing wrote to them any more.")
     if trace.given_back and trace.given_back_at_s is not None:
         held = f"; {trace.held_pages} pages of it were held in host memory" if trace.given_back == "retracted" else ""
         lines.append(

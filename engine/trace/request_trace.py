@@ -96,8 +96,10 @@ class RequestTrace:
     ended: str = ""
     """"READY", "FAILED", or "" while it is under way."""
     cause: str = ""
-    """Cause of a failure."""
+    """Cause of a failure, or of a partial outcome (READY with lent pages)."""
     detail: str = ""
+    returned_at_s: float | None = None
+    """When its lent pages were handed back."""
     given_back_at_s: float | None = None
     given_back: str = ""
     """"finished", "retracted", "dropped"."""
@@ -117,6 +119,11 @@ class RequestTrace:
     def ended_at_s(self) -> float | None:
         """Time at which the request became READY or FAILED."""
         return next((at_s for at_s, state in self.states if state in ("READY", "FAILED")), None)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether it ended with a part of its prompt in place, in lent pages."""
+        return self.ended == "READY" and bool(self.cause)
 
     def time_in(self, until_s: float) -> dict[str, float]:
         """Return seconds in each state before READY or FAILED, up to `until_s` for a live request."""

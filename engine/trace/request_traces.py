@@ -133,6 +133,7 @@ class RequestTraces:
             commands.SendPromise: self._promise,
             commands.SendExtend: self._extend,
             commands.ReportReady: self._ready,
+            commands.ReportRestored: self._restored,
             commands.ReportFailed: self._failed,
             commands.ReportFinished: self._finished,
             commands.ReportRetracted: self._retracted,
@@ -424,10 +425,26 @@ class RequestTraces:
         self.ended.append(request_trace)
         self._forget_spans(request_trace)
 
+    def _restored(self, command: commands.ReportRestored, at_s: float, core: Core) -> None:
+        """Record the end of a request in lent pages."""
+        request_trace = self._live.pop(command.request_id)
+        self._note_fallbacks(request_trace, command.fallbacks, at_s)
+        request_trace.ended, request_trace.cause, request_trace.detail = "READY", command.cause, command.detail
+        request_trace.sources = dict(command.sources)
+        request_trace.returned_at_s = at_s
+        self._by_serial.pop(request_trace.serial, None)
+        self.ended.append(request_trace)
+        for work in request_trace.works:
+            if work.kind == "span" and work.ended_at_s is None:
+                work.ended_at_s, work.trouble = at_s, "the room was left"
+        self._forget_spans(request_trace)
+
     def _failed(self, command: commands.ReportFailed, at_s: float, core: Core) -> None:
         request_trace = self._live.pop(command.request_id)
         request_trace.was_ready = request_trace.ended == "READY"
         request_trace.ended, request_trace.cause, request_trace.detail = "FAILED", command.cause, command.detail
+        if core.settings.lends_device:
+            request_trace.returned_at_s = at_s
         self._by_serial.pop(request_trace.serial, None)
         self.ended.append(request_trace)
         for work in request_trace.works:

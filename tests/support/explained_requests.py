@@ -104,6 +104,31 @@ def prefill_is_lost_when_half_is_sent(play: Play) -> None:
     play.bring_everything("r1")
 
 
+# --- Lent device pages ---
+
+
+@says("It ended early: prefill lost (no heartbeat for 2 s); 4 of 8 tokens were in place", "computes the rest",
+      "Tokens by source: 2 from device memory (L1), 2 from prefill", "Its pages were handed back 3.0 ms later",
+      "the room was left")  # fmt: skip
+def prefill_is_lost_while_it_fills_lent_pages(play: Play) -> None:
+    play.begin_with(lends_device=True)
+    play.arrive("r1", lent_pages=(3, 1, 2, 0), held_pages=1)
+    play.send_promise("r1")
+    play.to_room(events.ChunkLanded, rank=0, span=0, first=1, count=1, last=False)
+    is_lost(play)
+    play.at_s += 0.002
+    play.take(events.RoomDrained, request_id="r1", generation=0, rank=0)
+
+
+@says("It failed: aborted", "Its pages were handed back 1.0 ms later")
+def aborted_while_prefill_fills_lent_pages(play: Play) -> None:
+    play.begin_with(lends_device=True)
+    play.arrive("r1", lent_pages=(3, 1, 2, 0))
+    play.send_promise("r1")
+    play.take(events.AbortRequested, request_id="r1")
+    play.take(events.RoomDrained, request_id="r1", generation=0, rank=0)
+
+
 # --- Another request's transfer ---
 
 

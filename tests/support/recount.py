@@ -120,8 +120,8 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
                     add("component_pages_total", f"{tail.component} asked", len(tail.pages))
             elif isinstance(command, commands.SendExtend):
                 add("pages_total", "extended", len(command.pages))
-            elif isinstance(command, commands.ReportReady):
-                add("requests_ended_total", "ready")
+            elif isinstance(command, commands.ReportReady | commands.ReportRestored):
+                add("requests_ended_total", getattr(command, "cause", "") or "ready")
                 for source, tokens in command.sources.items():
                     add("tokens_total", source, tokens)
                     add("bytes_total", source, tokens * page_bytes / sizes)
