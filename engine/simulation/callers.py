@@ -65,11 +65,19 @@ class CallerSurroundings(TierSurroundings, Protocol):
         ...
 
 
+class Submitter(Protocol):
+    """What made a request: a client of some kind."""
+
+    def failed(self, caller: Caller) -> None:
+        """Handle the failure of the request."""
+        ...
+
+
 class Caller:
     """The caller's state of one request."""
 
     def __init__(
-        self, world: CallerSurroundings, client: Client, request_id: str, tokens: bytes, namespace: str
+        self, world: CallerSurroundings, client: Submitter, request_id: str, tokens: bytes, namespace: str
     ) -> None:
         self.client = client
         self.request_id = request_id
@@ -91,7 +99,27 @@ class Caller:
         self.ends: list[str] = []
         self.is_ready = False
         self.pages: PageIds = page_ids()
+        self.held = 0
+        """Pages of the prompt that lent pages hold before the restore."""
         self.reserve: PageIds = page_ids()
+
+
+def draw_prompt(world: CallerSurroundings, random: Random, sessions: list[tuple[str, bytes]]) -> tuple[int, str, bytes]:
+    """Return the number of a conversation, its namespace, and a prompt that usually continues it."""
+    session = random.randrange(len(sessions))
+    namespace, history = sessions[session]
+    if random.random() < 0.2:
+        history = history[: random.randrange(len(history) + 1)]
+    turn = bytes(random.choices(ALPHABET, k=random.randint(1, 3 * world.settings.page_size)))
+    tokens = history + turn
+    if len(tokens) > world.prompt_tokens_max:
+        tokens = history[: world.settings.page_size * random.randint(0, 3)] + turn
+    if random.random() < 0.2 and len(tokens) > world.settings.page_size:
+        tokens = tokens[: len(tokens) // world.settings.page_size * world.settings.page_size]
+    if world.settings.components and len(history) > 1 and random.random() < 0.2:
+        # Exactly the tokens written when a request ended: only its tails are missing then.
+        tokens = history[:-1]
+    return session, namespace, tokens[: world.prompt_tokens_max]
 
 
 class Client:
@@ -106,23 +134,11 @@ class Client:
 
     def begin(self) -> None:
         """Make the next request, unless all were made."""
-        world, random = self._world, self._random
+        world = self._world
         if not world.take_arrival():
             return
-        self._session = random.randrange(len(self._sessions))
-        namespace, history = self._sessions[self._session]
-        if random.random() < 0.2:
-            history = history[: random.randrange(len(history) + 1)]
-        turn = bytes(random.choices(ALPHABET, k=random.randint(1, 3 * world.settings.page_size)))
-        tokens = history + turn
-        if len(tokens) > world.prompt_tokens_max:
-            tokens = history[: world.settings.page_size * random.randint(0, 3)] + turn
-        if random.random() < 0.2 and len(tokens) > world.settings.page_size:
-            tokens = tokens[: len(tokens) // world.settings.page_size * world.settings.page_size]
-        if world.settings.components and len(history) > 1 and random.random() < 0.2:
-            # Exactly the tokens written when a request ended: only its tails are missing then.
-            tokens = history[:-1]
-        self._ask(world.new_id(), tokens[: world.prompt_tokens_max], namespace)
+        self._session, namespace, tokens = draw_prompt(world, self._random, self._sessions)
+        self._ask(world.new_id(), tokens, namespace)
 
     def _ask(self, request_id: str, tokens: bytes, namespace: str) -> None:
         world, random = self._world, self._random

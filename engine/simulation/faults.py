@@ -81,6 +81,7 @@ FAULTS: dict[str, str] = {
     "retract": "a ready request is retracted and resumed",
     "retracted_is_dropped": "a retracted request is not resumed",
     "output_is_dropped": "a caller keeps none of the generated tokens",
+    "pages_are_not_offered": "an embedder that lends its device pages offers none of those of a request",
     "component_is_not_left": "a caller leaves nothing of one of its components",
     "no_cache": "a request must leave nothing in the cache",
     "recompute_fails": "the caller's recomputation of pages that no prefill can send fails, too",
@@ -99,6 +100,8 @@ FAULTS: dict[str, str] = {
 """Kinds of faults by name, with a description."""
 OF_COMPONENTS = frozenset(name for name in FAULTS if name.startswith("tail_"))
 """Kinds that strike only with components. A run without components does not depend on whether they are chosen."""
+OF_LENDING = frozenset({"pages_are_not_offered"})
+"""Kinds that strike only if device pages are lent. Other runs do not depend on whether they are chosen."""
 
 Chosen = Literal["all", "none"] | Iterable[str]
 
@@ -107,7 +110,13 @@ class Faults:
     """The faults of one run. `hits` decides whether one strikes now, and counts it."""
 
     def __init__(
-        self, random: Random, chosen: Chosen, without: Collection[str] = (), *, with_components: bool = False
+        self,
+        random: Random,
+        chosen: Chosen,
+        without: Collection[str] = (),
+        *,
+        with_components: bool = False,
+        with_lending: bool = False,
     ) -> None:
         """`without` names kinds that are drawn like all others but never strike, so the run is otherwise the same."""
         names = list(FAULTS) if chosen == "all" else [] if chosen == "none" else sorted(chosen)
@@ -115,6 +124,8 @@ class Faults:
             raise InvalidConfig(f"there is no fault {unknown[0]!r}; there are {', '.join(FAULTS)}")
         if not with_components:
             names = [name for name in names if name not in OF_COMPONENTS]
+        if not with_lending:
+            names = [name for name in names if name not in OF_LENDING]
         self._random = random
         self._without = frozenset(without)
         self.counts: dict[str, int] = dict.fromkeys(names, 0)

@@ -8,7 +8,7 @@ or read, no read of garbage, and no change of a page while it is read.
 from __future__ import annotations
 
 from tidekv.states.errors import TidekvError
-from tidekv.states.pages.page_pool import PagePool, PageState
+from tidekv.states.pages.page_pool import LentPool, PagePool, PageState
 from tidekv.states.types import PageIds
 
 GARBAGE = 0
@@ -43,6 +43,7 @@ class SimulatedPool:
 
     def __init__(self, account: PagePool) -> None:
         self.account = account
+        self._is_lent = isinstance(account, LentPool)
         self.tags = [GARBAGE] * account.total
         self.flipped: set[int] = set()
         """Pages of which a bit has flipped since they were written: what their tags stand for, but for that bit."""
@@ -109,7 +110,8 @@ class SimulatedPool:
         With `may_be_flipped` a bit of them may have flipped, since nothing has read them yet.
         """
         for at, (page, tag) in enumerate(zip(pages, tags, strict=True)):
-            self._require_taken(page, who)
+            if not self._is_lent:
+                self._require_taken(page, who)
             if self.tags[page] != tag:
                 raise Violation(
                     f"{self.account.name} page {page}, number {at} of {who}, holds {self.tags[page]} instead of {tag}"
@@ -121,9 +123,15 @@ class SimulatedPool:
                     f"{self.account.name} page {page}, number {at} of {who}, is being written by {self._writers[page]}"
                 )
 
+    def expect_quiet(self, pages: PageIds, who: object) -> None:
+        """Raise a Violation if one of these pages, which their owner gets back, is being written or read."""
+        for page in pages:
+            if page in self._writers or page in self._readers:
+                raise Violation(f"{who} gets {self.account.name} page {page} back, which is being written or read")
+
     def check(self) -> None:
-        """Raise a Violation if a free page is being read or written."""
-        for page in (*self._writers, *self._readers):
+        """Raise a Violation if a free page is being read or written. Those of a lent pool are read by offers."""
+        for page in (*self._writers, *(() if self._is_lent else self._readers)):
             self._require_taken(page, "a reader or writer")
 
     @property

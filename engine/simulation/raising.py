@@ -14,7 +14,6 @@ from tidekv.engine.simulation.faults import Faults
 from tidekv.states.commands import Command
 from tidekv.states.core import Core
 from tidekv.states.events import Event
-from tidekv.states.pages.page_pool import PagePool
 
 INDEX_CALLS = (
     "match",
@@ -55,7 +54,7 @@ COMPONENT_CALLS = (
     "drain",
     "settle",
 )
-ACCOUNT_CALLS = ("take", "give_back", "drain", "settle")
+ACCOUNT_CALLS = ("take", "give_back", "drain", "settle", "hand_back")
 STATE_CALLS = ("emit", "start_operation", "make_device_room", "make_host_room")
 PLACES_MAX = 24
 
@@ -82,9 +81,10 @@ class Places:
         for name in STATE_CALLS:
             setattr(state, name, self._watched(getattr(state, name)))
         # An account has no instance dictionary (slots), so its class is replaced by one with watched methods.
-        calls = {name: self._watched(getattr(PagePool, name)) for name in ACCOUNT_CALLS}
         for account in (state.device, state.host):
-            account.__class__ = type("WatchedAccount", (PagePool,), {"__slots__": (), **calls})
+            kind = type(account)
+            calls = {name: self._watched(getattr(kind, name)) for name in ACCOUNT_CALLS if hasattr(kind, name)}
+            account.__class__ = type("WatchedAccount", (kind,), {"__slots__": (), **calls})
         core.step = self._stepping(core.step)  # type: ignore[method-assign, assignment]  # Calls count only within steps.
 
     def _stepping(self, step: Callable[[Event], list[Command]]) -> Callable[[Event], list[Command]]:

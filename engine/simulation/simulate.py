@@ -16,6 +16,8 @@ from tidekv.states.settings import CoreSettings
 from tidekv.states.storage.policy import POLICY_FIELDS
 
 CLIENTS_MAX = 16
+LENT_SHARE = 0.2
+"""Share of the runs without components in which the device pages are lent."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -67,7 +69,7 @@ def simulate(
     SimulationFailed with what is needed to repeat the run.
     """
     random = Random(f"settings {seed}")
-    drawn = settings or with_components(draw_settings(random), seed)
+    drawn = settings or with_lent_device(with_components(draw_settings(random), seed), seed)
     world = World(seed=seed, requests=requests, faults=faults, settings=drawn, without=without)
     if watch is not None:
         watch(world)
@@ -121,3 +123,10 @@ def with_components(settings: CoreSettings, seed: int) -> CoreSettings:
     """Return the settings with the components that the seed draws, none in every other run."""
     drawn = draw_components(Random(f"components {seed}"), settings.page_size)
     return msgspec.structs.replace(settings, components=drawn)
+
+
+def with_lent_device(settings: CoreSettings, seed: int) -> CoreSettings:
+    """Return the settings with lent device pages if the seed draws them, in one of five runs without components."""
+    if settings.components or Random(f"lent {seed}").random() >= LENT_SHARE:
+        return settings
+    return msgspec.structs.replace(settings, lends_device=True, share_transfers=False, growth_reserve_pages=0)

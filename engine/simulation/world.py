@@ -16,6 +16,7 @@ from tidekv.engine.simulation.callers import SESSIONS, Caller, Client
 from tidekv.engine.simulation.component_storage import SimulatedComponentStorage
 from tidekv.engine.simulation.components import LiveComponents, SimulatedComponents
 from tidekv.engine.simulation.faults import Chosen, Faults
+from tidekv.engine.simulation.lending_callers import Blocks, LendingClient
 from tidekv.engine.simulation.memory import Contents, SimulatedPool, Violation
 from tidekv.engine.simulation.policies import draw_policy
 from tidekv.engine.simulation.prefill import Peer, Prompt
@@ -82,7 +83,13 @@ class World:
         self.settings = settings
         self.core = Core(settings)
         self.schedule = Schedule()
-        self.faults = Faults(random, faults, without, with_components=bool(settings.components))
+        self.faults = Faults(
+            random,
+            faults,
+            without,
+            with_components=bool(settings.components),
+            with_lending=settings.lends_device,
+        )
         self.contents = Contents()
         self.device = SimulatedPool(self.core.state.device)
         self.host = SimulatedPool(self.core.state.host)
@@ -98,6 +105,7 @@ class World:
         self.dead_writers: set[str] = set()
         self.retracting: dict[str, tuple[Caller, bytes]] = {}
         self.retracted_ids: set[str] = set()
+        self.offered_by: dict[int, LendingClient] = {}
         self.recent: deque[tuple[events.Event, list[commands.Command]]] = deque(maxlen=60)
         self.event_count = 0
         self.digest = 0
@@ -132,6 +140,8 @@ class World:
             commands.SendReceived: self.rooms_out.received,
             commands.Recompute: self._recompute,
             commands.ReportReady: self._ready,
+            commands.ReportRestored: self._restored,
+            commands.ReportOffered: self._offered,
             commands.ReportFailed: self._failed,
             commands.GiveReserve: self._give_reserve,
             commands.ReportFinished: self._nothing,
@@ -145,8 +155,14 @@ class World:
         """Serve all requests, and check that nothing is left."""
         sessions = [(self._random.choice(("", "", "adapter")), b"") for _ in range(SESSIONS)]
         self._change_storage(available=True)
+        blocks = Blocks(self.settings.device_pages)
         for _ in range(clients):
-            self.schedule.after(self.delay(), Client(self, self._random, sessions).begin)
+            client: Client | LendingClient
+            if self.settings.lends_device:
+                client = LendingClient(self, self._random, sessions, blocks)
+            else:
+                client = Client(self, self._random, sessions)
+            self.schedule.after(self.delay(), client.begin)
         while self.schedule.run_next():
             pass
         self._check_end()
@@ -229,6 +245,8 @@ class World:
                 cache=cache,
                 can_recompute=caller.can_recompute,
                 generation=self._generations.get(caller.request_id, -1) + 1,
+                lent_pages=tuple(caller.pages),
+                held_pages=caller.held,
             )
         )
 
@@ -374,6 +392,7 @@ class World:
 
     def _recompute(self, command: commands.Recompute) -> None:
         caller = self._callers[command.request_id]
+        assert isinstance(caller.client, Client)
         caller.client.recompute(caller, command)
 
     def _ready(self, command: commands.ReportReady) -> None:
@@ -389,7 +408,19 @@ class World:
         component_pages = command.component_pages or ()
         caller.component_pages = LiveComponents(component_pages, len(caller.tokens))
         self.check_components(caller, command.request_id)
+        assert isinstance(caller.client, Client)
         caller.client.ready(caller)
+
+    def _restored(self, command: commands.ReportRestored) -> None:
+        caller = self._callers[command.request_id]
+        caller.ends.append(command.cause)
+        self._count_end(caller, f"partial: {command.cause}" if command.cause else "READY")
+        self._check_cause(caller, command.cause, command.detail)
+        assert isinstance(caller.client, LendingClient)
+        caller.client.restored(caller, command)
+
+    def _offered(self, command: commands.ReportOffered) -> None:
+        self.offered_by.pop(command.offer).offered(command)
 
     def check_components(self, caller: Caller, who: str) -> None:
         """Check the component pages of a ready request."""
@@ -406,16 +437,22 @@ class World:
                 self.retracted_ids.remove(caller.request_id)
         caller.ends.append(command.cause)
         self._count_end(caller, command.cause)
+        if self.settings.lends_device and command.cause not in ("aborted", "internal error"):
+            raise Violation(f"{command}, but with lent pages that is a partial outcome")
+        self._check_cause(caller, command.cause, command.detail)
+        caller.client.failed(caller)
+
+    def _check_cause(self, caller: Caller, cause: str, detail: str) -> None:
         allowed = {
+            "": True,
             "aborted": caller.has_aborted,
             "deadline": caller.deadline_at_s <= self.now_s,
-            "internal error": Injected.__name__ in command.detail,
+            "internal error": Injected.__name__ in detail,
             "recompute failed": caller.recompute_failed,
             **dict.fromkeys(PREFILL_CAUSES, caller.losses >= len(caller.prefills) * self.settings.attempts_per_prefill),
         }
-        if not allowed.get(command.cause, False):
-            raise Violation(f"{command}, but nothing of that kind has happened to it")
-        caller.client.failed(caller)
+        if not allowed.get(cause, False):
+            raise Violation(f"{caller.request_id} ended by {cause!r}, but nothing of that kind has happened to it")
 
     def _count_end(self, caller: Caller, end: str) -> None:
         if len(caller.ends) > 1:
@@ -427,6 +464,7 @@ class World:
 
     def _retracted(self, command: commands.ReportRetracted) -> None:
         caller, tokens = self.retracting.pop(command.request_id)
+        assert isinstance(caller.client, Client)
         caller.client.retracted(caller, tokens, command)
 
     def _forget_tokens(self, command: commands.ForgetTokens) -> None:
@@ -448,7 +486,7 @@ class World:
             and (
                 name.startswith("requests_")
                 or name.endswith(("_owned", "_draining", "_protected"))
-                or name in ("queue", "loads", "backups", "operations", "rooms")
+                or name in ("queue", "loads", "backups", "offers", "operations", "rooms")
             )
         }
         if left or not core.is_idle or core.next_deadline_s() is not None:
