@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -23,6 +23,7 @@ from tidekv.states.validation import (
     host_and_port,
 )
 
+DeviceMode = Literal["owned", "lent"]
 Vocabulary = Annotated[int, Meta(ge=0, le=2**32)]
 
 
@@ -58,7 +59,7 @@ class AdmissionOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class SharingOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sharing of transfers between requests with a common prefix."""
+    """Sharing of transfers between requests with a common prefix. Not with lent device pages."""
 
     enabled: bool = True
     """Requests with a common prefix share its transfer before the first of them is READY."""
@@ -165,6 +166,11 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Share of L1, and of L2, above which a namespace loses cached pages before others do. It may use more while there
     is room. With N tenants, 1/N keeps each from evicting the others' pages below that. 1 means no limit.
     """
+    device: DeviceMode = "owned"
+    """Whose the device pages are. "owned": the engine's, which caches prefixes in them, admits requests to them, and
+    lends them out until `finish`. "lent": those of a host engine with a prefix cache of its own, which lends them to
+    each restore (`DecodeEngine.restore_into`) and offers what it computed (`DecodeEngine.offer`).
+    """
     default_deadline_s: Seconds = 60.0
     """Deadline of requests that bring none: a restore that takes longer fails."""
     copy_deadline_s: Seconds = 30.0
@@ -217,9 +223,11 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             query_deadline_s=self.storage.query_deadline_s,
             queue_max=self.admission.queue_max,
             ageing_s=self.admission.ageing_s,
-            growth_reserve_pages=self.admission.growth_reserve_pages,
             prefill_share=self.admission.prefill_share,
-            share_transfers=self.sharing.enabled,
+            # Requests in lent pages do not grow, and each fills its own.
+            lends_device=self.device == "lent",
+            growth_reserve_pages=0 if self.device == "lent" else self.admission.growth_reserve_pages,
+            share_transfers=self.sharing.enabled and self.device != "lent",
             share_wait_s=self.sharing.wait_s,
             attempts_per_prefill=self.peer.attempts,
             **{name: getattr(self.storage, name) for name in POLICY_FIELDS},

@@ -8,16 +8,26 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
-from tidekv.backends.keys.chain import TOKEN_BYTES, namespace_seed, pack_tokens
+from tidekv.backends.keys.chain import TOKEN_BYTES, pack_tokens
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config.engine_config import EngineConfig
+from tidekv.engine.decode.arrivals import Arrivals
 from tidekv.engine.decode.component_pages import component_pages_left
 from tidekv.engine.decode.growth import Growth, kept_tokens, pack_output
+from tidekv.engine.decode.lent_calls import LentCalls
 from tidekv.engine.decode.runtime import Runtime
 from tidekv.engine.decode.storage_swap import CLEAR_S, check_storage
-from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, Recompute, RetractedRequest, join_namespaces
+from tidekv.engine.decode.values import (
+    DecodeRequest,
+    OfferedPages,
+    ReadyRequest,
+    Recompute,
+    RestoredPages,
+    RetractedRequest,
+    join_namespaces,
+)
 from tidekv.states import events
-from tidekv.states.errors import CapacityError, EngineClosed, InvalidConfig, InvalidRequest, RequestFailed
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, RequestFailed
 from tidekv.states.storage.policy import StoragePolicy, changed_policy, policy_of
 from tidekv.states.validation import PlainText, Seconds, SecondsOrZero, Text, checked
 
@@ -27,14 +37,14 @@ if TYPE_CHECKING:
     from tidekv.backends.host.pool import HostPool
     from tidekv.backends.keys.chain import Tokens
     from tidekv.backends.storage.base import Storage
+    from tidekv.engine.config.engine_config import DeviceMode
     from tidekv.engine.decode.component_pages import LeftComponents
+    from tidekv.engine.decode.lent_pages import Pages
     from tidekv.engine.ranks.group import RankGroup
     from tidekv.states.core import Core
     from tidekv.transports.base import Transport
 
 Tier = Literal["l1", "l2", "l3"]
-GENERATIONS_MAX = 1 << 16
-"""Maximum rooms of one request. Ids may be used again, but not generations of an id."""
 
 
 class DecodeEngine:
@@ -78,13 +88,14 @@ class DecodeEngine:
         )
         self.layout = device.layout
         self._calls = self._runtime.calls
-        self._serial = 0
 
     async def __aenter__(self) -> Self:
         """Start all parts. If one raises, stop all and raise its error; EngineClosed if entered before."""
         await self._runtime.start()
         self._driver = self._runtime.front
         self._growth = Growth(self._calls, self._driver, page_size=self.layout.page_size)
+        self._arrivals = Arrivals(self._runtime)
+        self._lending = LentCalls(self._runtime, self._arrivals)
         return self
 
     @property
@@ -105,68 +116,22 @@ class DecodeEngine:
         Raises InvalidRequest (nothing was changed), CapacityError (the queue is full), RequestFailed, EngineClosed.
         Cancelling the awaiting task aborts the request.
         """
-        self._runtime.check_open()
-        checked(request, DecodeRequest, "request")
-        if self._runtime.is_draining:
-            raise EngineClosed("the engine drains: it takes no new requests")
-        limit = self.config.vocabulary or None
-        return await self._submit(request, pack_tokens(request.tokens, vocabulary=limit))
+        self._check_mode("restore", "owned")
+        return await self._submit(request, self._arrivals.packed(request))
 
     async def _submit(self, request: DecodeRequest, packed: bytes) -> ReadyRequest:
-        self._driver.check()
-        for address in request.prefills:
-            for rank in address.split(","):
-                self._runtime.transport.check_address(rank)
-        settings = self._core.settings
-        tokens = len(packed) // TOKEN_BYTES
-        needed = settings.pages_of(tokens) + settings.growth_reserve_pages
-        if needed > settings.device_pages:
-            raise InvalidRequest(
-                f"request {request.request_id!r}: its prompt of {tokens} tokens needs {needed} device pages with its "
-                f"reserve; the pool has {settings.device_pages}"
-            )
-        # Requests that arrived in this turn of the loop are in no queue yet.
-        if len(self._core.queue) + self._calls.arriving(self._core) >= settings.queue_max:
-            raise CapacityError(f"{settings.queue_max} requests wait for admission already; try again later")
-        serial = self._serial = self._serial + 1
-        namespace = join_namespaces(self.config.namespace, request.namespace)
-        prompt = self._runtime.prompt_keys.prompt(packed, namespace_seed(namespace))
-        within_s = self.config.default_deadline_s if request.deadline_s is None else request.deadline_s
-        now_s = self._driver.clock()
-        arrival = events.RequestArrived(
-            at_s=now_s,
-            request_id=request.request_id,
-            serial=serial,
-            keys=self._runtime.prompt_keys.page_keys.of(packed),
-            prompt_tokens=tokens,
-            namespace=namespace,
-            prefills=tuple(request.prefills),
-            deadline_at_s=now_s + within_s,
-            priority=request.priority,
-            cache=request.cache,
-            generation=serial * GENERATIONS_MAX,
-            can_recompute=self._calls.last_resort is not None,
-        )
-        # From here on the id is live and the event is posted: both or neither, even if a statement in between raises.
-        try:
-            outcome = self._calls.begin(request, prompt, serial=serial, deadline_at_s=arrival.deadline_at_s)
-            self._driver.post(arrival)
-        except BaseException:
-            self._calls.withdraw(request.request_id, serial=serial)
-            raise
+        self._arrivals.check_reachable(request)
+        self._arrivals.check_room(request, packed)
+        serial, outcome = self._arrivals.post(request, packed)
         try:
             ready = await outcome
         except asyncio.CancelledError:
             # The request may have failed just now, and its id may belong to another request already.
             if outcome.done() and not outcome.cancelled():
                 outcome.exception()
-            if self._calls.serial_of(request.request_id) == serial:
-                self._driver.post(
-                    events.AbortRequested(
-                        at_s=self._driver.clock(), request_id=request.request_id, cause="cancelled by the caller"
-                    )
-                )
+            self._arrivals.cancel(request.request_id, serial)
             raise
+        assert isinstance(ready, ReadyRequest), "requests in lent pages have another call"
         if not self._calls.holds(ready):
             # Aborted, or given back, between the core's decision and this line: an abort that is still queued ends it,
             # and its pages may belong to another request already.
@@ -174,13 +139,69 @@ class DecodeEngine:
             raise RequestFailed(request.request_id, cause, "just when it had become READY")
         return ready
 
+    def _check_mode(self, call: str, mode: DeviceMode) -> None:
+        """Raise EngineClosed if the engine takes no calls, InvalidRequest if this call is of the other mode."""
+        self._runtime.check_open()
+        if self.config.device != mode:
+            fitting = {"owned": "restore, grow, finish, retract and resume", "lent": "restore_into and offer"}
+            raise InvalidRequest(
+                f"{call} needs config.device to be {mode!r}; with {self.config.device!r} the calls are "
+                f"{fitting[self.config.device]}"
+            )
+
+    # --- In device pages of a host engine ---
+
+    async def restore_into(self, request: DecodeRequest, pages: Pages, have_tokens: int = 0) -> RestoredPages:
+        """Restore the prompt's KV into device pages that the caller lends (`config.device` "lent").
+
+        `pages`: one page of the device pool for each page of the prompt, in order. The first `have_tokens` tokens,
+        rounded down to whole pages, are in them already: these pages are not touched, and may be named in several
+        calls. The others are lent. The engine may write to them until the outcome arrives: the return of this call, or
+        its error. Then nothing writes to them any more, and they are the caller's again.
+
+        The outcome may be partial: if the deadline passes, or no prefill can send the rest, `good_tokens` tokens are in
+        place and the contents of later pages are undefined. It arrives as soon as nothing writes to the pages, which
+        may take longer than the deadline: until the writer has confirmed its end, or is proven dead.
+
+        Raises InvalidRequest (nothing was changed): a page is lent to another request already, or read by an offer.
+        Raises RequestFailed if the request was aborted, and for errors of the engine. Cancelling the awaiting task
+        aborts the request, and also waits until nothing writes to the pages. Raises EngineClosed at the engine's end:
+        then the pages may be written to until the engine's block has been left.
+        """
+        self._check_mode("restore_into", "lent")
+        packed = self._arrivals.packed(request)
+        lent, held_pages = self._lending.check(request, packed, pages, have_tokens)
+        serial, outcome = self._arrivals.post(request, packed, lent_pages=lent, held_pages=held_pages)
+        return await self._lending.settled(request.request_id, serial, outcome)
+
+    def offer(
+        self, tokens: Tokens, pages: Pages, *, start_token: int = 0, namespace: str = ""
+    ) -> asyncio.Future[OfferedPages]:
+        """Write KV that the caller computed in device pages of its own to host memory and storage (`config.device`
+        "lent").
+
+        `tokens` is a prompt and its output from the first token on, as far as its KV is written. `pages` hold it from
+        `start_token` on, a multiple of the page size. Only full pages are kept. Pages in host memory already are not
+        copied; the others are, if all before them are in host memory or under way there by an earlier offer.
+
+        The offer is taken at once. The future ends when nothing reads the pages any more; do not write to them before.
+        Cancelling it does not stop that. Raises InvalidRequest, having changed nothing, if a page is lent to a request.
+        EngineClosed, raised or in the future: the pages may be read until the engine's block has been left.
+        """
+        self._check_mode("offer", "lent")
+        packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
+        checked(namespace, PlainText, "namespace")
+        joined = join_namespaces(self.config.namespace, namespace)
+        return self._lending.offer(self._arrivals.next_serial(), packed, pages, start_token, joined)
+
     async def abort(self, request_id: str) -> bool:
         """End a request, waiting or READY. True: it has ended, and its id is free; its `restore` raises
         RequestFailed("aborted"), even if the core decided READY before it took the abort. False: it is not live, or
         finish or retract was called for it before.
 
         Waits until the core has taken the abort: for a turn of the loop, with ranks for a vote, which ends within the
-        ranks' `vote_timeout_s`. Does not wait for transfers that still write. Raises EngineClosed if the engine ends.
+        ranks' `vote_timeout_s`. Does not wait for transfers that still write, unless they write to lent pages, which
+        go back with the end of the request. Raises EngineClosed if the engine ends.
         """
         self._runtime.check_open()
         checked(request_id, Text, "request_id")
@@ -200,14 +221,14 @@ class DecodeEngine:
         Raises OutOfPages, having changed nothing: retract or finish a request, and call again. Raises InvalidRequest if
         the request was given back, or lost to an engine error: then its pages are no longer the caller's.
         """
-        self._runtime.check_open()
+        self._check_mode("grow", "owned")
         return self._growth.grow(ready, tokens)
 
     async def wait_grown(self, ready: ReadyRequest, tokens: int = 1) -> list[int]:
         """Like `grow`, but if the reserve is too small, wait for the ranks to agree on more, which the callers of all
         ranks must request. Raises OutOfPages if the pool has no more, or another rank's caller does not in time.
         """
-        self._runtime.check_open()
+        self._check_mode("wait_grown", "owned")
         if self._runtime.ranks is None:
             return self._growth.grow(ready, tokens)
         return await self._growth.wait_grown(ready, tokens, hold_s=self._runtime.ranks.hold_s)
@@ -237,6 +258,7 @@ class DecodeEngine:
         RequestFailed if it was aborted just before. Cancelling the awaiting task changes nothing: the request is
         given back.
         """
+        self._check_mode("finish", "owned")
         return await self._give_back(events.FinishRequested, ready, output_tokens, component_pages, keep=keep)
 
     async def retract(
@@ -246,7 +268,7 @@ class DecodeEngine:
 
         `component_pages` and errors are those of `finish`. If the awaiting task is cancelled, nothing stays held.
         """
-        self._runtime.check_open()
+        self._check_mode("retract", "owned")
         live = self._calls.ready(ready)
         done = self._give_back(events.RetractRequested, ready, output_tokens, component_pages)
         try:
@@ -266,7 +288,7 @@ class DecodeEngine:
         Raises as `restore`. Host memory held for it is released when the request is READY or has failed; it stays
         held if the call was refused (InvalidRequest, CapacityError).
         """
-        self._runtime.check_open()
+        self._check_mode("resume", "owned")
         checked(retracted, RetractedRequest, "retracted")
         return await self._submit(retracted.request, retracted.packed_tokens)
 
@@ -326,8 +348,7 @@ class DecodeEngine:
         chosen: tuple[Tier, ...] = checked(tiers, tuple[Tier, ...], "tiers")
         if "l3" in chosen and self._runtime.storage is None:
             raise InvalidRequest("tiers must be l1 or l2, not l3: no storage is attached")
-        self._serial += 1
-        call = self._serial
+        call = self._arrivals.next_serial()
         local = tuple(tier for tier in chosen if tier != "l3")
         event = events.FlushRequested(at_s=self._driver.clock(), call=call, tiers=local)
         done = self._calls.expect_flush(call)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tidekv.engine.log import engine_log
-from tidekv.states.commands import Command, ReportReady
+from tidekv.states.commands import Command, ReportReady, ReportRestored
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import (
@@ -33,6 +33,7 @@ from tidekv.states.events import (
     FinishRequested,
     FlushRequested,
     GrowthTaken,
+    PagesOffered,
     PolicyChanged,
     RequestArrived,
     RetractedDropped,
@@ -55,6 +56,7 @@ CALLS = frozenset(
         FinishRequested,
         RetractRequested,
         RetractedDropped,
+        PagesOffered,
         FlushRequested,
         StorageChanged,
         PolicyChanged,
@@ -62,14 +64,16 @@ CALLS = frozenset(
     )
 )
 """Calls and the clock: taken if no completion waits."""
+RESTORED = frozenset((ReportReady, ReportRestored))
+"""Commands that resolve the calls of restored requests: performed before everything else of their step."""
 
 
 class Watcher(Protocol):
     """Receives every step of the core: the journal, the metrics."""
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
-        """The core has taken an event and gave these commands, of which only ReportReady was started; the core is
-        as the step left it. Never blocks, never raises. `error` is the class of the error that the step raised.
+        """The core has taken an event and gave these commands, of which only those of RESTORED were started; the core
+        is as the step left it. Never blocks, never raises. `error` is the class of the error that the step raised.
         """
 
 
@@ -99,7 +103,7 @@ class Driver:
         self._calls: deque[Event] = deque()
         """Taken after `_completed`. While an abort is in it, every event is put here."""
         self._owed: tuple[Event, list[Command]] | None = None
-        """The last step, while its watchers and commands other than ReportReady have not run."""
+        """The last step, while its watchers and commands other than those of RESTORED have not run."""
         self._armed = False
         self._stepping = False
         self._broken = False
@@ -219,7 +223,7 @@ class Driver:
         self._owed = (event, commands)
         is_told = False
         for command in commands:
-            if type(command) is ReportReady:
+            if type(command) in RESTORED:
                 self._perform(command)
                 is_told = True
         return is_told
@@ -231,7 +235,7 @@ class Driver:
         (event, commands), self._owed = self._owed, None
         self._tell_watchers(event, commands)
         for command in commands:
-            if type(command) is not ReportReady:
+            if type(command) not in RESTORED:
                 self._perform(command)
 
     def _tell_watchers(self, event: Event, commands: list[Command], error: str = "") -> None:

@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from tidekv.engine.decode.component_pages import ready_component_pages, shared_component_pages
-from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, Recompute, RecomputeJob
+from tidekv.engine.decode.lent_pages import LentPages
+from tidekv.engine.decode.values import (
+    DecodeRequest,
+    OfferedPages,
+    ReadyRequest,
+    Recompute,
+    RecomputeJob,
+    RestoredPages,
+)
 from tidekv.states import commands
 from tidekv.states.commands import Command
 from tidekv.states.errors import (
@@ -26,6 +34,7 @@ from tidekv.states.validation import refusal
 if TYPE_CHECKING:
     from tidekv.backends.keys.prompt_keys import Prompt
     from tidekv.states.core import Core
+    from tidekv.states.types import PageIds
 
 T = TypeVar("T")
 FlushAnswer = dict[str, dict[str, int]]
@@ -43,7 +52,7 @@ class LiveCall:
         """Time, on the driver's clock, by which the request must be ready."""
         self.core_serial = serial
         """The number by which the core names its tokens; with ranks, the leader's."""
-        self.outcome: asyncio.Future[ReadyRequest] = asyncio.get_running_loop().create_future()
+        self.outcome: asyncio.Future[ReadyRequest | RestoredPages] = asyncio.get_running_loop().create_future()
         self.first_tokens: dict[int, tuple[int, dict[str, object]]] = {}
         """First token and aux by generation: they arrive before the core takes the event."""
         self.ready: ReadyRequest | None = None
@@ -70,9 +79,13 @@ class PendingCalls:
         self._ends: dict[str, asyncio.Future[int]] = {}
         self._flushes: dict[int, asyncio.Future[FlushAnswer]] = {}
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self.lent = LentPages()
+        """The caller's device pages that calls are lent, or read."""
         self._ended = ""
         self._tellers: dict[type[Command], Callable[..., None]] = {
             commands.ReportReady: self._tell_ready,
+            commands.ReportRestored: self._tell_restored,
+            commands.ReportOffered: self._tell_offered,
             commands.ReportFailed: self._tell_failed,
             commands.GiveReserve: self._give_reserve,
             commands.ReportDropped: self._tell_dropped,
@@ -84,7 +97,7 @@ class PendingCalls:
 
     def begin(
         self, request: DecodeRequest, prompt: Prompt, *, serial: int, deadline_at_s: float
-    ) -> asyncio.Future[ReadyRequest]:
+    ) -> asyncio.Future[ReadyRequest | RestoredPages]:
         """Make a request live. Raises InvalidRequest for an id that is live already, and what `on_begin` raises; then
         nothing is live.
         """
@@ -100,6 +113,7 @@ class PendingCalls:
         """Forget a request that was not posted to the core. Does nothing if another request has the id."""
         if self.serial_of(request_id) == serial:
             del self._live[request_id]
+            self.lent.release(request_id)
 
     def mark_aborted(self, request_id: str) -> None:
         """Note that an abort of this live request is posted: its `restore` raises from now on."""
@@ -166,6 +180,15 @@ class PendingCalls:
         """Undo `expect_flush`, if the event was not posted."""
         self._flushes.pop(call, None)
 
+    def expect_offer(self, offer: int, pages: PageIds) -> asyncio.Future[OfferedPages]:
+        """Return a future for the answer to an offer, which reads these pages; `unexpect_offer` takes it back."""
+        self._check_not_ended()
+        return self.lent.offer(offer, pages)
+
+    def unexpect_offer(self, offer: int) -> None:
+        """Undo `expect_offer`, if the event was not posted."""
+        self.lent.end_offer(offer)
+
     def expect_flush(self, call: int) -> asyncio.Future[FlushAnswer]:
         """Return a future for the answer to a flush."""
         done: asyncio.Future[FlushAnswer] = asyncio.get_running_loop().create_future()
@@ -205,11 +228,10 @@ class PendingCalls:
     def end_all(self, words: str) -> None:
         """Fail all calls with EngineClosed, now and from now on, since the engine ends."""
         self._ended = words
-        futures: list[
-            asyncio.Future[ReadyRequest] | asyncio.Future[int] | asyncio.Future[FlushAnswer] | asyncio.Future[None]
-        ]
+        futures: list[asyncio.Future[Any]]  # Any: of every kind of call.
         futures = [live.outcome for live in self._live.values()]
         futures += [*self._ends.values(), *self._flushes.values(), *(waiter for _, waiter in self._waiters)]
+        futures += self.lent.end_all()
         for future in futures:
             if not future.done():
                 future.set_exception(EngineClosed(words))
@@ -296,6 +318,33 @@ class PendingCalls:
         if not live.outcome.done():
             live.outcome.set_result(live.ready)
 
+    def _tell_restored(self, command: commands.ReportRestored) -> None:
+        live = self._live.pop(command.request_id)
+        self.lent.release(command.request_id)
+        # Without a cause the room was complete, so its first token has arrived.
+        first_token, aux = (None, {}) if command.cause else live.first_tokens[command.generation]
+        detail = command.detail
+        if live.prefill_words and command.cause in PREFILL_CAUSES:
+            detail += f"; on this rank: {live.prefill_words}"
+        restored = RestoredPages(
+            request_id=command.request_id,
+            good_tokens=command.good_tokens,
+            prompt_tokens=len(live.prompt.packed) // 4,
+            sources=dict(command.sources),
+            first_token=first_token,
+            aux=aux,
+            cause=command.cause,
+            detail=detail,
+            fallbacks=command.fallbacks,
+        )
+        if not live.outcome.done():
+            live.outcome.set_result(restored)
+
+    def _tell_offered(self, command: commands.ReportOffered) -> None:
+        done = self.lent.end_offer(command.offer)
+        if done is not None and not done.done():
+            done.set_result(OfferedPages(command.written, command.present, command.declined))
+
     def note_prefill(self, request_id: str, words: str) -> None:
         """Keep the message of this rank's prefill about a request, for the error that its caller may get."""
         if (live := self._live.get(request_id)) is not None:
@@ -314,6 +363,7 @@ class PendingCalls:
     def _fail(self, error: RequestFailed) -> None:
         """End a request: fail its `restore`, and its `finish` or `retract` if one was just called."""
         live = self._live.pop(error.request_id)
+        self.lent.release(error.request_id)
         self._tokens_left.pop(live.core_serial, None)
         for future in (live.outcome, self._ends.pop(error.request_id, None)):
             if future is not None and not future.done():

@@ -98,6 +98,8 @@ class Runtime:
         check_components(components, device=device, host=host)
         if config.page_checksums:
             check_hashable(device.memory, "device pool")
+        if config.device == "lent":
+            _check_lent(components=components, recompute=recompute, ranks=ranks)
         self.config = config
         self.prompt_keys = PromptKeys(config.page_keys(device.layout.page_size))
         self.core = Core(
@@ -408,7 +410,8 @@ class Runtime:
             core = self.core
             restoring = any(request.state is not State.READY for request in core.state.requests.values())
             in_flight = core.operations_in_flight or core.backups or core.loads or core.rooms.draining_rooms
-            return self.front.is_caught_up and not (restoring or in_flight)
+            lent = core.lending.returning or core.offers
+            return self.front.is_caught_up and not (restoring or in_flight or lent)
 
         await self.calls.wait_until(is_settled)
 
@@ -432,6 +435,19 @@ class Runtime:
             "loop_held_up": self.watchdog.hold_up_count,
             "ranks": None if self.ranks is None else self.ranks.statistics(),
         }
+
+
+def _check_lent(*, components: Sequence[ComponentPools], recompute: Recompute | None, ranks: RankGroup | None) -> None:
+    """Raise InvalidConfig for parts that an engine in lent device pages does not support."""
+    if components:
+        names = ", ".join(repr(pools.name) for pools in components)
+        raise InvalidConfig(f"config.device is 'lent': components ({names}) are not supported with lent device pages")
+    if recompute is not None:
+        raise InvalidConfig(
+            "config.device is 'lent': recompute must be none, since the caller computes what restore_into left out"
+        )
+    if ranks is not None:
+        raise InvalidConfig("config.device is 'lent': ranks are not supported with lent device pages")
 
 
 class Closable(Protocol):

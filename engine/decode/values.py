@@ -123,6 +123,44 @@ class ReadyRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RestoredPages:
+    """The end of `DecodeEngine.restore_into`: what lent pages hold. They are the caller's again, without a writer."""
+
+    request_id: str
+    good_tokens: int
+    """Leading tokens of the prompt whose KV is in place. The caller computes the rest."""
+    prompt_tokens: int
+    sources: Mapping[str, int]
+    """Good tokens by source: l1 (what the pages held), l2, l3, transfer."""
+    first_token: int | None = None
+    """The token after the prompt, by prefill. None unless all tokens are good."""
+    aux: Mapping[str, object] = field(default_factory=dict)
+    """Data of prefill beside the first token."""
+    cause: str = ""
+    """Why not all tokens are good: "deadline", or one of `PrefillCause`. Empty if they are."""
+    detail: str = ""
+    fallbacks: tuple[Fallback, ...] = ()
+    """See ReadyRequest."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the whole prompt is in place."""
+        return not self.cause
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedPages:
+    """The end of `DecodeEngine.offer`: nothing reads the pages any more. Counts of full pages."""
+
+    written: int
+    """Copied to host memory by this offer; they are being put in storage, as the policy allows."""
+    present: int
+    """In host memory already, or brought there by an earlier offer."""
+    declined: int
+    """Not in host memory: it had no free page, the pages before them are not there, or a copy failed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RetractedRequest:
     """A request without device pages. Its KV in host memory stays there until `resume`."""
 

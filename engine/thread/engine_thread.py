@@ -2,6 +2,7 @@
 
     scheduler's thread                                   engine's thread (uvloop)
     submit, resume, finish, retract, abort ── orders ──▶ DecodeEngine
+    restore_into, offer
     poll, eventfd, or on_done              ◀─ outcomes ─ one for every ticket
     grow                                   takes pages from the request's reserve, and posts an order that notes it
 
@@ -21,6 +22,7 @@ from tidekv.backends.keys.chain import TOKEN_BYTES, pack_tokens
 from tidekv.engine.decode.component_pages import component_pages_left
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.growth import grow_from_reserve, kept_tokens, pack_output
+from tidekv.engine.decode.lent_pages import checked_pages
 from tidekv.engine.decode.values import DecodeRequest, RetractedRequest
 from tidekv.engine.log import engine_log
 from tidekv.engine.thread.loop import EngineLoop
@@ -29,9 +31,11 @@ from tidekv.engine.thread.tickets import (
     Finished,
     Live,
     Mailbox,
+    Offered,
     OnDone,
     Outcome,
     Restored,
+    RestoredInto,
     Retracted,
     Ticket,
     Tickets,
@@ -47,11 +51,12 @@ if TYPE_CHECKING:
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.config.engine_config import EngineConfig
     from tidekv.engine.decode.component_pages import LeftComponents
+    from tidekv.engine.decode.lent_pages import Pages
     from tidekv.engine.decode.values import ReadyRequest, Recompute
     from tidekv.engine.ranks.group import RankGroup
     from tidekv.transports.base import Transport
 
-__all__ = ["EngineThread", "Failed", "Finished", "Outcome", "Restored", "Retracted"]
+__all__ = ["EngineThread", "Failed", "Finished", "Offered", "Outcome", "Restored", "RestoredInto", "Retracted"]
 
 LOG = engine_log("tidekv.engine")
 T = TypeVar("T")
@@ -61,8 +66,9 @@ class EngineThread:
     """Restores prompts for a synchronous scheduler. A context manager: entering starts it, leaving closes it.
 
     Each of `submit`, `resume`, `finish` and `retract` returns a ticket, and each ticket gets one outcome: `Restored`,
-    `Retracted`, `Finished` or `Failed`. `poll` returns it; if the call was given `on_done`, that function receives it
-    instead, **on the engine's thread**, which it must not block. What `on_done` raises is logged and counted. It may
+    `Retracted`, `Finished` or `Failed`. With lent device pages the calls are `restore_into` and `offer`, the outcomes
+    `RestoredInto`, `Offered` and `Failed`. `poll` returns it; if the call was given `on_done`, that function receives
+    it instead, **on the engine's thread**, which it must not block. What `on_done` raises is logged and counted. It may
     call every method except `call` and those built on it.
 
     Methods may be called on any thread. A READY request has one owner at a time, the computation on its pages, and only
@@ -101,6 +107,7 @@ class EngineThread:
             ranks=ranks,
         )
         self._page_size = device.layout.page_size
+        self._pool_pages = device.num_pages
         self._page_keys = config.page_keys(device.layout.page_size)
         self._vocabulary = config.vocabulary or None
         self._tickets = Tickets()
@@ -229,6 +236,55 @@ class EngineThread:
             return Retracted(
                 ticket.number, ready.request_id, await self._engine.retract(ready, output, component_pages=left)
             )
+
+        return self._begin(ticket, work)
+
+    def restore_into(
+        self, request: DecodeRequest, pages: Pages, have_tokens: int = 0, *, on_done: OnDone | None = None
+    ) -> int:
+        """Restore a prompt into lent device pages; returns its ticket. Never waits.
+
+        The pages are the caller's again with the outcome, which is `RestoredInto`, or `Failed` after an abort and for
+        errors of `DecodeEngine.restore_into`. Raises InvalidRequest (bad tokens or pages, an id that is live) or
+        EngineClosed (also while draining), with nothing changed.
+        """
+        if self._is_draining:
+            raise EngineClosed("the engine drains: it takes no new requests")
+        checked(request, DecodeRequest, "request")
+        packed = replace(request, tokens=pack_tokens(request.tokens, vocabulary=self._vocabulary))
+        # Copied and checked now: the caller may change its list before the engine's thread reads it.
+        lent = checked_pages(pages, pool_pages=self._pool_pages, where=f"request {request.request_id!r}")
+        self._loop.check()
+        ticket = self._tickets.arrive(request.request_id, on_done)
+
+        async def work() -> Outcome:
+            restored = await self._engine.restore_into(packed, lent, have_tokens)
+            return RestoredInto(ticket.number, request.request_id, restored)
+
+        return self._begin(ticket, work)
+
+    def offer(
+        self,
+        tokens: Tokens,
+        pages: Pages,
+        *,
+        start_token: int = 0,
+        namespace: str = "",
+        on_done: OnDone | None = None,
+    ) -> int:
+        """Write computed KV through to host memory and storage; returns its ticket. Never waits.
+
+        Do not write to the pages before the outcome: `Offered`, or `Failed` for errors of `DecodeEngine.offer`. Raises
+        InvalidRequest (bad tokens or pages) or EngineClosed, with nothing changed.
+        """
+        packed = pack_tokens(tokens, vocabulary=self._vocabulary)
+        offered = checked_pages(pages, pool_pages=self._pool_pages, where="offer")
+        self._loop.check()
+        ticket = self._tickets.issue("offer", on_done)
+
+        async def work() -> Outcome:
+            done = self._engine.offer(packed, offered, start_token=start_token, namespace=namespace)
+            return Offered(ticket.number, await done)
 
         return self._begin(ticket, work)
 

@@ -24,7 +24,10 @@ from tidekv.states.errors import InvalidRequest, RequestFailed
 from tidekv.states.validation import refusal
 
 if TYPE_CHECKING:
-    from tidekv.engine.decode.values import RetractedRequest
+    from tidekv.engine.decode.values import OfferedPages, RestoredPages, RetractedRequest
+
+
+Call: TypeAlias = Literal["restore", "retract", "finish", "offer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +58,35 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class RestoredInto:
+    """End of `restore_into`: the lent pages are the caller's again, and the request is over."""
+
+    ticket: int
+    request_id: str
+    restored: RestoredPages
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """End of `offer`: nothing reads the pages any more."""
+
+    ticket: int
+    offered: OfferedPages
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """Failure of a call, which ends the request: it has no pages any more, and its id is free."""
 
     ticket: int
     request_id: str
-    call: Literal["restore", "retract", "finish"]
+    """Empty for an offer."""
+    call: Call
     error: Exception
     """RequestFailed with its cause, or another error that the same call of `DecodeEngine` raises."""
 
 
-Outcome: TypeAlias = "Restored | Retracted | Finished | Failed"
+Outcome: TypeAlias = "Restored | RestoredInto | Offered | Retracted | Finished | Failed"
 OnDone: TypeAlias = "Callable[[Outcome], None]"
 
 
@@ -124,9 +145,6 @@ class Mailbox:
                 os.close(self.fd)
 
 
-Call: TypeAlias = Literal["restore", "retract", "finish"]
-
-
 class Stage(enum.Enum):
     """Stage of a request, as its caller sees it."""
 
@@ -182,6 +200,11 @@ class Tickets:
                 )
             live = self._live[request_id] = Live(request_id)
             return self._issue("restore", live, on_done)
+
+    def issue(self, call: Call, on_done: OnDone | None) -> Ticket:
+        """Open a call of no request."""
+        with self._lock:
+            return self._issue(call, Live(""), on_done)
 
     def leave(self, ready: ReadyRequest, call: Call, on_done: OnDone | None) -> Ticket:
         """Mark a READY request as given back: the caller loses its pages. Raises as `check`."""

@@ -57,12 +57,28 @@ if TYPE_CHECKING:
     )
     from tidekv.engine.decode.component_pages import LeftComponents, ReadyComponent, WindowPages
     from tidekv.engine.decode.decode_engine import DecodeEngine
-    from tidekv.engine.decode.values import DecodeRequest, ReadyRequest, Recompute, RecomputeJob, RetractedRequest
+    from tidekv.engine.decode.values import (
+        DecodeRequest,
+        OfferedPages,
+        ReadyRequest,
+        Recompute,
+        RecomputeJob,
+        RestoredPages,
+        RetractedRequest,
+    )
     from tidekv.engine.journal import Replayer
     from tidekv.engine.prefill.prefill_peer import PrefillPeer, PrefillPool
     from tidekv.engine.prefill.prompt_store import PromptStoreSettings
     from tidekv.engine.ranks.group import RankGroup
-    from tidekv.engine.thread.engine_thread import EngineThread, Failed, Finished, Restored, Retracted
+    from tidekv.engine.thread.engine_thread import (
+        EngineThread,
+        Failed,
+        Finished,
+        Offered,
+        Restored,
+        RestoredInto,
+        Retracted,
+    )
     from tidekv.engine.thread.prefill_thread import HandedOver, PrefillThread
     from tidekv.engine.trace.spans import trace_requests
     from tidekv.states.commands import Fallback
@@ -110,6 +126,8 @@ __all__ = [
     "LoopbackTransport",
     "MetricsOptions",
     "NixlTransport",
+    "Offered",
+    "OfferedPages",
     "OutOfMemory",
     "OutOfPages",
     "PageLayout",
@@ -135,6 +153,8 @@ __all__ = [
     "Replayer",
     "RequestFailed",
     "Restored",
+    "RestoredInto",
+    "RestoredPages",
     "Retracted",
     "RetractedRequest",
     "Room",
@@ -180,6 +200,8 @@ _LATER = {
     "LoopbackTransport": "tidekv.transports.loopback",
     "MetricsOptions": "tidekv.engine.config.engine_config",
     "NixlTransport": "tidekv.transports.nixl.transport",
+    "Offered": "tidekv.engine.thread.engine_thread",
+    "OfferedPages": "tidekv.engine.decode.values",
     "PageLayout": "tidekv.backends.page_layout",
     "PeerOptions": "tidekv.engine.config.engine_config",
     "PrefillPeer": "tidekv.engine.prefill.prefill_peer",
@@ -193,6 +215,8 @@ _LATER = {
     "RecomputeJob": "tidekv.engine.decode.values",
     "Replayer": "tidekv.engine.journal",
     "Restored": "tidekv.engine.thread.engine_thread",
+    "RestoredInto": "tidekv.engine.thread.engine_thread",
+    "RestoredPages": "tidekv.engine.decode.values",
     "Retracted": "tidekv.engine.thread.engine_thread",
     "RetractedRequest": "tidekv.engine.decode.values",
     "Room": "tidekv.transports.prefill.prefill_room",

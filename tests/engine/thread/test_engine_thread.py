@@ -15,9 +15,12 @@ from tidekv import (
     Failed,
     Finished,
     InvalidRequest,
+    Offered,
+    OfferedPages,
     OutOfPages,
     RequestFailed,
     Restored,
+    RestoredInto,
     Retracted,
 )
 
@@ -228,3 +231,25 @@ def test_a_loop_of_one_thread_drains_itself(running) -> None:
         assert rig.thread.close(drain=True, timeout_s=0.01) == ["r1"]
         with pytest.raises(EngineClosed):
             rig.thread.finish(ready)
+
+
+def test_pages_are_lent_and_offered_without_an_event_loop(running) -> None:
+    with running(device="lent") as rig:
+        pages = [9, 3, 4, 11, 40, 5]
+        ticket = rig.thread.restore_into(rig.request("r1"), pages)
+        outcome = rig.outcome()
+        assert isinstance(outcome, RestoredInto)
+        assert (outcome.ticket, outcome.request_id, outcome.restored.good_tokens) == (ticket, "r1", 22)
+        ticket = rig.thread.offer(range(100, 122), pages)
+        assert rig.outcome() == Offered(ticket, OfferedPages(written=5, present=0, declined=0))
+        with pytest.raises(InvalidRequest, match="page 64 is not in the device pool"):
+            rig.thread.restore_into(rig.request("r2"), [*pages[:5], 64])
+        # The id is free again, and so are the pages.
+        rig.thread.restore_into(rig.request("r1"), pages, 9)
+        again = rig.outcome()
+        assert isinstance(again, RestoredInto)
+        assert again.restored.sources == {"l1": 8, "l2": 12, "l3": 0, "transfer": 2}
+        rig.thread.submit(rig.request("r3"))
+        refused = rig.outcome()
+        assert isinstance(refused, Failed) and "config.device" in str(refused.error)
+        rig.assert_nothing_held()

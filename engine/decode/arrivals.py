@@ -1,0 +1,108 @@
+"""Arrivals of requests: their tokens are checked and packed, their call is registered, and the event is posted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.backends.keys.chain import TOKEN_BYTES, namespace_seed, pack_tokens
+from tidekv.engine.decode.values import DecodeRequest, join_namespaces
+from tidekv.states import events
+from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest
+from tidekv.states.validation import checked
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from tidekv.engine.decode.runtime import Runtime
+    from tidekv.engine.decode.values import ReadyRequest, RestoredPages
+    from tidekv.states.types import PageIds
+
+GENERATIONS_MAX = 1 << 16
+"""Maximum rooms of one request. Ids may be used again, but not generations of an id."""
+
+
+class Arrivals:
+    """Posts the requests of one engine, each with a number of its own."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._serial = 0
+
+    def next_serial(self) -> int:
+        """Return a new number."""
+        self._serial += 1
+        return self._serial
+
+    def packed(self, request: DecodeRequest) -> bytes:
+        """Return the request's tokens. Raises InvalidRequest, and EngineClosed if the engine drains."""
+        checked(request, DecodeRequest, "request")
+        if self._runtime.is_draining:
+            raise EngineClosed("the engine drains: it takes no new requests")
+        return pack_tokens(request.tokens, vocabulary=self._runtime.config.vocabulary or None)
+
+    def check_reachable(self, request: DecodeRequest) -> None:
+        """Raise if no request can be taken now, or if an address of the request's prefills is invalid."""
+        self._runtime.front.check()
+        for address in request.prefills:
+            for rank in address.split(","):
+                self._runtime.transport.check_address(rank)
+
+    def check_room(self, request: DecodeRequest, packed: bytes) -> None:
+        """Raise InvalidRequest for a prompt that never fits in the device pool, CapacityError if the queue is full."""
+        core = self._runtime.core
+        settings, tokens = core.settings, len(packed) // TOKEN_BYTES
+        needed = settings.pages_of(tokens) + settings.growth_reserve_pages
+        if needed > settings.device_pages:
+            raise InvalidRequest(
+                f"request {request.request_id!r}: its prompt of {tokens} tokens needs {needed} device pages with its "
+                f"reserve; the pool has {settings.device_pages}"
+            )
+        # Requests that arrived in this turn of the loop are in no queue yet.
+        if len(core.queue) + self._runtime.calls.arriving(core) >= settings.queue_max:
+            raise CapacityError(f"{settings.queue_max} requests wait for admission already; try again later")
+
+    def post(
+        self, request: DecodeRequest, packed: bytes, *, lent_pages: PageIds | None = None, held_pages: int = 0
+    ) -> tuple[int, asyncio.Future[ReadyRequest | RestoredPages]]:
+        """Post a request; returns its number and the future of its outcome. If it raises, nothing was posted, and no
+        page is lent. The first `held_pages` of the lent pages hold the prompt already.
+        """
+        runtime, config = self._runtime, self._runtime.config
+        serial = self.next_serial()
+        namespace = join_namespaces(config.namespace, request.namespace)
+        prompt = runtime.prompt_keys.prompt(packed, namespace_seed(namespace))
+        within_s = config.default_deadline_s if request.deadline_s is None else request.deadline_s
+        now_s = runtime.front.clock()
+        arrival = events.RequestArrived(
+            at_s=now_s,
+            request_id=request.request_id,
+            serial=serial,
+            keys=runtime.prompt_keys.page_keys.of(packed),
+            prompt_tokens=len(packed) // TOKEN_BYTES,
+            namespace=namespace,
+            prefills=tuple(request.prefills),
+            deadline_at_s=now_s + within_s,
+            priority=request.priority,
+            cache=request.cache,
+            generation=serial * GENERATIONS_MAX,
+            can_recompute=runtime.calls.last_resort is not None,
+            lent_pages=() if lent_pages is None else tuple(lent_pages),
+            held_pages=held_pages,
+        )
+        # From here on the id is live and the event is posted: both or neither, even if a statement in between raises.
+        try:
+            outcome = runtime.calls.begin(request, prompt, serial=serial, deadline_at_s=arrival.deadline_at_s)
+            if lent_pages is not None:
+                runtime.calls.lent.lend(request.request_id, lent_pages[held_pages:])
+            runtime.front.post(arrival)
+        except BaseException:
+            runtime.calls.withdraw(request.request_id, serial=serial)
+            raise
+        return serial, outcome
+
+    def cancel(self, request_id: str, serial: int) -> None:
+        """Abort a request whose caller was cancelled, if it is still live: its id may belong to another one."""
+        runtime = self._runtime
+        if runtime.calls.serial_of(request_id) == serial:
+            cause, at_s = "cancelled by the caller", runtime.front.clock()
+            runtime.front.post(events.AbortRequested(at_s=at_s, request_id=request_id, cause=cause))

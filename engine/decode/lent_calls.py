@@ -1,0 +1,87 @@
+"""Calls of a host engine that lends device pages: their checks, offers, and the wait for the pages' return."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.backends.keys.chain import TOKEN_BYTES
+from tidekv.engine.decode.lent_pages import checked_pages
+from tidekv.engine.decode.values import RestoredPages
+from tidekv.states import events
+from tidekv.states.errors import InvalidRequest
+from tidekv.states.validation import Count, checked
+from tidekv.transports.blocking import settled
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from tidekv.engine.decode.arrivals import Arrivals
+    from tidekv.engine.decode.lent_pages import Pages
+    from tidekv.engine.decode.runtime import Runtime
+    from tidekv.engine.decode.values import DecodeRequest, OfferedPages, ReadyRequest
+    from tidekv.states.types import PageIds
+
+
+class LentCalls:
+    """`restore_into` and `offer` of one engine."""
+
+    def __init__(self, runtime: Runtime, arrivals: Arrivals) -> None:
+        self._runtime = runtime
+        self._arrivals = arrivals
+
+    def check(self, request: DecodeRequest, packed: bytes, pages: Pages, have_tokens: int) -> tuple[PageIds, int]:
+        """Return the pages of a prompt, and how many of them hold it already. Raises InvalidRequest."""
+        self._arrivals.check_reachable(request)
+        settings = self._runtime.core.settings
+        tokens, where = len(packed) // TOKEN_BYTES, f"request {request.request_id!r}"
+        lent = checked_pages(pages, pool_pages=settings.device_pages, where=where)
+        needed = settings.pages_of(tokens)
+        if len(lent) != needed:
+            raise InvalidRequest(
+                f"{where}: its prompt of {tokens} tokens needs {needed} pages of {settings.page_size} tokens, "
+                f"not {len(lent)}"
+            )
+        checked(have_tokens, Count, "have_tokens")
+        if have_tokens > tokens:
+            raise InvalidRequest(f"{where}: have_tokens must be at most its {tokens} tokens, not {have_tokens}")
+        return lent, have_tokens // settings.page_size
+
+    async def settled(
+        self, request_id: str, serial: int, outcome: asyncio.Future[ReadyRequest | RestoredPages]
+    ) -> RestoredPages:
+        """Wait for the outcome. A cancellation aborts the request, and is raised when the pages are back."""
+        restored = await settled(outcome, on_cancel=lambda: self._arrivals.cancel(request_id, serial))
+        assert isinstance(restored, RestoredPages), "a request in lent pages ends with them"
+        return restored
+
+    def offer(
+        self, number: int, packed: bytes, pages: Pages, start_token: int, namespace: str
+    ) -> asyncio.Future[OfferedPages]:
+        """Post offer `number`; returns the future of its end. Raises InvalidRequest, having changed nothing."""
+        runtime, settings = self._runtime, self._runtime.core.settings
+        checked(start_token, Count, "start_token")
+        page_size, count = settings.page_size, len(packed) // TOKEN_BYTES
+        offered = checked_pages(pages, pool_pages=settings.device_pages, where="offer")
+        if start_token % page_size or start_token > count:
+            raise InvalidRequest(
+                f"offer: start_token must be a multiple of {page_size}, at most the {count} tokens, not {start_token}"
+            )
+        first, keys = start_token // page_size, runtime.prompt_keys.page_keys.of(packed)
+        # With keys of pairs the last full page may have no key yet.
+        full = max(len(keys) // settings.key_bytes - first, 0)
+        if not full <= len(offered) <= settings.pages_of(count) - first:
+            raise InvalidRequest(
+                f"offer: tokens [{start_token}, {count}) fill {full} pages of {page_size} tokens; {len(offered)} pages "
+                "were given"
+            )
+        offered = offered[:full]
+        event = events.PagesOffered(
+            at_s=runtime.front.clock(), offer=number, keys=keys, pages=tuple(offered), namespace=namespace
+        )
+        done = runtime.calls.expect_offer(number, offered)
+        try:
+            runtime.front.post(event)
+        except BaseException:
+            runtime.calls.unexpect_offer(number)
+            raise
+        return done

@@ -1,0 +1,222 @@
+"""Restores into device pages that a host engine lends, and offers of what it computed, on loopback, byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from tests.conftest import LAYOUT, PAGE_SIZE, Pair
+from tests.support.configs import engine_config
+from tidekv import (
+    DecodeEngine,
+    DevicePool,
+    EngineClosed,
+    InvalidConfig,
+    InvalidRequest,
+    LoopbackTransport,
+    OfferedPages,
+    RequestFailed,
+    open_storage,
+)
+from tidekv.backends.keys.chain import pack_tokens
+from tidekv.engine.decode.values import RestoredPages
+from tidekv.engine.demo.synthetic import prompt_digests
+
+PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
+PAGES = [50, 3, 41, 7, 19, 28]
+
+
+def digests(tokens: Sequence[int]) -> list[bytes]:
+    return prompt_digests(pack_tokens(tokens), PAGE_SIZE)
+
+
+def wrong(pair: Pair, tokens: Sequence[int], pages: Sequence[int], good_tokens: int) -> list[int]:
+    """Positions of the good pages that differ from the prompt's KV."""
+    good = -(-good_tokens // PAGE_SIZE)
+    return pair.kv.verify(list(pages[:good]), digests(tokens)[:good])
+
+
+async def restore(
+    pair: Pair, request_id: str = "r1", tokens: Sequence[int] = PROMPT, pages: Sequence[int] = PAGES, have: int = 0
+) -> RestoredPages:
+    restored = await pair.engine.restore_into(pair.request(request_id, tokens), pages, have)
+    assert wrong(pair, tokens, pages, restored.good_tokens) == []
+    assert sum(restored.sources.values()) == restored.good_tokens
+    return restored
+
+
+class Gate:
+    """Holds every write of prefill after the first `free` ones."""
+
+    def __init__(self, pair: Pair, free: int = 0) -> None:
+        self.free = free
+        self.is_reached, self.opened = asyncio.Event(), asyncio.Event()
+        pair.network.before_write = self._before_write
+
+    async def _before_write(self, writer: str, target: str, pages: int) -> None:
+        if self.free:
+            self.free -= 1
+            return
+        self.is_reached.set()
+        await self.opened.wait()
+
+
+async def test_prefill_fills_the_lent_pages(make_pair) -> None:
+    async with make_pair(device="lent") as pair:
+        restored = await restore(pair)
+        assert restored.sources == {"l1": 0, "l2": 0, "l3": 0, "transfer": 22}
+        assert restored.is_complete and restored.first_token is not None
+        await pair.assert_nothing_held()
+        assert pair.core()["device_free"] == 64
+
+
+async def test_each_tier_serves_its_part_after_an_offer(make_pair) -> None:
+    storage = open_storage("memory:?capacity=64MiB")
+    async with make_pair(device="lent", storage=storage) as pair:
+        first = await restore(pair)
+        assert await pair.engine.offer(PROMPT, PAGES) == OfferedPages(written=5, present=0, declined=0)
+        assert pair.engine.probe_prefix(PROMPT) == {"l1": 0, "l2": 20}
+        assert await pair.engine.offer(PROMPT, PAGES) == OfferedPages(written=0, present=5, declined=0)
+        other = [page + 1 for page in PAGES]
+        again = await restore(pair, "r2", pages=other)
+        assert again.sources == {"l1": 0, "l2": 20, "l3": 0, "transfer": 2}
+        assert again.first_token == first.first_token
+        # The first two pages are the host engine's own hit.
+        held = await restore(pair, "r3", pages=[*PAGES[:2], 10, 11, 12, 13], have=11)
+        assert held.sources == {"l1": 8, "l2": 12, "l3": 0, "transfer": 2}
+        await pair.engine.wait_settled()
+        await pair.engine.flush(("l2",))
+        stored = await restore(pair, "r4", pages=[*PAGES[:1], 20, 21, 22, 23, 24], have=4)
+        assert stored.sources == {"l1": 4, "l2": 0, "l3": 16, "transfer": 2}
+        await pair.assert_nothing_held()
+
+
+async def test_offers_of_a_growing_prompt_copy_each_page_once(make_pair) -> None:
+    async with make_pair(device="lent") as pair:
+        pair.kv.fill(PAGES, digests(PROMPT))
+        chunks = [pair.engine.offer(PROMPT[:8], PAGES[:2]), pair.engine.offer(PROMPT[:18], PAGES[2:5], start_token=8)]
+        assert await asyncio.gather(*chunks) == [OfferedPages(2, 0, 0), OfferedPages(2, 0, 0)]
+        assert await pair.engine.offer(PROMPT, PAGES) == OfferedPages(written=1, present=4, declined=0)
+        assert pair.core()["pages_backed_up"] == 5
+        # Without the pages before them, pages cannot be found again.
+        assert await pair.engine.offer([1, 2, 3, 4, 5, 6, 7, 8], [60], start_token=4) == OfferedPages(0, 0, 1)
+        await pair.assert_nothing_held()
+
+
+async def test_a_killed_prefill_leaves_the_pages_that_have_arrived(make_pair) -> None:
+    prompt = list(range(500, 560))
+    pages = list(range(15))
+    async with make_pair(device="lent") as pair:
+        gate = Gate(pair, free=2)
+        call = asyncio.create_task(pair.engine.restore_into(pair.request("r1", prompt), pages))
+        await gate.is_reached.wait()
+        pair.network.kill(pair.peer._transport.instance)
+        gate.opened.set()
+        restored = await call
+        assert restored.cause.startswith("prefill") and restored.first_token is None
+        assert 0 < restored.good_tokens < len(prompt)
+        assert wrong(pair, prompt, pages, restored.good_tokens) == []
+        await pair.assert_nothing_held()
+
+
+async def test_a_passed_deadline_returns_the_pages_only_when_the_writer_has_stopped(make_pair) -> None:
+    async with make_pair(device="lent") as pair:
+        gate = Gate(pair, free=1)
+        call = asyncio.create_task(pair.engine.restore_into(pair.request("r1", PROMPT, deadline_s=0.2), PAGES))
+        await gate.is_reached.wait()
+        await pair.engine._calls.wait_until(lambda: not pair.engine.states())
+        assert not call.done()
+        with pytest.raises(InvalidRequest, match="page 28 is lent to request 'r1'"):
+            await pair.engine.restore_into(pair.request("r2", PROMPT[:4]), [28])
+        with pytest.raises(InvalidRequest, match="page 28 is lent to request 'r1'"):
+            pair.engine.offer(PROMPT[:4], [28])
+        gate.opened.set()
+        restored = await call
+        assert (restored.cause, restored.good_tokens) == ("deadline", 12)
+        assert wrong(pair, PROMPT, PAGES, 12) == []
+        await pair.assert_nothing_held()
+
+
+@pytest.mark.parametrize("way", ["abort", "cancel"])
+async def test_an_abort_waits_for_the_writer(make_pair, way: str) -> None:
+    async with make_pair(device="lent") as pair:
+        gate = Gate(pair)
+        call = asyncio.create_task(pair.engine.restore_into(pair.request("r1", PROMPT), PAGES))
+        await gate.is_reached.wait()
+        aborting = None
+        if way == "abort":
+            aborting = asyncio.create_task(pair.engine.abort("r1"))
+        else:
+            call.cancel()
+        await pair.engine._calls.wait_until(lambda: not pair.engine.states())
+        assert not call.done() and not (aborting and aborting.done())
+        gate.opened.set()
+        with pytest.raises(RequestFailed, match="aborted") if aborting else pytest.raises(asyncio.CancelledError):
+            await call
+        assert aborting is None or await aborting
+        await pair.assert_nothing_held()
+        assert (await restore(pair)).is_complete
+
+
+async def test_calls_of_the_other_mode_and_wrong_pages_are_refused_by_name(make_pair) -> None:
+    async with make_pair(device="lent") as pair:
+        with pytest.raises(InvalidRequest, match=r"restore needs config\.device to be 'owned'"):
+            await pair.engine.restore(pair.request("r1", PROMPT))
+        for pages, have, match in (
+            (PAGES[:5], 0, "needs 6 pages of 4 tokens, not 5"),
+            ([*PAGES[:5], 64], 0, "page 64 is not in the device pool, which has pages 0 to 63"),
+            ([*PAGES[:5], 50], 0, "page 50 is named twice"),
+            (["x"], 0, "pages must be a sequence of page numbers"),
+            (PAGES, 23, "have_tokens must be at most its 22 tokens, not 23"),
+            (PAGES, -1, "have_tokens"),
+        ):
+            with pytest.raises(InvalidRequest, match=match):
+                await pair.engine.restore_into(pair.request("r1", PROMPT), pages, have)
+        with pytest.raises(InvalidRequest, match="start_token must be a multiple of 4"):
+            pair.engine.offer(PROMPT, PAGES[1:], start_token=3)
+        with pytest.raises(InvalidRequest, match="fill 5 pages of 4 tokens; 4 pages were given"):
+            pair.engine.offer(PROMPT, PAGES[:4])
+        assert (await restore(pair)).is_complete
+        await pair.assert_nothing_held()
+    async with make_pair() as pair:
+        with pytest.raises(InvalidRequest, match=r"restore_into needs config\.device to be 'lent'"):
+            await pair.engine.restore_into(pair.request("r1", PROMPT), PAGES)
+        with pytest.raises(InvalidRequest, match=r"offer needs config\.device to be 'lent'"):
+            pair.engine.offer(PROMPT, PAGES)
+
+
+async def test_a_page_is_lent_once_and_not_while_an_offer_reads_it(make_pair) -> None:
+    async with make_pair(device="lent") as pair:
+        pair.kv.fill(PAGES, digests(PROMPT))
+        offered = pair.engine.offer(PROMPT, PAGES)
+        with pytest.raises(InvalidRequest, match="page 50 is read by an offer"):
+            await pair.engine.restore_into(pair.request("r1", PROMPT), PAGES)
+        await offered
+        assert (await restore(pair)).is_complete
+
+
+def test_parts_that_the_mode_does_not_support_are_refused_by_name() -> None:
+    async def recompute(job: object) -> tuple[int, dict[str, object]]:
+        return 0, {}
+
+    with pytest.raises(InvalidConfig, match="recompute must be none"):
+        DecodeEngine(
+            engine_config(device="lent"),
+            device=DevicePool.allocate(LAYOUT, 4),
+            transport=LoopbackTransport("alone"),
+            recompute=recompute,
+        )
+
+
+async def test_the_end_of_the_engine_ends_calls_and_offers(make_pair) -> None:
+    async with make_pair(device="lent", close_deadline_s=0.5) as pair:
+        gate = Gate(pair)
+        call = asyncio.create_task(pair.engine.restore_into(pair.request("r1", PROMPT), PAGES))
+        await gate.is_reached.wait()
+        closing = asyncio.create_task(pair.engine.__aexit__(None, None, None))
+        with pytest.raises((EngineClosed, RequestFailed)):
+            await call
+        gate.opened.set()
+        await closing
