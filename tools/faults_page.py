@@ -109,6 +109,7 @@ REQUIRED: dict[str, dict[str, str]] = {
         "retract": "The KV is held in host memory until the resume, which restores prompt and output.",
         "retracted_is_dropped": "The KV held in host memory becomes ordinary cache.",
         "output_is_dropped": "The prompt's pages stay cached; those of the output are free.",
+        "pages_are_not_offered": "Nothing of the request is kept; later requests get its pages from prefill.",
         "component_is_not_left": "The next request that ends there gets them from prefill.",
         "no_cache": "No page of the request enters the cache.",
         "recompute_fails": "The request fails with the loss of prefill, followed by the caller's error.",

@@ -72,6 +72,8 @@ class Offered:
 
     ticket: int
     offered: OfferedPages
+    request_id: str = ""
+    """Always empty: an offer belongs to no request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ WORDS = st.one_of(st.text('aé"\\/\x7f\x00\x1f\n☃\U0001f600\udce9', max_size=6
 PAGES = st.lists(st.sampled_from([b"aa", b"bb", b"cc"]), max_size=9).map(b"".join)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "int": NUMBERS,
+    "int | None": st.one_of(st.none(), NUMBERS),
     "float": st.one_of(st.floats(0, 1e9), st.floats(allow_nan=False, allow_infinity=False)),
     "str": WORDS,
     "bool": st.booleans(),
