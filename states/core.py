@@ -94,7 +94,7 @@ class Core:
         self.component_backups = None if components is None else ComponentBackups(self.state, self.storage, components)
         self.backups = Backups(self.state, self.storage, self.component_backups)
         self.offers = Offers(self.state, self.backups)
-        self.lending = Lending(self.state, self.rooms, self.offers)
+        self.lending = Lending(self.state, self.storage, self.rooms, self.offers)
         self.write_back = WriteBack(self.state, self.storage, self.backups)
         self.lookahead = LookAhead(self.state, self.storage)
         self.restore = Restore(

@@ -223,8 +223,8 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             query_deadline_s=self.storage.query_deadline_s,
             queue_max=self.admission.queue_max,
             ageing_s=self.admission.ageing_s,
-            prefill_share=self.admission.prefill_share,
-            # Requests in lent pages do not grow, and each fills its own.
+            prefill_share=1.0 if self.device == "lent" else self.admission.prefill_share,
+            # Requests in lent pages are not admitted and do not grow, and each fills its own.
             lends_device=self.device == "lent",
             growth_reserve_pages=0 if self.device == "lent" else self.admission.growth_reserve_pages,
             share_transfers=self.sharing.enabled and self.device != "lent",

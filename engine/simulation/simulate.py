@@ -129,4 +129,6 @@ def with_lent_device(settings: CoreSettings, seed: int) -> CoreSettings:
     """Return the settings with lent device pages if the seed draws them, in one of five runs without components."""
     if settings.components or Random(f"lent {seed}").random() >= LENT_SHARE:
         return settings
-    return msgspec.structs.replace(settings, lends_device=True, share_transfers=False, growth_reserve_pages=0)
+    return msgspec.structs.replace(
+        settings, lends_device=True, share_transfers=False, growth_reserve_pages=0, prefill_share=1.0
+    )

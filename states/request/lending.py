@@ -31,13 +31,15 @@ if TYPE_CHECKING:
     from tidekv.states.events import Progressed
     from tidekv.states.handover.rooms import Rooms
     from tidekv.states.request.request import LentPages, Request
+    from tidekv.states.storage.admission import StorageAdmission
 
 
 class Lending:
     """Lent pages from the arrival of their request to their return."""
 
-    def __init__(self, state: CoreState, rooms: Rooms, offers: Offers) -> None:
+    def __init__(self, state: CoreState, storage: StorageAdmission, rooms: Rooms, offers: Offers) -> None:
         self._state = state
+        self._storage = storage
         self._rooms = rooms
         self._offers = offers
         self.returning: dict[LentPages, ReportRestored | ReportFailed] = {}
@@ -109,6 +111,7 @@ class Lending:
             state.index.unlock(lock)
             undo.keep()
         request.lock = None
+        self._storage.leave_query(request)
         self.end_with(request)
 
     # --- The return ---
