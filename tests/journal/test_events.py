@@ -32,7 +32,6 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "float": st.one_of(st.floats(0, 1e9), st.floats(allow_nan=False, allow_infinity=False)),
     "str": WORDS,
     "bool": st.booleans(),
-    "int | None": st.none() | NUMBERS,
     "bytes": PAGES,
     "tuple[int, ...]": st.lists(st.integers(-1, 16), max_size=4).map(tuple),
     "tuple[str, ...]": st.lists(WORDS, max_size=3).map(tuple),
