@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
+from random import Random
 
 import pytest
 
@@ -28,6 +30,7 @@ from tidekv.backends.storage.memory import MemoryStorage
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.states.types import PageIds
+from tidekv.transports.base import PeerMemory
 from tidekv.transports.loopback import LoopbackTransport
 
 PROMPT = list(range(100, 142))  # Ten pages of four tokens and a partial one of two.
@@ -215,6 +218,49 @@ async def test_requests_that_share_a_damaged_transfer_get_the_right_bytes(make_p
         for ready in done:
             await pair.finish(ready, PROMPT, [1])
         await pair.assert_nothing_held()
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_bits_that_flip_anywhere_at_any_time_reach_no_ready_request(
+    make_pair, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    source, ends = Random(seed), Counter[str]()
+    async with make_pair(page_checksums=True, device_pages=48, host_pages=40) as pair:
+        write = LoopbackTransport.write
+
+        async def flipping(self: LoopbackTransport, peer: PeerMemory, our_pages: PageIds, their_pages: PageIds) -> int:
+            written = await write(self, peer, our_pages, their_pages)
+            if source.random() < 0.1:
+                flip(pair.device, source.choice(their_pages))
+            return written
+
+        monkeypatch.setattr(LoopbackTransport, "write", flipping)
+
+        async def serve(client: int) -> None:
+            for turn in range(8):
+                # Some pages are shared by all, some by the turns of one client, and the rest by none.
+                own = range(client * 1000, client * 1000 + source.randrange(1, 40))
+                prompt = [*PROMPT[: source.choice((0, 12, 40))], *own]
+                if (pages := host_pages(pair)) and source.random() < 0.3:
+                    pair.host.array[source.choice(pages), source.randrange(pair.host.layout.page_bytes)] ^= (
+                        1 << source.randrange(8)
+                    )
+                try:
+                    # `restore` compares every byte.
+                    ready = await pair.restore(f"c{client} t{turn}", prompt)
+                except RequestFailed as failed:
+                    ends[failed.cause] += 1
+                    continue
+                ends["ready"] += 1
+                await pair.finish(ready, prompt, [1, 2, 3])
+                if source.random() < 0.3:
+                    await pair.engine.flush(("l1",))
+
+        async with expected("the end of all requests"):
+            await asyncio.gather(*(serve(client) for client in range(4)))
+        await pair.assert_nothing_held()
+        assert set(ends) <= {"ready", "pages damaged"}
+        assert ends["ready"] > 16
 
 
 async def test_a_mismatch_is_a_fact_of_the_journal(make_pair, flipped_writes, tmp_path) -> None:
