@@ -64,6 +64,14 @@ class KVLayout:
         if self.kind == "mla" and self.num_kv_heads != 1:
             raise InvalidConfig(f"layout: num_kv_heads must be 1 for kind 'mla', not {self.num_kv_heads}")
 
+    @classmethod
+    def empty(cls, *, page_size: int) -> KVLayout:
+        """The layout of a model without layers of full attention: all its KV is in windows and states.
+
+        Its pages stand for the tokens of a prompt. They have one unused byte for each token, which moves like KV.
+        """
+        return cls(num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8", page_size=page_size, kind="mla")
+
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
         """The groups of a page: this one, as "full"."""

@@ -65,3 +65,9 @@ def test_layouts_are_values() -> None:
     assert KVLayout(**GOOD) != KVLayout(**{**GOOD, "dtype": "bfloat16"})
     with pytest.raises(AttributeError):
         KVLayout(**GOOD).page_size = 8  # type: ignore[misc]  # That it cannot be set is the point.
+
+
+def test_a_page_of_a_model_without_full_attention_has_one_unused_byte_for_each_token() -> None:
+    layout = KVLayout.empty(page_size=16)
+    assert (layout.page_bytes, layout.page_size, layout.piece_count) == (16, 16, 1)
+    assert layout.identity("mamba") == KVLayout.empty(page_size=16).identity("mamba")

@@ -1,6 +1,6 @@
 """Real models with sliding windows and recurrent state: everything that a `transformers` model caches, in pools.
 
-    full attention       K and V of every token        the full pool, by page
+    full attention       K and V of every token        the full pool, by page; without such layers it holds nothing
     sliding attention    K and V of the last tokens    a window's pool, by page
     linear attention     its state after a token       a state's pool: one record holds all layers
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, TypeAlias
 
 import torch
@@ -56,7 +57,7 @@ class Held:
 def layouts_of(model: CausalModel, page_size: int) -> ModelLayouts:
     """Determine the layouts from the cache of one token.
 
-    Raises InvalidConfig if layers of one kind differ in shape, or if no layer has full attention.
+    Raises InvalidConfig if layers of one kind differ in shape.
     """
     cache = _cache_of_one_token(model)
     full: list[tuple[torch.Size, torch.dtype]] = []
@@ -76,7 +77,7 @@ def layouts_of(model: CausalModel, page_size: int) -> ModelLayouts:
         recurrent, convolution = ([pair[at] for pair in states] for at in (0, 1))
         state = PageLayout.of(full=_record_layout(recurrent), **{CONVOLUTION: _record_layout(convolution)})
     return ModelLayouts(
-        full=_kv_layout(full, page_size),
+        full=_kv_layout(full, page_size) if full else KVLayout.empty(page_size=page_size),
         window=_kv_layout(window, page_size) if window else None,
         # Without the token itself, which is part of the window of its layers.
         window_tokens=max(sliding - 1, 0),
@@ -100,10 +101,11 @@ class ComponentModel:
     ) -> None:
         self.model = model
         self._page_size = full.layout.page_size
-        self._full = PlainKV(full.group("full"))
         self._window = None if window is None else PlainKV(window.group("full"))
         self._state = state
         layers = _cache_of_one_token(model).layers
+        has_full = any(_has_keys(layer) and not _is_sliding(layer) for layer in layers)
+        self._full = PlainKV(full.group("full")) if has_full else None
         self._state_shapes = [[tensor.shape for tensor in _states(layer)] for layer in layers if _has_state(layer)]
 
     def forward(self, tokens: Sequence[int], start: int, held: Held) -> torch.Tensor:
@@ -115,12 +117,7 @@ class ComponentModel:
         cache = _new_cache(self.model)
         self._read(cache, start, held)
         with torch.inference_mode():
-            out = self.model(
-                input_ids=torch.tensor([list(tokens)]),
-                position_ids=torch.arange(start, end)[None],
-                past_key_values=cache,
-                use_cache=True,
-            )
+            out = _run(self.model, tokens, start, cache)
         self._write(cache, start, end, held)
         logits: torch.Tensor = out.logits[0]
         return logits
@@ -138,6 +135,7 @@ class ComponentModel:
                 layer.keys, layer.values, layer.cumulative_length = keys, values, start
                 window += 1
             elif _has_keys(layer):
+                assert self._full is not None
                 layer.update(*self._full.read(full, self._slots(held.pages, 0, 0, start)))
                 full += 1
             if _has_state(layer):
@@ -155,6 +153,7 @@ class ComponentModel:
                 window += 1
             elif _has_keys(layer):
                 keys, values = layer.keys[:, :, start:], layer.values[:, :, start:]
+                assert self._full is not None
                 self._full.write(full, self._slots(held.pages, 0, start, end), keys, values)
                 full += 1
             if _has_state(layer):
@@ -197,8 +196,18 @@ def _new_cache(model: CausalModel) -> CacheLayer:
 def _cache_of_one_token(model: CausalModel) -> CacheLayer:
     cache = _new_cache(model)
     with torch.inference_mode():
-        model(input_ids=torch.tensor([[0]]), past_key_values=cache, use_cache=True)
+        _run(model, [0], 0, cache)
     return cache
+
+
+def _run(model: CausalModel, tokens: Sequence[int], start: int, cache: CacheLayer) -> Any:  # Any: as CacheLayer.
+    """Compute tokens from position `start` on with a cache; returns the model's output."""
+    ids = torch.tensor([list(tokens)])
+    if "cache_params" in signature(model.forward).parameters:
+        # Models without attention have no positions, and another name for the cache.
+        return model(input_ids=ids, cache_params=cache, use_cache=True)
+    positions = torch.arange(start, start + len(tokens))[None]
+    return model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
 
 
 def _is_sliding(layer: CacheLayer) -> bool:
