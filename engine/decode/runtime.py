@@ -27,7 +27,6 @@ from tidekv.engine.decode.executor import Executor
 from tidekv.engine.decode.pending_calls import PendingCalls
 from tidekv.engine.decode.storage_swap import StorageInUse, check_storage
 from tidekv.engine.journal import Journal
-from tidekv.engine.journal.opening import open_journal
 from tidekv.engine.kv_events.publisher import KVEventPublisher
 from tidekv.engine.kv_events.watcher import KVEventWatcher
 from tidekv.engine.log import CoreLog, engine_log
@@ -248,13 +247,7 @@ class Runtime:
 
     async def _drive_core(self) -> None:
         """Make the journal and the driver of the core, with its watchers."""
-        self.journal = await open_journal(
-            self.config,
-            self.core,
-            identity=self.identity,
-            page_bytes=self._device.memory.page_bytes,
-            instance=self.transport.instance,
-        )
+        self.journal = await self._open_journal()
         watchers: list[Watcher | None] = [self.journal, self._fold, self.ranks]
         if self.kv_events is not None:
             watchers.append(KVEventWatcher(self.core, self.kv_events, bigrams=self.config.bigram_keys))
@@ -268,6 +261,28 @@ class Runtime:
         )
         if self.ranks is not None:
             self.ranks.attach(self.core, self.driver, has_storage=self.storage is not None)
+
+    async def _open_journal(self) -> Journal | None:
+        """Open the journal of a core that has taken no event; None if journals are disabled. Raises InvalidConfig."""
+        options = self.config.journal
+        path = options.path
+        if path is None:
+            return None
+
+        def open_it() -> Journal:
+            return Journal(
+                path,
+                self.core,
+                with_tokens=options.tokens,
+                config=msgspec.to_builtins(self.config),
+                layout={**msgspec.to_builtins(self.identity), "page_bytes": self._device.memory.page_bytes},
+                instance=self.transport.instance,
+                segment_bytes=options.segment_bytes,
+                segments_max=options.segments_max,
+            )
+
+        # In a thread, to its end: it opens files, and must not be lost to a cancellation once it runs.
+        return await settled(asyncio.ensure_future(asyncio.to_thread(open_it)))
 
     async def _begin_anew(self) -> None:
         """Begin with an empty core and a new journal, after a rank was lost and everything in flight has ended."""

@@ -20,9 +20,10 @@ import msgspec
 import torch
 import uvloop
 
+from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.device.pool import DevicePool
-from tidekv.backends.layout import KVLayout
-from tidekv.engine.demo.component_order import ComponentOrder
+from tidekv.backends.layout import KVLayout, LayerGroup
+from tidekv.backends.page_layout import PageLayout
 from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.link import ThrottledTransport
 from tidekv.engine.demo.model import ModelShape, PagedModel, build_llama
@@ -30,6 +31,7 @@ from tidekv.engine.demo.model_prefill import ModelPrefill
 from tidekv.engine.demo.prefix_pages import PrefixPages
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
+from tidekv.states.components.specs import ComponentKind
 from tidekv.states.errors import TransferFailed
 from tidekv.transports.nixl.transport import NixlTransport
 
@@ -37,6 +39,21 @@ START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 15.0
 LINE_BYTES_MAX = 1 << 26
 """Maximum length of a line, which may hold a prompt."""
+
+
+class ComponentOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """A window or state that a prefill worker is to have."""
+
+    name: str
+    kind: ComponentKind
+    window_tokens: int = 0
+    groups: tuple[LayerGroup, ...]
+    num_pages: int
+
+    def pools(self) -> ComponentPools:
+        """Allocate its pool."""
+        device = DevicePool.allocate(PageLayout(self.groups), self.num_pages)
+        return ComponentPools(name=self.name, kind=self.kind, window_tokens=self.window_tokens, device=device)
 
 
 class PrefillOrder(msgspec.Struct, frozen=True, kw_only=True):

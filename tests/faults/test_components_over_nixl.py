@@ -19,7 +19,7 @@ import pytest
 from tests.support.fault_process import Done, Halt, Halted
 from tests.support.waits import LIMIT_S
 from tidekv import HostPool, KVLayout, PageLayout, ReadyRequest, RequestFailed
-from tidekv.engine.demo.component_order import ComponentOrder
+from tidekv.engine.demo.prefill_process import ComponentOrder
 
 pytestmark = pytest.mark.nixl
 
