@@ -61,7 +61,7 @@ COUNTERS: Final = (
     "l3_queries_failed",
     "l3_queries_late",
     "l3_queries_outwaited",
-    "loads_void",
+    "loads_reclaimed",
     "offered_pages_declined",
     "outcomes_late",
     "pages_backed_up",

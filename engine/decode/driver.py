@@ -168,7 +168,7 @@ class Driver:
         self._calls.clear()
         if self._owed is not None:
             (event, commands), self._owed = self._owed, None
-            self._tell_watchers(event, commands)
+            self._run_watchers(event, commands)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -215,30 +215,30 @@ class Driver:
             LOG.error(
                 "the core refused an event, and changed nothing", event_type=type(event).__name__, cause=str(error)
             )
-            self._tell_watchers(event, [], type(error).__name__)
+            self._run_watchers(event, [], type(error).__name__)
             return False
         except BaseException as error:
-            self._tell_watchers(event, [], type(error).__name__)
+            self._run_watchers(event, [], type(error).__name__)
             raise
         self._owed = (event, commands)
-        is_told = False
+        is_ready = False
         for command in commands:
             if type(command) in RESTORED:
                 self._perform(command)
-                is_told = True
-        return is_told
+                is_ready = True
+        return is_ready
 
     def _settle_step(self) -> None:
         """Run the watchers and remaining commands of the last step."""
         if self._owed is None:
             return
         (event, commands), self._owed = self._owed, None
-        self._tell_watchers(event, commands)
+        self._run_watchers(event, commands)
         for command in commands:
             if type(command) not in RESTORED:
                 self._perform(command)
 
-    def _tell_watchers(self, event: Event, commands: list[Command], error: str = "") -> None:
+    def _run_watchers(self, event: Event, commands: list[Command], error: str = "") -> None:
         for watcher in self._watchers:
             watcher.stepped(event, commands, error)
 

@@ -170,7 +170,7 @@ class Runtime:
                 self.rank_group,
                 settings=settings_digest(self.core.settings, self.identity, stages=self.rank_group.stages),
                 calls=self.calls,
-                renew=self._begin_anew,
+                renew=self._restart_core,
                 on_broken=self._break,
             )
         if config.metrics.listen is not None:
@@ -284,7 +284,7 @@ class Runtime:
         # In a thread, to its end: it opens files, and must not be lost to a cancellation once it runs.
         return await settled(asyncio.ensure_future(asyncio.to_thread(open_it)))
 
-    async def _begin_anew(self) -> None:
+    async def _restart_core(self) -> None:
         """Begin with an empty core and a new journal, after a rank was lost and everything in flight has ended."""
         self.driver.stop()
         if self.journal is not None:

@@ -176,7 +176,7 @@ def _index(core: Core) -> int:
             node.host_anchored,
             node.host_guarded,
             node.priority,
-            (node.load is not None) + 2 * node.void + 4 * node.stored,
+            (node.load is not None) + 2 * node.is_reclaiming + 4 * node.stored,
         )
         crc = zlib.crc32(numbers, crc)
         crc = zlib.crc32(b"" if node.device is None else node.device, crc)

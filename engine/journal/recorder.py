@@ -158,8 +158,8 @@ class Recorder:
     def _note_error(self, name: str) -> None:
         error = sys.exception()
         # A refused event has changed nothing; its traceback is not needed.
-        is_told = error is not None and not isinstance(error, IllegalEvent)
-        trace = "".join(traceback.format_exception(error)) if is_told else ""
+        has_trace = error is not None and not isinstance(error, IllegalEvent)
+        trace = "".join(traceback.format_exception(error)) if has_trace else ""
         self._errors.append(ErrorRecord(len(self._took) - 1, name, "" if error is None else str(error), trace))
 
     # --- One thread at a time, in the order of the turns ---
@@ -171,17 +171,17 @@ class Recorder:
             event = took[at]
             assert isinstance(event, Event), "a turn is rendered once"
             took[at] = WITH_KEYS[type(event)](self, event)
-        return self._say(turn.line)
+        return self._render_line(turn.line)
 
     # --- Other lines ---
 
     def run_line(self) -> bytes:
         """Return the first line, without its checksum."""
-        return self._say(self._header)
+        return self._render_line(self._header)
 
     def segment_line(self, number: int, *, first_event: int, previous: int) -> bytes:
         """Return the first line of a further file, without its checksum."""
-        return self._say(
+        return self._render_line(
             SegmentLine(
                 version=JOURNAL_VERSION,
                 run=self.run,
@@ -193,13 +193,13 @@ class Recorder:
 
     def gap_line(self, turns: int, events: int) -> bytes:
         """Return a line for missing turns, without its checksum."""
-        return self._say(GapLine(turns=turns, events=events))
+        return self._render_line(GapLine(turns=turns, events=events))
 
     def end_line(self) -> bytes:
         """Return the last line, without its checksum. The core must not be stepped afterwards."""
-        return self._say(EndLine(turns=self.turns, events=self.events, final=final_state(self._core)))
+        return self._render_line(EndLine(turns=self.turns, events=self.events, final=final_state(self._core)))
 
-    def _say(self, line: Line) -> bytes:
+    def _render_line(self, line: Line) -> bytes:
         rendered: bytes = self._log.info(line)
         return rendered
 

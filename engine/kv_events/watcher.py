@@ -1,8 +1,8 @@
 """KV events from changed nodes of the prefix index: the difference between the published and the current content.
 
-A node is marked as changed when it gets or loses a copy, is split, is filled or begins to be filled by a load, becomes
-void, or is seen in storage. Marked nodes are compared with the published content after the step, because a marked node
-may have its former content again, or have left the tree. Without a watcher no node is marked.
+A node is marked as changed when it gets or loses a copy, is split, is filled or begins to be filled by a load, is
+reclaimed, or is seen in storage. Marked nodes are compared with the published content after the step, because a marked
+node may have its former content again, or have left the tree. Without a watcher no node is marked.
 
 The loop's thread only copies the content of the changed nodes, in the order of the steps. The sending thread makes
 hashes, differences and bytes from these copies; equal copies give equal events. Additions precede removals, so a page
@@ -54,7 +54,7 @@ class Seen(NamedTuple):
     media: tuple[Medium, ...]
 
 
-class _Told:
+class _Published:
     """Published content of a node: the hashes of its pages, the key of the last one, and the media they are in."""
 
     __slots__ = ("hashes", "last_digest", "media")
@@ -65,7 +65,7 @@ class _Told:
         self.media = media
 
 
-class KVEventTeller:
+class KVEventTracker:
     """Keeps the published content and returns changes as events. Call it from one thread only.
 
     `key_bytes` is the width of a page's key in bytes, and `bigrams` how it is built (see `PageKeys`).
@@ -74,11 +74,11 @@ class KVEventTeller:
     def __init__(self, *, page_size: int, key_bytes: int, bigrams: bool = False) -> None:
         self._page_keys = PageKeys(page_size, bigrams=bigrams)
         self._key_bytes = key_bytes
-        self._told: dict[int, _Told] = {}
+        self._published: dict[int, _Published] = {}
 
-    def anew(self, nodes: Sequence[Seen]) -> list[KVEvent]:
+    def snapshot(self, nodes: Sequence[Seen]) -> list[KVEvent]:
         """Return events that clear a consumer's knowledge of this engine, or of its predecessor, and list all nodes."""
-        self._told.clear()
+        self._published.clear()
         return [AllBlocksCleared(), *self.changes(nodes)]
 
     def changes(self, nodes: Sequence[Seen]) -> list[KVEvent]:
@@ -86,24 +86,26 @@ class KVEventTeller:
         # Hashes that the changed nodes had, by medium. `_stored` removes those that are still there; the rest is gone.
         before: dict[Medium, dict[int, None]] = {medium: {} for medium in MEDIA}
         for node in nodes:
-            told = self._told.pop(node.node_id, None)
-            if told is not None:
-                for medium in told.media:
-                    before[medium].update(dict.fromkeys(told.hashes))
+            published = self._published.pop(node.node_id, None)
+            if published is not None:
+                for medium in published.media:
+                    before[medium].update(dict.fromkeys(published.hashes))
         events: list[KVEvent] = []
         # Parents first: a page's hash needs the hash of the page before it, here and at the consumer.
         for node in sorted((node for node in nodes if node.edge), key=lambda node: node.depth_pages):
-            told = self._told[node.node_id] = _Told(self._digests_of(node), node.media)
-            for medium in told.media:
-                events.extend(self._stored(node, told, medium, before[medium]))
+            published = self._published[node.node_id] = _Published(self._digests_of(node), node.media)
+            for medium in published.media:
+                events.extend(self._stored(node, published, medium, before[medium]))
         for medium, hashes in before.items():
             if hashes:
                 events.append(BlockRemoved(list(hashes), medium))
         return events
 
-    def _stored(self, node: Seen, told: _Told, medium: Medium, before: dict[int, None]) -> Iterator[BlockStored]:
+    def _stored(
+        self, node: Seen, published: _Published, medium: Medium, before: dict[int, None]
+    ) -> Iterator[BlockStored]:
         """Yield an event for each run of pages that were not published, and remove those that were from `before`."""
-        fresh = [before.pop(page_hash, False) is False for page_hash in told.hashes]
+        fresh = [before.pop(page_hash, False) is False for page_hash in published.hashes]
         first, count, width = 0, len(fresh), self._key_bytes
         while first < count:
             if not fresh[first]:
@@ -111,8 +113,8 @@ class KVEventTeller:
                 continue
             end = fresh.index(False, first) if False in fresh[first:] else count
             yield BlockStored(
-                block_hashes=told.hashes[first:end],
-                parent_block_hash=told.hashes[first - 1] if first else self._hash_above(node),
+                block_hashes=published.hashes[first:end],
+                parent_block_hash=published.hashes[first - 1] if first else self._hash_above(node),
                 token_ids=self._tokens_of(node.edge[first * width : end * width]),
                 block_size=self._page_keys.page_size,
                 lora_id=None,
@@ -123,7 +125,7 @@ class KVEventTeller:
             first = end
 
     def _digests_of(self, node: Seen) -> list[bytes]:
-        above = self._told[node.parent_id].last_digest if node.parent_id else namespace_seed(node.namespace)
+        above = self._published[node.parent_id].last_digest if node.parent_id else namespace_seed(node.namespace)
         return self._page_keys.digests(self._page_keys.tokens_of(node.edge), prefix=above)
 
     def _tokens_of(self, keys: bytes) -> list[int]:
@@ -132,7 +134,7 @@ class KVEventTeller:
         return tokens[: len(keys) // self._key_bytes * self._page_keys.page_size]
 
     def _hash_above(self, node: Seen) -> int | None:
-        return self._told[node.parent_id].hashes[-1] if node.parent_id else None
+        return self._published[node.parent_id].hashes[-1] if node.parent_id else None
 
 
 MakeEvents = Callable[[], Sequence[KVEvent]]
@@ -153,14 +155,14 @@ class KVEventWatcher:
     """Publishes the changes of one core. Create it before the core's first step, and call `stepped` for every step."""
 
     def __init__(
-        self, core: Core, outlet: Outlet, *, teller: KVEventTeller | None = None, bigrams: bool = False
+        self, core: Core, outlet: Outlet, *, tracker: KVEventTracker | None = None, bigrams: bool = False
     ) -> None:
         self._tree = core.state.index.tree
         self._touched = watch(core.state.index)
         self._attachment = self._tree.attachment
         self._outlet = outlet
         settings = core.settings
-        self._teller = teller or KVEventTeller(
+        self._tracker = tracker or KVEventTracker(
             page_size=settings.page_size, key_bytes=settings.key_bytes, bigrams=bigrams
         )
         self._is_behind = True
@@ -182,7 +184,7 @@ class KVEventWatcher:
         if not dirty_nodes:
             return
         if self._outlet.has_room:
-            self._outlet.publish(partial(self._teller.changes, [self._seen(node) for node in dirty_nodes]))
+            self._outlet.publish(partial(self._tracker.changes, [self._seen(node) for node in dirty_nodes]))
         else:
             self._is_behind = True
         dirty_nodes.clear()
@@ -192,7 +194,7 @@ class KVEventWatcher:
         if self._outlet.has_room:
             self._is_behind = False
             self._attachment = self._tree.attachment
-            self._outlet.publish(partial(self._teller.anew, [self._seen(node) for node in self._tree.nodes()]))
+            self._outlet.publish(partial(self._tracker.snapshot, [self._seen(node) for node in self._tree.nodes()]))
 
     def _seen(self, node: Node) -> Seen:
         """Copy the content of a node. Pages that a load still fills, or that drain, do not count."""
@@ -200,7 +202,7 @@ class KVEventWatcher:
         if parent is None:
             return Seen(node.node_id, 0, 0, "", b"", ())
         found: list[Medium] = []
-        if node.device is not None and node.load is None and not node.void:
+        if node.device is not None and node.load is None and not node.is_reclaiming:
             found.append("GPU")
         if node.host is not None:
             found.append("CPU")

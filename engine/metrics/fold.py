@@ -94,7 +94,7 @@ class MetricsFold:
         """By operation: component, what becomes of the pages, and how many."""
         self._landed: Counter[str] = Counter()
         self._event: events.Event | None = None
-        self._tellers: dict[type[commands.Command], Callable[[Any], None]] = {
+        self._handlers: dict[type[commands.Command], Callable[[Any], None]] = {
             commands.SendPromise: self._promise,
             commands.SendExtend: self._extend,
             commands.CopyComponent: self._copy_component,
@@ -145,8 +145,8 @@ class MetricsFold:
             name_of = _CALLS.get(type(command))
             if name_of is not None:
                 self._calls[command.op] = (name_of, event.at_s)  # type: ignore[attr-defined]  # An Operation.
-            if (teller := self._tellers.get(type(command))) is not None:
-                teller(command)
+            if (handler := self._handlers.get(type(command))) is not None:
+                handler(command)
 
     def _histogram(self, family: dict[str, Histogram], name: str) -> Histogram:
         found = family.get(name)

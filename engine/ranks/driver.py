@@ -370,11 +370,11 @@ class RankDriver:
             self._follow(agreement.decide(agreement.cast()))
         elif agreement.is_idle and self.core.is_idle:
             self._phase = Phase.FORMING
-            self._tasks.spawn(self._begin_anew(), name="begin again")
+            self._tasks.spawn(self._restart(), name="begin again")
         else:
             self._arm(due_s, now_s)
 
-    async def _begin_anew(self) -> None:
+    async def _restart(self) -> None:
         await self._renew()
         self._calls.after_drain()
         if self._group.group is None:

@@ -54,7 +54,7 @@ def audit(world: Surroundings) -> None:
             before = world.contents.tag(before, node.edge[start : start + width])
             own.append(before)
         tags[node] = own
-        if node.device is not None and node.load is None and not node.void:
+        if node.device is not None and node.load is None and not node.is_reclaiming:
             world.device.expect(node.device, own, f"cached node {node}")
         if node.host is not None:
             world.host.expect(node.host, own, f"cached node {node}", may_be_flipped=True)

@@ -120,7 +120,7 @@ class RequestTraces:
         self._given_away: dict[str, RequestTrace] = {}
         """Retracted requests that may be resumed."""
         # Each kind of command has a handler of that kind only.
-        self._tellers: dict[type[commands.Command], Callable[[Any, float, Core], None]] = {
+        self._handlers: dict[type[commands.Command], Callable[[Any, float, Core], None]] = {
             commands.QueryStorage: self._query,
             commands.QueryComponents: self._query,
             commands.FetchPages: self._fetch,
@@ -162,9 +162,9 @@ class RequestTraces:
             self._move(request_id, state, at_s, core)
         self._begun = set()
         for command in given:
-            teller = self._tellers.get(type(command))
-            if teller is not None:
-                teller(command, at_s, core)
+            handler = self._handlers.get(type(command))
+            if handler is not None:
+                handler(command, at_s, core)
         self._breaker_is_open = core.storage.is_open
 
     # --- Events ---

@@ -160,7 +160,7 @@ class Backups:
         Does nothing if too many copies ahead are in flight, or one of them covers a part of the same pages.
         """
         path = self._state.index.path(leaf)
-        if any(node.void or node.load is not None for node in path):
+        if any(node.is_reclaiming or node.load is not None for node in path):
             # The pages above the leaf are still under load, or will never arrive.
             return
         head = next((node for node in path if node.host is None), None)

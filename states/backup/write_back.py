@@ -78,7 +78,7 @@ class WriteBack:
             state.write_due = True
             if tier == "device":
                 state.renew_write_credit()
-        if node.void or state.index.tree.is_stored(node):
+        if node.is_reclaiming or state.index.tree.is_stored(node):
             return
         if tier == "host" and node.device is None:
             state.count("l2_pages_dropped", node.page_count)

@@ -187,7 +187,7 @@ class ComponentIndex:
         if not 0 <= first <= first + len(pages) <= node.depth_pages:
             raise BrokenInvariant(f"{name}: positions [{first}, {first + len(pages)}) are not above the end of {node}")
         for above in nodes:
-            if above.void or (above.device if tier == "device" else above.host) is None:
+            if above.is_reclaiming or (above.device if tier == "device" else above.host) is None:
                 raise BrokenInvariant(f"{name}: {above} has no full {tier} pages that component pages could go with")
         return self._tier(tier)[name].enter(nodes, first, pages)
 

@@ -8,8 +8,8 @@ A *room* is one hand-over of one generation of a request. A *span* is a run of p
     received                        the same: the writers have finished
     left, no writer can be active   the request's pages become free at once, and the loads are reclaimed
     left, a writer may be active    quarantine: a `Draining` holds the request's pages, which are *draining*; the nodes
-                                    of its loads stay in the tree, void, and their pages are draining, too. The quota of
-                                    the prefill counts both
+                                    of its loads stay in the tree, in RECLAIMING, and their pages are draining,
+                                    too. The quota of the prefill counts both
     every writer has confirmed      the pages of the `Draining` become free, and its loads are reclaimed
     (Drained) or is proven dead
 

@@ -4,9 +4,9 @@ The page pools record the state of each page, the index its own nodes. The audit
 backup, room and operation holds, and compares. It visits everything and changes nothing.
 
 Owners of device pages: a request (`own`, `reserve`), a recomputation whose request has left, the index (cached), the
-quarantine of a left room and void nodes (draining). Owners of host pages: a load, a backup, a read ahead, a late fetch,
-the index. Owners of component pages: `RequestComponents`, component fetches and backups, late fetches, the quarantine,
-the index.
+quarantine of a left room and nodes in RECLAIMING (draining). Owners of host pages: a load, a backup, a read ahead, a
+late fetch, the index. Owners of component pages: `RequestComponents`, component fetches and backups, late fetches, the
+quarantine, the index.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _require(condition: object, contradiction: str) -> None:
 
 
 def _loads_of(core: Parts) -> dict[Load, None]:
-    """Every load that still holds something: live, or void and waiting for a writer or for the nodes below it."""
+    """Every load that still holds something: live, or in RECLAIMING, waiting for a writer or for nodes below it."""
     loads = dict.fromkeys(core.loads)
     operations = core.state.operations.values()
     loads.update(dict.fromkeys(one.load for one in operations if isinstance(one, LoadFetch | LoadCopy | ShareWatch)))
@@ -131,7 +131,7 @@ def _check_device_pages(core: Parts) -> None:
     for left in core.rooms.quarantine:
         draining += left.pages
     for node in core.state.index.nodes():
-        if node.void and node.device is not None:
+        if node.is_reclaiming and node.device is not None:
             draining += node.device
     _check_pages(core.state.device, owned, draining)
 
@@ -291,21 +291,21 @@ def _check_receipts(core: Parts, loads: dict[Load, None]) -> None:
 
 def _check_loads(core: Parts, loads: dict[Load, None]) -> None:
     under = Counter[Load]()
-    void: set[Node] = set()
+    reclaiming: set[Node] = set()
     for node in core.state.index.nodes():
         if node.load is not None:
             _require(node.load in loads and node in node.load.nodes, f"{node} is under a load that does not list it")
             under[node.load] += 1
-        if node.void:
-            void.add(node)
+        if node.is_reclaiming:
+            reclaiming.add(node)
     for load in loads:
         if load.stage is Stage.RECLAIMING:
             for node in load.nodes:
-                _require(node in void, f"{node} of a void load is not void")
-                void.discard(node)
-            _require(load.lock is None and not load.sharers, "a void load has a lock or sharers")
+                _require(node in reclaiming, f"{node} of a load in RECLAIMING is not")
+                reclaiming.discard(node)
+            _require(load.lock is None and not load.sharers, "a load in RECLAIMING has a lock or sharers")
         else:
-            _require(load in set(core.loads), "a load is not void, but missing among the loads")
+            _require(load in set(core.loads), "a load is not in RECLAIMING, but missing among the loads")
             _require(under[load] == len(load.nodes), "a load lists nodes that are not under it")
             begins = [node.depth_pages - node.page_count for node in load.nodes[:1]] or [load.first]
             _require(begins == [load.first], "a load does not begin at its first node")
@@ -321,7 +321,7 @@ def _check_loads(core: Parts, loads: dict[Load, None]) -> None:
             room = None if load.filler is None else load.filler.room
             is_open = room is not None and room.spans[0] is load.span
             _require(is_open and load.first >= load.span.first, "a shared transfer belongs to no open room")
-    _require(not void, f"{void} are void without a load")
+    _require(not reclaiming, f"{reclaiming} are in RECLAIMING without a load")
 
 
 def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
@@ -412,7 +412,7 @@ def _check_request(core: Parts, request: Request) -> None:
     path = core.state.index.path(request.lock.node)
     shared = Counter[Load]()
     for node in path:
-        _require(not node.void, f"the path of {request} runs through void pages")
+        _require(not node.is_reclaiming, f"the path of {request} runs through pages in RECLAIMING")
         if node.load is not None:
             shared[node.load] += node.page_count
     _require(

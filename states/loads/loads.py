@@ -394,7 +394,7 @@ class Loads:
         self._unlock(load)
         load.stage = Stage.RECLAIMING
         self._storage.fetch_over(load)
-        self._state.count("loads_void")
+        self._state.count("loads_reclaimed")
         for request in load.sharers:
             self._state.preempted.setdefault(request, cause)
         self.forget(load)

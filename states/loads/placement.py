@@ -159,9 +159,9 @@ class TreePlacement:
 
     def drain(self, load: Load) -> None:
         """See Placement."""
-        # Hides all nodes from matches. `node.void` keeps a second call after an exception from draining twice.
+        # Hides all nodes from matches. `node.is_reclaiming` keeps a second call after an exception from draining twice.
         for node in load.nodes:
-            if not node.void:
+            if not node.is_reclaiming:
                 self._state.index.set_reclaiming(node)
 
     def take_drained(self, load: Load) -> PageIds:

@@ -50,7 +50,7 @@ class Evictor:
                     if excess:
                         surplus = max(surplus, node.page_count - excess)
                     # A node in RECLAIMING is never split: its load returns its pages as a whole.
-                    if surplus > slack and not node.void:
+                    if surplus > slack and not node.is_reclaiming:
                         self._tree.split(node, surplus, lower_stays=node.device is not None and node.host is not None)
                     self._run_hooks(node, name)
                 except BaseException:
@@ -93,7 +93,7 @@ class Evictor:
         self._run_hooks(node, "device")
         # `set_reclaiming` took the pages out of `protected`. Add them, since `unguard` moves them to `evictable`, from
         # where `detach` takes them.
-        node.void = False
+        node.is_reclaiming = False
         self._device.protected += node.page_count
         self._device.unguard(node)
         pages = self._device.detach(node)

@@ -12,8 +12,8 @@ Invariants (`check` recounts them):
 - Every node except roots has at least one copy.
 - A guarded node keeps its pages. Receipts, loads and pages in RECLAIMING guard their node and all nodes above it.
 
-Pages in RECLAIMING have been given up while a writer may still write to them. They stay in the tree (`Node.void`), hide
-their node and all below it from matches, and drain in their pool until `drop_reclaiming`.
+Pages in RECLAIMING have been given up while a writer may still write to them. They stay in the tree
+(`Node.is_reclaiming`), hide their node and all below it from matches, and drain in their pool until `drop_reclaiming`.
 
 Matching splits nodes, so that the match ends at a node. In a split the lower part keeps the node object and the
 receipts anchored there; a new node above gets the first pages. All walks are loops: the depth is not bounded.
@@ -103,7 +103,7 @@ class PrefixIndex:
         node = device_node = tree.root(namespace)
         while at < end:
             child = node.children.get(keys[at : at + width])
-            if child is None or child.void:
+            if child is None or child.is_reclaiming:
                 break
             if not keys.startswith(child.keys, at):
                 child = tree.split(child, tree.shared_pages(child.keys, keys, at))
@@ -129,7 +129,7 @@ class PrefixIndex:
         node = tree.roots.get(namespace)
         while node is not None and at < end:
             child = node.children.get(keys[at : at + width])
-            if child is None or child.void:
+            if child is None or child.is_reclaiming:
                 break
             if child.load is not None and not with_pending:
                 if child.host is None:
@@ -257,7 +257,7 @@ class PrefixIndex:
         self.tree.require(parent)
         if parent.namespace != namespace:
             raise BrokenInvariant(f"{parent} is not of namespace {namespace!r}")
-        if parent.device is None or parent.void:
+        if parent.device is None or parent.is_reclaiming:
             raise BrokenInvariant(f"{parent} has no device pages to add a child to")
         if not count or len(device_pages) != count:
             raise BrokenInvariant(f"{len(device_pages)} pages were given for {count} keys")
@@ -275,7 +275,7 @@ class PrefixIndex:
         parent = self._parent_of(node)
         if node.device is not None or len(pages) != node.page_count:
             raise BrokenInvariant(f"{node} cannot be given {len(pages)} device pages")
-        if parent.device is None or parent.void:
+        if parent.device is None or parent.is_reclaiming:
             raise BrokenInvariant(f"{parent}, above {node}, has no device pages")
         self.device_tier.account.to_cache(pages)
         self.device_tier.attach(node, pages[:])
@@ -298,7 +298,7 @@ class PrefixIndex:
     def split(self, node: Node, page_count: int) -> Node:
         """Move the first `page_count` pages to a new node above `node`, and return it. `node` keeps the rest."""
         self._parent_of(node)
-        if not 0 < page_count < node.page_count or node.void:
+        if not 0 < page_count < node.page_count or node.is_reclaiming:
             raise BrokenInvariant(f"{node} cannot be split after {page_count} pages")
         return self.tree.split(node, page_count)
 
@@ -327,7 +327,7 @@ class PrefixIndex:
         if load is node.load:
             return
         self._parent_of(node)
-        if node.device is None or node.void:
+        if node.device is None or node.is_reclaiming:
             raise BrokenInvariant(f"{node} has no device pages that a load could fill")
         before, node.load = node.load, load
         self.tree.touch(node)
@@ -346,10 +346,10 @@ class PrefixIndex:
         The pages drain in place, no load fills them, and no match passes the node until `drop_reclaiming`.
         """
         self._parent_of(node)
-        if node.device is None or node.void:
+        if node.device is None or node.is_reclaiming:
             raise BrokenInvariant(f"{node} has no device pages to reclaim")
         self.device_tier.account.drain_cached(node.device)
-        node.void = True
+        node.is_reclaiming = True
         self.tree.touch(node)
         # Pages in RECLAIMING hold one guard. A load's guard is reused for it; without a load, add one.
         if node.load is None:
@@ -369,7 +369,7 @@ class PrefixIndex:
         node guards it.
         """
         self._parent_of(node)
-        if not node.void:
+        if not node.is_reclaiming:
             raise BrokenInvariant(f"{node} is not in RECLAIMING")
         # One guard is the node's own.
         if node.guarded > 1:

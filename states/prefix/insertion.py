@@ -40,7 +40,7 @@ def insert_prefix(
             shared = tree.shared_pages(child.keys, keys, at)
             theirs = None if theirs is None else theirs[:shared]
         ours = pages[first : first + shared]
-        if child.void or (child.load is not None and theirs != ours):
+        if child.is_reclaiming or (child.load is not None and theirs != ours):
             # The contents of these pages are not in place, so the caller cannot use them instead of its own. Its own
             # pages may be the tree's further down, where they are not the caller's to keep.
             rejected, stop = _not_of_tree(tree, node, keys, pages, first), first
@@ -83,7 +83,7 @@ def insert_host_pages(tree: PageTree, tier: HostTier, node: Node, keys: bytes, p
         child = node.children.get(first_key)
         if child is None:
             break
-        if child.void:
+        if child.is_reclaiming:
             return node, unused + pages[first:]
         shared = tree.shared_pages(child.keys, keys, first * width)
         node = child if shared == child.page_count else tree.split(child, shared)

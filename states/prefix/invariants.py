@@ -62,11 +62,11 @@ def _check_copies(node: Node) -> None:
     _require(node.device is None or parent.device is not None, node, "has device pages, its parent has none")
     _require(node.host is None or parent.host is not None, node, "has host pages, its parent has none")
     _require(
-        node.device is not None or (node.load is None and not node.void),
+        node.device is not None or (node.load is None and not node.is_reclaiming),
         node,
         "has a load or is in RECLAIMING without device pages",
     )
-    _require(node.load is None or not node.void, node, "has a load and is in RECLAIMING")
+    _require(node.load is None or not node.is_reclaiming, node, "has a load and is in RECLAIMING")
 
 
 def _check_counts(node: Node) -> None:
@@ -74,7 +74,7 @@ def _check_counts(node: Node) -> None:
     _require(node.device_children == sum(c.device is not None for c in children), node, "miscounts device children")
     _require(node.host_children == sum(c.host is not None for c in children), node, "miscounts host children")
     _require(node.anchored >= 0 and node.host_anchored >= 0, node, "has a negative number of receipts")
-    guarded = node.anchored + sum(c.guarded > 0 for c in children) + (node.load is not None or node.void)
+    guarded = node.anchored + sum(c.guarded > 0 for c in children) + (node.load is not None or node.is_reclaiming)
     _require(node.guarded == guarded, node, f"counts {node.guarded} guards, there are {guarded}")
     loading = node.load is not None and node.host is not None
     guarded = node.host_anchored + sum(c.host_guarded > 0 for c in children) + loading
@@ -84,13 +84,13 @@ def _check_counts(node: Node) -> None:
 
 
 def _check_device(tree: PageTree, tier: DeviceTier, nodes: list[Node]) -> None:
-    cached, void = page_ids(), page_ids()
+    cached, reclaiming = page_ids(), page_ids()
     evictable = protected = 0
     for node in nodes:
         if node.device is None:
             continue
-        if node.void:
-            void += node.device
+        if node.is_reclaiming:
+            reclaiming += node.device
             continue
         cached += node.device
         evictable += 0 if node.guarded else node.page_count
@@ -98,7 +98,7 @@ def _check_device(tree: PageTree, tier: DeviceTier, nodes: list[Node]) -> None:
     _check_tier(tree, tier, nodes, evictable=evictable, protected=protected)
     if not tier.account.holds(cached, PageState.CACHED) or tier.account.cached != len(cached):
         raise BrokenInvariant("the device pages of the index are not exactly the cached pages of the device pool")
-    if not tier.account.holds(void, PageState.DRAINING):
+    if not tier.account.holds(reclaiming, PageState.DRAINING):
         raise BrokenInvariant("the pages of nodes in RECLAIMING are not draining, each once, in the device pool")
 
 

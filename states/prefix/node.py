@@ -49,6 +49,7 @@ class Node:
         "host_anchored",
         "host_children",
         "host_guarded",
+        "is_reclaiming",
         "keys",
         "load",
         "namespace",
@@ -59,7 +60,6 @@ class Node:
         "served",
         "stored",
         "tick",
-        "void",
     )
 
     def __init__(
@@ -92,7 +92,7 @@ class Node:
         self.host_children = 0
         self.load: Any = None  # A Load. `Any`, since its owner would have to narrow it to its own class at every use.
         """The load that fills the device pages, until they are in place."""
-        self.void = False
+        self.is_reclaiming = False
         """Whether the device pages are in RECLAIMING: they drain in place, and matches end before this node."""
         self.stored = 0
         """The storage (`PageTree.attachment`) in which its pages were last seen; 0 means none."""

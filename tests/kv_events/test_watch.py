@@ -11,7 +11,7 @@ import pytest
 from tidekv.backends.keys.chain import page_digests
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, hash_of
-from tidekv.engine.kv_events.watcher import KVEventTeller, KVEventWatcher, Seen
+from tidekv.engine.kv_events.watcher import KVEventTracker, KVEventWatcher, Seen
 from tidekv.engine.simulation.rig import Rig
 from tidekv.engine.simulation.simulate import draw_settings
 from tidekv.engine.simulation.world import World
@@ -23,11 +23,11 @@ from tidekv.states.settings import CoreSettings
 Held = dict[str, set[int]]
 
 
-class ByteTeller(KVEventTeller):
+class ByteTracker(KVEventTracker):
     """For cores with bytes as tokens: a page's key is as wide as the page has tokens."""
 
     def _digests_of(self, node: Seen) -> list[bytes]:
-        before = self._told[node.parent_id].last_digest if node.parent_id else node.namespace.encode()
+        before = self._published[node.parent_id].last_digest if node.parent_id else node.namespace.encode()
         found = []
         for start in range(0, len(node.edge), self._key_bytes):
             before = sha256(before + node.edge[start : start + self._key_bytes]).digest()
@@ -57,13 +57,13 @@ class Router:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.held: Held = {"GPU": set(), "CPU": set(), "STORAGE": set()}
-        self.told: list[KVEvent] = []
+        self.published: list[KVEvent] = []
 
     def take(self, batch: Sequence[KVEvent]) -> None:
         assert batch
         removed: Held = {}
         for event in batch:
-            self.told.append(event)
+            self.published.append(event)
             if isinstance(event, AllBlocksCleared):
                 self.held = {medium: set() for medium in self.held}
             elif isinstance(event, BlockRemoved):
@@ -94,7 +94,7 @@ def truth(core: Core) -> Held:
             before = sha256(before + node.edge[start : start + tree.key_bytes]).digest()
             hashes.add(hash_of(before))
         chains[node] = before
-        if node.device is not None and node.load is None and not node.void:
+        if node.device is not None and node.load is None and not node.is_reclaiming:
             held["GPU"] |= hashes
         if node.host is not None:
             held["CPU"] |= hashes
@@ -110,8 +110,8 @@ def watched_world(seed: int, requests: int, *, jams: bool = False) -> tuple[Rout
     world = World(seed=seed, requests=requests, faults="all", settings=settings)
     router = Router(settings.page_size)
     outlet = AtOnce(router.take)
-    teller = ByteTeller(page_size=settings.page_size, key_bytes=settings.key_bytes)
-    watcher = KVEventWatcher(world.core, outlet, teller=teller)
+    tracker = ByteTracker(page_size=settings.page_size, key_bytes=settings.key_bytes)
+    watcher = KVEventWatcher(world.core, outlet, tracker=tracker)
     step, steps = world.core.step, 0
 
     def stepped(event: events.Event) -> list[commands.Command]:
@@ -136,7 +136,7 @@ def watched_world(seed: int, requests: int, *, jams: bool = False) -> tuple[Rout
 @pytest.mark.parametrize("seed", range(40, 52))
 def test_a_router_knows_what_there_is_whatever_happens(seed: int) -> None:
     router, steps = watched_world(seed, 60)
-    kinds = {type(event) for event in router.told}
+    kinds = {type(event) for event in router.published}
     assert steps > 100
     assert BlockStored in kinds
 
@@ -144,11 +144,11 @@ def test_a_router_knows_what_there_is_whatever_happens(seed: int) -> None:
 @pytest.mark.parametrize("seed", [40, 41])
 def test_a_router_is_told_anew_after_changes_were_lost(seed: int) -> None:
     router, _ = watched_world(seed, 60, jams=True)
-    assert sum(isinstance(event, AllBlocksCleared) for event in router.told) > 2
+    assert sum(isinstance(event, AllBlocksCleared) for event in router.published) > 2
 
 
 def test_the_same_run_gives_the_same_events() -> None:
-    assert watched_world(7, 50)[0].told == watched_world(7, 50)[0].told
+    assert watched_world(7, 50)[0].published == watched_world(7, 50)[0].published
 
 
 def test_tokens_are_named_by_the_keys_that_storage_has() -> None:
@@ -187,7 +187,7 @@ class Desk:
         self.core.state.device.give_back(inserted.duplicates)
         return inserted.node
 
-    def told(self) -> list[KVEvent]:
+    def published(self) -> list[KVEvent]:
         """The events published for the last step."""
         self.batches.clear()
         self.watcher.stepped(events.ClockAdvanced(at_s=0.0), [])
@@ -211,8 +211,8 @@ def test_pages_named_by_pairs_are_told_with_their_own_tokens() -> None:
         watcher.stepped(events.ClockAdvanced(at_s=0.0), [])
         wanted = [hash_of(digest) for digest in page_digests(packed, 2, bigrams=True)]
         above = 1 if tokens[4] == 9 else 0  # The second page of the other prompt goes on with 5, and is another one.
-        (told,) = batches
-        assert told == [
+        (published,) = batches
+        assert published == [
             BlockStored(wanted[above:], wanted[0] if above else None, tokens[2 * above : 6], 2, None, "GPU", None)
         ]
 
@@ -220,19 +220,19 @@ def test_pages_named_by_pairs_are_told_with_their_own_tokens() -> None:
 def test_a_branch_is_told_with_its_parent_and_what_is_known_is_not_told_again() -> None:
     desk = Desk()
     desk.put(1, 2, 3, 4, 5, 6)
-    (first,) = desk.told()
+    (first,) = desk.published()
     assert first == BlockStored(hashes(1, 2, 3, 4, 5, 6), None, [1, 2, 3, 4, 5, 6], 2, None, "GPU", None)
     desk.put(1, 2, 3, 4, 7, 8, 9, 10)  # Cuts the first node in two.
-    (second,) = desk.told()
+    (second,) = desk.published()
     wanted = hashes(1, 2, 3, 4, 7, 8, 9, 10)
     assert second == BlockStored(wanted[2:], wanted[1], [7, 8, 9, 10], 2, None, "GPU", None)
-    assert desk.told() == []
+    assert desk.published() == []
 
 
 def test_a_namespace_changes_hashes_and_is_told() -> None:
     desk = Desk()
     desk.put(1, 2, 3, 4, namespace="tenant")
-    (stored,) = desk.told()
+    (stored,) = desk.published()
     assert isinstance(stored, BlockStored)
     assert stored.block_hashes == hashes(1, 2, 3, 4, namespace="tenant") != hashes(1, 2, 3, 4)
     assert stored.extra_keys == [("tenant",), ("tenant",)]
@@ -241,33 +241,33 @@ def test_a_namespace_changes_hashes_and_is_told() -> None:
 def test_a_page_that_moves_down_is_told_there_before_it_is_gone_here() -> None:
     desk = Desk()
     node = desk.put(1, 2, 3, 4)
-    desk.told()
+    desk.published()
     desk.index.give_host(node, desk.core.state.host.take(2))
     desk.index.mark_stored(node)
     desk.index.evict_device(2)
-    found = desk.told()
+    found = desk.published()
     assert [(type(event).__name__, event.medium) for event in found] == [
         ("BlockStored", "CPU"),
         ("BlockStored", "STORAGE"),
         ("BlockRemoved", "GPU"),
     ]
     desk.index.forget_stored()
-    assert desk.told() == [BlockRemoved(hashes(1, 2, 3, 4), "STORAGE")]
-    assert desk.told() == []
+    assert desk.published() == [BlockRemoved(hashes(1, 2, 3, 4), "STORAGE")]
+    assert desk.published() == []
 
 
 def test_pages_that_drain_are_not_there_and_pages_under_a_load_not_yet() -> None:
     desk = Desk()
     node = desk.put(1, 2, 3, 4)
-    desk.told()
+    desk.published()
     desk.index.set_reclaiming(node)
-    assert desk.told() == [BlockRemoved(hashes(1, 2, 3, 4), "GPU")]
+    assert desk.published() == [BlockRemoved(hashes(1, 2, 3, 4), "GPU")]
     other = Desk()
     node = other.put(1, 2)
     other.index.set_load(node, Rig())
-    assert other.told() == []
+    assert other.published() == []
     other.index.set_load(node, None)
-    (stored,) = other.told()
+    (stored,) = other.published()
     assert isinstance(stored, BlockStored)
 
 
@@ -276,10 +276,10 @@ def test_one_node_alone_is_looked_at_where_one_was_touched(monkeypatch: pytest.M
     desk = Desk()
     for token in range(1, 9):
         desk.put(token, token)
-    desk.told()
+    desk.published()
     looked: list[Node] = []
     seen = desk.watcher._seen
     monkeypatch.setattr(desk.watcher, "_seen", lambda node: looked.append(node) or seen(node))
     desk.put(50, 50)
-    assert len(desk.told()) == 1
+    assert len(desk.published()) == 1
     assert len(looked) == 1

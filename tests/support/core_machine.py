@@ -318,7 +318,7 @@ class CoreMachine(RuleBasedStateMachine):
             while above is not None:
                 keys, above = above.edge + keys, above.parent
             tags = self.tags(keys)[-node.page_count :]
-            if node.device is not None and node.load is None and not node.void:
+            if node.device is not None and node.load is None and not node.is_reclaiming:
                 self.device.expect(node.device, tags, node)
             if node.host is not None:
                 self.host.expect(node.host, tags, node)

@@ -200,7 +200,8 @@ def recompute_raises(play: Play) -> None:
 def filler_is_lost(state: str) -> None:
     """r1 shares pages that r0's room was to fill after a failed fetch; r0's prefill is lost."""
 
-    @says("the transfer that was to fill its pages was lost", "for other pages", "READY", counts="loads_void sent_back",
+    @says("the transfer that was to fill its pages was lost", "for other pages", "READY",
+          counts="loads_reclaimed sent_back",
           name=f"the room that fills shared pages is lost in {state}")  # fmt: skip
     def play(play: Play) -> None:
         longer = state == "PREFETCH"

@@ -304,7 +304,7 @@ def copy_raises(play: Play) -> None:
 
 
 @says(causes.LATE["copy"], "given up", "a copy to the device did not end in time", "for other pages", "READY",
-      counts="copies_late loads_void sent_back")  # fmt: skip
+      counts="copies_late loads_reclaimed sent_back")  # fmt: skip
 def copy_is_late(play: Play) -> None:
     copy = play.plan_with_host("r1")
     play.wait_for_clock()

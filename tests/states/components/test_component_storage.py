@@ -173,7 +173,7 @@ def test_remains_of_another_load_in_the_way_leave_only_the_full_pages_to_prefill
     rig.take_all(commands.FetchComponent)
     rig.fetched(rig.take(commands.FetchPages))
     rig.take(commands.SendPromise)
-    # The copy to the device is late: its pages are void until it ends.
+    # The copy to the device is late: its pages are reclaimed until it ends.
     rig.wait_until(rig.now_s + 40.0)
     assert rig.core.statistics()["copies_late"] == 1
     rig.abort("a")

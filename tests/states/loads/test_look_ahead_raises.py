@@ -154,7 +154,7 @@ def test_void_pages_are_in_the_way_of_what_was_fetched_ahead() -> None:
     rig.answer(rig.take(commands.QueryStorage), 0)
     copy = rig.take(commands.CopyToDevice)
     rig.promised(rig.take(commands.SendPromise))
-    # The copy is late: its pages are void, and its request starts over on others.
+    # The copy is late: its pages are reclaimed, and its request starts over on others.
     rig.wait_until(1.0)
     rig.drained(rig.take(commands.SendAbort))
     for query in rig.take_all(commands.QueryStorage):

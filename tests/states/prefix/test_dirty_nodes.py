@@ -23,7 +23,7 @@ def seen(index: PrefixIndex) -> Seen:
             node.device is not None,
             node.host is not None,
             node.load is not None,
-            node.void,
+            node.is_reclaiming,
             index.tree.is_stored(node),
         )
         first = node.depth_pages - node.page_count

@@ -128,7 +128,7 @@ def planted(damage: str, rig: Rig) -> None:
         case "a host page of nobody":
             assert node.host is not None
             node.host = state.host.take(len(node.host))
-        case "a void page that is not draining":
+        case "a page in RECLAIMING that is not draining":
             index.set_reclaiming(node)
             assert node.device is not None
             state.device.settle(node.device)
@@ -141,7 +141,7 @@ def planted(damage: str, rig: Rig) -> None:
         "a priority fell",
         "a receipt is out and nowhere",
         "a host page of nobody",
-        "a void page that is not draining",
+        "a page in RECLAIMING that is not draining",
     ],
 )
 def test_the_index_sees_that(damage: str) -> None:

@@ -243,7 +243,7 @@ def test_empty_prompt_is_found_and_inserted_as_nothing(bench: Bench) -> None:
     bench.check()
 
 
-# --- Receipts, loads and void pages ---
+# --- Receipts, loads and pages in RECLAIMING ---
 
 
 def test_receipts_are_given_back_once_and_as_what_they_are(bench: Bench) -> None:

@@ -42,11 +42,11 @@ WRONG_CALLS: dict[str, Callable[[PrefixIndex, PagePool, Node], object]] = {
     "host copy below none": lambda index, device, node: index.give_host(leaf_of(node), page_ids([0])),
     "drop above a child": lambda index, device, node: index.drop_device(node),
     "drop of no host copy": lambda index, device, node: index.drop_host(node),
-    "drop of what is not void": lambda index, device, node: index.drop_reclaiming(node),
+    "drop of what is not in RECLAIMING": lambda index, device, node: index.drop_reclaiming(node),
     "split before the first page": lambda index, device, node: index.split(node, 0),
     "split after the last page": lambda index, device, node: index.split(node, 3),
     "load on a root": lambda index, device, node: index.set_load(root_of(node), object()),
-    "void root": lambda index, device, node: index.set_reclaiming(root_of(node)),
+    "root in RECLAIMING": lambda index, device, node: index.set_reclaiming(root_of(node)),
 }
 
 
@@ -131,7 +131,7 @@ DAMAGE: dict[str, Callable[[PrefixIndex, Node], object]] = {
     "page used twice": lambda index, node: node.device.__setitem__(0, root_of(node).device[0]),
     "page of nobody": lambda index, node: node.device.__setitem__(0, 31),
     "load on host pages": lambda index, node: setattr(root_of(node), "load", object()),
-    "void in the account only": lambda index, node: setattr(node, "void", True),
+    "RECLAIMING in the account only": lambda index, node: setattr(node, "is_reclaiming", True),
     "evictable": lambda index, node: setattr(index.device_tier, "evictable", 9),
     "protected": lambda index, node: setattr(index.host_tier, "protected", 9),
     "children": lambda index, node: setattr(root_of(node), "device_children", 2),

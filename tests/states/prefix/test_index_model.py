@@ -36,7 +36,7 @@ class Page:
     device: int | None = None
     host: int | None = None
     load: FakeLoad | None = None
-    void: bool = False
+    is_reclaiming: bool = False
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
         device = total = 0
         for prefix in prefixes(prompt):
             page = self.pages.get(prefix)
-            if page is None or page.void:
+            if page is None or page.is_reclaiming:
                 break
             total += 1
             if page.device is not None:
@@ -86,11 +86,11 @@ class IndexAgainstModel(RuleBasedStateMachine):
         return [self.pages[above] for above in prefixes(prefix)[-node.page_count :]]
 
     def held(self, node: Node) -> bool:
-        """Whether a receipt, load or void page keeps the node's device pages."""
+        """Whether a receipt, load or page in RECLAIMING keeps the node's device pages."""
         prefix = prefix_of(node)
         if any(covers(locked, prefix) for _, locked, _ in self.locks):
             return True
-        return any(covers(below, prefix) and (page.load or page.void) for below, page in self.pages.items())
+        return any(covers(below, prefix) and (page.load or page.is_reclaiming) for below, page in self.pages.items())
 
     def host_held(self, node: Node) -> bool:
         prefix = prefix_of(node)
@@ -117,7 +117,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
             leaves.remove(victim)
             ids = list(getattr(victim, tier))
             surplus = len(victims) + len(ids) - count
-            victims += ids if surplus <= 0 or victim.void else ids[surplus:]
+            victims += ids if surplus <= 0 or victim.is_reclaiming else ids[surplus:]
             parent = victim.parent
             assert parent is not None
             if parent.parent is not None:
@@ -146,7 +146,9 @@ class IndexAgainstModel(RuleBasedStateMachine):
                 prompt = (prompt[0], prompt[1][:number])
                 break
             ours.append(mine)
-            stopped = stopped or (page is not None and (page.void or (page.load is not None and mine != theirs)))
+            stopped = stopped or (
+                page is not None and (page.is_reclaiming or (page.load is not None and mine != theirs))
+            )
             if stopped:
                 rejected += [mine] if mine != theirs else []
                 table.append(mine)
@@ -241,7 +243,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
             for node in self.index.nodes()
             if node.device is None
             and node.parent.device is not None
-            and not node.parent.void
+            and not node.parent.is_reclaiming
             and node.page_count <= self.device.free
         ]
         if nodes:
@@ -277,7 +279,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
         load = self.loads.pop(pick % len(self.loads))
         for node in load.nodes:
             for page in self.node_pages(node):
-                page.load, page.void = None, fails
+                page.load, page.is_reclaiming = None, fails
             if fails:
                 self.index.set_reclaiming(node)
             else:
@@ -299,7 +301,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
             assert self.device.holds(pages, PageState.DRAINING)
             self.device.settle(pages)
             for page in (self.pages[prefix] for prefix in prefixes(mine)):
-                page.void = page.void and page.device not in pages
+                page.is_reclaiming = page.is_reclaiming and page.device not in pages
             gone = [page.device for prefix, page in self.pages.items() if covers(prefix, mine) and prefix != mine]
             self.forget("device", [page for page in gone if page is not None] + pages.tolist())
             nodes.pop()
@@ -323,7 +325,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     @rule(pick=PICK)
     def split(self, pick: int) -> None:
-        nodes = [node for node in self.index.nodes() if node.page_count > 1 and not node.void]
+        nodes = [node for node in self.index.nodes() if node.page_count > 1 and not node.is_reclaiming]
         if nodes:
             node = nodes[pick % len(nodes)]
             cut = 1 + pick % (node.page_count - 1)
@@ -343,7 +345,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
             for number, prefix in enumerate(prefixes(prefix_of(node))[-node.page_count :]):
                 device = None if node.device is None else node.device[number]
                 host = None if node.host is None else node.host[number]
-                found[prefix] = Page(device=device, host=host, load=node.load, void=node.void)
+                found[prefix] = Page(device=device, host=host, load=node.load, is_reclaiming=node.is_reclaiming)
         assert found == self.pages
         assert self.device.owned == self.host.owned == 0
 
