@@ -56,7 +56,7 @@ from tidekv.states.request.lending import Lending
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.request import Request, State
 from tidekv.states.request.restore import Restore
-from tidekv.states.request.table import TRANSITIONS, build_machine, first_due, takes
+from tidekv.states.request.table import TRANSITIONS, build_machine, takes
 from tidekv.states.storage.admission import StorageAdmission
 
 if TYPE_CHECKING:
@@ -418,14 +418,9 @@ class Core:
             # The request ended, and its id may be in use again.
             return
         at_s = state.now_s
-        due = first_due(request)
-        if due is events.StorageDue:
-            self.fire(request, events.StorageDue(at_s=at_s))
-        elif due is not None:
-            if due is events.PlanDue:
-                self.fire(request, events.PlanDue(at_s=at_s))
-                if not takes(request, events.Progressed):
-                    return
+        if takes(request, events.PlanDue):
+            self.fire(request, events.PlanDue(at_s=at_s))
+        if takes(request, events.Progressed):
             event = events.Progressed(at_s=at_s)
             while self.fire(request, event):
                 if not takes(request, events.Progressed):
@@ -436,6 +431,8 @@ class Core:
                 state.dirty.pop(request, None)
             if request.loads and self.shared_transfers.waits_for(request) is not None:
                 state.run_guarded(partial(self.shared_transfers.watch, request))
+        elif takes(request, events.StorageDue):
+            self.fire(request, events.StorageDue(at_s=at_s))
 
     def put_waiting(self) -> None:
         """Start the first waiting put; full pages go before component pages."""

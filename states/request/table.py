@@ -242,23 +242,6 @@ def takes(request: Request, kind: type[Event]) -> bool:
     return request.state in _SOURCES[kind]
 
 
-# By name: the hash of an enum member is a Python function.
-_FIRST_DUE: dict[str, type[Event] | None] = {
-    state.name: next(
-        (kind for kind in (events.StorageDue, events.PlanDue, events.Progressed) if state in _SOURCES[kind]), None
-    )
-    for state in State
-}
-
-
-def first_due(request: Request) -> type[Event] | None:
-    """Return the first of `StorageDue`, `PlanDue` and `Progressed` that has a row in the request's state, or None.
-
-    Where it is `PlanDue`, there is a row for `Progressed` as well.
-    """
-    return _FIRST_DUE[request.state._name_]
-
-
 PROGRESS_GUARDS: dict[State, tuple[Guard, ...]] = {
     state: tuple(
         row.only_if for row in TRANSITIONS if row.event is events.Progressed and state in row.source and row.only_if
