@@ -53,6 +53,7 @@ from tidekv.states.loads.shared_transfers import SharedTransfers
 from tidekv.states.request.admission_queue import Queue
 from tidekv.states.request.guards_and_actions import Actions
 from tidekv.states.request.lending import Lending
+from tidekv.states.request.lent_ends import LentEnds
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.request import Request, State
 from tidekv.states.request.restore import Restore
@@ -128,7 +129,8 @@ class Core:
             for consequence in CONSEQUENCES
             if isinstance(consequence.due, str)
         )
-        machine = build_machine((self.restore, self.lending, self.rooms, self.serving, self.actions))
+        lent_ends = LentEnds(self.queue, self.restore, self.lending)
+        machine = build_machine((self.restore, self.lending, lent_ends, self.rooms, self.serving, self.actions))
         self._triggers: dict[type[Event], Callable[[Request, Request, Event], bool]] = {
             row.event: machine.events[row.event.__name__].trigger for row in TRANSITIONS
         }

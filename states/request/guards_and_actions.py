@@ -94,16 +94,6 @@ def has_everything(request: Request, event: Event) -> bool:
     return is_written and not request.loads and not request.waits_for_components
 
 
-def fills_lent_pages(request: Request, event: Event) -> bool:
-    """Whether the device pages are the embedder's, which gets them back with whatever is in place."""
-    return request.lent is not None
-
-
-def has_filled_lent_pages(request: Request, event: Event) -> bool:
-    """Whether everything is in place in the embedder's pages."""
-    return request.lent is not None and has_everything(request, event)
-
-
 def can_recompute(request: Request, event: Event) -> bool:
     """Whether the caller can compute the rest of the prompt and was not asked yet."""
     return request.can_recompute and not request.recomputes
@@ -246,20 +236,6 @@ class Actions:
         self._state.pages_freed = True
 
     # --- The ends ---
-
-    def end_without_prefill(self, request: Request, event: PrefillLost) -> None:
-        """End with what lent pages hold so far, because the room is lost and every prefill was tried."""
-        self._end_with(request, event.cause, event.detail, settled=event.settled)
-
-    def end_at_deadline(self, request: Request, event: DeadlinePassed) -> None:
-        """End with what lent pages hold so far, because the caller's deadline has passed."""
-        self._end_with(request, "deadline", f"in {request.state.value}")
-
-    def _end_with(self, request: Request, cause: str, detail: str, *, settled: bool = False) -> None:
-        self._restore.leave(request, settled=settled)
-        self._lending.end_with(request, cause, detail)
-        if request.state is State.PREALLOC:
-            self._queue.remove(request)
 
     def fail_by_raise(self, request: Request, event: TransitionRaised) -> None:
         """Fail after an exception: no tier is left to fall back to."""

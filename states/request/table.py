@@ -107,6 +107,7 @@ from tidekv.states.handover.rooms import Rooms
 from tidekv.states.request import guards_and_actions as guards
 from tidekv.states.request.guards_and_actions import Actions
 from tidekv.states.request.lending import Lending
+from tidekv.states.request.lent_ends import LentEnds, fills_lent_pages, has_filled_lent_pages
 from tidekv.states.request.machine import ShortMachine
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.request import State
@@ -147,7 +148,7 @@ TRANSITIONS = (
     Row(events.Progressed, (MATCH,), TRANSFER, only_if=guards.is_planned),
     Row(events.Progressed, (PREFETCH,), LOCAL_RESTORE, only_if=guards.needs_no_storage),
     Row(events.Progressed, (LOCAL_RESTORE,), TRANSFER, only_if=guards.needs_no_local_tier),
-    Row(events.Progressed, (TRANSFER,), READY, before=Lending.commit, only_if=guards.has_filled_lent_pages),
+    Row(events.Progressed, (TRANSFER,), READY, before=Lending.commit, only_if=has_filled_lent_pages),
     Row(events.Progressed, (TRANSFER,), READY, before=Restore.commit, only_if=guards.has_everything),
     # The hand-over, which runs in parallel with the local restore.
     Row(events.PromiseSent, WITH_ROOM, None, before=Rooms.note_writer),
@@ -176,8 +177,8 @@ TRANSITIONS = (
     Row(events.Recomputed, (TRANSFER,), FAILED, before=Actions.fail_by_recompute, only_if=guards.has_failed),
     Row(events.Recomputed, (TRANSFER,), None, before=Restore.note_recomputed),
     # Lent pages: what is in place so far goes back to the caller, which computes the rest.
-    Row(events.PrefillLost, WITH_ROOM, READY, before=Actions.end_without_prefill, only_if=guards.fills_lent_pages),
-    Row(events.DeadlinePassed, LIVE, READY, before=Actions.end_at_deadline, only_if=guards.fills_lent_pages),
+    Row(events.PrefillLost, WITH_ROOM, READY, before=LentEnds.end_without_prefill, only_if=fills_lent_pages),
+    Row(events.DeadlinePassed, LIVE, READY, before=LentEnds.end_at_deadline, only_if=fills_lent_pages),
     # Failure.
     Row(events.TransitionRaised, (*LIVE, READY), FAILED, before=Actions.fail_by_raise),
     Row(events.PrefillLost, WITH_ROOM, FAILED, before=Actions.fail_by_prefill),

@@ -14,17 +14,17 @@ from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, core, events
 from tidekv.states.core_state import CoreState
 from tidekv.states.handover.rooms import Rooms
-from tidekv.states.request import guards_and_actions as guards
 from tidekv.states.request import table
 from tidekv.states.request.guards_and_actions import Actions
 from tidekv.states.request.lending import Lending
+from tidekv.states.request.lent_ends import LentEnds, fills_lent_pages, has_filled_lent_pages
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.request import Request, State
 from tidekv.states.request.restore import Restore
 from tidekv.states.request.table import TRANSITIONS, Row
 
 EIGHT = b"abcdefgh"
-OWNERS = {owner.__name__: owner for owner in (Actions, Lending, Restore, Rooms, Serving)}
+OWNERS = {owner.__name__: owner for owner in (Actions, Lending, LentEnds, Restore, Rooms, Serving)}
 TWO_TIERS_TO_CUT = (State.MATCH, State.PREFETCH, State.LOCAL_RESTORE)
 Stimulus = Callable[[Rig], object]
 
@@ -211,7 +211,7 @@ PLACES = [
 def play(row: Row, part: str, state: State, times: int) -> tuple[Plant, Rig, list[commands.Command], list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         plant = Plant(patch, row, part, state)
-        lends = part == "before" and row.only_if in (guards.fills_lent_pages, guards.has_filled_lent_pages)
+        lends = part == "before" and row.only_if in (fills_lent_pages, has_filled_lent_pages)
         rig = Rig(growth_reserve_pages=0 if lends else 1, lends_device=lends)
         noted: list[Any] = []
         original = CoreState.note_raise
