@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tidekv.engine.integrations.vllm.handover.jobs import HANDOVER_COUNTS
 from tidekv.engine.integrations.vllm.jobs import COUNTS
 
 VENV = os.environ.get("TIDEKV_VLLM_VENV")
@@ -89,3 +90,19 @@ async def test_nixl_with_less_noise_is_a_baseline_that_works(tmp_path: Path) -> 
     options = ("--connector", "nixl-quiet", "--conversations", 2, "--turns", 2, "--tokens", "200:500")
     figures = await serve(tmp_path / "figures", *options)
     assert figures["metrics"]["vllm:nixl_bytes_transferred_sum"] > 0
+
+
+@pytest.mark.parametrize("connector", ["tidekv", "tidekv-both"])
+async def test_a_pair_hands_prompts_over_and_restores_what_decode_kept(tmp_path: Path, connector: str) -> None:
+    options = ("--connector", connector, "--conversations", 4, "--turns", 3, "--tokens", "600:1400", "--parallel", 2)
+    figures = await serve(tmp_path / "figures", *options, "--aborts", 0.2, "--at", "2:reset:decode-0")
+    counts = {name: figures["metrics"].get(COUNT.format(name), 0) for name in HANDOVER_COUNTS}
+    assert counts["restore_tokens_transfer"] > 0, counts
+    assert counts["restore_tokens_l2"] > 0, counts
+    assert counts["offer_pages_written"] > 0, counts
+
+
+async def test_a_pair_survives_kills_of_both_ends(tmp_path: Path) -> None:
+    options = ("--connector", "tidekv", "--conversations", 4, "--turns", 4, "--tokens", "600:1400", "--parallel", 2)
+    figures = await serve(tmp_path / "figures", *options, "--at", "1:kill:prefill-0", "--at", "2:kill:decode-0")
+    assert figures["metrics"][COUNT.format("restore_tokens_l3")] > 0, "decode found nothing in storage after its kill"

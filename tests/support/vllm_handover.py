@@ -14,6 +14,11 @@ from tests.support.vllm_contract import BLOCK, BLOCKS, DIM, HEADS, LAYERS, NAMES
 from tests.support.waits import LIMIT_S
 
 PAUSE_S = 0.002
+ENGINE = {
+    "storage": {"prefetch_threshold_tokens": 0, "query_deadline_s": LIMIT_S, "prefetch_base_s": LIMIT_S},
+    "peer": {"silence_s": 10.0},
+}
+"""Options of the decode engine: a prompt of a test is short, and its machine may be busy."""
 
 
 def kv_of(tokens: Sequence[int], layer: int) -> torch.Tensor:
@@ -53,7 +58,12 @@ class HandoverVllm:
             handover.setdefault("listen", "127.0.0.1:0")
         configs = configs_of(
             "",
-            extra={"uri": None, "model": None, "host": None, "handover": {"model": "m", "host": "1MB", **handover}},
+            extra={
+                "uri": None,
+                "model": None,
+                "host": None,
+                "handover": {"model": "m", "host": "1MB", "engine": ENGINE, **handover},
+            },
             is_kv_producer=sends,
             is_kv_consumer=receives,
         )
@@ -114,8 +124,10 @@ class HandoverVllm:
             self.counts[name] = self.counts.get(name, 0) + count
 
     def compute(self, name: str, *, chunk: int) -> None:
-        """Compute the rest of a prompt in steps of `chunk` tokens."""
+        """Compute the rest of a prompt in steps of `chunk` tokens; of a restored one the last token."""
         request = self.requests[name]
+        if name in self.loaded and not self.invalid:
+            request.num_computed_tokens = request.num_prompt_tokens - 1
         while (left := request.num_prompt_tokens - request.num_computed_tokens) > 0:
             self.step({name: min(chunk, left)})
 
@@ -154,6 +166,16 @@ class HandoverVllm:
         return True
 
     def close(self) -> None:
+        """Close both sides; a prefill first gives its decode workers a second to be gone.
+
+        UCX may abort (stubs.c) if an agent ends while it disconnects from another one of the same process.
+        """
+        prefill = self.worker._worker._prefill
+        until_s = time.monotonic() + 1.0
+        while prefill is not None and time.monotonic() < until_s and prefill._thread._loop is not None:
+            if prefill._thread._loop.is_closed or not prefill._thread.statistics()["peers"]:
+                break
+            time.sleep(PAUSE_S)
         self.worker.shutdown()
         self.scheduler.shutdown()
 

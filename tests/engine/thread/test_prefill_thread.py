@@ -68,7 +68,9 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    # UCX's transport within a process aborts if one of its agents ends while another connects to it.
+    monkeypatch.setenv("UCX_TLS", "tcp")
     source, target = DevicePool.allocate(LAYOUT, 16), DevicePool.allocate(LAYOUT, 16)
     source.write_pages(range(16), torch.randint(0, 255, (16, LAYOUT.page_bytes)).to(torch.uint8))
     peer = PrefillPeer(device=source, transport=NixlTransport("prefill"))

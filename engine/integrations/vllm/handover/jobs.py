@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
+
+PREFILL_FIRST: Final = "prefill-first:"
+"""Prefix of rooms that prefill names: decode asks for one only after prefill has computed its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,29 +39,47 @@ class SendJob:
     is_last: bool
 
 
+@dataclass(frozen=True, slots=True)
+class OfferJob:
+    """Full blocks of a finished decode, which go to host memory and storage; vLLM holds them meanwhile.
+
+    `tokens` are those of the blocks, as packed little-endian u32.
+    """
+
+    request_id: str
+    tokens: bytes = field(repr=False)
+    blocks: tuple[int, ...]
+    namespace: str
+
+
 @dataclass(slots=True)
 class HandoverJobs:
     """The jobs of one step.
 
     `aborted`: requests whose restore is not needed any more. `preempted`: requests whose blocks are given to others
-    with this step. `held`: requests that have finished and whose blocks vLLM holds until the worker reports them; True
+    with this step. `held`: prompts that have finished and whose blocks vLLM holds until the worker reports them; True
     if all of their blocks were sent.
     """
 
     restores: list[RestoreJob] = field(default_factory=list)
     sends: list[SendJob] = field(default_factory=list)
+    offers: list[OfferJob] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     held: dict[str, bool] = field(default_factory=dict)
 
 
 HANDOVER_COUNTS: Mapping[str, str] = {
-    "restore_tokens_l1": "prompt tokens restored from the pages of tidekv's own pool",
+    "restore_tokens_l1": "prompt tokens that vLLM's own blocks had when a restore began",
     "restore_tokens_l2": "prompt tokens restored from host memory",
     "restore_tokens_l3": "prompt tokens restored from storage",
     "restore_tokens_transfer": "prompt tokens received from prefill",
     "restore_bytes_transfer": "bytes of whole pages received from prefill",
-    "restores_failed": "prompts that were not restored; vLLM computes them",
+    "restores_partial": "prompts that were restored in part; vLLM computes the rest",
+    "restores_failed": "prompts of which nothing was restored; vLLM computes them",
+    "offer_pages_written": "pages of finished requests copied to host memory",
+    "offer_pages_present": "pages of finished requests that host memory had already",
+    "offer_pages_declined": "pages of finished requests not kept: host memory had no room, or a copy failed",
     "sends_received": "prompts that decode received",
     "sends_unclaimed": "prompts that no decode worker asked for",
     "sends_failed": "prompts whose hand-over ended before decode had received them",

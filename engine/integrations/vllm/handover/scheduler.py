@@ -1,12 +1,13 @@
 """Scheduler's side of the hand-over role: which prompts are restored from prefill, and which blocks are sent.
 
     decode    matched: the whole prompt ──▶ allocated ──▶ restore job ──▶ its end, or the blocks that failed
+              finished: full blocks ──▶ an offer job, for which vLLM holds the blocks until they are in host memory
     prefill   each step: blocks that will be full once it has run ──▶ send jobs
               finished: the answer names address and room, and vLLM holds the blocks until decode has them
 
 A request says what it wants in `kv_transfer_params`:
 
-    {"do_remote_decode": true, "room": …}                    to prefill; without a room its own id is the room
+    {"do_remote_decode": true, "room": …}                    to prefill; without a room it names one
     {"do_remote_prefill": true, "prefill": …, "room": …}     to decode; the answer of prefill has this form
 
 It reads vLLM's requests and does not change them. All calls come from the scheduler's thread.
@@ -18,9 +19,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any  # vLLM's requests are not typed here: tests and type checks go without vLLM.
+from uuid import uuid4
 
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.integrations.vllm.handover.jobs import HandoverJobs, RestoreJob, SendJob
+from tidekv.engine.integrations.vllm.handover.jobs import PREFILL_FIRST, HandoverJobs, OfferJob, RestoreJob, SendJob
 from tidekv.engine.integrations.vllm.handover.settings import Handover
 from tidekv.engine.integrations.vllm.scheduler import is_of_tokens
 from tidekv.engine.log import engine_log
@@ -31,13 +33,16 @@ LOG = engine_log("tidekv.vllm")
 class DecodeScheduler:
     """Claims the prompts that prefill computes, each at most once: after a failure vLLM computes."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
         self._computed: dict[str, int] = {}
         """Tokens that vLLM had in its blocks when it asked last, by request."""
         self._claimed: set[str] = set()
         self._loading: set[str] = set()
         self._restores: list[RestoreJob] = []
         self._aborted: list[str] = []
+        self._offers: list[OfferJob] = []
+        self._reset_salt = ""
 
     def matched(self, request: Any, computed: int) -> int:
         """Return the tokens of the prompt behind `computed`, which ends a block, if prefill is to send them."""
@@ -73,7 +78,7 @@ class DecodeScheduler:
                 tokens=pack_tokens(request.prompt_token_ids),
                 blocks=tuple(blocks),
                 have_tokens=self._computed[request_id],
-                namespace=namespace_of(request),
+                namespace=namespace_of(request, self._reset_salt),
             )
         )
 
@@ -81,18 +86,34 @@ class DecodeScheduler:
         """Add the jobs of a step."""
         jobs.restores, self._restores = self._restores, []
         jobs.aborted, self._aborted = self._aborted, []
+        jobs.offers, self._offers = self._offers, []
 
     def loaded(self, request_ids: Iterable[str]) -> None:
         """Note the requests whose restore has ended, successfully or not."""
         self._loading.difference_update(request_ids)
 
-    def finished(self, request_id: str) -> None:
-        """Forget a request. vLLM holds its blocks by itself until a restore into them has ended."""
+    def reset(self) -> None:
+        """Name pages otherwise from now on, until this process ends."""
+        self._reset_salt = uuid4().hex
+
+    def finished(self, request: Any, blocks: Sequence[int]) -> bool:
+        """End a request. True: its full blocks are offered, and vLLM holds them.
+
+        If a restore is still under way it is aborted, and vLLM holds the blocks by itself until that has ended.
+        """
+        request_id, size = request.request_id, self._block_size
+        self._computed.pop(request_id, None)
+        self._claimed.discard(request_id)
         if request_id in self._loading:
             self._aborted.append(request_id)
             self._loading.discard(request_id)
-        self._computed.pop(request_id, None)
-        self._claimed.discard(request_id)
+            return False
+        full = min(int(request.num_computed_tokens) // size, int(request.num_tokens) // size, len(blocks))
+        if not full or not is_of_tokens(request):
+            return False
+        tokens = pack_tokens(request.all_token_ids[: full * size])
+        self._offers.append(OfferJob(request_id, tokens, tuple(blocks[:full]), namespace_of(request, self._reset_salt)))
+        return True
 
 
 @dataclass(slots=True)
@@ -118,7 +139,7 @@ class PrefillScheduler:
         """Take note of a request whose prompt a decode worker will ask for."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode") and is_of_tokens(request):
-            room = params.get("room") or request.request_id
+            room = params.get("room") or PREFILL_FIRST + request.request_id
             self._sending[request.request_id] = _Sending(request, str(room))
 
     def add_jobs(
@@ -179,7 +200,7 @@ class HandoverScheduler:
     """Both ends: `SchedulerRole` for a vLLM that sends prompts, receives them, or both."""
 
     def __init__(self, handover: Handover) -> None:
-        self._decode = DecodeScheduler() if handover.receives else None
+        self._decode = DecodeScheduler(handover.block_size) if handover.receives else None
         self._prefill = PrefillScheduler(handover.block_size, handover.settings.listen) if handover.sends else None
 
     def listening(self, addresses: Mapping[int, str]) -> None:
@@ -221,24 +242,27 @@ class HandoverScheduler:
             self._decode.loaded(connector_output.finished_recving or ())
 
     def finished(self, request: Any, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """End a request. True: vLLM holds its blocks until decode has received them."""
-        if self._decode is not None:
-            self._decode.finished(request.request_id)
-        return (False, None) if self._prefill is None else self._prefill.finished(request.request_id)
+        """End a request. True: vLLM holds its blocks until decode has received them, or they are in host memory."""
+        held, params = (False, None) if self._prefill is None else self._prefill.finished(request.request_id)
+        if self._decode is not None and not held:
+            held = self._decode.finished(request, blocks)
+        return held, params
 
     def take_counts(self) -> dict[str, int]:
         """Return nothing: the workers count."""
         return {}
 
     def reset(self) -> None:
-        """Do nothing: pages in L2 and storage are named by what they hold, and stay valid until the model changes."""
+        """Make pages kept so far unfindable for this instance; storage keeps them for others."""
+        if self._decode is not None:
+            self._decode.reset()
 
     def close(self) -> None:
         """Do nothing: the scheduler's side owns no resources."""
 
 
-def namespace_of(request: Any) -> str:
-    """Return the namespace of a request's pages: its adapter and salt, both of which KV depends on."""
+def namespace_of(request: Any, reset_salt: str = "") -> str:
+    """Return the namespace of a request's pages: its adapter and salt, and what the last reset added."""
     adapter = request.lora_request.lora_name if request.lora_request is not None else ""
-    salt = request.cache_salt or ""
-    return json.dumps([adapter, salt]) if adapter or salt else ""
+    parts = [adapter, request.cache_salt or "", reset_salt]
+    return json.dumps(parts) if any(parts) else ""

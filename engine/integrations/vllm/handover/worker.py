@@ -1,11 +1,11 @@
 """A worker's side of the hand-over role: `PrefillPeer` and `DecodeEngine` beside vLLM's model, each on its own thread.
 
     prefill   a step fills blocks ──▶ PrefillThread ──▶ decode's pages             blocks are held until decode has them
-    decode    restore job ──▶ EngineThread: L1, L2, storage, prefill ──▶ copy into vLLM's blocks ──▶ reported once
+    decode    restore job ──▶ EngineThread: L2, storage, prefill ──▶ vLLM's blocks, in place      reported once
+              offer job ──▶ EngineThread: L2, storage                     blocks are held until they are in host memory
 
-vLLM's thread calls everything here once a step and never waits for a transfer. The decode engine has pages of its own;
-a restored prompt costs one copy more, from them into vLLM's blocks. No failure fails a request: vLLM computes what was
-not restored.
+vLLM's thread calls everything here once a step and never waits for a transfer. vLLM's blocks are the device pages that
+it lends to the decode engine. No failure fails a request: vLLM computes what was not restored.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.decode.values import DecodeRequest
 from tidekv.engine.integrations.vllm.blocks import in_order
 from tidekv.engine.integrations.vllm.handover.blocks import BlockOrder, wrap_blocks
-from tidekv.engine.integrations.vllm.handover.jobs import HandoverJobs, RestoreJob, SendJob
+from tidekv.engine.integrations.vllm.handover.jobs import PREFILL_FIRST, HandoverJobs, OfferJob, RestoreJob, SendJob
 from tidekv.engine.integrations.vllm.handover.settings import Handover
 from tidekv.engine.integrations.vllm.settings import CPU_BACKEND, backends_of
 from tidekv.engine.log import engine_log
-from tidekv.engine.prefill.prefill_peer import PrefillPeer
-from tidekv.engine.thread.engine_thread import EngineThread, Failed, Restored
+from tidekv.engine.prefill.prefill_peer import PrefillPeer, Room
+from tidekv.engine.thread.engine_thread import EngineThread, Failed, Offered, RestoredInto
 from tidekv.engine.thread.prefill_thread import PrefillThread
-from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, TidekvError
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause, RequestFailed, TidekvError
 from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.prefill.prefill_room import RoomOutcome
 
@@ -52,6 +52,7 @@ class PrefillWorker:
             listen=settings.listen,
             model=order.identity(handover.model),
             lease_s=settings.lease_s,
+            on_room=self._refuse_unknown,
         )
         self._thread = PrefillThread(peer, promise_timeout_s=settings.promise_timeout_s)
         self._counts: Counter[str] = Counter()
@@ -122,54 +123,60 @@ class PrefillWorker:
         """End all rooms and stop. Idempotent."""
         self._thread.close()
 
+    async def _refuse_unknown(self, room: Room) -> None:
+        """Refuse a room that prefill named and no longer has, as after its restart. Runs on the peer's loop."""
+        if room.request_id.startswith(PREFILL_FIRST) and room.request_id not in self._requests:
+            room.fail(PrefillCause.FAILED.words("this prefill does not have the prompt any more"))
+
 
 class DecodeWorker:
-    """Restores prompts by a decode engine and copies them into vLLM's blocks."""
+    """Restores prompts into vLLM's blocks by a decode engine, and offers it what vLLM computed."""
 
     def __init__(self, pool: DevicePool, order: BlockOrder, handover: Handover) -> None:
         """Start. Raises what `DecodeEngine` raises as it starts."""
         settings, layout = handover.settings, pool.layout
-        self._blocks = pool
-        self._page_size = handover.block_size
-        self._pages = DevicePool.allocate(layout, handover.num_blocks)
-        engine = settings.engine
+        self._page_size, self._page_bytes = handover.block_size, layout.page_bytes
         config = msgspec.structs.replace(
-            engine,
+            settings.engine,
             model=order.identity(handover.model),
+            device="lent",
             default_deadline_s=settings.restore_timeout_s,
-            admission=msgspec.structs.replace(engine.admission, growth_reserve_pages=0),
             # A prompt that prefill preempted is sent again in a second room.
-            peer=msgspec.structs.replace(engine.peer, attempts=max(2, engine.peer.attempts)),
+            peer=msgspec.structs.replace(settings.engine.peer, attempts=max(2, settings.engine.peer.attempts)),
         )
         self._engine = EngineThread(
             config,
-            device=self._pages,
+            device=pool,
             host=HostPool.allocate(layout, max(1, settings.host_bytes // layout.page_bytes)),
             storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
             transport=NixlTransport(name=f"{handover.instance}-decode", secret=settings.secret(), dials=settings.dials),
         )
         self._counts: Counter[str] = Counter()
-        self._jobs: dict[str, RestoreJob] = {}
-        """Restores under way, by room, which is the request id within the engine."""
+        self._jobs: dict[int, RestoreJob | OfferJob] = {}
+        """Calls of the engine that have no outcome yet, by ticket."""
         self._rooms: dict[str, str] = {}
-        self._ended: set[str] = set()
+        """Rooms of the restores under way, by request; a room is the request's id within the engine."""
+        self._loaded: set[str] = set()
+        self._freed: set[str] = set()
         self._invalid: set[int] = set()
         self._engine.start()
 
-    def start(self, job: RestoreJob) -> None:
+    def restore(self, job: RestoreJob) -> None:
         """Start a restore. Its end is returned by `take_finished` exactly once."""
-        if job.room in self._jobs:
-            self._fail(job, f"room {job.room!r} is being restored for another request already")
-            return
+        request = DecodeRequest(request_id=job.room, tokens=job.tokens, prefill=job.prefill, namespace=job.namespace)
         try:
-            self._engine.submit(
-                DecodeRequest(request_id=job.room, tokens=job.tokens, prefill=job.prefill, namespace=job.namespace)
-            )
+            self._jobs[self._engine.restore_into(request, job.blocks, job.have_tokens)] = job
         except TidekvError as error:
-            self._fail(job, str(error))
-            return
-        self._jobs[job.room] = job
-        self._rooms[job.request_id] = job.room
+            self._end_restore(job, job.have_tokens, str(error))
+        else:
+            self._rooms[job.request_id] = job.room
+
+    def offer(self, job: OfferJob) -> None:
+        """Start copying blocks to host memory. Its end is returned by `take_finished` exactly once."""
+        try:
+            self._jobs[self._engine.offer(job.tokens, job.blocks, namespace=job.namespace)] = job
+        except TidekvError as error:
+            self._end_offer(job, str(error))
 
     def abort(self, request_id: str) -> None:
         """End a restore that is not needed any more; `take_finished` returns it when nothing writes for it."""
@@ -178,12 +185,13 @@ class DecodeWorker:
             with suppress(EngineClosed):  # The engine's end fails every restore.
                 self._engine.abort(room)
 
-    def take_finished(self) -> set[str]:
-        """Copy the restored prompts into their blocks. Returns the requests whose restores ended, each once."""
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose offered blocks are free, and those whose restores ended, each once."""
         if self._jobs:
             self._poll()
-        ended, self._ended = self._ended, set()
-        return ended
+        freed, self._freed = self._freed, set()
+        loaded, self._loaded = self._loaded, set()
+        return freed, loaded
 
     def is_transferring(self) -> bool:
         """Whether a restore is under way."""
@@ -207,40 +215,63 @@ class DecodeWorker:
         try:
             outcomes = self._engine.poll()
         except EngineClosed as error:
-            LOG.error("the decode engine has ended; prompts are computed from now on", cause=str(error))
-            for left in list(self._jobs.values()):
-                self._end(left)
-                self._fail(left, str(error))
+            self._give_up(error)
             return
         for outcome in outcomes:
-            job = self._jobs.get(outcome.request_id)
-            if isinstance(outcome, Restored) and job is not None:
-                self._copy(job, outcome)
-                self._end(job)
-            elif isinstance(outcome, Failed) and outcome.call == "restore" and job is not None:
-                self._end(job)
+            job = self._jobs.pop(outcome.ticket, None)
+            if isinstance(outcome, RestoredInto) and isinstance(job, RestoreJob):
+                restored = outcome.restored
+                for source, tokens in restored.sources.items():
+                    self._counts[f"restore_tokens_{source}"] += tokens
+                received = -(-restored.sources.get("transfer", 0) // self._page_size)
+                self._counts["restore_bytes_transfer"] += received * self._page_bytes
+                cause = "" if restored.is_complete else f"{restored.cause} {restored.detail}"
+                self._end_restore(job, restored.good_tokens, cause)
+            elif isinstance(outcome, Offered) and isinstance(job, OfferJob):
+                for name in ("written", "present", "declined"):
+                    self._counts[f"offer_pages_{name}"] += getattr(outcome.offered, name)
+                self._freed.add(job.request_id)
+            elif isinstance(outcome, Failed) and job is not None:
+                if _is_end_of_engine(outcome.error):
+                    self._give_up(outcome.error)
                 self._fail(job, str(outcome.error))
 
-    def _copy(self, job: RestoreJob, restored: Restored) -> None:
-        """Copy the pages that vLLM lacks into its blocks, and leave all of them to the engine's cache."""
-        ready, first = restored.ready, job.have_tokens // self._page_size
-        self._blocks.write_pages(job.blocks[first:], self._pages.read_pages(ready.pages[first:]))
-        for source, tokens in ready.sources.items():
-            self._counts[f"restore_tokens_{source}"] += tokens
-        received = -(-ready.sources.get("transfer", 0) // self._page_size)
-        self._counts["restore_bytes_transfer"] += received * self._pages.layout.page_bytes
-        self._engine.finish(ready)
-        self._ended.add(job.request_id)
+    def _give_up(self, error: Exception) -> None:
+        """End all jobs: the engine has ended. Its own end, which is waited for, ends the last writes to the blocks."""
+        LOG.error("the decode engine has ended; prompts are computed from now on", cause=str(error))
+        try:
+            self._engine.close()
+        except Exception:
+            LOG.exception("the decode engine ended by this error")
+        for job in self._jobs.values():
+            self._fail(job, str(error))
+        self._jobs.clear()
 
-    def _fail(self, job: RestoreJob, cause: str) -> None:
-        LOG.warning("a prompt was not restored, so it is computed", request_id=job.request_id, cause=cause)
-        self._counts["restores_failed"] += 1
-        self._invalid.update(job.blocks[job.have_tokens // self._page_size :])
-        self._ended.add(job.request_id)
+    def _fail(self, job: RestoreJob | OfferJob, cause: str) -> None:
+        if isinstance(job, RestoreJob):
+            self._end_restore(job, job.have_tokens, cause)
+        else:
+            self._end_offer(job, cause)
 
-    def _end(self, job: RestoreJob) -> None:
-        del self._jobs[job.room]
-        del self._rooms[job.request_id]
+    def _end_restore(self, job: RestoreJob, good_tokens: int, cause: str) -> None:
+        """Report a restore; after a failure with the blocks from the first one on that is not good."""
+        self._rooms.pop(job.request_id, None)
+        self._loaded.add(job.request_id)
+        if not cause:
+            return
+        LOG.warning("a prompt was not restored whole", request_id=job.request_id, good_tokens=good_tokens, cause=cause)
+        self._counts["restores_partial" if good_tokens > job.have_tokens else "restores_failed"] += 1
+        self._invalid.update(job.blocks[good_tokens // self._page_size :])
+
+    def _end_offer(self, job: OfferJob, cause: str) -> None:
+        LOG.warning("KV of a finished request is not kept", request_id=job.request_id, cause=cause)
+        self._counts["offer_pages_declined"] += len(job.blocks)
+        self._freed.add(job.request_id)
+
+
+def _is_end_of_engine(error: Exception) -> bool:
+    """Whether a call failed because the engine ends: only then its pages may still be written to."""
+    return isinstance(error, EngineClosed) or (isinstance(error, RequestFailed) and error.cause == "engine closed")
 
 
 class HandoverWorker:
@@ -291,18 +322,22 @@ class HandoverWorker:
         """Start the restores of a step."""
         if self._decode is not None:
             for job in jobs.restores:
-                self._decode.start(job)
+                self._decode.restore(job)
 
     def after_forward(self, jobs: HandoverJobs) -> None:
-        """Hand over the blocks that a step filled."""
+        """Hand over the blocks that a step filled, and offer those of finished requests."""
         if self._prefill is not None:
             for job in jobs.sends:
                 self._prefill.send(job)
+        if self._decode is not None:
+            for offer in jobs.offers:
+                self._decode.offer(offer)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Return the requests whose held blocks are free again, and those whose restores ended."""
-        freed = set() if self._prefill is None else self._prefill.take_finished()
-        return freed, set() if self._decode is None else self._decode.take_finished()
+        sent = set() if self._prefill is None else self._prefill.take_finished()
+        kept, loaded = (set(), set()) if self._decode is None else self._decode.take_finished()
+        return sent | kept, loaded
 
     def is_transferring(self) -> bool:
         """Whether a restore is under way, or blocks are held until decode has them."""
