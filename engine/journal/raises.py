@@ -6,6 +6,9 @@ recorded: the frames of the core from `Core.step` down, each with the bytecode o
 numbers and strings that distinguish the iterations of a loop. A replay follows the same frames and raises before the
 same instruction. Frames of other packages, of tests and of the simulation are excluded. With the same code on the same
 version of Python the place is exact; with other code it may not be found, and the replay diverges there.
+
+The rule and the number of its call are not enough: a rule leaves what it did before the raise (recency, counters, pages
+taken), its fallback goes on from there, and only the parts in a `Rollback` are reversed.
 """
 
 from __future__ import annotations
