@@ -127,8 +127,12 @@ def with_components(settings: CoreSettings, seed: int) -> CoreSettings:
 
 def with_lent_device(settings: CoreSettings, seed: int) -> CoreSettings:
     """Return the settings with lent device pages if the seed draws them, in one of five runs without components."""
-    if settings.components or Random(f"lent {seed}").random() >= LENT_SHARE:
-        return settings
+    draws = not settings.components and Random(f"lent {seed}").random() < LENT_SHARE
+    return lending(settings) if draws else settings
+
+
+def lending(settings: CoreSettings) -> CoreSettings:
+    """Return settings without components for a host engine that lends its device pages."""
     return msgspec.structs.replace(
         settings, lends_device=True, share_transfers=False, growth_reserve_pages=0, prefill_share=1.0
     )

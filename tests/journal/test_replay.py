@@ -9,7 +9,7 @@ import pytest
 
 from tidekv import ReplayDiverged, Replayer
 from tidekv.engine.journal.digest import final_state
-from tidekv.engine.simulation.simulate import draw_settings, with_components
+from tidekv.engine.simulation.simulate import draw_settings, lending, with_components
 from tidekv.states.core import Core
 from tidekv.states.events import StorageAnswered
 from tidekv.states.handover.rooms import Rooms
@@ -28,6 +28,15 @@ def test_replay_of_a_simulated_run_with_faults_is_identical(simulate, seed: int)
     replayer = Replayer(tape.path)
     replayed = replayer.run()
     assert (replayed.events, replayed.complete, replayed.torn) == (len(tape.steps), True, None)
+    assert final_state(replayer.core) == final_state(tape._core)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_replay_of_a_simulated_run_in_lent_pages_is_identical(simulate, seed: int) -> None:
+    tape = simulate(seed, 60, settings=lending(draw_settings(Random(seed))))
+    replayer = Replayer(tape.path)
+    replayed = replayer.run()
+    assert replayed.complete and replayer.header.core.lends_device
     assert final_state(replayer.core) == final_state(tape._core)
 
 

@@ -1,0 +1,116 @@
+"""The simulation of host engines that lend their device pages finds bugs that were put into the core on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from tidekv.engine.simulation import SimulationFailed, simulate
+from tidekv.engine.simulation.simulate import draw_settings, lending
+from tidekv.states.backup.offers import Offer, Offers
+from tidekv.states.loads.loads import Loads
+from tidekv.states.pages.page_pool import LentPool
+from tidekv.states.request.lending import Lending
+from tidekv.states.request.request import LentPages, Load, Request
+from tidekv.states.types import PageIds
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+REQUESTS = 60
+SEEDS_MAX = 60
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(plant: Mutant) -> Mutant:
+    MUTANTS[plant.__name__] = plant
+    return plant
+
+
+@mutant
+def pages_go_back_while_something_writes_to_them(patch: pytest.MonkeyPatch) -> None:
+    def has_writers(self: LentPool, pages: PageIds) -> bool:
+        return False
+
+    patch.setattr(LentPool, "has_writers", has_writers)
+
+
+@mutant
+def the_next_generation_does_not_wait_for_the_writers_of_the_last(patch: pytest.MonkeyPatch) -> None:
+    def grant(self: Lending, request: Request, lent: LentPages) -> bool:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(LentPool, "has_writers", lambda pool, pages: False)
+            return original(self, request, lent)
+
+    original = Lending.grant
+    patch.setattr(Lending, "grant", grant)
+
+
+@mutant
+def a_copy_of_a_request_that_left_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def end_with(self: Loads, load: Load) -> None:
+        pass
+
+    patch.setattr(Loads, "_end_with", end_with)
+
+
+@mutant
+def pages_after_a_gap_count_as_good(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LentPages, "good", property(lambda self: sum(1 for source in self._sources if source)))
+
+
+@mutant
+def pages_to_be_written_again_count_as_good(patch: pytest.MonkeyPatch) -> None:
+    def forget_rest(self: LentPages) -> None:
+        pass
+
+    patch.setattr(LentPages, "forget_rest", forget_rest)
+
+
+@mutant
+def a_page_that_has_not_landed_counts_as_received(patch: pytest.MonkeyPatch) -> None:
+    def note_received(self: Lending, request: Request) -> None:
+        if request.lent is not None and request.room is not None:
+            for span in request.room.spans:
+                landed = min(span.landed(request.room.ranks) + 1, span.first + span.count)
+                request.lent.note(span.first, landed - span.first, "transfer")
+
+    patch.setattr(Lending, "note_received", note_received)
+
+
+@mutant
+def a_late_offer_gives_its_pages_back(patch: pytest.MonkeyPatch) -> None:
+    def late(self: Offer) -> None:
+        self._offers.abandon(self)
+
+    patch.setattr(Offer, "late", late)
+
+
+@mutant
+def an_offer_joins_the_tree_before_the_one_that_it_follows(patch: pytest.MonkeyPatch) -> None:
+    def find_followed(self: Offers, offer: Offer) -> None:
+        original(self, offer)
+        offer.follows = None
+
+    original = Offers._find_followed
+    patch.setattr(Offers, "_find_followed", find_followed)
+
+
+def run_until_found() -> bool:
+    for seed in range(1, SEEDS_MAX + 1):
+        try:
+            simulate(seed, REQUESTS, settings=lending(draw_settings(Random(f"settings {seed}"))))
+        except SimulationFailed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_simulation_finds_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[name](monkeypatch)
+    assert run_until_found(), f"{SEEDS_MAX} seeds of {REQUESTS} requests did not find that {name}"
+
+
+def test_the_core_as_it_is_passes_the_first_seeds() -> None:
+    for seed in range(1, 11):
+        simulate(seed, REQUESTS, settings=lending(draw_settings(Random(f"settings {seed}"))))
