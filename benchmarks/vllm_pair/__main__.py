@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import tempfile
 from dataclasses import asdict
@@ -48,7 +49,7 @@ def conversations(
         list[str] | None,
         typer.Option(help="TURN:ACTION:SERVER, such as 5:kill:decode-0; also freeze, restart, damage, reset, forget."),
     ] = None,
-    window: Annotated[int | None, typer.Option(help="Sliding window of the model's attention.")] = None,
+    window: Annotated[int | None, typer.Option(help="Serve a Gemma 3 with sliding windows of this size.")] = None,
     seed: Annotated[int, typer.Option(help="The conversations are the same for the same seed.")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
@@ -169,6 +170,8 @@ if __name__ == "__main__":
     # Conversations are the command if none is named.
     named = [command.callback.__name__ for command in app.registered_commands if command.callback is not None]
     arguments = sys.argv[1:]
+    # As Ctrl-C: servers are ended, since they are process groups of their own.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app(arguments if arguments[:1] and arguments[0] in (*named, "--help") else ["conversations", *arguments])
     except TidekvError as error:

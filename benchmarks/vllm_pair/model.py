@@ -1,4 +1,4 @@
-"""A small random Llama with a tokenizer of one word per token, so that a real server runs without any download."""
+"""A small random model with a tokenizer of one word per token, so that a real server runs without any download."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SPECIAL = ("<s>", "</s>", "<pad>", "<unk>")
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of the model. `window`: tokens of a sliding window in every layer, as Mistral has it; None for none."""
+    """Sizes of a Llama, or with `window` of a Gemma 3: every other layer sees that many tokens only."""
 
     layers: int = 4
     hidden: int = 256
@@ -40,10 +40,10 @@ def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7)
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
         LlamaConfig,
         LlamaForCausalLM,
-        MistralConfig,
-        MistralForCausalLM,
         PreTrainedTokenizerFast,
     )
 
@@ -66,7 +66,16 @@ def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7)
     if shape.window is None:
         model = LlamaForCausalLM(LlamaConfig(**sizes))
     else:
-        model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=shape.window))
+        kinds = ["sliding_attention", "full_attention"] * shape.layers
+        model = Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                **sizes,
+                head_dim=shape.hidden // shape.heads,
+                query_pre_attn_scalar=shape.hidden // shape.heads,
+                sliding_window=shape.window,
+                layer_types=kinds[: shape.layers],
+            )
+        )
     model.to(torch.float32).save_pretrained(path)
     words = [*SPECIAL, *(f"w{number}" for number in range(shape.vocabulary - len(SPECIAL)))]
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))
