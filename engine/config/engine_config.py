@@ -132,6 +132,8 @@ class KVEventsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
     """Topic of the batches: the first frame of each."""
     kept_batches: PositiveCount = 10_000
     """Number of newest batches that can be requested again."""
+    components: bool = False
+    """Publish pages of windows and states, too, each component as a group. Only for routers that know groups."""
 
 
 class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -250,7 +250,14 @@ class Runtime:
         self.journal = await self._open_journal()
         watchers: list[Watcher | None] = [self.journal, self._fold, self.ranks]
         if self.kv_events is not None:
-            watchers.append(KVEventWatcher(self.core, self.kv_events, bigrams=self.config.bigram_keys))
+            watchers.append(
+                KVEventWatcher(
+                    self.core,
+                    self.kv_events,
+                    bigrams=self.config.bigram_keys,
+                    components=self.config.kv_events.components,
+                )
+            )
         self.driver = Driver(
             self.core,
             lambda command: self.executor.perform(command),

@@ -19,7 +19,8 @@ HASH_BYTES: Final = 8
 class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Consecutive pages that are in a medium now; `token_ids` are their tokens, `block_size` for each page.
 
-    `extra_keys` has one entry per page: the parts of its hash besides tokens, here the namespace. None means none.
+    `extra_keys` has one entry per page: the parts of its hash besides tokens, here the namespace. None means none. The
+    last three fields are of workers that publish components: 0 and "full_attention" for the full KV.
     """
 
     block_hashes: list[int]
@@ -30,13 +31,17 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     medium: Medium
     lora_name: str | None
     extra_keys: list[tuple[str] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Pages that are no longer in a medium."""
 
     block_hashes: list[int]
     medium: Medium
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):

@@ -8,6 +8,9 @@ The loop's thread only copies the content of the changed nodes, in the order of 
 hashes, differences and bytes from these copies; equal copies give equal events. Additions precede removals, so a page
 that moves down a tier is never missing.
 
+With `components`, the pages of windows and states are published as well, each component as a group of its own: a page
+of a window under the hash of the full page at its position, a record under that of the page that it follows.
+
 "STORAGE" means that this engine has seen the page in storage. When the index forgets a page, consumers are sent its
 removal, although storage may still have it.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -24,10 +27,12 @@ from tidekv.backends.keys.chain import namespace_seed
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium, hash_of
 from tidekv.states.commands import Command
+from tidekv.states.components.component_tier import ComponentTier
 from tidekv.states.core import Core
 from tidekv.states.events import Event
 from tidekv.states.prefix.index import PrefixIndex
 from tidekv.states.prefix.node import Node
+from tidekv.states.settings import CoreSettings
 
 
 def watch(index: PrefixIndex) -> dict[Node, None]:
@@ -52,26 +57,45 @@ class Seen(NamedTuple):
     namespace: str
     edge: bytes
     media: tuple[Medium, ...]
+    components: tuple[tuple[int, Medium, tuple[int, ...]], ...] = ()
+    """For components: group, medium, and which pages of the node have one there, counted from its first."""
+
+
+class Group(NamedTuple):
+    """What the events say of a group: a component, or the full KV, which is group 0."""
+
+    kind: str
+    window_tokens: int | None = None
+
+
+FULL_ATTENTION: Final = Group("full_attention")
+KINDS: Final = {"window": "sliding_window", "state": "mamba"}
+"""Kinds of components, as the events name them."""
+Place: TypeAlias = "tuple[int, Medium]"
+"""Group and medium."""
 
 
 class _Published:
-    """Published content of a node: the hashes of its pages, the key of the last one, and the media they are in."""
+    """Published content of a node: the hashes of its pages, the key of the last one, and what is in which place."""
 
-    __slots__ = ("hashes", "last_digest", "media")
+    __slots__ = ("hashes", "last_digest", "places")
 
-    def __init__(self, digests: list[bytes], media: tuple[Medium, ...]) -> None:
+    def __init__(self, digests: list[bytes], node: Seen) -> None:
         self.last_digest = digests[-1]
         self.hashes = [hash_of(digest) for digest in digests]
-        self.media = media
+        self.places: dict[Place, Sequence[int]] = {(0, medium): range(len(digests)) for medium in node.media}
+        self.places |= {(group, medium): pages for group, medium, pages in node.components}
 
 
 class KVEventTracker:
     """Keeps the published content and returns changes as events. Call it from one thread only.
 
-    `key_bytes` is the width of a page's key in bytes, and `bigrams` how it is built (see `PageKeys`).
+    `key_bytes` is the width of a page's key in bytes, and `bigrams` how it is built (see `PageKeys`). `groups` are the
+    published components, from group 1 on.
     """
 
-    def __init__(self, *, page_size: int, key_bytes: int, bigrams: bool = False) -> None:
+    def __init__(self, *, page_size: int, key_bytes: int, bigrams: bool = False, groups: Sequence[Group] = ()) -> None:
+        self._groups = (FULL_ATTENTION, *groups) if groups else ()
         self._page_keys = PageKeys(page_size, bigrams=bigrams)
         self._key_bytes = key_bytes
         self._published: dict[int, _Published] = {}
@@ -83,29 +107,33 @@ class KVEventTracker:
 
     def changes(self, nodes: Sequence[Seen]) -> list[KVEvent]:
         """Return the events for nodes that have changed. All other nodes must be unchanged since the last call."""
-        # Hashes that the changed nodes had, by medium. `_stored` removes those that are still there; the rest is gone.
-        before: dict[Medium, dict[int, None]] = {medium: {} for medium in MEDIA}
+        # Hashes that the changed nodes had, by place. `_stored` removes those that are still there; the rest is gone.
+        before: dict[Place, dict[int, None]] = {(0, medium): {} for medium in MEDIA}
         for node in nodes:
             published = self._published.pop(node.node_id, None)
             if published is not None:
-                for medium in published.media:
-                    before[medium].update(dict.fromkeys(published.hashes))
+                for place, pages in published.places.items():
+                    before.setdefault(place, {}).update(dict.fromkeys(published.hashes[at] for at in pages))
         events: list[KVEvent] = []
         # Parents first: a page's hash needs the hash of the page before it, here and at the consumer.
         for node in sorted((node for node in nodes if node.edge), key=lambda node: node.depth_pages):
-            published = self._published[node.node_id] = _Published(self._digests_of(node), node.media)
-            for medium in published.media:
-                events.extend(self._stored(node, published, medium, before[medium]))
-        for medium, hashes in before.items():
+            published = self._published[node.node_id] = _Published(self._digests_of(node), node)
+            for place, pages in published.places.items():
+                events.extend(self._stored(node, published, place, pages, before.setdefault(place, {})))
+        for (group, medium), hashes in before.items():
             if hashes:
-                events.append(BlockRemoved(list(hashes), medium))
+                events.append(BlockRemoved(list(hashes), medium, group if self._groups else None))
         return events
 
     def _stored(
-        self, node: Seen, published: _Published, medium: Medium, before: dict[int, None]
+        self, node: Seen, published: _Published, place: Place, pages: Sequence[int], before: dict[int, None]
     ) -> Iterator[BlockStored]:
         """Yield an event for each run of pages that were not published, and remove those that were from `before`."""
-        fresh = [before.pop(page_hash, False) is False for page_hash in published.hashes]
+        fresh = [False] * len(published.hashes)
+        for at in pages:
+            fresh[at] = before.pop(published.hashes[at], False) is False
+        group, medium = place
+        spec = self._groups[group] if self._groups else None
         first, count, width = 0, len(fresh), self._key_bytes
         while first < count:
             if not fresh[first]:
@@ -121,6 +149,9 @@ class KVEventTracker:
                 medium=medium,
                 lora_name=None,
                 extra_keys=[(node.namespace,)] * (end - first) if node.namespace else None,
+                group_idx=None if spec is None else group,
+                kv_cache_spec_kind=None if spec is None else spec.kind,
+                kv_cache_spec_sliding_window=None if spec is None else spec.window_tokens,
             )
             first = end
 
@@ -135,6 +166,11 @@ class KVEventTracker:
 
     def _hash_above(self, node: Seen) -> int | None:
         return self._published[node.parent_id].hashes[-1] if node.parent_id else None
+
+
+def groups_of(settings: CoreSettings) -> list[Group]:
+    """The groups of a core's components."""
+    return [Group(KINDS[component.kind], component.window_tokens or None) for component in settings.components]
 
 
 MakeEvents = Callable[[], Sequence[KVEvent]]
@@ -155,15 +191,26 @@ class KVEventWatcher:
     """Publishes the changes of one core. Create it before the core's first step, and call `stepped` for every step."""
 
     def __init__(
-        self, core: Core, outlet: Outlet, *, tracker: KVEventTracker | None = None, bigrams: bool = False
+        self,
+        core: Core,
+        outlet: Outlet,
+        *,
+        tracker: KVEventTracker | None = None,
+        bigrams: bool = False,
+        components: bool = False,
     ) -> None:
+        """With `components` their pages are published, too. A `tracker` must have been made with `groups_of` then."""
         self._tree = core.state.index.tree
         self._touched = watch(core.state.index)
         self._attachment = self._tree.attachment
         self._outlet = outlet
         settings = core.settings
+        self._components = core.state.components if components else None
         self._tracker = tracker or KVEventTracker(
-            page_size=settings.page_size, key_bytes=settings.key_bytes, bigrams=bigrams
+            page_size=settings.page_size,
+            key_bytes=settings.key_bytes,
+            bigrams=bigrams,
+            groups=groups_of(settings) if components else (),
         )
         self._is_behind = True
         """Published and current content differ by unknown changes: at the start, or after changes were dropped because
@@ -209,4 +256,18 @@ class KVEventWatcher:
         if self._tree.is_stored(node):
             found.append("STORAGE")
         above = 0 if parent.is_root else parent.node_id
-        return Seen(node.node_id, above, node.depth_pages, node.namespace, node.edge, tuple(found))
+        seen = self._seen_components(node) if self._components is not None else ()
+        return Seen(node.node_id, above, node.depth_pages, node.namespace, node.edge, tuple(found), seen)
+
+    def _seen_components(self, node: Node) -> tuple[tuple[int, Medium, tuple[int, ...]], ...]:
+        assert self._components is not None
+        first, found = node.depth_pages - node.page_count, []
+        for group, name in enumerate(self._components.components, start=1):
+            places: tuple[tuple[Medium, ComponentTier], ...] = (
+                ("GPU", self._components.device[name]),
+                ("CPU", self._components.host[name]),
+            )
+            for medium, tier in places:
+                if pages := tier.pages_of(node):
+                    found.append((group, medium, tuple(sorted(at - first for at in pages))))
+        return tuple(found)

@@ -18,7 +18,7 @@ Invariants, recounted by `check`:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.pages.page_pool import PagePool, PageState
@@ -49,10 +49,12 @@ class HeldPage:
 class ComponentTier:
     """Pages of one component in one tier of the prefix index."""
 
-    __slots__ = ("_guarded", "_idle", "account", "evictable", "name", "protected", "receipts")
+    __slots__ = ("_guarded", "_idle", "account", "evictable", "name", "protected", "receipts", "touch")
 
-    def __init__(self, name: TierName, account: PagePool) -> None:
+    def __init__(self, name: TierName, account: PagePool, touch: Callable[[Node], None]) -> None:
+        """`touch` is called with each node that gets or loses pages."""
         self.name: TierName = name
+        self.touch = touch
         self.account = account
         self.evictable = 0
         self.protected = 0
@@ -130,6 +132,7 @@ class ComponentTier:
             holding = self._take(node)
             holding.pages[position] = page
             self._put(node, holding)
+            self.touch(node)
         return table, unused
 
     def use(self, nodes: Iterable[Node]) -> None:
@@ -163,6 +166,7 @@ class ComponentTier:
             raise BrokenInvariant(f"{node} loses component pages in {self.account.name!r} that are guarded")
         if node in self._idle:
             self.account.from_cache(page_ids(self._take(node).pages.values()))
+            self.touch(node)
 
     def evict(self, count: int) -> int:
         """Free at least `count` pages, or all unguarded ones if there are fewer; returns how many were freed."""

@@ -49,10 +49,14 @@ class ComponentIndex:
         self.index = index
         self.components = {component.name: component for component in components}
         self.device = {
-            c.name: ComponentTier("device", PagePool(f"device {c.name}", c.device_pages)) for c in components
+            c.name: ComponentTier("device", PagePool(f"device {c.name}", c.device_pages), index.tree.touch)
+            for c in components
         }
         """By component, its pages on the device."""
-        self.host = {c.name: ComponentTier("host", PagePool(f"host {c.name}", c.host_pages)) for c in components}
+        self.host = {
+            c.name: ComponentTier("host", PagePool(f"host {c.name}", c.host_pages), index.tree.touch)
+            for c in components
+        }
         self._trailing_pages = {component.name: component.trailing_pages(page_size) for component in components}
         self._receipts: dict[ComponentReceipt, None] = {}
         index.tree.on_split.append(self._split)

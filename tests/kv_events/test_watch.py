@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from random import Random
@@ -11,16 +12,18 @@ import pytest
 from tidekv.backends.keys.chain import page_digests
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, hash_of
-from tidekv.engine.kv_events.watcher import KVEventTracker, KVEventWatcher, Seen
+from tidekv.engine.kv_events.watcher import KVEventTracker, KVEventWatcher, Seen, groups_of
+from tidekv.engine.simulation.components import draw_components
 from tidekv.engine.simulation.rig import Rig
-from tidekv.engine.simulation.simulate import draw_settings
+from tidekv.engine.simulation.simulate import draw_settings, with_components
 from tidekv.engine.simulation.world import World
 from tidekv.states import commands, events
 from tidekv.states.core import Core
 from tidekv.states.prefix.node import Node
 from tidekv.states.settings import CoreSettings
 
-Held = dict[str, set[int]]
+Held = dict[tuple[int, str], set[int]]
+"""Hashes by group and medium; group 0 is the full KV."""
 
 
 class ByteTracker(KVEventTracker):
@@ -56,7 +59,7 @@ class Router:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self.held: Held = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+        self.held: Held = defaultdict(set)
         self.published: list[KVEvent] = []
 
     def take(self, batch: Sequence[KVEvent]) -> None:
@@ -65,12 +68,14 @@ class Router:
         for event in batch:
             self.published.append(event)
             if isinstance(event, AllBlocksCleared):
-                self.held = {medium: set() for medium in self.held}
-            elif isinstance(event, BlockRemoved):
+                self.held.clear()
+                continue
+            place = (event.group_idx or 0, event.medium)
+            if isinstance(event, BlockRemoved):
                 assert event.block_hashes
-                assert set(event.block_hashes) <= self.held[event.medium], "what was never stored is removed"
-                self.held[event.medium] -= set(event.block_hashes)
-                removed.setdefault(event.medium, set()).update(event.block_hashes)
+                assert set(event.block_hashes) <= self.held[place], "what was never stored is removed"
+                self.held[place] -= set(event.block_hashes)
+                removed.setdefault(place, set()).update(event.block_hashes)
             else:
                 assert not removed, "what is new comes first"
                 assert (
@@ -78,40 +83,52 @@ class Router:
                     == len(event.block_hashes) * self.page_size
                     == len(event.block_hashes) * (event.block_size)
                 )
-                assert not set(event.block_hashes) & self.held[event.medium], "stored twice"
-                self.held[event.medium] |= set(event.block_hashes)
+                assert not set(event.block_hashes) & self.held[place], "stored twice"
+                self.held[place] |= set(event.block_hashes)
+
+    @property
+    def knows(self) -> Held:
+        return {place: hashes for place, hashes in self.held.items() if hashes}
 
 
-def truth(core: Core) -> Held:
+def truth(core: Core, *, components: bool = False) -> Held:
     """What the index holds, by walking all of it."""
-    held: Held = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+    held: Held = defaultdict(set)
     tree = core.state.index.tree
     chains: dict[Node, bytes] = {}
     for node in tree.nodes():
         before = node.namespace.encode() if node.parent.is_root else chains[node.parent]
-        hashes = set()
+        hashes: dict[int, None] = {}
         for start in range(0, len(node.edge), tree.key_bytes):
             before = sha256(before + node.edge[start : start + tree.key_bytes]).digest()
-            hashes.add(hash_of(before))
+            hashes[hash_of(before)] = None
         chains[node] = before
         if node.device is not None and node.load is None and not node.is_reclaiming:
-            held["GPU"] |= hashes
+            held[0, "GPU"] |= hashes.keys()
         if node.host is not None:
-            held["CPU"] |= hashes
+            held[0, "CPU"] |= hashes.keys()
         if tree.is_stored(node):
-            held["STORAGE"] |= hashes
-    return held
+            held[0, "STORAGE"] |= hashes.keys()
+        index = core.state.components
+        for group, name in enumerate(index.components if components else (), start=1):
+            by_position = dict(enumerate(hashes, node.depth_pages - node.page_count))
+            for medium, tier in (("GPU", index.device[name]), ("CPU", index.host[name])):
+                held[group, medium] |= {by_position[at] for at in tier.pages_of(node)}
+    return {place: hashes for place, hashes in held.items() if hashes}
 
 
-def watched_world(seed: int, requests: int, *, jams: bool = False) -> tuple[Router, int]:
+def watched_world(seed: int, requests: int, *, jams: bool = False, components: int = 0) -> tuple[Router, int]:
     """Run a world with all faults on; after each step the router knows what there is."""
     random = Random(f"settings {seed}")
     settings = draw_settings(random)
+    if components:
+        settings = with_components(settings, components)
     world = World(seed=seed, requests=requests, faults="all", settings=settings)
     router = Router(settings.page_size)
     outlet = AtOnce(router.take)
-    tracker = ByteTracker(page_size=settings.page_size, key_bytes=settings.key_bytes)
-    watcher = KVEventWatcher(world.core, outlet, tracker=tracker)
+    groups = groups_of(settings)
+    tracker = ByteTracker(page_size=settings.page_size, key_bytes=settings.key_bytes, groups=groups)
+    watcher = KVEventWatcher(world.core, outlet, tracker=tracker, components=bool(components))
     step, steps = world.core.step, 0
 
     def stepped(event: events.Event) -> list[commands.Command]:
@@ -122,15 +139,28 @@ def watched_world(seed: int, requests: int, *, jams: bool = False) -> tuple[Rout
         watcher.stepped(event, given)
         if not outlet.has_room:
             return given
-        assert router.held == truth(world.core), f"step {steps}: {event}"
+        assert router.knows == truth(world.core, components=bool(components)), f"step {steps}: {event}"
         return given
 
     world.core.step = stepped
     world.run(random.randint(2, 16))
     outlet.has_room = True
     watcher.stepped(events.ClockAdvanced(at_s=0.0), [])
-    assert router.held == truth(world.core)
+    assert router.knows == truth(world.core, components=bool(components))
     return router, steps
+
+
+WITH_COMPONENTS = [seed for seed in range(1, 30) if draw_components(Random(f"components {seed}"), 1)]
+
+
+@pytest.mark.parametrize("seed", WITH_COMPONENTS[:6])
+def test_a_router_knows_the_windows_and_records_there_are_whatever_happens(seed: int) -> None:
+    router, _ = watched_world(seed, 60, components=seed, jams=seed % 2 > 0)
+    stored = [event for event in router.published if isinstance(event, BlockStored)]
+    assert {event.kv_cache_spec_kind for event in stored if not event.group_idx} == {"full_attention"}
+    of_components = {event.kv_cache_spec_kind for event in stored if event.group_idx}
+    assert of_components and of_components <= {"sliding_window", "mamba"}
+    assert any(isinstance(event, BlockRemoved) and event.group_idx for event in router.published)
 
 
 @pytest.mark.parametrize("seed", range(40, 52))
