@@ -83,6 +83,9 @@ class PrefillPeer:
     with the promise (`DecodeRequest(send_prompt=True)`), or by `room.finish(tokens=…)`; a prompt without is not stored,
     and counted. `room.received()` returns no sooner than the pages were copied to host memory: `host`, all of whose
     pages are the peer's then, or a small pool of its own. Tails of components are not stored. The peer closes storage.
+
+    Decode workers with `EngineConfig.page_checksums` get the checksum of every page that is sent to them. That needs
+    pools in host memory: a peer on a GPU refuses such workers.
     """
 
     def __init__(
