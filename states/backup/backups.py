@@ -245,11 +245,15 @@ class Backups:
         Unless a receipt protects it: then the next copy of it finds the damage again.
         """
         self._state.count("l2_damaged")
-        damaged = backup.first + intact
-        for node, first in self._ranges(backup.leaf):
-            if first <= damaged < first + node.page_count:
-                drop = partial(self._state.index.drop_host_path, node)
-                self._state.run_guarded(drop, recover=lambda: None)
+        # The backup is over: after an exception the pages stay, and there is nothing to abandon.
+        drop = partial(self._drop_host_page, backup.leaf, backup.first + intact)
+        self._state.run_guarded(drop, recover=lambda: None)
+
+    def _drop_host_page(self, leaf: Node, page: int) -> None:
+        for node, first in self._ranges(leaf):
+            if first <= page < first + node.page_count:
+                self._state.index.drop_host_path(node)
+                return
 
     def abandon(self, backup: Backup) -> None:
         """End a backup of which a step raised, with nothing in flight. Safe to call again after a raise."""
