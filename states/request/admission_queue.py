@@ -61,6 +61,14 @@ class Queue:
         After a request that is over its quota (`Request.over_quota`, once the caller has tried it) no other of its
         prefill follows. At most `admission_scan_max` requests are tried that are not.
         """
+        if len(self._lanes) == 1:
+            # Usual with one prefill: the order is that of arrival and needs no ranks.
+            (requests,) = self._lanes.values()
+            for request in requests[: self._settings.admission_scan_max]:
+                yield request
+                if request.over_quota or request.passed >= self._settings.passes_max:
+                    return
+            return
         # Merge the lanes by rank. Within a lane the first waiting request has the highest rank, since it is oldest.
         heads = [self._head(lane, 0, now_s) for lane in self._lanes]
         heapq.heapify(heads)
@@ -69,12 +77,12 @@ class Queue:
         while heads and tried < self._settings.admission_scan_max:
             _, _, lane, at = heads[0]
             request = self._lanes[lane][at]
-            if request.prefill in blocked:
+            if lane[1] in blocked:
                 heapq.heappop(heads)
                 continue
             yield request
             if request.over_quota:
-                blocked.add(request.prefill)
+                blocked.add(lane[1])
                 continue
             tried += 1
             if request.passed >= self._settings.passes_max:
