@@ -36,6 +36,7 @@ from rich.table import Table
 from benchmarks.engine_rig import KeyStorage, Script, ScriptedTransport
 from benchmarks.engine_sampler import Sampler, thread_times
 from tidekv import (
+    AdmissionOptions,
     DecodeEngine,
     DecodeRequest,
     DevicePool,
@@ -128,7 +129,7 @@ class Rig:
                 journal=JournalOptions(path=journal),
                 default_deadline_s=3600.0,
                 loop_stall_report_s=5.0,
-                prefill_share=1.0,  # The script answers when all requests have rooms.
+                admission=AdmissionOptions(prefill_share=1.0),  # The script answers when all requests have rooms.
                 # Thousands that arrive at once wait for seconds: storage is asked and waited for all the same.
                 storage=StorageOptions(
                     query_deadline_s=600.0, prefetch_base_s=600.0, fetch_deadline_share=0.0, breaker_failures=0
