@@ -17,6 +17,7 @@ from tidekv import (
     InvalidRequest,
     LoopbackTransport,
     OfferedPages,
+    RankGroup,
     RequestFailed,
     open_storage,
 )
@@ -201,13 +202,17 @@ def test_parts_that_the_mode_does_not_support_are_refused_by_name() -> None:
     async def recompute(job: object) -> tuple[int, dict[str, object]]:
         return 0, {}
 
-    with pytest.raises(InvalidConfig, match="recompute must be none"):
-        DecodeEngine(
-            engine_config(device="lent"),
-            device=DevicePool.allocate(LAYOUT, 4),
-            transport=LoopbackTransport("alone"),
-            recompute=recompute,
-        )
+    for match, parts in (
+        ("recompute must be none", {"recompute": recompute}),
+        ("ranks are not supported", {"ranks": RankGroup(rank=0, ranks=2, address="127.0.0.1:7001")}),
+    ):
+        with pytest.raises(InvalidConfig, match=match):
+            DecodeEngine(
+                engine_config(device="lent"),
+                device=DevicePool.allocate(LAYOUT, 4),
+                transport=LoopbackTransport("alone"),
+                **parts,
+            )
 
 
 async def test_the_end_of_the_engine_ends_calls_and_offers(make_pair) -> None:
