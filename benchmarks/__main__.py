@@ -83,6 +83,21 @@ def sources(
 
 
 @app.command()
+def policies(
+    ratios: Annotated[list[float] | None, typer.Option(help="Link speed over storage speed; 1:16 to 16:1.")] = None,
+    policy: Annotated[str, typer.Option(help="A fetch policy in place of the default one.")] = "",
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+) -> None:
+    """Restore with the default storage policy and without cache, in turn, on throttled real processes.
+
+    Takes half an hour.
+    """
+    options = ["--json", str(json or os.devnull), *(["--policy", policy] if policy else [])]
+    options += ["--ratios", *map(str, ratios)] if ratios else []
+    os.execv(sys.executable, [sys.executable, "-m", "benchmarks.policies", *options])
+
+
+@app.command()
 def tiers(
     storage: Annotated[str, typer.Option(help="Storage URI; empty: files in a temporary directory.")] = "",
     plot: Plot = None,

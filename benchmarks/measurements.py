@@ -156,6 +156,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "transfer": Measurement(program="benchmarks.transfer", budget_s=240),
     "restore": Measurement(program="benchmarks.restore", budget_s=300),
     "multiturn": Measurement(program="benchmarks.published_rates", budget_s=60),
+    "policies": Measurement(program="benchmarks.policies", budget_s=2700),
     "planner": Measurement(program="benchmarks.planner", budget_s=120),
     "checksums": Measurement(program="benchmarks.checksums", budget_s=240),
     "paper": Measurement(program="benchmarks.paper", budget_s=900),

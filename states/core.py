@@ -85,8 +85,8 @@ class Core:
         self.settings = settings
         self.state = CoreState(settings)
         self.queue = Queue(settings)
-        self.storage = StorageAdmission(self.state)
         self.rooms = Rooms(self.state)
+        self.storage = StorageAdmission(self.state, self.rooms)
         placement = LentPlacement(self.state) if settings.lends_device else TreePlacement(self.state)
         self.loads = Loads(self.state, self.storage, self.rooms, placement)
         self.shared_transfers = SharedTransfers(self.state, self.loads)
@@ -113,7 +113,6 @@ class Core:
         self.actions = Actions(
             self.state,
             self.queue,
-            self.storage,
             self.rooms,
             self.loads,
             self.shared_transfers,

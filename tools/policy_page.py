@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from tidekv.states.storage.answer_time import SURE_SHARE, USEFUL_SHARE, WAIT_MAX_S, WAIT_MIN_S
+from tidekv.states.storage.answer_time import GAIN_SHARE, WAIT_MAX_S, WAIT_MIN_S
 from tidekv.states.storage.policy import StoragePolicy
 from tidekv.states.storage.throughput import ESTIMATE_FRESH_S
 
@@ -33,25 +33,29 @@ about to be evicted are lost when the process ends.
 
 **Wait for the answer.** A request asks storage at its arrival, and takes no device pages while it waits for the
 answer. The wait is the mean of the measured answer times and four times their deviation, at least
-{WAIT_MIN_S * 1000:g} ms. It is at most {USEFUL_SHARE:.0%} of the time that the transfer alone would take, times the
-share of the pages in question that storage had lately, or {SURE_SHARE:.0%}; {WAIT_MAX_S * 1000:g} ms while the speed of
-the transfer or of storage is unknown. Answers that take longer on average are not waited for. The plan is then made
-without storage (`l3_queries_outwaited`). A later answer is used if the request still waits for device memory, or
-returns to the queue; prefill is writing the pages otherwise. With `wait_complete` the wait is `query_deadline_s`.
+{WAIT_MIN_S * 1000:g} ms. It is at most {GAIN_SHARE:.0%} of the time that storage can save: the time of all pages in
+question from prefill, less that from both, times the share of such pages that storage had lately. While the speed of
+the transfer is unknown, that is {WAIT_MAX_S * 1000:g} ms. Answers that take longer on average are not waited for. The
+plan is then made without storage (`l3_queries_outwaited`). A later answer is used if the request still waits for
+device memory, or returns to the queue; prefill is writing the pages otherwise. With `wait_complete` the wait is
+`query_deadline_s`.
 
-**Throughput of storage.** For each fetch that brought all its pages, or is late, the core records the seconds from its
-command to its outcome and the pages that were under way when it began. Both sums are weighted: each fetch counts 7/8 of
-the one after it. Their ratio is the time of a page, `page_s`. A plan fetches at most `n` pages with
+**Throughput of storage.** For each fetch that brought all its pages, or is late, the core records the seconds from
+its command to its outcome and the pages that were under way when it began. Both sums are weighted: each fetch counts
+7/8 of the one after it. Their ratio is the time of a page, `page_s`. A plan fetches at most `n` pages with
 `(pages under way + n) * page_s <= fetch_deadline_share * time that it may take`. The measurement expires after
 {ESTIMATE_FRESH_S:g} s without a fetch; storage is then used in full again.
 
 **Split between storage and transfer.** With `soonest` the throughput of the transfer is measured in the same way, by
-spans of rooms. A plan splits what storage has so that storage and prefill finish at the same time, each after the work
-that is queued there: the front is fetched, the rest is sent by prefill. When prefill has sent everything and fetches
-are still under way, the last of these are requested from prefill as well if it sends them sooner; their reads continue
-without effect. While one of the two throughputs is unknown, a plan fetches everything, and half of the remaining pages
-are requested each time. The time that prefill computes is part of its throughput. Restores of windows and states are
-not split, because their boundary determines the plan.
+spans of rooms. A plan splits what storage has so that storage and prefill finish at the same time, each after the
+work that is queued there: the front is fetched, the rest is sent by prefill. When prefill has sent everything and
+fetches are still under way, the last of these are requested from prefill as well if it sends them sooner; their reads
+continue without effect. They are divided once more if a fetch takes half as long again as expected. While one of the
+two throughputs is unknown, one plan at a time fetches an eighth of what storage has, or everything if nothing has
+been transferred yet, and half of the remaining pages are requested each time; other plans fetch nothing. So storage
+costs a request no more than it gains, however slow it is: `python3 dev.py bench policies` measures that on real
+processes. The time that prefill computes is part of its throughput. Restores of windows and states are not split,
+because their boundary determines the plan.
 
 **Look-ahead.** A request that waits for device memory has already looked up its pages in storage. If
 `lookahead_pages_max` is set, these pages are fetched to the host meanwhile and count as `l3`; reads that are
@@ -64,8 +68,8 @@ ROWS: dict[str, tuple[str, str, str]] = {
         "maximum wait of a request for its fetches: `timeout`, by their length; `best_effort`, until its transfer is "
         "done; `wait_complete`, until they end (these two at most half of the time to its deadline); `soonest`, like "
         "`timeout`, but pages that the transfer brings sooner are not fetched; see above",
-        "`best_effort` if prefill is idle; `wait_complete` if prefill costs more than waiting; `soonest` if storage "
-        "may be slower than the link, and prefill has the pages that storage has",
+        "`wait_complete` or `timeout` if computing pages in prefill costs more than waiting for storage; `best_effort` "
+        "if prefill is idle",
         "pages that have not landed are requested from prefill by extend",
     ),
     "prefetch_threshold_tokens": (

@@ -67,7 +67,7 @@ def print_sources(raced: Sequence[Raced], console: Console | None = None) -> Non
         table.add_column(column, justify="right")
     for one in raced:
         ratio = f"{one.ratio:g} : 1" if one.ratio >= 1 else f"1 : {1 / one.ratio:g}"
-        times = (f"{mean:.3f}" for mean in one.ready_s.values())
+        times = (f"{mean:.3f}" for mean in one.mean_s.values())
         table.add_row(ratio, str(one.in_flight), *times, f"{one.over_best_fixed:.3f}")
     (console or Console()).print(table)
 

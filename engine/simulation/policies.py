@@ -15,6 +15,7 @@ def draw_policy(random: Random, page_size: int) -> StoragePolicy:
     threshold = random.choice((0, 0, 2 * page_size))
     if random.random() < 0.5:
         return StoragePolicy(
+            prefetch=random.choice(("soonest", "timeout")),
             prefetch_threshold_tokens=threshold,
             prefetch_base_s=0.1,
             lookahead_pages_max=random.choice((0, 1000)),
@@ -23,7 +24,7 @@ def draw_policy(random: Random, page_size: int) -> StoragePolicy:
             breaker_failures=0,
         )
     return StoragePolicy(
-        prefetch=random.choice(("timeout", "timeout", "best_effort", "wait_complete")),
+        prefetch=random.choice(("soonest", "timeout", "best_effort", "wait_complete")),
         prefetch_threshold_tokens=threshold,
         prefetch_base_s=0.1,
         fetch_pages_in_flight_max=random.choice((0, 0, 3, 12)),

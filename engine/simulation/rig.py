@@ -18,7 +18,15 @@ from tidekv.states.types import PageIds
 
 Wish = TypeVar("Wish", bound=commands.Command)
 
-DEFAULTS = {"page_size": 1, "key_bytes": 1, "device_pages": 32, "host_pages": 32, "prefetch_threshold_tokens": 1}
+DEFAULTS: dict[str, int | float | str] = {
+    "page_size": 1,
+    "key_bytes": 1,
+    "device_pages": 32,
+    "host_pages": 32,
+    # Plans do not depend on how long a test lets a fetch or a transfer take.
+    "prefetch": "timeout",
+    "prefetch_threshold_tokens": 1,
+}
 
 
 class Rig:

@@ -105,7 +105,7 @@ def declined_words(request: Request, core: Core) -> str:
         limits = ("fetch_pages_in_flight_max", "fetch_pages_per_s")
         detail = ", ".join(f"{name} is {getattr(policy, name):g}" for name in limits if getattr(policy, name))
         detail = detail or f"at its pace no more lands in time: fetch_deadline_share is {policy.fetch_deadline_share:g}"
-    elif cause == "slower":
+    elif cause in ("slower", "unmeasured"):
         detail = "prefetch is soonest"
     return f"{count} pages that storage has were declined: {DECLINED[cause]}{f' ({detail})' if detail else ''}"
 

@@ -252,15 +252,19 @@ class RequestTraces:
                 isinstance(owner, LoadCopy) and owner.load.stage is Stage.RECLAIMING
             ):
                 continue
-            work.trouble = LATE[work.kind]
+            is_cut = _is_cut(owner)
+            work.trouble = EXTENDED["transfer_done"] if is_cut else LATE[work.kind]
+            if is_cut:
+                # The extend names the cause.
+                continue
             consequence = CONSEQUENCES.get(f"late {work.kind}") or CONSEQUENCES["ahead" if work.ahead else work.kind]
             self._tell_trouble(work, request_traces, consequence, at_s, core)
 
     def _give_up_cut(self, core: Core) -> None:
-        if core.state.settings.prefetch == "best_effort":
-            for op, (work, _) in self._open.items():
-                if not work.trouble and isinstance(core.state.operations.get(op), LateFetch):
-                    work.trouble = EXTENDED["transfer_done"]
+        for op, (work, _) in self._open.items():
+            owner = core.state.operations.get(op)
+            if not work.trouble and _is_cut(owner):
+                work.trouble = EXTENDED["transfer_done"]
 
     def _tell_trouble(
         self, work: Work, request_traces: list[RequestTrace], consequence: str, at_s: float, core: Core
@@ -493,3 +497,8 @@ def read_request_traces(replayer: Replayer) -> RequestTraces:
     """Replay a journal to its end, and return all request traces."""
     replayer.run(request_traces := RequestTraces(replayer.core))
     return request_traces
+
+
+def _is_cut(owner: object) -> bool:
+    """Whether this is a fetch that was given up because its pages come from prefill sooner."""
+    return isinstance(owner, LateFetch) and owner.cause == "transfer_done"

@@ -280,7 +280,7 @@ class ComponentStorage:
 
     def _give_up(self, fetch: ComponentFetch) -> None:
         self._storage.fetch_over(fetch)
-        self._storage.fetch_given_up(fetch.op, fetch.host_pages, fetch.component)
+        self._storage.fetch_given_up(fetch, component=fetch.component)
         del fetch.component_pages.fetches[fetch]
         fetch.component_pages.copies -= 1
 

@@ -61,7 +61,7 @@ class Rooms:
         self._state = state
         self._live: dict[RoomKey, Room] = {}
         self._draining: dict[RoomKey, Draining] = {}
-        self._throughput = ThroughputEstimator()
+        self._throughput = ThroughputEstimator(fresh_s=float("inf"))
 
     def __len__(self) -> int:
         return len(self._live)
@@ -73,12 +73,7 @@ class Rooms:
     def source_load(self) -> SourceLoad:
         """Measured speed of prefill, and the number of pages under way from there."""
         missing = sum(span.pages_missing(room.ranks) for room in self._live.values() for span in room.spans)
-        return SourceLoad(self.page_s, missing)
-
-    @property
-    def page_s(self) -> float:
-        """Measured seconds per page of recent transfers; 0 if unknown."""
-        return self._throughput.page_s(self._state.now_s)
+        return SourceLoad(self._throughput.page_s(self._state.now_s), missing)
 
     @property
     def quarantine(self) -> list[Draining]:

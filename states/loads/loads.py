@@ -30,6 +30,7 @@ from tidekv.states.commands import CopyToDevice, FetchPages
 from tidekv.states.events import CopyEnded
 from tidekv.states.request.request import Load, Request, Stage
 from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
+from tidekv.states.storage.source_split import fetches_to_keep
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ if TYPE_CHECKING:
     from tidekv.states.loads.placement import Placement
     from tidekv.states.prefix.index import Node
     from tidekv.states.storage.admission import StorageAdmission
+
+
+OVERDUE_FACTOR = 1.5
+"""A fetch that a request waits for, and prefill could replace, is overdue after this many times the expected time."""
+OVERDUE_MIN_S = 0.005
+"""Minimum of that time, in seconds."""
 
 
 class LoadFetch:
@@ -58,7 +65,10 @@ class LoadFetch:
         self._loads.fetched(self.load, self._storage.fetch_ended(event))
 
     def late(self) -> None:
-        """Fail the load; the fetch continues without it."""
+        """Fail the load; the fetch continues without it. If it is overdue only, prefill may be asked for its pages."""
+        if self._loads.is_only_overdue(self.load):
+            self._loads.divide_overdue(self.load)
+            return
         self._storage.call_is_late()
         self._storage.note_throughput(begun_at_s=self.load.begun_at_s, pages=self.load.queued_pages)
         self._loads.fetch_is_late(self.load)
@@ -161,6 +171,7 @@ class Loads:
                 )
             )
             self._storage.fetch_began(load, len(pages))
+            load.fetch_until_s = state.now_s + deadline_s
             load.begun_at_s, load.queued_pages = state.now_s, self._storage.pages_in_flight
         except BaseException:
             self.abandon(load)
@@ -230,15 +241,59 @@ class Loads:
         load.cause = "fetch_late"
         self._cut_fetch(load)
 
-    def transfer_is_done(self, request: Request, *, keep: int = 0) -> None:
-        """Fail all fetches of the request but the first `keep`: prefill has sent the rest, and sends these too."""
+    def divide_again(self, request: Request) -> None:
+        """Give up fetches once prefill has sent everything else, if the policy prefers prefill for their pages."""
+        policy = self._state.settings.prefetch
+        if policy not in ("best_effort", "soonest") or request.room is None or not request.room.is_complete:
+            return
+        keep = self._fetches_to_keep(request) if policy == "soonest" else 0
         for load in request.fetches[keep:]:
             self._state.count("l3_fetches_cut")
             load.cause = "transfer_done"
             self._cut_fetch(load)
 
+    def _fetches_to_keep(self, request: Request) -> int:
+        """Return how many fetches, from the first on, are expected to land sooner than prefill could send the pages."""
+        fetches = request.fetches
+        if not fetches:
+            return 0
+        now_s, link, first = self._state.now_s, self._rooms.source_load, fetches[0]
+        age_s, page_s = now_s - first.begun_at_s, self._storage.source_load.page_s
+        is_overdue = first.overdue_at_s <= now_s
+        if is_overdue or (page_s and age_s > first.queued_pages * page_s):
+            # The first fetch is later than the estimate predicts. Its age is a lower bound on the time that storage
+            # takes per page: use it here, and note it for later plans. Without this, a stalled storage would keep the
+            # estimate of its better days until the fetch ends.
+            self._storage.note_throughput(begun_at_s=first.begun_at_s, pages=first.queued_pages)
+            page_s = age_s / first.queued_pages
+        elif not page_s and len(fetches) == 1:
+            # Nothing is known of storage but that it has not brought the first fetch in this time.
+            page_s = age_s / first.queued_pages
+        # A fetch lands when everything queued before it has been read, but not sooner than its own pages take from now.
+        lands_s = [
+            max(load.begun_at_s + load.queued_pages * page_s - now_s, load.page_count * page_s) for load in fetches
+        ]
+        pages = [load.page_count for load in fetches]
+        keep = fetches_to_keep(list(zip(lands_s, pages, strict=True)), link=link)
+        for load, in_s in zip(fetches[:keep], lands_s, strict=False):
+            # An unknown storage may take as long as prefill would.
+            expected_s = in_s or load.page_count * link.page_s
+            load.overdue_at_s = now_s + max(OVERDUE_FACTOR * expected_s, OVERDUE_MIN_S)
+            self._state.set_deadline(self._state.operations[load.op], load.overdue_at_s, op=load.op)
+        return keep
+
+    def is_only_overdue(self, load: Load) -> bool:
+        """Whether the deadline of a fetch is ahead, so that it has only missed the time at which it was expected."""
+        return self._state.now_s < load.fetch_until_s
+
+    def divide_overdue(self, load: Load) -> None:
+        """Let each sharer whose transfer is done ask prefill for the pages that it sends sooner than storage."""
+        if load.overdue_at_s <= self._state.now_s:
+            for request in list(load.sharers):
+                self.divide_again(request)
+
     def _cut_fetch(self, load: Load) -> None:
-        self._storage.fetch_given_up(load.op, load.host_pages)
+        self._storage.fetch_given_up(load, cause=load.cause)
         load.host_pages = page_ids()
         self.fail(load)
 

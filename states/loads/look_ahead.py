@@ -261,7 +261,7 @@ class LookAhead:
         while len(ahead.runs) > at:
             run = ahead.runs[-1]
             if not run.is_landed:
-                self._storage.fetch_given_up(run.op, run.host_pages)
+                self._storage.fetch_given_up(run)
                 self._end_read(run)
             else:
                 state.host.give_back(run.host_pages)

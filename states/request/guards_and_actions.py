@@ -15,7 +15,6 @@ from tidekv.states.commands import ReportFailed
 from tidekv.states.errors import PrefillCause
 from tidekv.states.events import PrefillLost
 from tidekv.states.request.request import Stage, State
-from tidekv.states.storage.source_split import fetches_to_keep
 
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from tidekv.states.request.lending import Lending
     from tidekv.states.request.request import Request
     from tidekv.states.request.restore import Restore
-    from tidekv.states.storage.admission import StorageAdmission
 
 # --- Guards ---
 
@@ -124,7 +122,6 @@ class Actions:
         self,
         state: CoreState,
         queue: Queue,
-        storage: StorageAdmission,
         rooms: Rooms,
         loads: Loads,
         shared_transfers: SharedTransfers,
@@ -134,7 +131,6 @@ class Actions:
     ) -> None:
         self._state = state
         self._queue = queue
-        self._storage = storage
         self._rooms = rooms
         self._loads = loads
         self._shared_transfers = shared_transfers
@@ -154,39 +150,14 @@ class Actions:
             self._loads.filled(load)
         self._rooms.land(request.room, event)
         self._shared_transfers.note_landed(request)
-        self._stop_waiting(request)
+        self._loads.divide_again(request)
 
     def land_aux(self, request: Request, event: AuxLanded) -> None:
         """Note that the first token has arrived from one rank."""
         assert request.room is not None
         self._rooms.land_aux(request.room, event.rank)
         self._shared_transfers.note_landed(request)
-        self._stop_waiting(request)
-
-    def _stop_waiting(self, request: Request) -> None:
-        """Give up remaining fetches once prefill has sent everything else, if the policy prefers prefill for them."""
-        policy = self._state.settings.prefetch
-        if policy in ("best_effort", "soonest") and request.room is not None and request.room.is_complete:
-            self._loads.transfer_is_done(request, keep=self._fetches_to_keep(request) if policy == "soonest" else 0)
-
-    def _fetches_to_keep(self, request: Request) -> int:
-        """Return how many fetches, from the first on, are expected to land sooner than prefill could send the pages."""
-        now_s, page_s = self._state.now_s, self._storage.source_load.page_s
-        fetches = request.fetches
-        if fetches and page_s and now_s - fetches[0].begun_at_s > fetches[0].queued_pages * page_s:
-            # The first fetch is later than the estimate predicts. Its age is a lower bound on the time that storage
-            # takes per page: use it here, and note it for later plans. Without this, a stalled storage would keep the
-            # estimate of its better days until the fetch ends.
-            self._storage.note_throughput(begun_at_s=fetches[0].begun_at_s, pages=fetches[0].queued_pages)
-            page_s = (now_s - fetches[0].begun_at_s) / fetches[0].queued_pages
-        # A fetch lands when everything queued before it has been read, but not sooner than its own pages take from now.
-        lands_s = [
-            max(load.begun_at_s + load.queued_pages * page_s - now_s, load.page_count * page_s) for load in fetches
-        ]
-        pages = [load.page_count for load in fetches]
-        return fetches_to_keep(
-            list(zip(lands_s if page_s else [0.0] * len(fetches), pages, strict=True)), link=self._rooms.source_load
-        )
+        self._loads.divide_again(request)
 
     # --- Back to the queue ---
 

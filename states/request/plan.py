@@ -89,6 +89,7 @@ class Adoption:
             # The read continues under its operation number; only the owner of the outcome changes.
             load.op = run.op
             load.begun_at_s, load.queued_pages = run.begun_at_s, run.queued_pages
+            load.fetch_until_s = state.now_s + deadline_s
             fetch = state.operations[load.op] = LoadFetch(self._loads, self._storage, load)
             state.set_deadline(fetch, state.now_s + deadline_s, op=load.op)
             self._storage.fetching[load] = len(pages)
@@ -145,8 +146,7 @@ class PlanFetches:
                 op=op, request_id=request.request_id, first=first, count=count, components_first=components_first
             )
 
-        # The speed of the transfer does not tell what a component costs.
-        self._storage.query(request, queried, command, page_s=self._rooms.page_s if is_worth else 0.0)
+        self._storage.query(request, queried, command, pages=count if is_worth else 0)
         request.queried_first = first
 
     def adopt_reads(self, request: Request, plan: Plan, undo: Rollback) -> int:
@@ -189,9 +189,11 @@ class PlanFetches:
         cause = "limit"
         if settings.prefetch == "soonest":
             rest = request.page_count - plan.end - allowed
-            sooner = pages_to_fetch(allowed, rest, storage=self._storage.source_load, link=self._rooms.source_load)
+            storage, link = self._storage.source_load, self._rooms.source_load
+            sooner = pages_to_fetch(allowed, rest, storage=storage, link=link)
             if sooner < allowed:
-                cause, allowed = "slower", sooner if sooner * settings.page_size >= threshold else 0
+                cause = "slower" if storage.page_s and link.page_s else "unmeasured"
+                allowed = sooner if sooner * settings.page_size >= threshold else 0
         if allowed < count:
             state.count("l3_declined_pages", count - allowed)
             request.declined = (cause, count - allowed)

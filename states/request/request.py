@@ -37,6 +37,7 @@ DECLINED = {
     "below_threshold": "they are too few to be worth a fetch",
     "limit": "the limits on fetches leave too few of them",
     "slower": "the transfer is expected to bring them sooner",
+    "unmeasured": "storage or prefill is being measured with the pages of another request",
     "no_host_page": "host memory has no free page",
     "in_the_way": "pages of an earlier load of the same prompt are still being reclaimed",
 }
@@ -382,6 +383,7 @@ class Load:
     __slots__ = (
         "begun_at_s",
         "cause",
+        "fetch_until_s",
         "filler",
         "first",
         "host_pages",
@@ -392,6 +394,7 @@ class Load:
         "lock",
         "nodes",
         "op",
+        "overdue_at_s",
         "pin",
         "queued_pages",
         "sharers",
@@ -418,6 +421,10 @@ class Load:
         """When its fetch began."""
         self.queued_pages = 0
         """Pages of all fetches under way when its fetch began, its own included."""
+        self.fetch_until_s = 0.0
+        """Deadline of its fetch."""
+        self.overdue_at_s = float("inf")
+        """When its fetch is overdue, if only this fetch keeps a request waiting."""
         self.cause = ""
         """Key of `LOAD_CAUSES` if it failed."""
         self.is_damaged = False

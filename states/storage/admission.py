@@ -21,7 +21,7 @@ from tidekv.states.events import PagesFetched, PagesStored, StorageAnswered
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage.answer_time import AnswerTime
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
-from tidekv.states.storage.source_split import SourceLoad
+from tidekv.states.storage.source_split import SourceLoad, gain_s
 from tidekv.states.storage.throughput import ThroughputEstimator
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from tidekv.states.commands import Command
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome, PolicyChanged, StorageChanged
-    from tidekv.states.request.request import ComponentFetch, Load, Request
-    from tidekv.states.types import PageIds
+    from tidekv.states.handover.rooms import Rooms
+    from tidekv.states.request.request import AheadRun, ComponentFetch, Load, Request
 
 
 LATE = "late"
@@ -117,17 +117,31 @@ class StorageQuery:
 class LateFetch:
     """Operation: a fetch that no request waits for any more. It owns its host pages until it has ended."""
 
-    __slots__ = ("_state", "_storage", "component", "host_pages")
+    __slots__ = ("_begun_at_s", "_queued_pages", "_state", "_storage", "cause", "component", "host_pages")
 
-    def __init__(self, state: CoreState, storage: StorageAdmission, host_pages: PageIds, component: str) -> None:
+    def __init__(
+        self,
+        state: CoreState,
+        storage: StorageAdmission,
+        fetch: Load | ComponentFetch | AheadRun,
+        *,
+        component: str,
+        cause: str,
+    ) -> None:
         self._state = state
         self._storage = storage
-        self.host_pages = host_pages
+        self._begun_at_s, self._queued_pages = fetch.begun_at_s, fetch.queued_pages
+        self.cause = cause
+        """Key of `LOAD_CAUSES` if the fetch was that of a load. No decision depends on it."""
+        self.host_pages = fetch.host_pages
         self.component = component
         """The component of the host pages; empty for full pages."""
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Free the host pages. The breaker has counted the fetch already, when it was late."""
+        """Free the host pages, and note how long the fetch took. The breaker has counted it if it was late."""
+        if isinstance(event, PagesFetched) and event.good == len(self.host_pages):
+            # Without this, a slow storage whose fetches are all given up would only be known by lower bounds.
+            self._storage.note_throughput(begun_at_s=self._begun_at_s, pages=self._queued_pages)
         self.abandon()
 
     def late(self) -> None:
@@ -188,8 +202,9 @@ class Probe:
 class StorageAdmission:
     """Decides whether storage is called, and accounts for its calls."""
 
-    def __init__(self, state: CoreState) -> None:
+    def __init__(self, state: CoreState, rooms: Rooms) -> None:
         self._state = state
+        self._rooms = rooms
         self._breaker = CircuitBreaker()
         self._throughput = ThroughputEstimator()
         self.answer_time = AnswerTime()
@@ -230,17 +245,21 @@ class StorageAdmission:
 
     # --- Queries ---
 
-    def query(self, request: Request, count: int, command: Callable[[int], Command], *, page_s: float) -> None:
+    def query(self, request: Request, count: int, command: Callable[[int], Command], *, pages: int) -> None:
         """Start a query of `count` pages of a request, those of components included.
 
-        `command` makes its command from the number of the operation. `page_s` is the time that the transfer takes per
-        page, 0 if unknown. Afterwards `request.waits_for_answer` until the answer, or until waiting costs more than it
-        can gain.
+        `command` makes its command from the number of the operation. `pages` is the number of full pages that the
+        transfer would bring otherwise: what a component costs is unknown. Afterwards `request.waits_for_answer`, until
+        the answer, or until waiting costs more than it can gain.
         """
         state = self._state
         # A policy that waits for every fetch waits for every answer, too.
         waits_long = state.settings.prefetch == "wait_complete"
-        wait_s = state.settings.query_deadline_s if waits_long else self.answer_time.wait_s(count * page_s)
+        wait_s = (
+            state.settings.query_deadline_s
+            if waits_long
+            else self.answer_time.wait_s(gain_s(pages, storage=self.source_load, link=self._rooms.source_load))
+        )
         query = StorageQuery(state, self, request, count)
         with Rollback() as undo:
             query.start(wait_s)
@@ -331,10 +350,10 @@ class StorageAdmission:
         """Record that the load does not wait for a fetch any more."""
         self.pages_in_flight -= self.fetching.pop(load, 0)
 
-    def fetch_given_up(self, op: int, host_pages: PageIds, component: str = "") -> None:
+    def fetch_given_up(self, fetch: Load | ComponentFetch | AheadRun, *, component: str = "", cause: str = "") -> None:
         """Hand the host pages of a fetch to a `LateFetch` until the fetch ends: full pages, or those of a component."""
-        self._state.operations[op] = LateFetch(self._state, self, host_pages, component)
-        self.pages_in_flight += len(host_pages)
+        self._state.operations[fetch.op] = LateFetch(self._state, self, fetch, component=component, cause=cause)
+        self.pages_in_flight += len(fetch.host_pages)
 
     def note_throughput(self, *, begun_at_s: float, pages: int) -> None:
         """Record the speed of a complete or late fetch, which began with `pages` pages under way."""

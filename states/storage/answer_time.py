@@ -5,9 +5,9 @@ wait is short, and its length follows from measurements, as a retransmission tim
 
     mean, deviation     of the seconds from the query to its answer, late answers included
     useful              share of the queried pages that storage had
-    wait                mean + 4 deviations, at least WAIT_MIN_S, within the budget; 0 if the mean exceeds the budget
-    budget              a share of the time that the transfer alone would take: USEFUL_SHARE of it times `useful`, at
-                        least SURE_SHARE. WAIT_MAX_S, if the speed of the transfer is unknown.
+    wait                mean + 4 deviations, within the budget, at least WAIT_MIN_S; 0 if the mean exceeds the budget
+    budget              GAIN_SHARE of the time that storage would save if it had every page in question, times `useful`;
+                        WAIT_MAX_S if the speed of the transfer is unknown
 
 With a wait of 0 a plan is made at once. Its query is sent nevertheless: the answer is measured, and a request that
 cannot be admitted yet uses it. Until the first answer the mean is unknown and the wait is WAIT_MAX_S, or the budget.
@@ -15,14 +15,12 @@ cannot be admitted yet uses it. Until the first answer the mean is unknown and t
 
 from __future__ import annotations
 
-WAIT_MIN_S = 0.005
-"""Minimum wait, if there is one: the event loops of both ends may be busy for as long."""
+WAIT_MIN_S = 0.002
+"""Minimum wait, if there is one: event loops may be busy for as long."""
 WAIT_MAX_S = 0.05
 """Maximum wait while the speed of the transfer is unknown."""
-SURE_SHARE = 0.05
-"""Share of the transfer's time that a request may lose by the wait, even if storage never has anything."""
-USEFUL_SHARE = 0.25
-"""The same if storage has every page that it is asked for."""
+GAIN_SHARE = 0.25
+"""Share of the possible gain that a request may spend on the wait."""
 WEIGHT = 1 / 8
 """Weight of the last answer in the mean and in the useful share; in the deviation it is twice this."""
 
@@ -50,9 +48,9 @@ class AnswerTime:
             self._mean_s += WEIGHT * (taken_s - self._mean_s)
         self._useful += WEIGHT * (useful - self._useful)
 
-    def wait_s(self, transfer_s: float) -> float:
-        """Return how long a plan waits for an answer, if the transfer alone would take `transfer_s` (0: unknown)."""
-        budget_s = max(SURE_SHARE, USEFUL_SHARE * self._useful) * transfer_s if transfer_s else WAIT_MAX_S
+    def wait_s(self, gain_s: float) -> float:
+        """Return how long a plan waits for an answer, if all pages in storage would save it `gain_s` (0: unknown)."""
+        budget_s = GAIN_SHARE * self._useful * gain_s if gain_s else WAIT_MAX_S
         if self._mean_s is None:
             return min(budget_s, WAIT_MAX_S)
         if self._mean_s > budget_s:

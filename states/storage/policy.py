@@ -32,12 +32,13 @@ FETCH_TIMEOUT_MAX_S = 3600.0
 class StoragePolicy(Options, frozen=True, kw_only=True):
     """Policies of the storage tier. Pages and tokens are counts, durations are seconds."""
 
-    prefetch: PrefetchPolicy = "timeout"
+    prefetch: PrefetchPolicy = "soonest"
     """Maximum wait of a request for its fetches. "timeout": `prefetch_base_s` and `prefetch_per_ki_token_s`.
     "best_effort": until its transfer is done; pages that have landed by then are used. "wait_complete": until they end.
     Pages that have not landed are requested from prefill. These two are bounded by half of the time that the request
     has left when its plan is made. "soonest": like "timeout", but pages that the transfer would bring sooner are not
     fetched, and whenever the transfer is done before the fetches, the split between storage and transfer is recomputed.
+    Only with this one is a storage that is slower than the transfer never worse than none.
     """
     prefetch_threshold_tokens: Count = 256
     """Storage hits shorter than this are not fetched: the transfer brings them."""

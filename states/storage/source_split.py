@@ -8,12 +8,14 @@ Pure arithmetic on two figures per source: the seconds of a page in recent trans
   rest.
 - Whenever prefill has sent everything requested while fetches are in flight, the split of the pages still being fetched
   is recomputed, and prefill is asked for the last part by *extend*. So a storage that has become slower does not delay
-  pages that the network delivers sooner; a fetch that should have landed by then counts in its throughput. The opposite
-  correction is impossible, because nothing may be loaded into pages that prefill may be writing to, but the next plan
-  uses the new figures.
+  pages that the network delivers sooner; a fetch that should have landed by then counts in its throughput. It is
+  recomputed once more if a fetch that was kept is overdue. The opposite correction is impossible, because nothing may
+  be loaded into pages that prefill may be writing to, but the next plan uses the new figures.
 
-If the cost of a source is unknown, a plan fetches everything, and each recomputation halves the fetches: after a few of
-them one fetch is left, whose end gives a measurement.
+If the cost of storage is unknown, one plan at a time fetches the first 1/PROBE_PARTS of what storage has, as a
+measurement; if that of prefill is unknown, too, it fetches everything, and each recomputation halves its fetches. Plans
+made meanwhile fetch nothing, because reads cannot be cancelled: those of a slow storage would delay the fetches of all
+later plans.
 
 The cost of a page from prefill includes its computation. So a prefill instance that computes slowly is asked for few
 pages that storage has.
@@ -24,6 +26,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+PROBE_PARTS = 8
+"""A plan that measures an unknown storage fetches one of so many parts of what storage has."""
+
 
 class SourceLoad(NamedTuple):
     """Load of a source: seconds per page (0: unknown), and pages under way before a new one."""
@@ -32,13 +37,25 @@ class SourceLoad(NamedTuple):
     queued_pages: int
 
 
+def gain_s(count: int, *, storage: SourceLoad, link: SourceLoad) -> float:
+    """Return the seconds that `count` pages take less from both sources than from prefill. 0 if its cost is unknown.
+
+    A storage of unknown cost counts as one that is as fast as prefill.
+    """
+    if not link.page_s:
+        return 0.0
+    return count * link.page_s**2 / (link.page_s + (storage.page_s or link.page_s))
+
+
 def pages_to_fetch(count: int, rest: int, *, storage: SourceLoad, link: SourceLoad) -> int:
     """Return how many of the first `count` pages to fetch so that the last page of all arrives as early as possible.
 
     Both sources have these pages; prefill also sends `rest` further ones that only it has.
     """
     if not storage.page_s or not link.page_s:
-        return count
+        if storage.queued_pages:
+            return 0
+        return -(-count // PROBE_PARTS) if link.page_s else count
     sent_s = (link.queued_pages + rest + count) * link.page_s
     even = (sent_s - storage.queued_pages * storage.page_s) / (storage.page_s + link.page_s)
     # The even split is a fraction; the better of the two whole numbers around it is the minimum.

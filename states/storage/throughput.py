@@ -9,8 +9,8 @@ estimator keeps sums of both, in which an earlier fetch weighs 7/8 of the next o
 
 A plan of `n` pages, with `q` under way already, is expected to land in `(q + n) * page_s`. Many short fetches make
 `page_s` larger than it is for long ones, whose fixed cost is spread over more pages; the first longer fetch corrects
-that, because it weighs by its pages. The estimate expires ESTIMATE_FRESH_S after the last measurement; the source is
-then used as if it had never been measured.
+that, because it weighs by its pages. The estimate of storage expires ESTIMATE_FRESH_S after the last measurement;
+storage is then used as if it had never been measured. That of prefill does not expire, since every plan measures it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ WEIGHT = 7 / 8
 class ThroughputEstimator:
     """Throughput estimate of one source."""
 
-    __slots__ = ("_count", "_noted_at_s", "_pages", "_seconds")
+    __slots__ = ("_count", "_fresh_s", "_noted_at_s", "_pages", "_seconds")
 
-    def __init__(self) -> None:
+    def __init__(self, *, fresh_s: float = ESTIMATE_FRESH_S) -> None:
+        """`fresh_s` after the last measurement the estimate expires."""
+        self._fresh_s = fresh_s
         self.forget()
 
     def forget(self) -> None:
@@ -34,7 +36,7 @@ class ThroughputEstimator:
 
     def note(self, *, taken_s: float, pages: int, now_s: float) -> None:
         """Add a measurement: a fetch that took `taken_s`, with `pages` pages under way when it began."""
-        if now_s - self._noted_at_s > ESTIMATE_FRESH_S:
+        if not self._is_fresh(now_s):
             self.forget()
         self._count = WEIGHT * self._count + 1
         self._pages = WEIGHT * self._pages + pages
@@ -50,4 +52,4 @@ class ThroughputEstimator:
         return self._seconds / self._count if self._is_fresh(now_s) else 0.0
 
     def _is_fresh(self, now_s: float) -> bool:
-        return now_s - self._noted_at_s <= ESTIMATE_FRESH_S
+        return self._count > 0 and now_s - self._noted_at_s <= self._fresh_s

@@ -22,7 +22,8 @@ from tidekv.engine.trace import plots
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GROUPS = {
-    "index", "keys", "engine", "transfer", "restore", "planner", "checksums", "paper", "cuda", "sessions", "scaling",
+    "index", "keys", "engine", "transfer", "restore", "policies", "planner", "checksums", "paper", "cuda", "sessions",
+    "scaling",
 }  # fmt: skip
 
 

@@ -99,6 +99,7 @@ PLAY_SETTINGS = CoreSettings(
     key_bytes=2,
     device_pages=18,
     host_pages=6,
+    prefetch="timeout",
     prefetch_threshold_tokens=0,
     fetch_run_pages=32,
     query_deadline_s=0.05,

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from tidekv.engine.simulation import policies
-from tidekv.states.request import guards_and_actions, plan
+from tidekv.states.loads import loads
+from tidekv.states.request import plan
 
 # Both bear the name of a function that their package has, too.
 SIMULATE = importlib.import_module("tidekv.engine.simulation.simulate")
@@ -43,6 +44,6 @@ def test_a_run_ends_well_however_a_plan_is_divided(monkeypatch: pytest.MonkeyPat
 def test_a_run_ends_well_where_every_fetch_is_given_up_that_the_transfer_outruns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(guards_and_actions, "fetches_to_keep", lambda fetches, link: 0)
+    monkeypatch.setattr(loads, "fetches_to_keep", lambda fetches, link: 0)
     counters = [SIMULATE.simulate(seed, 150, ["fetch_is_late"]).counters for seed in range(20, 26)]
     assert sum(one.get("l3_fetches_cut", 0) for one in counters) > 0

@@ -15,7 +15,8 @@ def engine_config(**options: object) -> EngineConfig:
     whole = EngineConfig()
     groups = {name: getattr(whole, name) for name in EngineConfig.__struct_fields__}
     groups = {name: group for name, group in groups.items() if isinstance(group, msgspec.Struct)}
-    changes: dict[str, dict[str, object]] = {}
+    # With the default policy, plans depend on measured times.
+    changes: dict[str, dict[str, object]] = {"storage": {"prefetch": "timeout"}}
     plain: dict[str, object] = {}
     for option, value in options.items():
         if option in EngineConfig.__struct_fields__:

@@ -222,6 +222,14 @@ def host_is_short(play: Play) -> None:
     play.bring_everything("r1")
 
 
+@says("4 pages that storage has were declined", DECLINED["unmeasured"], "(prefetch is soonest)")
+def storage_is_measured_with_another_request(play: Play) -> None:
+    play.change_policy(prefetch="soonest")
+    play.plan_with_storage("r0", tokens=b"zz", found=1)
+    play.arrive("r1")
+    play.answer_queries(found=4)
+
+
 @says("4 pages that storage has were declined", DECLINED["slower"], "(prefetch is soonest)")
 def the_transfer_brings_them_sooner(play: Play) -> None:
     play.change_policy(prefetch="soonest")

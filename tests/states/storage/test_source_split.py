@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.asking import ask
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands
-from tidekv.states.storage.source_split import SourceLoad, fetches_to_keep, pages_to_fetch
+from tidekv.states.storage.source_split import PROBE_PARTS, SourceLoad, fetches_to_keep, pages_to_fetch
 
 WAYS = st.builds(SourceLoad, st.floats(0.001, 10), st.integers(0, 50))
 TOKENS = b"abcdefgh"
@@ -31,10 +31,15 @@ def test_a_plan_is_divided_so_that_its_last_page_comes_as_soon_as_it_can(
 
 
 @given(st.integers(0, 60), st.floats(0, 1), WAYS)
-def test_what_nothing_is_known_of_is_tried_in_full(count: int, page_s: float, known: SourceLoad) -> None:
-    unknown = SourceLoad(0.0, 3)
-    assert pages_to_fetch(count, 5, storage=unknown, link=known) == count
-    assert pages_to_fetch(count, 5, storage=known, link=unknown) == count
+def test_a_source_of_which_nothing_is_known_is_measured_by_one_plan_at_a_time(
+    count: int, page_s: float, known: SourceLoad
+) -> None:
+    idle, busy = known._replace(queued_pages=0), known._replace(queued_pages=3)
+    assert pages_to_fetch(count, 5, storage=SourceLoad(0.0, 0), link=known) == -(-count // PROBE_PARTS)
+    assert pages_to_fetch(count, 5, storage=SourceLoad(0.0, 0), link=SourceLoad(0.0, 0)) == count
+    assert pages_to_fetch(count, 5, storage=SourceLoad(0.0, 3), link=known) == 0
+    assert pages_to_fetch(count, 5, storage=idle, link=SourceLoad(0.0, 3)) == count
+    assert pages_to_fetch(count, 5, storage=busy, link=SourceLoad(0.0, 3)) == 0
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 100), st.integers(1, 32)), max_size=12), WAYS)
@@ -172,3 +177,64 @@ def test_pages_under_way_are_counted_until_the_slowest_rank_has_sent_them() -> N
     rig.chunk(promise, count=2, last=False, rank=1)
     assert rig.core.rooms.source_load.queued_pages == 2
     assert rig.core.rooms.source_load.page_s == 0.0
+
+
+def test_while_storage_is_unknown_one_plan_measures_it_with_a_part() -> None:
+    rig = Rig(prefetch="soonest", prefetch_threshold_tokens=0, prefetch_base_s=100.0, device_pages=64)
+    rig.attach_storage()
+    send(rig, "sent", b"uvwx", 0.4)
+    assert ask(rig, "a", b"abcdefghijklmnop", 16).promised_tokens == 2
+    assert rig.request("a").declined == ("unmeasured", 14)
+    # Nothing more is read until that has ended: reads cannot be cancelled.
+    assert ask(rig, "b", TOKENS.upper(), 8).promised_tokens == 0
+    rig.now_s += 0.02
+    rig.fetched(rig.take(commands.FetchPages))
+    # A page from storage in 0.01 s, from prefill in 0.1 s.
+    assert ask(rig, "c", b"01234567", 8).promised_tokens == 8
+
+
+def test_a_fetch_that_was_waited_for_and_is_overdue_is_asked_of_prefill() -> None:
+    """Long before its deadline: prefill has sent everything else, and storage has stalled."""
+    rig = planned_rig()
+    promise = ask(rig, "a", b"abi", 2)
+    fetch = rig.take(commands.FetchPages)
+    rig.wait_until(rig.now_s + 0.3)
+    rig.aux(promise)
+    rig.chunk(promise)
+    # Due in 0.1 s; but its pages take 0.4 s from now on by the last measurement, which is the bound here.
+    rig.wait_until(rig.now_s + 0.55)
+    assert rig.take_all(commands.SendExtend) == []
+    rig.wait_until(rig.now_s + 0.1)
+    extend = rig.take(commands.SendExtend)
+    assert (extend.first, len(extend.pages)) == (0, 2)
+    rig.chunk(extend)
+    rig.take(commands.ReportReady)
+    assert rig.core.statistics()["l3_fetches_cut"] == 1 and rig.core.statistics()["l3_fetches_late"] == 0
+    # Its end, late as it is, is measured: 2 s for two pages.
+    rig.wait_until(rig.now_s + 1.0)
+    before = rig.core.storage.source_load.page_s
+    rig.fetched(fetch)
+    assert rig.core.storage.source_load.page_s > before
+
+
+def test_an_overdue_fetch_without_a_gain_is_waited_for_until_its_deadline() -> None:
+    """Prefill takes 2 s a page: however late storage is, it is asked for nothing."""
+    rig = planned_rig()
+    send(rig, "sent", b"uvwx", 8.0)
+    promise = ask(rig, "a", b"abi", 2)
+    rig.serve(promise)
+    assert rig.take_all(commands.SendExtend) == []
+    rig.wait_until(rig.now_s + 2.0)
+    assert rig.take_all(commands.SendExtend) == []
+    rig.fetched(rig.take(commands.FetchPages))
+
+
+def test_an_overdue_fetch_whose_request_has_left_changes_nothing() -> None:
+    rig = planned_rig()
+    promise = ask(rig, "a", b"abi", 2)
+    rig.wait_until(rig.now_s + 0.3)
+    rig.serve(promise)
+    assert rig.take_all(commands.SendExtend) == []
+    rig.abort("a")
+    rig.wait_until(rig.now_s + 5.0)
+    assert rig.take_all(commands.SendExtend) == []

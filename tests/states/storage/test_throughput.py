@@ -97,7 +97,8 @@ def test_a_fetch_that_is_late_counts_with_the_time_that_it_had() -> None:
     assert ask(rig, "a", TOKENS, 8).promised_tokens == 0
     fetch = rig.take(commands.FetchPages)
     rig.fetched(fetch)
-    assert ask(rig, "b", b"stuvwxyz", 8).promised_tokens == 2
+    # It has taken a little longer than its deadline in the end, so two pages would, too.
+    assert ask(rig, "b", b"stuvwxyz", 8).promised_tokens == 1
 
 
 def test_a_short_or_failed_fetch_is_no_measurement() -> None:
