@@ -78,7 +78,11 @@ async def run_multiturn(
             on_room=prefill.serve,
         ),
         DecodeEngine(
-            EngineConfig(storage=StorageOptions(prefetch_threshold_tokens=0), keep_output=keep_output),
+            EngineConfig(
+                # Every hit is used: with the default policy, rates would depend on the speed of this machine.
+                storage=StorageOptions(prefetch="wait_complete", prefetch_threshold_tokens=0),
+                keep_output=keep_output,
+            ),
             device=device,
             host=HostPool.allocate(LAYOUT, host_pages),
             storage=open_storage("memory:?capacity=256MiB"),

@@ -6,9 +6,9 @@ times as fast. The same prompts are restored in turn by an engine with the defau
 page comes from prefill), and by the latter once more, as a control: what the control differs by is the machine's noise.
 
 Every prompt is asked for three times: from storage only, from host memory only, and with its first half in host memory
-and its second half in storage. Each has eight more pages that only prefill has. The engine with the default options is
-a new one in every round, so that requests before its first measurement count as well. Nothing is put in storage
-(`write_tokens_min`): it has the same pages in every cell.
+and its second half in storage. Each has eight more pages that only prefill has. All engines are new ones in every
+round, so that connecting to prefill, and requests before the first measurement, count as well. Nothing is put in
+storage (`write_tokens_min`): it has the same pages in every cell.
 
 The figures are the worst over all cells (ratio, number of requests in flight) of the median of the paired ratios of the
 times to ready, by kind of prompt, and of the ratio of the 99th percentiles of all requests of a cell.
@@ -21,7 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -177,10 +177,10 @@ class Bench:
             for ratio in self._setup.ratios:
                 self._throttle.bytes_per_s = LAYOUT.page_bytes / PAGE_S / ratio
                 cell = Cell(ratio, in_flight)
-                async with self._arm(cached=False) as plain:
-                    for number in range(self._setup.rounds):
-                        async with self._arm(cached=True) as ours:
-                            await self._run_round(cell, {ARMS[0]: ours, ARMS[1]: plain, ARMS[2]: plain}, number)
+                for number in range(self._setup.rounds):
+                    async with AsyncExitStack() as stack:
+                        arms = {arm: await stack.enter_async_context(self._arm(cached=arm == ARMS[0])) for arm in ARMS}
+                        await self._run_round(cell, arms, number)
                 yield cell
 
     async def _run_round(self, cell: Cell, arms: dict[str, Arm], number: int) -> None:

@@ -235,6 +235,8 @@ class Rooms:
         """Record the peer that writes to the room, and the number of its ranks."""
         assert request.room is not None
         request.room.writer, request.room.ranks = event.writer, event.ranks
+        # The time to connect to prefill is no property of its throughput.
+        request.room.spans[0].asked_at_s = self._state.now_s
 
     def note_late_writer(self, event: PromiseSent) -> None:
         """Record the writer of a room that its request has already left."""

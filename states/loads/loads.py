@@ -269,10 +269,10 @@ class Loads:
         elif not page_s and len(fetches) == 1:
             # Nothing is known of storage but that it has not brought the first fetch in this time.
             page_s = age_s / first.queued_pages
-        # A fetch lands when everything queued before it has been read, but not sooner than its own pages take from now.
-        lands_s = [
-            max(load.begun_at_s + load.queued_pages * page_s - now_s, load.page_count * page_s) for load in fetches
-        ]
+        # A fetch lands when everything queued before it, and itself, has been read. One that should have landed by now
+        # takes as long as its own pages do.
+        left_s = [load.begun_at_s + load.queued_pages * page_s - now_s for load in fetches]
+        lands_s = [left if left > 0 else load.page_count * page_s for left, load in zip(left_s, fetches, strict=True)]
         pages = [load.page_count for load in fetches]
         keep = fetches_to_keep(list(zip(lands_s, pages, strict=True)), link=link)
         for load, in_s in zip(fetches[:keep], lands_s, strict=False):

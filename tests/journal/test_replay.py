@@ -140,6 +140,7 @@ SETTINGS = CoreSettings(
     device_pages=24,
     host_pages=40,
     prefetch_threshold_tokens=0,
+    prefetch="timeout",
     fetch_run_pages=2,
     query_deadline_s=0.05,
     prefetch_base_s=0.1,

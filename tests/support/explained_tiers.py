@@ -236,10 +236,10 @@ def the_transfer_brings_them_sooner(play: Play) -> None:
     play.take(events.StorageChanged, available=True)
     play.arrive("r9", tokens=b"yy")
     play.answer_queries(found=0)
-    play.at_s += 0.001
+    play.at_s += 0.018
     play.bring_everything("r9")
     fetch = play.plan_with_storage("r0", tokens=b"zz", found=1)
-    play.at_s += 0.02
+    play.at_s += 0.09
     play.take(events.PagesFetched, op=fetch.op, good=1)
     play.bring_everything("r0")
     play.arrive("r1")
