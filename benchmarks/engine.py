@@ -132,7 +132,7 @@ class Rig:
                 admission=AdmissionOptions(prefill_share=1.0),  # The script answers when all requests have rooms.
                 # Thousands that arrive at once wait for seconds: storage is asked and waited for all the same.
                 storage=StorageOptions(
-                    query_deadline_s=600.0, prefetch_base_s=600.0, fetch_deadline_share=0.0, breaker_failures=0
+                    prefetch="wait_complete", query_deadline_s=600.0, fetch_deadline_share=0.0, breaker_failures=0
                 ),
                 peer=PeerOptions(silence_s=600.0, lease_s=600.0),  # The script answers no pings.
             ),

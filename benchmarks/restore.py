@@ -109,7 +109,11 @@ async def measure_sharing(figures: Figures) -> None:
     async with (
         PrefillProcess(order) as prefill,
         DecodeEngine(
-            EngineConfig(model="s", storage=StorageOptions(prefetch_threshold_tokens=16), default_deadline_s=300.0),
+            EngineConfig(
+                model="s",
+                storage=StorageOptions(prefetch="wait_complete", prefetch_threshold_tokens=16),
+                default_deadline_s=300.0,
+            ),
             device=DevicePool.allocate(SMALL, num_pages),
             host=HostPool.allocate(SMALL, num_pages),
             storage=open_storage("memory:?capacity=64MB"),
