@@ -43,18 +43,19 @@ BUSY_SLICE_S: Final = 0.1
 # Pages of fewer bytes than twice this stay together in one file.
 RUN_BYTES_MIN: Final = 1 << 20
 
-# Statements for runs of slots: first, last, namespace, state, owner, seq. One statement replaces one for each slot,
+# Statements for runs of slots, with named parameters. One statement replaces one for each slot,
 # each of which would release the interpreter and have to take it back.
-_RUN: Final = "WITH RECURSIVE run(slot) AS (SELECT ?1 UNION ALL SELECT slot + 1 FROM run WHERE slot < ?2) "
+_RUN: Final = "WITH RECURSIVE run(slot) AS (SELECT :first UNION ALL SELECT slot + 1 FROM run WHERE slot < :last) "
 _SET: Final = (
     _RUN + "INSERT INTO slots(slot, namespace, state, owner, seq, used, key) "
-    "SELECT slot, ?3, ?4, ?5, ?6, 0, NULL FROM run WHERE true "
+    "SELECT slot, :namespace, :state, :owner, :seq, 0, NULL FROM run WHERE true "
     "ON CONFLICT(slot) DO UPDATE SET state=excluded.state, owner=excluded.owner, seq=excluded.seq, used=0, key=NULL"
 )
-# First, last, namespace, seq, and the keys of the run, concatenated.
+# :keys are the keys of the run, concatenated.
 _PUBLISH: Final = (
     _RUN + "INSERT INTO slots(slot, namespace, state, owner, seq, used, key) "
-    f"SELECT slot, ?3, 2, 0, ?4, ?4, substr(?5, (slot - ?1) * {KEY_BYTES} + 1, {KEY_BYTES}) FROM run WHERE true "
+    "SELECT slot, :namespace, 2, 0, :seq, :seq, "
+    f"substr(:keys, (slot - :first) * {KEY_BYTES} + 1, {KEY_BYTES}) FROM run WHERE true "
     "ON CONFLICT(slot) DO UPDATE SET state=2, owner=0, seq=excluded.seq, used=excluded.used, key=excluded.key"
 )
 
@@ -159,7 +160,13 @@ class FileIndex:
             self._db.executemany(
                 _PUBLISH,
                 [
-                    (first, last, self._namespace, seq, b"".join([by_slot[slot] for slot in range(first, last + 1)]))
+                    {
+                        "first": first,
+                        "last": last,
+                        "namespace": self._namespace,
+                        "seq": seq,
+                        "keys": b"".join([by_slot[slot] for slot in range(first, last + 1)]),
+                    }
                     for first, last in _bounds(slots)
                 ],
             )
@@ -293,9 +300,8 @@ class FileIndex:
     def _write_rows(self, slots: Sequence[int], state: SlotState, seq: int) -> None:
         """Write a state without a key to the index, for sorted slots."""
         owner = self._me if state == SlotState.WRITING else 0
-        self._db.executemany(
-            _SET, [(first, last, self._namespace, state, owner, seq) for first, last in _bounds(slots)]
-        )
+        row = {"namespace": self._namespace, "state": state, "owner": owner, "seq": seq}
+        self._db.executemany(_SET, [{"first": first, "last": last, **row} for first, last in _bounds(slots)])
 
     def _empty(self, slots: Sequence[int]) -> None:
         """Clear slots, in their headers and in the mirror.
