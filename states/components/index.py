@@ -69,12 +69,13 @@ class ComponentIndex:
 
     # --- Matching ---
 
-    def match(self, namespace: str, keys: bytes, *, use_host: bool = True) -> MatchResult:
+    def match(self, namespace: str, keys: bytes, *, use_host: bool = True, with_pending: bool = True) -> MatchResult:
         """Find the longest prefix of `keys` that the index and all components serve, and make its end a node.
 
-        Without `use_host` nothing is to be loaded: full pages and component pages are all on the device.
+        Without `use_host` nothing is to be loaded: full pages and component pages are all on the device. Without
+        `with_pending`, the match ends before the first page that a load has yet to fill.
         """
-        pages = sum(self.probe_prefix(namespace, keys, use_host=use_host))
+        pages = sum(self.probe_prefix(namespace, keys, use_host=use_host, with_pending=with_pending))
         match = self.index.match(namespace, keys[: pages * self.index.tree.key_bytes])
         for name in self.components:
             nodes = nodes_covering(match.host_node, self._first(name, pages))[::-1]

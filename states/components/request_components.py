@@ -102,7 +102,8 @@ class ComponentRestore:
         # The last token is always computed: it leads to the first token of the output.
         pages = (request.prompt_tokens - 1) // settings.page_size
         keys = b"" if request.component_limit >= WITHOUT_COMPONENTS else request.keys[: pages * settings.key_bytes]
-        return self._index.match(request.namespace, keys, use_host=False)
+        # Without pages that a load has yet to fill: this request has no room to extend into a load that fails.
+        return self._index.match(request.namespace, keys, use_host=False, with_pending=False)
 
     def reserve(self, request: Request, match: MatchResult) -> bool:
         """Take all pages that the request will need of every component; False if it cannot, with nothing taken."""

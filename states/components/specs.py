@@ -15,7 +15,7 @@ boundary if all of its component pages are there*. Nothing precedes the first pa
 
     pages          0   1   2   3   4   5   6   7          boundary 8 is served by the window pages [6, 8);
     window (2)     .   .   w   w   .   .   w   w          4 and 0 are served too, and no others
-    state          .   .   .   s   .   .   .   .          boundaries 4 and 0: with both components, 4 can be restored
+    state          .   .   .   s   .   .   .   .          boundaries 4 and 0: with both, a computation can continue at 4
 
 Components that share the page ids of the full KV (KV of a draft model, indexer keys, scales: `mirror`) are layer groups
 of a page, and do not appear here.

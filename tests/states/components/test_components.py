@@ -161,6 +161,16 @@ def test_void_pages_end_a_match_of_components_too() -> None:
     bench.check()
 
 
+def test_a_match_without_pending_pages_ends_before_a_load() -> None:
+    bench = Bench(state())
+    bench.enter("state", bench.put(1), 0)
+    root = bench.index.match("", keys(1)).device_node
+    node = bench.index.insert_pending(root, "", keys(2), bench.device.take(1), object())
+    bench.enter("state", node, 1)
+    assert bench.component_pages.match("", keys(1, 2), use_host=False).device_pages == 2
+    assert bench.component_pages.match("", keys(1, 2), use_host=False, with_pending=False).device_pages == 1
+
+
 # --- Taking ---
 
 
