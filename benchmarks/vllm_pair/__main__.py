@@ -50,6 +50,7 @@ def conversations(
         typer.Option(help="TURN:ACTION:SERVER, such as 5:kill:decode-0; also freeze, restart, damage, reset, forget."),
     ] = None,
     window: Annotated[int | None, typer.Option(help="Serve a Gemma 3 with sliding windows of this size.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 uses AMX where the processor has it.")] = "float32",
     seed: Annotated[int, typer.Option(help="The conversations are the same for the same seed.")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
@@ -75,6 +76,7 @@ def conversations(
         model=make_model(BUILD, shape),
         kv_bytes=_rounded(conversations * each),
         max_model_len=load.conversation_tokens + 64,
+        dtype=dtype,
     )
     # vLLM refuses a cache that does not hold one request of the greatest length.
     decode_bytes = _rounded(max(decode_share * conversations * each / decode, 1.5 * each))

@@ -277,6 +277,17 @@ def test_an_order_of_cpu_attention_that_is_no_order_is_refused(
         Vllm(connector, uri, backend="CPU_ATTN")
 
 
+@pytest.mark.parametrize(("isa", "asks"), [("vec", 0), ("amx", 1)])
+def test_a_worker_asks_for_amx_tiles_before_its_first_step(
+    connector: ModuleType, uri: str, monkeypatch: pytest.MonkeyPatch, isa: str, asks: int
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True))
+    monkeypatch.setattr(sys.modules["vllm.v1.attention.backends.cpu_attn"], "_get_attn_isa", lambda *_: isa)
+    Vllm(connector, uri, backend="CPU_ATTN").close()
+    assert len(asked) == asks
+
+
 def test_an_order_of_another_block_is_refused() -> None:
     layout = KVLayout(num_layers=1, num_kv_heads=HEADS, head_dim=DIM, dtype="float32", page_size=BLOCK)
     tensors = [torch.zeros(2, HEADS, BLOCK, 2 * DIM)]

@@ -86,6 +86,12 @@ async def test_a_pair_hands_over_and_survives_a_kill_and_aborts(tmp_path: Path) 
     assert figures["metrics"][COUNT.format("restore_tokens_transfer")] > 0
 
 
+async def test_a_decode_server_whose_first_step_is_a_decode_step_runs_on_amx(tmp_path: Path) -> None:
+    options = ("--connector", "tidekv", "--dtype", "bfloat16", "--conversations", 1, "--turns", 1, "--tokens", "300")
+    figures = await serve(tmp_path / "figures", *options)
+    assert figures["metrics"][COUNT.format("restore_tokens_transfer")] > 0
+
+
 async def test_nixl_with_less_noise_is_a_baseline_that_works(tmp_path: Path) -> None:
     options = ("--connector", "nixl-quiet", "--conversations", 2, "--turns", 2, "--tokens", "200:500")
     figures = await serve(tmp_path / "figures", *options)

@@ -33,6 +33,10 @@ def block_order(cache: torch.Tensor) -> torch.Tensor:
             f"those of {', '.join(map(str, DTYPES))} can"
         )
     isa = _get_attn_isa(cache.dtype, tokens, width // 2, "auto")
+    if isa == "amx":
+        # Linux grants AMX tiles to a process that asks. vLLM's worker asks with its first large matrix product; but if
+        # its first prompt was loaded, its first step is a decode step, and the attention kernel ends the process.
+        torch.cpu._init_amx()
     # Two blocks, of which the second is written: an order that leaves its block is found.
     scratch = torch.zeros((2, heads, tokens, width), dtype=cache.dtype)
     k_cache, v_cache = scratch.view(2, heads, 2 * tokens, width // 2).chunk(2, dim=2)
