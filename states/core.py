@@ -18,7 +18,7 @@ starts again at the top, so a rule runs only when no rule above it has work left
 - Work that only prepares for later (deferred puts, look-ahead, write-back) comes last.
 
 A rule takes one item of work per run. The last rule is the exception: it processes everything it finds, and creates no
-work for itself. `python -m tidekv.states.core` prints the tuple as a table.
+work for itself. `python -m tools.consequences_table` prints the tuple.
 
 An exception in a rule does not end the core. If a row of the machine raises, the core fires `TransitionRaised` at that
 request. If any other rule raises, `CoreState.run_guarded` abandons the operation or runs the rule once more. Every
@@ -545,20 +545,6 @@ CONSEQUENCES = (
 _OF_CONDITIONS = tuple(
     (consequence.due, consequence.rule) for consequence in CONSEQUENCES if not isinstance(consequence.due, str)
 )
-
-
-def consequences_table() -> str:
-    """Return CONSEQUENCES as a Markdown table."""
-    rows = [
-        f"| {number} | {consequence.when} | {' '.join((consequence.rule.__doc__ or '').split())} "
-        f"| `{consequence.rule.__name__}` |"
-        for number, consequence in enumerate(CONSEQUENCES, start=1)
-    ]
-    return "\n".join(["| | if | then | rule |", "|---|---|---|---|", *rows, ""])
-
-
-if __name__ == "__main__":
-    print(consequences_table(), end="")
 
 
 def _prefill_lost(at_s: float, otherwise: PrefillCause, text: str, *, settled: bool = False) -> events.PrefillLost:

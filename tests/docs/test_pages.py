@@ -22,10 +22,10 @@ from tidekv.engine.config.engine_config import EngineConfig, JournalOptions, Sto
 from tidekv.engine.config.options import all_options, section_types
 from tidekv.engine.metrics.collector import MetricsCollector
 from tidekv.states import errors
-from tidekv.states.core import consequences_table
 from tidekv.states.request import guards_and_actions
 from tidekv.states.request.table import diagram
 from tidekv.transports.control import wire
+from tools.consequences_table import consequences_table
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))

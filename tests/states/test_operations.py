@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import runpy
-import warnings
-
 import pytest
 
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.core import CONSEQUENCES, consequences_table
+from tidekv.states.core import CONSEQUENCES
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.storage.admission import StorageAdmission
 
@@ -99,13 +94,8 @@ def test_the_answer_to_a_probe_is_taken_again_if_taking_it_raises(monkeypatch: p
     assert not raised and not rig.core.storage.is_open
 
 
-def test_the_consequences_are_in_words_and_print_themselves() -> None:
+def test_the_consequences_are_in_words() -> None:
     assert all(consequence.when and consequence.rule.__doc__ for consequence in CONSEQUENCES)
-    printed = io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
-        warnings.simplefilter("ignore", RuntimeWarning)  # It is imported already, and run once more.
-        runpy.run_module("tidekv.states.core", run_name="__main__")
-    assert printed.getvalue() == consequences_table()
 
 
 def test_every_work_queue_comes_before_every_condition() -> None:
