@@ -24,6 +24,7 @@ pages that storage has.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 PROBE_PARTS = 8
@@ -77,8 +78,10 @@ def fetches_to_keep(fetches: Sequence[tuple[float, int]], *, link: SourceLoad) -
         return -(-len(fetches) // 2)
     best, kept = float("inf"), len(fetches)
     sent_pages = 0
+    # All that are kept must land: a fetch that has stalled may be expected after those behind it.
+    all_land_s = [0.0, *accumulate((lands_s for lands_s, _ in fetches), max)]
     for keep in range(len(fetches), -1, -1):
-        lands_s = fetches[keep - 1][0] if keep else 0.0
+        lands_s = all_land_s[keep]
         sent_s = (link.queued_pages + sent_pages) * link.page_s if sent_pages else 0.0
         # Of equal choices take the one that keeps more fetches: a fetch given up is still read, in vain.
         if max(lands_s, sent_s) < best:

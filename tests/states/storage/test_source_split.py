@@ -46,12 +46,10 @@ def test_a_source_of_which_nothing_is_known_is_measured_by_one_plan_at_a_time(
 def test_fetches_in_flight_are_split_so_that_the_last_page_comes_as_soon_as_it_can(
     fetches: list[tuple[float, int]], link: SourceLoad
 ) -> None:
-    fetches.sort(key=lambda fetch: fetch[0])
-
     def ready_s(keep: int) -> float:
         sent = sum(pages for _, pages in fetches[keep:])
         waits = (link.queued_pages + sent) * link.page_s if sent else 0.0
-        return max(fetches[keep - 1][0] if keep else 0.0, waits)
+        return max((waits, *(lands_s for lands_s, _ in fetches[:keep])))
 
     kept = fetches_to_keep(fetches, link=link)
     assert ready_s(kept) == min(ready_s(keep) for keep in range(len(fetches) + 1))
