@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidekv import DevicePool, HostPool, InvalidConfig, KVLayout, PageLayout
-from tidekv.backends.checksums import CHECKSUM_BYTES, INLINE_BYTES_MAX, ChecksumThread, HostChecksums, PageHasher
+from tidekv.backends.checksums import (
+    CHECKSUM_BYTES,
+    INLINE_BYTES_MAX,
+    ChecksumThread,
+    HostChecksums,
+    PageHasher,
+    StorageChecks,
+)
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.states.errors import PagesDamaged
 from tidekv.states.types import PoolMemory, page_ids
@@ -127,6 +134,19 @@ async def test_the_loop_gets_the_checksums_of_few_and_of_many_bytes(layout: KVLa
     assert len(begun.result()) == 8 * CHECKSUM_BYTES
     # One that is given up is hashed to its end, before the thread ends.
     thread.hashing(pool.memory)(pages).cancel()
+    await asyncio.wait_for(thread.close(), 60.0)
+
+
+@pytest.mark.parametrize("damaged", range(4))
+async def test_storage_gets_no_page_from_the_first_damaged_one_on(damaged: int) -> None:
+    host, thread, pages = HostPool.allocate(SMALL, 4), ChecksumThread(), page_ids([2, 0, 3, 1])
+    checks = StorageChecks(thread, {"": HostChecksums(host.memory, host.memory)})
+    await checks.note_read("", pages)
+    assert await checks.intact("", pages) is None
+    host.array[pages[damaged], -1] ^= 1
+    assert await checks.intact("", pages) == damaged
+    # Pages of a component without checksums are not compared.
+    assert await checks.intact("swa", pages) is None
     await asyncio.wait_for(thread.close(), 60.0)
 
 

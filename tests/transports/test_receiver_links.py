@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
+from tests.support.waits import expected
 from tidekv.states import events
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.types import GroupIdentity
@@ -99,6 +102,24 @@ async def test_a_lost_link_is_lost_once_and_the_same_process_settles_its_rooms(w
     assert await room.received() == "aborted"
     assert len(decode.of(events.WriterLost)) == 1
     assert not decode.of(events.WriterDead)
+    assert decode.receiver.statistics()["rooms_unsettled"] == 0
+
+
+async def test_a_link_that_is_lost_again_is_dialled_again(world) -> None:
+    decode, prefill = await world.decode(heartbeat_s=0.01, missed_s=5.0), await world.prefill()
+    for number in range(2):
+        for name in ("gone", "kept"):
+            decode.promise(prefill.address, f"{name} {number}", tokens=8, promised=0, pages=[1, 2])
+            await decode.wait(events.PromiseSent, request_id=f"{name} {number}")
+        world.network.cut(decode.transport.instance)
+        await decode.wait(events.WriterLost, count=number + 1)
+        # One room of the lost link is over; the other one is still to be settled.
+        decode.receiver.received(f"gone {number}", 0)
+        decode.receiver.abort(f"kept {number}", 0)
+        async with expected("a redial that settles the room", limit_s=20.0):
+            await decode.wait(events.RoomDrained, request_id=f"kept {number}")
+            await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name().startswith("redial")))
+    assert decode.receiver.statistics()["redials"] == 2
     assert decode.receiver.statistics()["rooms_unsettled"] == 0
 
 

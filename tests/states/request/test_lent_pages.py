@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from tests.support.each_call import raised_at_each_call
 from tidekv.engine.simulation.rig import Rig, ids
 from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant, IllegalEvent, InvalidConfig
@@ -207,6 +210,38 @@ def test_a_late_copy_holds_the_pages_back_beyond_the_deadline() -> None:
     assert rig.take(commands.ReportRestored).good_tokens == 1
     rig.nothing_else()
     rig.expect_nothing_held()
+
+
+def all_served() -> tuple[Rig, Callable[[], object]]:
+    rig = lent_rig()
+    lend(rig)
+    promise = rig.take(commands.SendPromise)
+    return rig, lambda: rig.serve(promise)
+
+
+def drained_at_last() -> tuple[Rig, Callable[[], object]]:
+    rig = lent_rig()
+    lend(rig)
+    promise = rig.take(commands.SendPromise)
+    rig.promised(promise)
+    rig.chunk(promise, count=3, last=False)
+    lost(rig, promise, settled=False)
+    abort = rig.take(commands.SendAbort)
+    return rig, lambda: rig.drained(abort)
+
+
+@pytest.mark.parametrize(("prepare", "good"), [(all_served, 8), (drained_at_last, 3)])
+def test_a_raise_at_any_call_returns_the_pages_once(
+    prepare: Callable[[], tuple[Rig, Callable[[], object]]], good: int
+) -> None:
+    for call, rig in raised_at_each_call(prepare):
+        told = rig.settle()
+        ends = [wish for wish in told if isinstance(wish, commands.ReportRestored | commands.ReportFailed)]
+        assert len(ends) == 1, (call, told)
+        assert isinstance(ends[0], commands.ReportRestored) and ends[0].good_tokens == good, (call, ends)
+        rig.expect_nothing_held()
+        # The embedder may lend them again.
+        lend(rig, "next")
 
 
 def test_the_next_prefill_is_asked_once_the_pages_have_no_writer() -> None:
