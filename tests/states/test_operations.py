@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from tests.support.each_call import raised_at_each_call
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.core import CONSEQUENCES
@@ -92,6 +95,44 @@ def test_the_answer_to_a_probe_is_taken_again_if_taking_it_raises(monkeypatch: p
     monkeypatch.setattr(StorageAdmission, "probed", probed_with_a_bug)
     rig.step(events.StorageProbed, op=rig.take(commands.ProbeStorage).op)
     assert not raised and not rig.core.storage.is_open
+
+
+def test_storage_is_probed_whichever_call_raises_at_the_end_of_the_back_off() -> None:
+    def prepare() -> tuple[Rig, Callable[[], object]]:
+        rig = Rig(breaker_failures=1)
+        rig.attach_storage()
+        rig.arrive("a", b"abcd")
+        rig.answer(rig.take(commands.QueryStorage), 0, error="out of order")
+        rig.settle()
+        return rig, lambda: rig.wait_until(rig.core.next_deadline_s() or 0.0)
+
+    for call, rig in raised_at_each_call(prepare):
+        rig.wait_until(rig.now_s + 60.0)
+        probes = rig.take_all(commands.ProbeStorage)
+        assert len(probes) == 1, call
+        rig.step(events.StorageProbed, op=probes[0].op)
+        assert not rig.core.storage.is_open, call
+
+
+def test_another_storage_begins_without_the_failures_of_the_last() -> None:
+    def fail(name: str) -> None:
+        rig.arrive(name, name.encode() * 4)
+        rig.answer(rig.take(commands.QueryStorage), 0, error="out of order")
+        rig.abort(name)
+        rig.settle()
+
+    for failures in (1, 2):
+        rig = Rig(breaker_failures=2)
+        rig.attach_storage()
+        for number in range(failures):
+            fail(f"{number}")
+        assert rig.core.storage.is_open == (failures == 2)
+        rig.attach_storage()
+        assert not rig.core.storage.is_open
+        fail("c")
+        assert not rig.core.storage.is_open
+        fail("d")
+        assert rig.core.storage.is_open
 
 
 def test_the_consequences_are_in_words() -> None:

@@ -170,3 +170,13 @@ def test_a_namespace_that_is_alone_uses_the_whole_pool() -> None:
         rig.finish(f"r{number}", prompt)
     assert rig.core.statistics()["device_cached"] == 32
     assert rig.core.statistics()["evicted_over_share"] == 0
+
+
+def test_a_namespace_without_pages_leaves_nothing_behind() -> None:
+    cache = Cache(share=0.25)
+    for number in range(3):
+        cache.put(f"tenant {number}", list(range(12)))
+    assert cache.index.evict_device(36) == 36
+    shares = cache.index.device_tier.shares
+    assert shares is not None
+    assert not shares._pages and not shares._over and not shares._by_namespace

@@ -77,6 +77,7 @@ def test_a_query_without_an_answer_counts_as_failed_at_its_deadline_though_nobod
     rig.abort("a")
     rig.wait_until(1.1)
     assert rig.core.statistics()["l3_breaker_opened"] == 1
+    assert not rig.core.storage.queries_left
 
 
 def test_fast_answers_are_waited_for_as_long_as_they_take() -> None:
