@@ -150,6 +150,30 @@ def test_a_lost_room_is_a_partial_outcome_and_the_pages_return_when_it_is_draine
     rig.expect_nothing_held()
 
 
+def test_pages_are_good_once_every_rank_of_prefill_has_written_them() -> None:
+    rig = lent_rig()
+    lend(rig)
+    promise = rig.take(commands.SendPromise)
+    rig.promised(promise, ranks=2)
+    rig.chunk(promise, count=5, last=False, rank=0)
+    rig.chunk(promise, count=2, last=False, rank=1)
+    lost(rig, promise, settled=True)
+    assert rig.take(commands.ReportRestored).good_tokens == 2
+    rig.expect_nothing_held()
+
+
+def test_a_query_is_still_measured_after_its_pages_have_returned() -> None:
+    rig = lent_rig()
+    rig.attach_storage()
+    lend(rig)
+    query = rig.take(commands.QueryStorage)
+    rig.wait_until(0.5)
+    rig.serve(rig.take(commands.SendPromise))
+    assert rig.take(commands.ReportRestored).good_tokens == 8
+    rig.answer(query, 8)
+    rig.expect_nothing_held()
+
+
 def test_pages_of_an_ended_request_cannot_be_lent_before_their_return() -> None:
     rig = lent_rig()
     lend(rig)
