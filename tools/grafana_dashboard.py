@@ -45,6 +45,8 @@ PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
     ("Copies and calls to storage", "s", _quantiles("tidekv_call_seconds", "call")),
     ("Failed copies and calls to storage", "short", _rate("tidekv_calls_failed_total", "call")),
     ("Evicted pages", "short", _rate("tidekv_evicted_pages_total", "tier")),
+    ("Pages evicted over a namespace's share", "short", _rate("tidekv_evicted_over_share_pages_total", "instance")),
+    ("Device pages withheld by prefill", "short", [("tidekv_prefill_pages", "{{prefill}}")]),
     ("Counters of the core", "short", _rate("tidekv_core_total", "what")),
     ("Rules that raised", "short", _rate("tidekv_raises_total", "rule")),
     ("Events", "short", _rate("tidekv_events_total", "type")),
