@@ -12,7 +12,10 @@ from tidekv.states.request.request import State
 
 POOLS = ("device", "host")
 CONDITIONS = ("free", "owned", "cached", "draining", "total", "evictable", "protected")
-LIVE = ("queue", "loads", "lookahead_pages", "backups", "operations", "rooms", "rooms_draining", "requests_retracted")
+LIVE = (
+    "queue", "loads", "lookahead_pages", "backups", "offers", "operations", "rooms", "rooms_draining",
+    "requests_retracted", "requests_returning",
+)  # fmt: skip
 POLLERS = {"poller": "transport", "storage_poller": "storage"}
 
 
