@@ -118,7 +118,7 @@ async def test_a_link_that_is_lost_again_is_dialled_again(world) -> None:
         decode.receiver.abort(f"kept {number}", 0)
         async with expected("a redial that settles the room", limit_s=20.0):
             await decode.wait(events.RoomDrained, request_id=f"kept {number}")
-            await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name().startswith("redial")))
+            await asyncio.gather(*(task for task in asyncio.all_tasks() if ": redial " in task.get_name()))
     assert decode.receiver.statistics()["redials"] == 2
     assert decode.receiver.statistics()["rooms_unsettled"] == 0
 

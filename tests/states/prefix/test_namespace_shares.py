@@ -180,3 +180,12 @@ def test_a_namespace_without_pages_leaves_nothing_behind() -> None:
     shares = cache.index.device_tier.shares
     assert shares is not None
     assert not shares._pages and not shares._over and not shares._by_namespace
+
+
+def test_pages_within_the_share_that_go_with_a_victim_are_not_counted() -> None:
+    cache = Cache(share=0.25, pages=200)
+    cache.put("a", [1] * 3)
+    cache.put("a", [2] * 49)
+    # Two of 52 pages are above the share of 50. The victim is not split for one page more.
+    assert cache.index.evict_device(2) == 3
+    assert cache.index.evicted_over_share == 2

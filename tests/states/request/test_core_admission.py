@@ -154,6 +154,17 @@ def test_an_old_answer_of_storage_is_asked_for_again_at_admission() -> None:
     assert len(rig.take(commands.FetchPages).host_pages) == 5
 
 
+def test_storage_that_answered_with_an_error_is_not_asked_again_at_admission() -> None:
+    rig = Rig()
+    rig.attach_storage()
+    fill_device(rig, free=4)
+    rig.answer(rig.ask_storage(), 0, error="out of order")
+    rig.wait_until(3.0)
+    rig.abort("big")
+    assert not rig.take_all(commands.QueryStorage)
+    assert rig.take(commands.SendPromise).promised_tokens == 0
+
+
 def test_a_fresh_answer_of_storage_is_not_asked_for_again() -> None:
     rig = Rig()
     rig.bring(State.PREALLOC)
