@@ -236,6 +236,23 @@ def test_a_late_copy_holds_the_pages_back_beyond_the_deadline() -> None:
     rig.expect_nothing_held()
 
 
+def test_a_deadline_while_the_pages_still_have_a_writer_ends_the_wait_for_admission() -> None:
+    rig = lent_rig()
+    lend(rig, prefill_count=2, deadline_at_s=5.0)
+    promise = rig.take(commands.SendPromise)
+    rig.promised(promise)
+    rig.chunk(promise, count=3, last=False)
+    lost(rig, promise, settled=False)
+    assert rig.state("a") == "PREALLOC"
+    rig.wait_until(5.0)
+    assert rig.core.statistics()["queue"] == 0
+    rig.drained(rig.take(commands.SendAbort))
+    restored = rig.take(commands.ReportRestored)
+    assert (restored.good_tokens, restored.cause) == (3, "deadline")
+    rig.nothing_else()
+    rig.expect_nothing_held()
+
+
 def all_served() -> tuple[Rig, Callable[[], object]]:
     rig = lent_rig()
     lend(rig)

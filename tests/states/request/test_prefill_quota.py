@@ -105,6 +105,23 @@ def test_cached_pages_count_if_only_that_request_keeps_them_from_eviction() -> N
     assert rig.core.state.quota.held == {"silent": 10, "good": 2}
 
 
+def test_pages_that_the_plan_does_not_need_are_charged_no_more() -> None:
+    rig = Rig(device_pages=40, prefill_share=0.5)
+    rig.attach_storage()
+    rig.stop_in_match("slow", b"abcdefghij", prefills=("silent",))
+    query = rig.take(commands.QueryStorage)
+    assert rig.core.state.quota.held == {"silent": 10}
+    rig.core.state.storage_available = False
+    rig.make_ready("fast", b"abcdefg", prefills=("good",))
+    rig.answer(query, 0)
+    rig.leave_match("slow")
+    promise = rig.take(commands.SendPromise)
+    assert promise.promised_tokens == 7
+    assert rig.core.state.quota.held == {"silent": 3}
+    rig.serve(promise)
+    assert rig.core.state.quota.held == {}
+
+
 def test_the_charge_goes_to_the_prefill_of_the_present_generation() -> None:
     rig = Rig(device_pages=20, prefill_share=0.5)
     rig.arrive("a", prompt(1, 8), prefills=("silent", "good"))
