@@ -251,9 +251,10 @@ async def _decode_worker(
     before = await prefill.counts(forget=True)
     device = DevicePool.allocate(result.layout, result.l1_pages)
     host = HostPool.allocate(result.layout, result.l2_pages) if cache else None
-    # Small workloads have short prefixes; the job shows that L3 works, not from which length on it pays.
+    # Small workloads have short prefixes and loopback is fast; the job shows that L3 works, not from when on it pays.
     shown = EngineConfig(
-        storage=StorageOptions(prefetch_threshold_tokens=result.layout.page_size), default_deadline_s=300.0
+        storage=StorageOptions(prefetch_threshold_tokens=result.layout.page_size, prefetch="timeout"),
+        default_deadline_s=300.0,
     )
     config = tiers.engine or shown
     journal = msgspec.structs.replace(config.journal, path=tiers.journal if cache else None)
