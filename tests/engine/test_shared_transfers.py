@@ -36,7 +36,8 @@ def prompts(page_size: int, prefix_pages: int) -> list[list[int]]:
 @pytest.mark.nixl
 @pytest.mark.parametrize("shares", [True, False])
 async def test_the_bytes_of_a_common_prefix_leave_prefill_once(shares: bool) -> None:
-    device, host = DevicePool.allocate(LAYOUT, 1000), HostPool.allocate(LAYOUT, 64)
+    # All 840 pages are within the share of one prefill, 0.75.
+    device, host = DevicePool.allocate(LAYOUT, 1200), HostPool.allocate(LAYOUT, 64)
     prefill_pool = DevicePool.allocate(LAYOUT, 1000)
     prefill = SyntheticPrefill(prefill_pool, chunk_pages=5)
     sending = NixlTransport("prefill-0")
