@@ -189,3 +189,12 @@ def test_pages_within_the_share_that_go_with_a_victim_are_not_counted() -> None:
     # Two of 52 pages are above the share of 50. The victim is not split for one page more.
     assert cache.index.evict_device(2) == 3
     assert cache.index.evicted_over_share == 2
+
+
+def test_a_locked_namespace_above_its_share_does_not_protect_the_next_one() -> None:
+    cache = Cache(share=0.25)
+    cache.index.lock(cache.put("a", list(range(12))))
+    cache.put("c", [1, 2])
+    cache.put("b", list(range(12)))
+    assert cache.index.evict_device(1) == 1
+    assert cache.victims == [("b", 1)]
