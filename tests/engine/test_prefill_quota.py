@@ -54,7 +54,7 @@ async def waiting(pair: Pair, count: int) -> AsyncIterator[None]:
 
 
 async def test_nine_requests_to_a_silent_prefill_do_not_stop_those_of_another(make_pair) -> None:
-    async with make_pair(device_pages=64) as pair, silent_prefill(pair), waiting(pair, 9):
+    async with make_pair(device_pages=64, prefill_share=0.75) as pair, silent_prefill(pair), waiting(pair, 9):
         held = pair.engine.statistics()["prefill_pages"]["silent"]
         assert held == 48 // PAGES * PAGES
         assert sum(state == "PREALLOC" for state in pair.engine.states().values()) == 3
@@ -68,7 +68,7 @@ async def test_nine_requests_to_a_silent_prefill_do_not_stop_those_of_another(ma
 
 
 async def test_a_request_that_never_got_pages_fails_with_the_quota_in_its_cause(make_pair) -> None:
-    async with make_pair(device_pages=64) as pair, silent_prefill(pair), waiting(pair, 6):
+    async with make_pair(device_pages=64, prefill_share=0.75) as pair, silent_prefill(pair), waiting(pair, 6):
         late = DecodeRequest(request_id="late", tokens=prompt(9), prefill="silent", deadline_s=0.1)
         with pytest.raises(RequestFailed, match="in PREALLOC: prefill silent is at its quota of device pages"):
             await pair.engine.restore(late)

@@ -233,6 +233,8 @@ def storage_is_measured_with_another_request(play: Play) -> None:
 @says("4 pages that storage has were declined", DECLINED["slower"], "(prefetch is soonest)")
 def the_transfer_brings_them_sooner(play: Play) -> None:
     play.change_policy(prefetch="soonest")
+    play.arrive("big", tokens=b"0123456789abcdef0123456789")
+    play.bring_everything("big")
     play.take(events.StorageChanged, available=True)
     play.arrive("r9", tokens=b"yy")
     play.answer_queries(found=0)
@@ -242,8 +244,10 @@ def the_transfer_brings_them_sooner(play: Play) -> None:
     play.at_s += 0.09
     play.take(events.PagesFetched, op=fetch.op, good=1)
     play.bring_everything("r0")
+    # The answer comes while r1 waits for memory; on its own it would not be waited for.
     play.arrive("r1")
     play.answer_queries(found=4)
+    play.take(events.AbortRequested, request_id="big")
 
 
 @says("2 pages that storage has were declined", DECLINED["out_of_reach"])
