@@ -72,7 +72,10 @@ def test_a_worker_paces_its_steps_until_its_load_has_ended(
     with upon_contract() as module:
         vllm = Vllm(module, f"file:{tmp_path}/store?capacity=16MB")
         vllm.serve(prompt, [0, 1, 2])
+        vllm.settle()  # Its pages may be on their way to storage yet.
+        vllm.step({}, [])
         assert sys.getswitchinterval() == interval
+        sleeps.clear()
         gate, pages = threading.Event(), vllm.worker._worker.pages
         write = pages._copies.write
 

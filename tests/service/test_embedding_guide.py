@@ -239,7 +239,8 @@ def test_every_name_that_the_guide_mentions_is_there() -> None:
     import tidekv
     from tidekv.transports.prefill.prefill_room import Room
 
-    places: list[object] = [tidekv, DecodeEngine, EngineThread, PrefillPeer, Room, tidekv.DevicePool, EngineConfig]
+    places: list[object] = [tidekv, DecodeEngine, EngineThread, PrefillPeer, Room, EngineConfig]
+    places += [tidekv.DevicePool, tidekv.KVLayout]
     text = re.sub(r"^```.*?^```$", "", GUIDE, flags=re.MULTILINE | re.DOTALL)
     for word in re.findall(r"`([^`]+)`", text):
         for name in re.findall(r"(?:^|\.)([A-Za-z_]+)\(", word):
