@@ -82,7 +82,7 @@ def a_window_with_a_hole_is_taken_for_whole(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(request_components, "_gap", lambda first, end, here: max((at + 1 for at in here), default=first))
 
 
-@mutant(r"to which .* still writes|is being written by|holds \d+ instead of|holds garbage")
+@mutant(r"to which .* still writes|is being written by|which is free|holds \d+ instead of|holds garbage")
 def a_loaded_window_uses_pages_that_prefill_writes(patch: pytest.MonkeyPatch) -> None:
     def promise(self: ComponentRestore, request: Request) -> tuple[ComponentPages, ...]:
         held = request.component_pages

@@ -179,7 +179,11 @@ def a_chunk_of_a_foreign_rank_counts(patch: pytest.MonkeyPatch) -> None:
 def a_failed_load_is_taken_for_a_good_one(patch: pytest.MonkeyPatch) -> None:
     original = Loads.copied
     patch.setattr(
-        Loads, "copied", lambda self, load, error: original(self, load, error if load.stage is Stage.RECLAIMING else "")
+        Loads,
+        "copied",
+        lambda self, load, error, **given: original(
+            self, load, error if load.stage is Stage.RECLAIMING else "", **given
+        ),
     )
 
 
