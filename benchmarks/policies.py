@@ -26,12 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+import msgspec
 import numpy as np
 import uvloop
 
 from benchmarks.figures import Figures, option_parser
 from benchmarks.published.results import quantile
-from benchmarks.throttled import Throttle, ThrottledStorage, throttled_prefill
+from benchmarks.throttled import ThrottledStorage
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -43,6 +44,7 @@ from tidekv import (
     StorageOptions,
     open_storage,
 )
+from tidekv.engine.demo.link import Throttle
 from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=128, dtype="float16", page_size=16)
@@ -223,8 +225,8 @@ async def open_bench(setup: Setup, folder: Path) -> AsyncIterator[Bench]:
     )  # fmt: skip
     uri = f"file:{folder / 'pages'}?capacity={8 * prompts.pages * LAYOUT.page_bytes}"
     await _fill(prompts, order, uri)
-    command = throttled_prefill(bytes_per_s=LAYOUT.page_bytes / PAGE_S)
-    async with PrefillProcess(order, command=command) as prefill:
+    slow = msgspec.structs.replace(order, link_bytes_per_s=LAYOUT.page_bytes / PAGE_S)
+    async with PrefillProcess(slow) as prefill:
         for number in range(len(prompts)):
             for kind in KINDS:
                 await prefill.compute(prompts.asked(number, kind))

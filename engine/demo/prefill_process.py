@@ -94,10 +94,8 @@ Counts = dict[str, float]
 class PrefillProcess:
     """The parent's end, an async context manager. The child runs for the duration of the block."""
 
-    def __init__(self, order: PrefillOrder, *, command: Sequence[str] = ("-m", __name__)) -> None:
-        """`command` are the interpreter's arguments that run the child; the number of its socket follows them."""
+    def __init__(self, order: PrefillOrder) -> None:
         self._order = order
-        self._command = command
         self.address = ""
 
     async def __aenter__(self) -> Self:
@@ -106,7 +104,7 @@ class PrefillProcess:
         with theirs:
             try:
                 self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, *self._command, str(theirs.fileno()), pass_fds=(theirs.fileno(),)
+                    sys.executable, "-m", __name__, str(theirs.fileno()), pass_fds=(theirs.fileno(),)
                 )
             except BaseException:
                 ours.close()
@@ -218,14 +216,10 @@ async def prefill_worker(
             yield peer, worker, pages
 
 
-async def serve_line(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    transport: Callable[[], NixlTransport] | None = None,
-) -> None:
+async def serve_line(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Run a prefill worker until the line is closed."""
     order = msgspec.json.decode(await reader.readline(), type=PrefillOrder)
-    async with prefill_worker(order, transport=transport) as (peer, worker, pages):
+    async with prefill_worker(order) as (peer, worker, pages):
         writer.write(msgspec.json.encode(PrefillReady(peer.address)) + b"\n")
         while line := await reader.readline():
             ask = msgspec.json.decode(line, type=Ask)
@@ -254,17 +248,12 @@ def _required(shape: ModelShape | None) -> ModelShape:
     return shape
 
 
-async def _main(file_number: int, transport: Callable[[], NixlTransport] | None) -> None:
+async def _main(file_number: int) -> None:
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=file_number), limit=LINE_BYTES_MAX)
-    await serve_line(reader, writer, transport)
-
-
-def run_child(file_number: int, transport: Callable[[], NixlTransport] | None = None) -> None:
-    """Be the child, with the socket of this number, until its parent closes the line."""
-    torch.set_num_threads(1)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_main(file_number, transport))
+    await serve_line(reader, writer)
 
 
 if __name__ == "__main__":
-    run_child(int(sys.argv[1]))
+    torch.set_num_threads(1)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_main(int(sys.argv[1])))
