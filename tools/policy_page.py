@@ -34,7 +34,7 @@ about to be evicted are lost when the process ends.
 **Wait for the answer.** A request asks storage at its arrival, and takes no device pages while it waits for the
 answer. The wait is the mean of the measured answer times and four times their deviation, at least
 {WAIT_MIN_S * 1000:g} ms. It is at most {GAIN_SHARE:.0%} of the time that storage can save: the time of all pages in
-question from prefill, less that from both, times the share of such pages that storage had lately. While the speed of
+question from prefill, less that from both, times the share of such pages found recently. While the speed of
 the transfer is unknown, that is {WAIT_MAX_S * 1000:g} ms. Answers that take longer on average are not waited for. The
 plan is then made without storage (`l3_queries_outwaited`). A later answer is used if the request still waits for
 device memory, or returns to the queue; prefill is writing the pages otherwise. With `wait_complete` the wait is

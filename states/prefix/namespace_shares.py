@@ -1,6 +1,6 @@
 """Shares of namespaces in one tier: eviction takes from namespaces above their share before it takes from others.
 
-A share is not a reservation. A namespace may fill a tier that nobody else uses; it then loses pages first, down to its
+A share is not a reservation. A namespace may fill a tier that no other uses; it then loses pages first, down to its
 share, when pages are needed. Within a namespace, and among namespaces within their shares, the policy decides.
 
 Each evictable node is in two queues: one for the whole tier, and one for its namespace, which is only used while that

@@ -626,7 +626,7 @@ class RequestComponents:
         self.firsts: dict[str, int] = {}
         """By component, the first position that the end of the prompt needs."""
         self.tails: dict[str, int] = {}
-        """By component, the first position that prefill writes, or the caller who recomputes."""
+        """By component, the first position that prefill, or a recomputing caller, writes."""
         self.tables: dict[str, PageIds] = {}
         """By component, its pages at the prompt's end, at positions from `firsts` on."""
         self.is_damaged = False
