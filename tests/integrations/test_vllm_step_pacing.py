@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,12 +15,15 @@ from tests.support.vllm_contract import BLOCK, Vllm, request_of, upon_contract
 from tidekv.engine.integrations.vllm import step_pacing
 from tidekv.engine.integrations.vllm.step_pacing import SWITCH_S, StepPacing
 
+LIMIT_S = 60.0
+
 
 @pytest.fixture(autouse=True)
 def interval() -> Iterator[float]:
-    """The usual interval, which is restored whatever a test does."""
+    """The interpreter's default, whatever ran before; what was set is restored whatever a test does."""
     before = sys.getswitchinterval()
-    yield before
+    sys.setswitchinterval(0.005)
+    yield sys.getswitchinterval()
     sys.setswitchinterval(before)
 
 
@@ -51,6 +55,8 @@ def test_a_shorter_interval_is_kept(sleeps: list[float]) -> None:
     pacing = StepPacing()
     pacing.after_step(is_empty=False, is_transferring=True)
     assert sys.getswitchinterval() == before
+    pacing.close()
+    assert sys.getswitchinterval() == before
 
 
 def test_the_end_restores_the_interval_however_often(sleeps: list[float]) -> None:
@@ -65,28 +71,44 @@ def test_the_end_restores_the_interval_however_often(sleeps: list[float]) -> Non
     assert sys.getswitchinterval() == before
 
 
+def test_the_interval_is_restored_by_the_last_of_several_workers(interval: float, sleeps: list[float]) -> None:
+    first, second = StepPacing(), StepPacing()
+    first.after_step(is_empty=False, is_transferring=True)
+    second.after_step(is_empty=False, is_transferring=True)
+    first.close()
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_S, rel=0.01)
+    second.after_step(is_empty=False, is_transferring=False)
+    assert sys.getswitchinterval() == interval
+    second.close()
+    assert sys.getswitchinterval() == interval
+
+
 def test_a_worker_paces_its_steps_until_its_load_has_ended(
     tmp_path: Path, interval: float, sleeps: list[float]
 ) -> None:
     prompt = [*range(100, 100 + 2 * BLOCK), 1]
-    with upon_contract() as module:
+    gate = threading.Event()
+    with ExitStack() as stack:
+        module = stack.enter_context(upon_contract())
         vllm = Vllm(module, f"file:{tmp_path}/store?capacity=16MB")
+        stack.callback(vllm.close)
+        stack.callback(gate.set)  # A thread that waited on would keep the interpreter from its end.
         vllm.serve(prompt, [0, 1, 2])
         vllm.settle()  # Its pages may be on their way to storage yet.
         vllm.step({}, [])
         assert sys.getswitchinterval() == interval
         sleeps.clear()
-        gate, pages = threading.Event(), vllm.worker._worker.pages
+        pages = vllm.worker._worker.pages
         write = pages._copies.write
 
         def held(*given: object, **named: object) -> None:
-            gate.wait()
+            assert gate.wait(LIMIT_S), "the test did not go on"
             write(*given, **named)
 
         pages._copies.write = held
         request = request_of(prompt)
         vllm.scheduler.on_new_request(request)
-        vllm.scheduler._scheduler.side._known["r"].answer.result()
+        vllm.scheduler._scheduler.side._known["r"].answer.result(LIMIT_S)
         assert vllm.scheduler.get_num_new_matched_tokens(request, 0) == (2 * BLOCK, True)
         vllm.scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([3, 4, 5],)), 2 * BLOCK)
         vllm.step({}, [])
@@ -100,4 +122,3 @@ def test_a_worker_paces_its_steps_until_its_load_has_ended(
         assert loaded == {"r"}
         assert sys.getswitchinterval() == interval
         assert len(sleeps) == 1
-        vllm.close()

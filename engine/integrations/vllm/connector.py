@@ -256,9 +256,11 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
     def shutdown(self) -> None:
         """Finish running jobs, and close everything. Idempotent."""
         side = self._scheduler or self._worker
-        if side is not None:
-            side.close()
-        self._pacing.close()
+        try:
+            if side is not None:
+                side.close()
+        finally:
+            self._pacing.close()
 
     def _scheduler_side(self) -> SchedulerRole:
         if self._scheduler is None:
