@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import re
 import subprocess
@@ -51,6 +52,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 # The only profile: how long an example takes depends on what else the machine does.
 settings.register_profile("tidekv", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tidekv")
+
+EXIT_LIMIT_S = 120.0
+
+
+def pytest_unconfigure() -> None:
+    """End the interpreter, with the stacks of all threads, if a thread that a test left keeps it from its end."""
+    faulthandler.dump_traceback_later(EXIT_LIMIT_S, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(params=[ShortMachine, Machine], ids=["short machine", "plain machine"])
