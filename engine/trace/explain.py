@@ -40,9 +40,11 @@ def explain(trace: RequestTrace, *, now_s: float) -> str:
         for note in trace.fallbacks
     ]
     lines += _waste(trace)
-    lines += _faster(trace, now_s)
     if trace.ended == "FAILED":
         lines.append(f"It failed{' after READY' if trace.was_ready else ''}: {trace.cause}{_detail(trace)}.")
+    else:
+        # More speed does not help a request that failed for another reason.
+        lines += _faster(trace, now_s)
     if trace.is_partial:
         good = sum(trace.sources.values())
         lines.append(

@@ -48,6 +48,15 @@ def test_words_name_the_injected_cause(play: Play, name: str) -> None:
     assert "; ." not in words and "None" not in words
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_only_requests_that_did_not_fail_get_advice_on_speed(play: Play, name: str) -> None:
+    CASES[name][0](play)
+    request_traces = read_request_traces(Replayer(play.tape.end()))
+    for request_trace in request_traces.all:
+        words = explain(request_trace, now_s=request_traces.last_at_s)
+        assert request_trace.ended != "FAILED" or "What would have helped" not in words
+
+
 NO_CAUSE = {
     # What comes for no request, or twice, changes nothing for any request.
     "frames_foreign", "chunks_foreign", "chunks_repeated", "calls_late",
