@@ -27,6 +27,7 @@ def explain(
     """
     from tidekv.engine.journal import Replayer
     from tidekv.engine.trace.explain import explain as words_for
+    from tidekv.engine.trace.explain import failures_by_cause
     from tidekv.engine.trace.request_traces import read_request_traces
 
     replayer = Replayer(journal)
@@ -42,5 +43,7 @@ def explain(
         ended = [request_trace for request_trace in request_traces.all if request_trace.ended_at_s is not None]
         ended.sort(key=lambda request_trace: request_trace.arrived_at_s - (request_trace.ended_at_s or 0.0))
         chosen = ended[: max(slowest, 0)]
+        if failures := failures_by_cause(request_traces.all):
+            print(f"{failures}\n")
     print("\n\n".join(words_for(request_trace, now_s=request_traces.last_at_s) for request_trace in chosen))
     tell_torn(replayer, torn_ok=torn_ok)

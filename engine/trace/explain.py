@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from tidekv.engine.trace.request_trace import SOURCES, Plan, RequestTrace, Work
 
 SOURCE_WORDS = {
@@ -61,6 +64,15 @@ def explain(trace: RequestTrace, *, now_s: float) -> str:
             f"READY, {trace.grown_pages} pages longer{held}."
         )
     return "\n".join(lines)
+
+
+def failures_by_cause(traces: Iterable[RequestTrace]) -> str:
+    """Return one line with the causes of failed requests, most frequent first; "" if none failed."""
+    counts = Counter(trace.cause for trace in traces if trace.ended == "FAILED")
+    if not counts:
+        return ""
+    parts = "; ".join(f"{cause}: {count}" for cause, count in counts.most_common())
+    return f"Failed requests: {counts.total()} ({parts})."
 
 
 def _headline(trace: RequestTrace, now_s: float) -> str:

@@ -8,8 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tidekv import Replayer
 from tidekv.engine.cli import main
 from tidekv.engine.journal.format import JOURNAL_VERSION, seal
+from tidekv.engine.trace.request_traces import read_request_traces
 from tidekv.states.pages.page_pool import PagePool
 
 
@@ -192,6 +194,20 @@ def test_explain_and_timeline_of_one_request(simulate, monkeypatch, capsys, tmp_
     code, out, _ = run(monkeypatch, capsys, "timeline", path)
     assert code == 0
     assert "TRANSFER" in out
+
+
+def test_explain_without_a_request_counts_failures_by_cause(simulate, monkeypatch, capsys) -> None:
+    path = simulate(1, 60).path
+    traces = read_request_traces(Replayer(path)).all
+    causes = [trace.cause for trace in traces if trace.ended == "FAILED"]
+    assert causes
+    code, out, _ = run(monkeypatch, capsys, "explain", path)
+    assert code == 0
+    first = out.splitlines()[0]
+    assert first.startswith(f"Failed requests: {len(causes)} (")
+    assert all(f"{cause}: {causes.count(cause)}" in first for cause in causes)
+    _, out, _ = run(monkeypatch, capsys, "explain", path, "--request", "r1")
+    assert "Failed requests" not in out
 
 
 def test_unknown_request_is_one_line_and_exit_code_2(simulate, monkeypatch, capsys) -> None:
