@@ -98,8 +98,6 @@ FAULTS: dict[str, str] = {
     "peer_is_silent": "prefill takes promises and answers aborts, but sends nothing until it is restarted",
 }
 """Kinds of faults by name, with a description."""
-OF_COMPONENTS = frozenset(name for name in FAULTS if name.startswith("tail_"))
-"""Kinds that strike only with components. A run without components does not depend on whether they are chosen."""
 OF_LENDING = frozenset({"pages_are_not_offered"})
 """Kinds that strike only if device pages are lent. Other runs do not depend on whether they are chosen."""
 
@@ -115,15 +113,12 @@ class Faults:
         chosen: Chosen,
         without: Collection[str] = (),
         *,
-        with_components: bool = False,
         with_lending: bool = False,
     ) -> None:
         """`without` names kinds that are drawn like all others but never strike, so the run is otherwise the same."""
         names = list(FAULTS) if chosen == "all" else [] if chosen == "none" else sorted(chosen)
         if unknown := [name for name in (*names, *without) if name not in FAULTS]:
             raise InvalidConfig(f"there is no fault {unknown[0]!r}; there are {', '.join(FAULTS)}")
-        if not with_components:
-            names = [name for name in names if name not in OF_COMPONENTS]
         if not with_lending:
             names = [name for name in names if name not in OF_LENDING]
         self._random = random

@@ -87,7 +87,6 @@ class World:
             random,
             faults,
             without,
-            with_components=bool(settings.components),
             with_lending=settings.lends_device,
         )
         self.contents = Contents()

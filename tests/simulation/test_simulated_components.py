@@ -15,7 +15,6 @@ from tidekv.engine.journal.format import write_lines
 from tidekv.engine.journal.recorder import Recorder
 from tidekv.engine.simulation import FAULTS, Report, simulate
 from tidekv.engine.simulation.components import draw_components
-from tidekv.engine.simulation.faults import OF_COMPONENTS, Faults
 from tidekv.engine.simulation.simulate import draw_settings
 from tidekv.engine.simulation.world import World
 from tidekv.engine.trace.explain import explain
@@ -70,7 +69,7 @@ def test_without_faults_every_request_is_ready(mixture: str) -> None:
     assert report.ends == {"READY": 150}
 
 
-@pytest.mark.parametrize("fault", sorted(OF_COMPONENTS))
+@pytest.mark.parametrize("fault", sorted(name for name in FAULTS if name.startswith("component_")))
 def test_no_fault_of_a_component_fails_a_request(fault: str) -> None:
     struck = 0
     for seed in range(3):
@@ -115,12 +114,6 @@ def test_tails_go_to_storage_and_come_from_there_whatever_happens() -> None:
     assert done["components_stored"] > 80 and done["components_fetched"] > 4, done
     for name in ("l3_fetches_late", "l3_pages_short", "sent_back", "l3_queries_failed"):
         assert counters[name], counters
-
-
-def test_a_run_without_components_does_not_know_of_their_faults() -> None:
-    drawn = [Faults(Random(3), chosen) for chosen in ("all", sorted(FAULTS))]
-    assert not any(name in faults.counts for faults in drawn for name in OF_COMPONENTS)
-    assert Faults(Random(3), "all", with_components=True).counts.keys() >= OF_COMPONENTS
 
 
 class Tape:
