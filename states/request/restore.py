@@ -264,6 +264,8 @@ class Restore:
             undo.keep()
         # Only field and dictionary updates from here on: the request takes over what the plan has started.
         request.charged -= surplus
+        if surplus:
+            state.pages_freed = True
         # The answer is used up: if what it promised is not delivered, the next plan needs another one.
         request.answered_at_s = float("inf")
         self._lookahead.adopted(request, adopted)

@@ -38,6 +38,22 @@ def test_what_the_device_has_of_a_prompt_is_not_counted_twice() -> None:
     assert planned(rig) == ["a"]
 
 
+def test_pages_that_a_longer_match_saves_go_to_a_waiting_request() -> None:
+    rig = Rig(device_pages=16)
+    rig.arrive("x", b"abcd")
+    promise = rig.take(commands.SendPromise)
+    rig.attach_storage()
+    rig.stop_in_match("a", b"abcdefgh")
+    rig.take(commands.QueryStorage)
+    rig.arrive("c", b"stuvwx")
+    rig.answer(rig.take(commands.QueryStorage), 0)
+    assert rig.state("c") == "PREALLOC"
+    rig.serve(promise)
+    assert planned(rig) == []
+    rig.leave_match("a")
+    assert planned(rig) == ["a", "c"]
+
+
 def test_unlocked_cache_makes_room() -> None:
     rig = Rig(device_pages=8, host_pages=0)
     rig.make_ready("a", b"abcdef")
