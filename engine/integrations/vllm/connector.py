@@ -30,6 +30,7 @@ from tidekv.engine.integrations.vllm.handover.scheduler import HandoverScheduler
 from tidekv.engine.integrations.vllm.handover.settings import read_handover
 from tidekv.engine.integrations.vllm.handover.worker import HandoverWorker
 from tidekv.engine.integrations.vllm.jobs import COUNTS
+from tidekv.engine.integrations.vllm.log import log_with_vllm
 from tidekv.engine.integrations.vllm.roles import SchedulerRole, WorkerRole
 from tidekv.engine.integrations.vllm.settings import read_shared
 from tidekv.engine.integrations.vllm.step_pacing import StepPacing
@@ -122,6 +123,7 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         Raises InvalidConfig, naming the option, for a configuration that cannot be shared, and errors of the storage.
         """
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        log_with_vllm()
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
         self._pacing = StepPacing()
