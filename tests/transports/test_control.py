@@ -176,7 +176,7 @@ async def test_a_listener_that_cannot_prove_the_secret_is_refused(ends: Ends) ->
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(control._greeting(bytes(32)))
         await reader.readexactly(control.GREETING_BYTES + control.PROOF_BYTES)
-        writer.write(bytes(control.PROOF_BYTES))
+        writer.write(b"x" * control.PROOF_BYTES)
         await writer.drain()
         writer.close()
 
@@ -194,7 +194,7 @@ async def test_a_proof_played_back_is_refused(ends: Ends) -> None:
     reader, writer = await asyncio.open_connection(*control.parse_address(listener.address))
     greeting = await reader.readexactly(control.GREETING_BYTES)
     writer.write(greeting + control._proof("", b"listen", greeting[-32:], greeting[-32:]))
-    assert await reader.read() == b""
+    assert await reader.read() == control.REFUSED_PROOF
     writer.close()
     assert listener.statistics()["links_refused"] == 1
     assert ends.links.empty()
@@ -531,11 +531,26 @@ async def test_why_a_listener_cannot_be_dialled_is_one_of_a_few_causes(
     assert await resolved(OSError(113, "no route to host")) is PrefillCause.UNREACHABLE
 
 
+async def test_a_listener_that_ends_during_the_handshake_is_no_wrong_secret(ends: Ends) -> None:
+    async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(control._greeting(bytes(32)))
+        await reader.readexactly(control.GREETING_BYTES + control.PROOF_BYTES)
+        writer.close()
+
+    server = await asyncio.start_server(end, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()[:2]
+    with pytest.raises(DialFailed, match="before it answered our proof") as failed:
+        await ends.dial(f"{host}:{port}", secret="s")
+    assert failed.value.cause is PrefillCause.UNREACHABLE
+    assert failed.value.cause.retryable
+    server.close()
+
+
 async def test_a_listener_that_proves_another_secret_is_told_as_that(ends: Ends) -> None:
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(control._greeting(bytes(32)))
         await reader.readexactly(control.GREETING_BYTES + control.PROOF_BYTES)
-        writer.write(bytes(control.PROOF_BYTES))
+        writer.write(b"x" * control.PROOF_BYTES)
         await reader.read()
         writer.close()
 

@@ -25,7 +25,7 @@ import ssl
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
@@ -97,6 +97,8 @@ class Outbox:
 MAGIC = b"tidekv\r\n"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
+REFUSED_PROOF = bytes(PROOF_BYTES)
+"""The answer to a proof of another secret. Without it, a process that ends during a handshake would look like one."""
 GREETING_BYTES = len(MAGIC) + 2 + NONCE_BYTES
 CLOSE_S = 1.0
 KEEPALIVE_S = 20
@@ -415,7 +417,7 @@ class ControlListener:
             if writer is not None:
                 writer.transport.abort()
             if isinstance(error, TransferFailed | RemoteProtocolError | asyncio.IncompleteReadError | OSError):
-                # Port scanners and wrong secrets are counted, and get no reply beyond our greeting.
+                # Port scanners and wrong secrets are counted. They get our greeting, and a proof is refused, no more.
                 self._counts["links_refused"] += 1
                 if _is_failed_challenge(error):
                     self._peer_backoff.note(offence_key(host))
@@ -513,9 +515,9 @@ async def _prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sec
     try:
         answer = await reader.readexactly(PROOF_BYTES)
     except (asyncio.IncompleteReadError, ConnectionError) as error:
-        raise DialFailed(
-            PrefillCause.WRONG_SECRET, "it closed the connection at our proof: the secrets differ"
-        ) from error
+        raise DialFailed(PrefillCause.UNREACHABLE, "it closed the connection before it answered our proof") from error
+    if hmac.compare_digest(answer, REFUSED_PROOF):
+        raise DialFailed(PrefillCause.WRONG_SECRET, "it refused our proof: the secrets differ")
     if not hmac.compare_digest(answer, _proof(secret, b"listen", ours, theirs)):
         raise DialFailed(PrefillCause.WRONG_SECRET, "it did not prove that it knows the secret")
 
@@ -527,6 +529,10 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, se
     theirs = _nonce_of(await reader.readexactly(GREETING_BYTES))
     proof = await reader.readexactly(PROOF_BYTES)
     if not hmac.compare_digest(proof, _proof(secret, b"dial", theirs, ours)):
+        writer.write(REFUSED_PROOF)
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
         raise TransferFailed("the dialler did not prove that it knows the secret")
     writer.write(_proof(secret, b"listen", theirs, ours))
 
