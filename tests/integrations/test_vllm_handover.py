@@ -10,7 +10,7 @@ from typing import Any  # vLLM's objects are not typed here.
 import pytest
 
 from tests.support.vllm_contract import BLOCK, DIM, HEADS, LAYERS, KVConnectorRole, configs_of, upon_contract
-from tests.support.vllm_handover import HandoverVllm, request_of
+from tests.support.vllm_handover import ENGINE, HandoverVllm, request_of
 from tidekv.engine.integrations.vllm.handover.jobs import HANDOVER_COUNTS
 from tidekv.engine.integrations.vllm.handover.settings import HandoverSettings
 from tidekv.states.errors import InvalidConfig
@@ -293,6 +293,51 @@ def test_an_instance_may_be_both_ends(start: Start) -> None:
         here.step_until(lambda here=here: here.freed)
 
 
+def test_tensor_parallel_ranks_hand_over_in_pairs(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "journals").mkdir()
+    engine = {**ENGINE, "journal": {"path": f"{tmp_path}/journals"}}
+    options = {"ranks": 2, "uri": f"file:{tmp_path}/store?capacity=16MB", "engine": engine}
+    prefill, decode = start("kv_producer", ranks=2), start("kv_consumer", **options)
+    params = prefilled(prefill)
+    assert len(set(params["prefill"].split(","))) == 2
+    decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("d", PROMPT)
+    assert decode.counts["restore_tokens_transfer"] == 2 * len(PROMPT)
+    prefill.step_until(lambda: prefill.freed)
+    decode.compute("d", chunk=100)
+    assert decode.finish("d") == (True, None)
+    decode.step_until(lambda: decode.freed)
+    for worker in decode.workers:
+        worker._worker._decode._engine.wait_settled()
+    decode.close()
+    assert len(list((tmp_path / "journals").iterdir())) == 2
+    # After a restart each rank finds its own heads in the storage that both write to.
+    decode = start("kv_consumer", **options)
+    decode.add(request_of("e", PROMPT, prefilled(prefill, "q")), OTHERS)
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("e", PROMPT)
+    assert decode.counts["restore_tokens_l3"] == 2 * 4 * BLOCK
+
+
+def test_a_prompt_of_which_one_rank_loses_its_part_is_computed(start: Start) -> None:
+    prefill, decode = start("kv_producer", ranks=2), start("kv_consumer", ranks=2)
+    params = prefilled(prefill)
+    prefill.workers[1].shutdown()
+    decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
+    decode.step_until(lambda: decode.loaded)
+    assert (decode.loaded, decode.invalid) == (["d"], {1, 2, 3, 4, 5})
+    assert decode.counts["restores_failed"] == 1
+
+
+def test_other_numbers_of_ranks_are_refused(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    prefill, decode = start("kv_producer", ranks=2), start("kv_consumer")
+    decode.add(request_of("d", PROMPT, prefilled(prefill)), [1, 2, 3, 4, 5])
+    decode.step_until(lambda: decode.loaded)
+    assert decode.invalid == {1, 2, 3, 4, 5}
+    assert "prefill has 2 tensor-parallel ranks" in caplog.text
+
+
 def test_blocks_in_another_order_are_refused(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     prefill, decode = start("kv_producer"), start("kv_consumer", is_head_first=False)
     params = prefilled(prefill)
@@ -314,7 +359,12 @@ def test_blocks_in_another_order_are_refused(start: Start, caplog: pytest.LogCap
         ({"listen": "127.0.0.1:0", "engine": {"bigram_keys": True}}, {}, "bigram_keys"),
         ({"listen": "127.0.0.1:0", "engine": {"keep": True}}, {}, "keep"),
         ({"listen": "127.0.0.1:0"}, {"groups": 2}, "several groups of KV"),
-        ({"listen": "127.0.0.1:0"}, {"tensor_parallel_size": 2}, "tensor_parallel_size 2"),
+        ({"listen": "127.0.0.1:65535"}, {"tensor_parallel_size": 2}, "port 65536"),
+        (
+            {"listen": "127.0.0.1:0", "engine": {"journal": {"path": "/no/such"}}},
+            {"tensor_parallel_size": 2},
+            "journal.path: /no/such must be a directory",
+        ),
         ({"listen": "127.0.0.1:0"}, {"kv_load_failure_policy": "fail"}, "kv_load_failure_policy"),
         ({"listen": "127.0.0.1:0"}, {"extra": {"uri": "file:/x"}}, "'uri' belongs to the storage role"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any  # vLLM's objects are not typed here.
@@ -21,11 +22,11 @@ ENGINE = {
 """Options of the decode engine: a prompt of a test is short, and its machine may be busy."""
 
 
-def kv_of(tokens: Sequence[int], layer: int) -> torch.Tensor:
+def kv_of(tokens: Sequence[int], layer: int, rank: int = 0) -> torch.Tensor:
     """KV of a prompt: [token, head, K | V]. It depends on all tokens before, as that of a model does."""
     sums = torch.tensor(tokens, dtype=torch.float64).cumsum(0)
     columns = torch.arange(HEADS * 2 * DIM, dtype=torch.float64).view(HEADS, 2 * DIM)
-    return torch.sin(sums.view(-1, 1, 1) * (layer + 1) + columns).float()
+    return torch.sin(sums.view(-1, 1, 1) * (layer + 1) + columns + rank).float()
 
 
 def request_of(name: str, tokens: Sequence[int], params: dict[str, Any] | None, **changes: Any) -> Any:
@@ -49,28 +50,44 @@ def request_of(name: str, tokens: Sequence[int], params: dict[str, Any] | None, 
 
 
 class HandoverVllm:
-    """Scheduler's and worker's side with tensors, driven in the order in which vLLM calls them."""
+    """The scheduler's side and one worker for each rank, with tensors, driven in the order in which vLLM calls them."""
 
-    def __init__(self, module: ModuleType, role: str, *, seed: int = 0, is_head_first: bool = True, **handover: Any):
+    def __init__(
+        self,
+        module: ModuleType,
+        role: str,
+        *,
+        seed: int = 0,
+        is_head_first: bool = True,
+        ranks: int = 1,
+        **handover: Any,
+    ):
         self.role = role
         sends, receives = role != "kv_consumer", role != "kv_producer"
         if sends:
             handover.setdefault("listen", "127.0.0.1:0")
-        configs = configs_of(
-            "",
-            extra={
-                "uri": None,
-                "model": None,
-                "host": None,
-                "handover": {"model": "m", "host": "1MB", "engine": ENGINE, **handover},
-            },
-            is_kv_producer=sends,
-            is_kv_consumer=receives,
-        )
-        configs[0].kv_transfer_config.kv_role, configs[0].kv_transfer_config.engine_id = role, f"vllm-{seed}"
+        all_configs = []
+        for rank in range(ranks):
+            configs = configs_of(
+                "",
+                extra={
+                    "uri": None,
+                    "model": None,
+                    "host": None,
+                    "handover": {"model": "m", "host": "1MB", "engine": ENGINE, **handover},
+                },
+                is_kv_producer=sends,
+                is_kv_consumer=receives,
+                rank=rank,
+                tensor_parallel_size=ranks,
+            )
+            configs[0].kv_transfer_config.kv_role, configs[0].kv_transfer_config.engine_id = role, f"vllm-{seed}"
+            all_configs.append(configs)
         shape = (LAYERS, BLOCKS, HEADS, BLOCK, 2 * DIM) if is_head_first else (LAYERS, BLOCKS, BLOCK, HEADS, 2 * DIM)
-        stored = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        self.caches = [layer if is_head_first else layer.transpose(1, 2) for layer in stored]
+        self.caches_by_rank = []
+        for rank in range(ranks):
+            stored = torch.randn(shape, generator=torch.Generator().manual_seed(100 * rank + seed))
+            self.caches_by_rank.append([layer if is_head_first else layer.transpose(1, 2) for layer in stored])
         self.tables: dict[str, list[int]] = {}
         self.requests: dict[str, Any] = {}
         self.loaded: list[str] = []
@@ -78,11 +95,29 @@ class HandoverVllm:
         self.invalid: set[int] = set()
         self.counts: dict[str, int] = {}
         self.preempted: set[str] = set()
-        self.scheduler = module.TidekvConnector(configs[0], KVConnectorRole.SCHEDULER, configs[1])
-        self.worker = module.TidekvConnector(configs[0], KVConnectorRole.WORKER, configs[1])
-        self.worker.register_kv_caches(dict(reversed(list(zip(NAMES, self.caches, strict=True)))))
-        if (address := self.worker.get_handshake_metadata()) is not None:
-            self.scheduler.set_xfer_handshake_metadata({0: pickle.loads(pickle.dumps(address))})
+        self.scheduler = module.TidekvConnector(all_configs[0][0], KVConnectorRole.SCHEDULER, all_configs[0][1])
+        self.workers = [module.TidekvConnector(one, KVConnectorRole.WORKER, other) for one, other in all_configs]
+        addresses = {}
+        for rank, worker in enumerate(self.workers):
+            worker.register_kv_caches(dict(reversed(list(zip(NAMES, self.caches_by_rank[rank], strict=True)))))
+            if (address := worker.get_handshake_metadata()) is not None:
+                addresses[rank] = pickle.loads(pickle.dumps(address))
+        if addresses:
+            self.scheduler.set_xfer_handshake_metadata(addresses)
+        self._ended: Counter[tuple[str, str]] = Counter()
+        """Reports by kind and request: vLLM hears of one once every rank has reported it."""
+
+    @property
+    def worker(self) -> Any:
+        """The worker of a vLLM that has one."""
+        (worker,) = self.workers
+        return worker
+
+    @property
+    def caches(self) -> list[torch.Tensor]:
+        """Tensors of a vLLM that has one worker, by layer."""
+        (caches,) = self.caches_by_rank
+        return caches
 
     def add(self, request: Any, blocks: Sequence[int], *, computed: int = 0) -> int:
         """A new request; returns the tokens that the connector claims, whose restore the next step starts."""
@@ -105,23 +140,29 @@ class HandoverVllm:
         )
         self.preempted = set()
         # From one process to another.
-        metadata = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output)))
-        self.worker.handle_preemptions(metadata)
-        self.worker.bind_connector_metadata(metadata)
+        metadata = pickle.dumps(self.scheduler.build_connector_meta(output))
+        freed, loaded, invalid = set[str](), set[str](), set[int]()
+        for rank, worker in enumerate(self.workers):
+            worker.handle_preemptions(pickle.loads(metadata))
+            worker.bind_connector_metadata(pickle.loads(metadata))
+            for name, count in scheduled.items():
+                self._forward(self.requests[name], count, rank)
+            worker.start_load_kv(None)
+            worker.wait_for_save()
+            freed_here, loaded_here = worker.get_finished(set())
+            freed |= self._by_all("freed", freed_here)
+            loaded |= self._by_all("loaded", loaded_here)
+            invalid |= worker.get_block_ids_with_load_errors()
+            worker.clear_connector_metadata()
+            stats = worker.get_kv_connector_stats()
+            for name, count in stats.reduce().items() if stats is not None else ():
+                self.counts[name] = self.counts.get(name, 0) + count
         for name, count in scheduled.items():
-            self._forward(self.requests[name], count)
-        self.worker.start_load_kv(None)
-        self.worker.wait_for_save()
-        freed, loaded = self.worker.get_finished(set())
-        invalid = self.worker.get_block_ids_with_load_errors()
-        self.worker.clear_connector_metadata()
+            self.requests[name].num_computed_tokens += count
         self.scheduler.update_connector_output(SimpleNamespace(finished_recving=loaded, invalid_block_ids=invalid))
-        self.freed += freed or ()
-        self.loaded += loaded or ()
+        self.freed += freed
+        self.loaded += loaded
         self.invalid |= invalid
-        stats = self.worker.get_kv_connector_stats()
-        for name, count in stats.reduce().items() if stats is not None else ():
-            self.counts[name] = self.counts.get(name, 0) + count
 
     def compute(self, name: str, *, chunk: int) -> None:
         """Compute the rest of a prompt in steps of `chunk` tokens; of a restored one the last token."""
@@ -141,7 +182,7 @@ class HandoverVllm:
 
     def overwrite(self, blocks: Sequence[int]) -> None:
         """Blocks that another request uses from now on."""
-        for cache in self.caches:
+        for cache in (cache for caches in self.caches_by_rank for cache in caches):
             cache[list(blocks)] = 7.0
 
     def finish(self, name: str) -> tuple[bool, dict[str, Any] | None]:
@@ -159,10 +200,11 @@ class HandoverVllm:
 
     def holds(self, name: str, tokens: Sequence[int], *, first: int = 0) -> bool:
         """Whether the blocks of a request have the KV of these tokens, from token `first` on."""
-        for layer, cache in enumerate(self.caches):
-            rows = cache[self.tables[name]].permute(0, 2, 1, 3).flatten(0, 1)[first : len(tokens)]
-            if not torch.equal(rows, kv_of(tokens, layer)[first:]):
-                return False
+        for rank, caches in enumerate(self.caches_by_rank):
+            for layer, cache in enumerate(caches):
+                rows = cache[self.tables[name]].permute(0, 2, 1, 3).flatten(0, 1)[first : len(tokens)]
+                if not torch.equal(rows, kv_of(tokens, layer, rank)[first:]):
+                    return False
         return True
 
     def close(self) -> None:
@@ -170,19 +212,29 @@ class HandoverVllm:
 
         UCX may abort (stubs.c) if an agent ends while it disconnects from another one of the same process.
         """
-        prefill = self.worker._worker._prefill
         until_s = time.monotonic() + 1.0
-        while prefill is not None and time.monotonic() < until_s and prefill._thread._loop is not None:
-            if prefill._thread._loop.is_closed or not prefill._thread.statistics()["peers"]:
-                break
-            time.sleep(PAUSE_S)
-        self.worker.shutdown()
+        for worker in self.workers:
+            prefill = worker._worker._prefill
+            while prefill is not None and time.monotonic() < until_s and prefill._thread._loop is not None:
+                if prefill._thread._loop.is_closed or not prefill._thread.statistics()["peers"]:
+                    break
+                time.sleep(PAUSE_S)
+            worker.shutdown()
         self.scheduler.shutdown()
 
-    def _forward(self, request: Any, count: int) -> None:
+    def _by_all(self, kind: str, names: set[str] | None) -> set[str]:
+        """Requests that with these reports all ranks have reported."""
+        ended = set[str]()
+        for name in names or ():
+            self._ended[kind, name] += 1
+            if self._ended[kind, name] == len(self.workers):
+                del self._ended[kind, name]
+                ended.add(name)
+        return ended
+
+    def _forward(self, request: Any, count: int, rank: int) -> None:
         first = request.num_computed_tokens
-        for layer, cache in enumerate(self.caches):
-            kv = kv_of(request.prompt_token_ids, layer)
+        for layer, cache in enumerate(self.caches_by_rank[rank]):
+            kv = kv_of(request.prompt_token_ids, layer, rank)
             for at in range(first, first + count):
                 cache[self.tables[request.request_id][at // BLOCK], :, at % BLOCK] = kv[at]
-        request.num_computed_tokens += count

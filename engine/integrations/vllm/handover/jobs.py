@@ -14,8 +14,9 @@ PREFILL_FIRST: Final = "prefill-first:"
 class RestoreJob:
     """Restore of a prompt into vLLM's blocks.
 
-    `blocks` are those of the whole prompt; the first `have_tokens` tokens, whole blocks, are valid and stay as they
-    are. `tokens` is the prompt as packed little-endian u32.
+    `prefill` has the addresses of prefill's tensor-parallel ranks, separated by commas. `blocks` are those of the whole
+    prompt; the first `have_tokens` tokens, whole blocks, are valid and stay as they are. `tokens` is the prompt as
+    packed little-endian u32.
     """
 
     request_id: str

@@ -10,6 +10,8 @@ A request says what it wants in `kv_transfer_params`:
     {"do_remote_decode": true, "room": …}                    to prefill; without a room it names one
     {"do_remote_prefill": true, "prefill": …, "room": …}     to decode; the answer of prefill has this form
 
+With tensor parallelism, "prefill" has the addresses of all ranks, separated by commas.
+
 It reads vLLM's requests and does not change them. All calls come from the scheduler's thread.
 """
 

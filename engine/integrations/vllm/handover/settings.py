@@ -6,6 +6,7 @@ A configuration that cannot hand KV over is refused here, by name, before anythi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final  # vLLM's configuration is not typed here: tests and type checks go without vLLM.
 
 import msgspec
@@ -14,10 +15,11 @@ from tidekv.backends.storage.options import parse_size
 from tidekv.backends.storage.uri import split_uri
 from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.integrations.vllm.settings import HINT, check_shareable
-from tidekv.states.errors import InvalidConfig
+from tidekv.states.errors import InvalidConfig, InvalidRequest
 from tidekv.states.validation import Options, PlainText, Seconds, Text, host_and_port
 
 WHERE: Final = f"{HINT}.handover"
+LAST_PORT: Final = 65_535
 
 
 class HandoverSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,8 +27,8 @@ class HandoverSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields
 
     listen: PlainText = ""
     """host:port at which a prefill worker listens for decode workers; needed if `kv_role` is kv_producer or kv_both.
-    With port 0 the system chooses one, which only prefill's answers name: a router that starts both ends at once needs
-    a fixed port.
+    Tensor-parallel rank r listens at port + r. With port 0 the system chooses one, which only prefill's answers name: a
+    router that starts both ends at once needs a fixed port.
     """
     dials: tuple[PlainText, ...] = ()
     """Prefill addresses on other machines that a decode worker will dial. Without them, bulk data stays on loopback."""
@@ -83,7 +85,8 @@ class HandoverSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields
 class Handover:
     """The common part of both sides: the settings, the shape of vLLM's blocks, and the ends that this vLLM is.
 
-    `sends`: it computes prompts for others. `receives`: it decodes prompts that others computed.
+    `rank`, `ranks`: the tensor-parallel rank and the number of ranks; ranks of both ends hand over in pairs. `sends`:
+    it computes prompts for others. `receives`: it decodes prompts that others computed.
     """
 
     settings: HandoverSettings
@@ -92,8 +95,36 @@ class Handover:
     block_size: int
     num_blocks: int
     layer_names: tuple[str, ...]
+    rank: int
+    ranks: int
     sends: bool
     receives: bool
+
+    @property
+    def name(self) -> str:
+        """Name of this rank's agents: unique among all ranks of all instances."""
+        return self.instance if self.ranks == 1 else f"{self.instance}-{self.rank}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the model's part that this rank has: each rank holds other heads."""
+        return self.model if self.ranks == 1 else f"{self.model}, rank {self.rank} of {self.ranks}"
+
+    @property
+    def listen(self) -> str:
+        """Address at which this rank listens."""
+        host, _, port = self.settings.listen.rpartition(":")
+        return f"{host}:{int(port) + self.rank}" if int(port) else self.settings.listen
+
+    def own_address(self, addresses: str) -> str:
+        """Return the one of prefill's addresses, by rank, that belongs to this rank. Raises InvalidRequest."""
+        by_rank = addresses.split(",")
+        if len(by_rank) != self.ranks:
+            raise InvalidRequest(
+                f"prefill has {len(by_rank)} tensor-parallel ranks ({addresses}) and decode {self.ranks}; "
+                "only equal numbers hand over"
+            )
+        return by_rank[self.rank]
 
 
 def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
@@ -101,13 +132,22 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     settings = _read_settings(transfer.kv_connector_extra_config)
     check_shareable(vllm_config, kv_cache_config)
-    if parallel.tensor_parallel_size != 1:
+    ranks = int(parallel.tensor_parallel_size)
+    journal = settings.engine.journal.path
+    if ranks > 1 and journal is not None and not Path(journal).is_dir():
         raise InvalidConfig(
-            f"hand-over with tensor_parallel_size {parallel.tensor_parallel_size} is not supported; it must be 1"
+            f"{WHERE}.engine.journal.path: {journal} must be a directory that exists: each of {ranks} ranks writes a "
+            "file of its own"
         )
     sends, receives = bool(transfer.is_kv_producer), bool(transfer.is_kv_consumer)
     if sends and not settings.listen:
         raise InvalidConfig(f'{WHERE} needs "listen", such as "127.0.0.1:7000": kv_role {transfer.kv_role} sends KV')
+    if settings.listen:
+        last = host_and_port(settings.listen, "listen", InvalidConfig, any_port=True)[1] + ranks - 1
+        if last > LAST_PORT:
+            raise InvalidConfig(
+                f"{WHERE}.listen: the last of {ranks} ranks would listen at port {last}; lower the port"
+            )
     group = kv_cache_config.kv_cache_groups[0]
     return Handover(
         settings=settings,
@@ -116,6 +156,8 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
         block_size=int(group.kv_cache_spec.block_size),
         num_blocks=int(kv_cache_config.num_blocks),
         layer_names=tuple(group.layer_names),
+        rank=int(parallel.rank) % ranks,
+        ranks=ranks,
         sends=sends,
         receives=receives,
     )

@@ -48,9 +48,9 @@ class PrefillWorker:
         settings = handover.settings
         peer = PrefillPeer(
             device=pool,
-            transport=NixlTransport(name=f"{handover.instance}-prefill", secret=settings.secret()),
-            listen=settings.listen,
-            model=order.identity(handover.model),
+            transport=NixlTransport(name=f"{handover.name}-prefill", secret=settings.secret()),
+            listen=handover.listen,
+            model=order.identity(handover.fingerprint),
             lease_s=settings.lease_s,
             on_room=self._refuse_unknown,
         )
@@ -135,10 +135,11 @@ class DecodeWorker:
     def __init__(self, pool: DevicePool, order: BlockOrder, handover: Handover) -> None:
         """Start. Raises what `DecodeEngine` raises as it starts."""
         settings, layout = handover.settings, pool.layout
+        self._handover = handover
         self._page_size, self._page_bytes = handover.block_size, layout.page_bytes
         config = msgspec.structs.replace(
             settings.engine,
-            model=order.identity(handover.model),
+            model=order.identity(handover.fingerprint),
             device="lent",
             default_deadline_s=settings.restore_timeout_s,
             # A prompt that prefill preempted is sent again in a second room.
@@ -149,7 +150,7 @@ class DecodeWorker:
             device=pool,
             host=HostPool.allocate(layout, max(1, settings.host_bytes // layout.page_bytes)),
             storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
-            transport=NixlTransport(name=f"{handover.instance}-decode", secret=settings.secret(), dials=settings.dials),
+            transport=NixlTransport(name=f"{handover.name}-decode", secret=settings.secret(), dials=settings.dials),
         )
         self._counts: Counter[str] = Counter()
         self._jobs: dict[int, RestoreJob | OfferJob] = {}
@@ -163,8 +164,13 @@ class DecodeWorker:
 
     def restore(self, job: RestoreJob) -> None:
         """Start a restore. Its end is returned by `take_finished` exactly once."""
-        request = DecodeRequest(request_id=job.room, tokens=job.tokens, prefill=job.prefill, namespace=job.namespace)
         try:
+            request = DecodeRequest(
+                request_id=job.room,
+                tokens=job.tokens,
+                prefill=self._handover.own_address(job.prefill),
+                namespace=job.namespace,
+            )
             self._jobs[self._engine.restore_into(request, job.blocks, job.have_tokens)] = job
         except TidekvError as error:
             self._end_restore(job, job.have_tokens, str(error))
