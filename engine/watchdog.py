@@ -1,18 +1,22 @@
-"""Detection of callbacks that stall the event loop while the engine has work, with the stack of the loop's thread.
+"""Detection of callbacks that stall the event loop while the engine has work, with the place of the stall.
 
 While work is in flight a timer on the loop updates a time stamp, and a thread checks its age. If it is too old, the
-thread records the stack of the loop's thread. While the engine is idle neither of them runs.
+thread logs where the loop's thread is: one line at warning level, the whole stack at debug level. While the engine is
+idle neither of them runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
+from typing import Final
 
 from tidekv.engine.log import engine_log
 from tidekv.engine.metrics.fold import Histogram
@@ -23,15 +27,17 @@ CLOSE_S = 5.0
 
 BEATS_PER_LIMIT = 5
 """Time stamps per limit. A stall is detected with an error of at most one interval between them."""
-REPORTS_KEPT_MAX = 32
+_STANDARD_LIBRARY: Final = sysconfig.get_path("stdlib")
+_INSTALLED: Final = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 @dataclass(frozen=True, slots=True)
 class LoopStall:
-    """A stall of the loop: minimum duration at its detection, and the stack at that time."""
+    """A stall of the loop: minimum duration at its detection, and the place and the stack at that time."""
 
-    at_s: float
     seconds: float
+    where: str
+    """`file:line function` of the innermost frame outside of the standard library."""
     stack: str
 
 
@@ -39,9 +45,7 @@ class Watchdog:
     """Reports callbacks of one loop that take longer than `limit_s`. Start it on the loop that it observes."""
 
     def __init__(self, *, limit_s: float, report: Callable[[LoopStall], None] | None = None) -> None:
-        self.hold_ups: list[LoopStall] = []
-        """The first REPORTS_KEPT_MAX stalls; `hold_up_count` counts all of them."""
-        self.hold_up_count = 0
+        self.stalls = 0
         self.lag = Histogram()
         """Seconds by which the loop was late for each time stamp."""
         self._limit_s = limit_s
@@ -99,15 +103,29 @@ class Watchdog:
             if now_s - beat_at_s > self._limit_s and beat_at_s != reported_beat_s and self._busy.is_set():
                 # One report per stall, with the stack at its detection, which shows the callback that causes it.
                 reported_beat_s = beat_at_s
-                self._note(now_s, now_s - beat_at_s)
+                self._note(now_s - beat_at_s)
 
-    def _note(self, now_s: float, seconds: float) -> None:
+    def _note(self, seconds: float) -> None:
         frame = sys._current_frames().get(self._loop_thread)
         stack = "" if frame is None else "".join(traceback.format_stack(frame))
-        hold_up = LoopStall(at_s=now_s, seconds=seconds, stack=stack)
-        self.hold_up_count += 1
-        if len(self.hold_ups) < REPORTS_KEPT_MAX:
-            self.hold_ups.append(hold_up)
-        LOG.warning("the event loop is held up", held_up_ms=round(seconds * 1e3), stack=stack)
+        stall = LoopStall(seconds=seconds, where="unknown" if frame is None else _place(frame), stack=stack)
+        self.stalls += 1
+        LOG.warning("the event loop stalls", stalled_ms=round(seconds * 1e3), where=stall.where)
+        LOG.debug("stack of the stalled event loop", stack=stack)
         if self._report is not None:
-            self._report(hold_up)
+            self._report(stall)
+
+
+def _place(innermost: FrameType) -> str:
+    """Return `file:line function` of the innermost frame outside of the standard library, else of the innermost."""
+    # A lock or a queue of the standard library says nothing; the frame that calls it does.
+    frame: FrameType | None = innermost
+    while frame is not None and _is_standard(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or innermost
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
+
+
+def _is_standard(file: str) -> bool:
+    # Frozen modules, such as the import system, have no file: `<frozen importlib._bootstrap>`.
+    return file.startswith("<frozen ") or (file.startswith(_STANDARD_LIBRARY) and not file.startswith(_INSTALLED))

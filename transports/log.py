@@ -1,7 +1,7 @@
 """The log, by structlog: an event in words, and fields with their values.
 
     LOG = engine_log("tidekv.engine")
-    LOG.warning("the event loop was held up", held_up_ms=300, stack=…)
+    LOG.warning("the event loop stalls", stalled_ms=300, where=…)
     log = LOG.bind(request_id=request_id, generation=generation)
 
 The application configures the output. If it has configured structlog, its processors take every record. Otherwise

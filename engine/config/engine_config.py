@@ -182,7 +182,9 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     close_deadline_s: Seconds = 10.0
     """Maximum time that closing waits for work in flight."""
     loop_stall_report_s: Seconds = 0.05
-    """A callback that blocks the event loop for longer than this, while there is work, is reported with its stack."""
+    """A callback that blocks the event loop for longer than this, while there is work, is logged: one line with the
+    place as a warning, its stack at debug level.
+    """
     storage: StorageOptions = StorageOptions()
     """The storage tier."""
     admission: AdmissionOptions = AdmissionOptions()

@@ -454,7 +454,7 @@ class Runtime:
             "events": self.driver.events_taken,
             "events_illegal": self.driver.illegal_events,
             "effects_raised": self.executor.raised,
-            "loop_held_up": self.watchdog.hold_up_count,
+            "loop_stalls": self.watchdog.stalls,
             "ranks": None if self.ranks is None else self.ranks.statistics(),
         }
 

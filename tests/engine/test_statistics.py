@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,6 +47,17 @@ async def test_no_counter_appears_after_its_first_event(make_pair) -> None:
         assert set(pair.core()) == core
         assert set(pair.peer.statistics()) == prefill
         assert set(pair.engine.statistics()["receiver"]) == received
+
+
+async def test_stalls_of_the_loop_are_counted(make_pair) -> None:
+    async with make_pair(loop_stall_report_s=0.01) as pair:
+        assert isinstance(pair.engine.statistics()["loop_stalls"], int)
+        pair.engine._runtime.watchdog.set_busy(True)
+        give_up_s = time.monotonic() + 60.0
+        while not pair.engine.statistics()["loop_stalls"]:
+            time.sleep(0.001)  # noqa: ASYNC251  # It stalls the loop on purpose.
+            assert time.monotonic() < give_up_s
+        pair.engine._runtime.watchdog.set_busy(False)
 
 
 async def test_an_orderly_close_is_no_lost_link_and_a_cut_one_is(make_pair) -> None:

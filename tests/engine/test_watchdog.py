@@ -1,4 +1,4 @@
-"""The watchdog names the code that holds the loop up, and costs nothing while the engine is idle."""
+"""The watchdog names the code that stalls the loop, and costs nothing while the engine is idle."""
 
 from __future__ import annotations
 
@@ -12,27 +12,50 @@ from tidekv.engine import watchdog as module
 from tidekv.engine.watchdog import LoopStall, Watchdog
 
 
-def hold_the_loop_up(until: threading.Event) -> None:
+def stall_the_loop(until: threading.Event) -> None:
     until.wait()
 
 
-async def test_a_callback_that_holds_the_loop_up_is_named() -> None:
+async def test_a_callback_that_stalls_the_loop_is_named() -> None:
     seen = threading.Event()
     reports: list[LoopStall] = []
 
-    def report(hold_up: LoopStall) -> None:
-        reports.append(hold_up)
+    def report(stall: LoopStall) -> None:
+        reports.append(stall)
         seen.set()
 
     watchdog = Watchdog(limit_s=0.02, report=report)
     watchdog.start()
     watchdog.set_busy(True)
-    hold_the_loop_up(seen)
+    stall_the_loop(seen)
     watchdog.set_busy(False)
     watchdog.close()
-    assert watchdog.hold_up_count >= 1
-    assert "hold_the_loop_up" in reports[0].stack
+    assert watchdog.stalls >= 1
+    assert "stall_the_loop" in reports[0].stack
     assert reports[0].seconds >= 0.02
+
+
+async def test_a_stall_is_one_line_with_its_place_and_the_stack_is_at_debug_level(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen = threading.Event()
+    watchdog = Watchdog(limit_s=0.02, report=lambda _: seen.set())
+    watchdog.start()
+    with caplog.at_level(logging.DEBUG, "tidekv.engine"):
+        watchdog.set_busy(True)
+        stall_the_loop(seen)
+        watchdog.set_busy(False)
+        watchdog.close()
+    told = [record for record in caplog.records if "the event loop stalls" in record.getMessage()]
+    assert len(told) == watchdog.stalls
+    assert told[0].levelname == "WARNING"
+    assert "\n" not in told[0].getMessage()
+    # The thread is in `Event.wait` of the standard library; the place is the code that called it.
+    line = stall_the_loop.__code__.co_firstlineno + 1
+    assert told[0].tidekv["where"] == f"{__file__}:{line} stall_the_loop"  # type: ignore[attr-defined]  # What the engine's log adds.
+    (stack, *_) = (record for record in caplog.records if "stack of the stalled" in record.getMessage())
+    assert stack.levelname == "DEBUG"
+    assert "stall_the_loop" in stack.getMessage()
 
 
 async def test_an_idle_engine_is_not_watched() -> None:
@@ -40,10 +63,10 @@ async def test_an_idle_engine_is_not_watched() -> None:
     watchdog.start()
     until = threading.Event()
     threading.Timer(0.05, until.set).start()
-    hold_the_loop_up(until)
+    stall_the_loop(until)
     await asyncio.sleep(0)
     watchdog.close()
-    assert watchdog.hold_up_count == 0
+    assert watchdog.stalls == 0
     assert watchdog._thread is not None
     assert not watchdog._thread.is_alive()
 
@@ -72,7 +95,7 @@ async def test_a_report_that_hangs_does_not_keep_the_watchdog_from_closing(
     watchdog = Watchdog(limit_s=0.02, report=hang)
     watchdog.start()
     watchdog.set_busy(True)
-    hold_the_loop_up(reported)
+    stall_the_loop(reported)
     with caplog.at_level(logging.ERROR):
         watchdog.close()
     assert "did not end" in caplog.text
