@@ -30,6 +30,9 @@ def simulate(
     jobs: Annotated[int, typer.Option(help="Processes; 0: one a core.")] = 0,
     ranks: Annotated[int, typer.Option(help="Ranks of one instance that must decide alike; 0: a single core.")] = 0,
     without: Annotated[str, typer.Option(help="Names of faults that are drawn but never strike.")] = "",
+    components: Annotated[
+        bool, typer.Option("--components", help="Windows or states in every seed; by default in every other one.")
+    ] = False,
     journals: Annotated[Path, typer.Option(help="Where the journals of runs that fail are written.")] = Path(),
 ) -> None:
     """Serve requests in virtual time with seeded faults at every boundary, and check every invariant on the way.
@@ -69,6 +72,7 @@ def simulate(
         jobs=jobs or os.cpu_count() or 1,
         ranks=ranks,
         without=left_out,
+        always_components=components,
         progress=lambda: next(ticks, None),
     )
     table = Table(title="faults injected, and how requests ended")
@@ -86,11 +90,21 @@ def simulate(
         "CPU second",
         soft_wrap=True,
     )
+    if campaign.component_pages:
+        counts = ", ".join(f"{name} {count:,}" for name, count in sorted(campaign.component_pages.items()))
+        console.print(f"operations on components: {counts}", soft_wrap=True)
     for failure in campaign.failures.values():
         console.print(failure, soft_wrap=True, markup=False)
     if campaign.failures:
         for seed in [] if ranks else list(campaign.failures)[:SMALLEST_MAX]:
-            smallest = find_smallest(seed, requests, chosen, journals / f"simulation-{seed}.journal", without=left_out)
+            smallest = find_smallest(
+                seed,
+                requests,
+                chosen,
+                journals / f"simulation-{seed}.journal",
+                without=left_out,
+                always_components=components,
+            )
             console.print(
                 f"seed {seed} fails like this with {smallest.requests} requests and {len(smallest.struck)} kinds of "
                 f"faults ({', '.join(smallest.struck)}), too: {smallest.what.splitlines()[0]}\n"

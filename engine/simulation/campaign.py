@@ -32,6 +32,8 @@ class Campaign:
     ends: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(FAULTS, 0)))
     counters: Counter[str] = field(default_factory=Counter)
+    component_pages: Counter[str] = field(default_factory=Counter)
+    """Operations on components; with ranks, those of the first rank."""
     failures: dict[int, str] = field(default_factory=dict)
     """Text of the failure of each failed seed."""
 
@@ -45,17 +47,25 @@ def run_campaign(
     jobs: int = 1,
     ranks: int = 0,
     without: Sequence[str] = (),
+    always_components: bool = False,
     progress: Callable[[], object] | None = None,
 ) -> Campaign:
     """Run `seeds` seeds of `requests` requests each, over `jobs` processes. A failing seed does not stop the others.
 
-    With `ranks`, that many cores serve each request together.
+    With `ranks`, that many cores serve each request together. With `always_components` every seed has components.
     """
     campaign = Campaign()
     if ranks:
         campaign.faults = Counter(dict.fromkeys(RANK_FAULTS, 0))
     began_s = time.perf_counter()
-    one = partial(_run_seed, requests=requests, faults=faults, ranks=ranks, without=without)
+    one = partial(
+        _run_seed,
+        requests=requests,
+        faults=faults,
+        ranks=ranks,
+        without=without,
+        always_components=always_components,
+    )
     numbers = range(first_seed, first_seed + seeds)
     for seed, (outcome, cpu_s) in zip(numbers, _outcomes(numbers, jobs, one), strict=True):
         campaign.seeds += 1
@@ -67,6 +77,7 @@ def run_campaign(
             campaign.events += outcome.events
             campaign.ends.update(outcome.ends)
             campaign.faults.update(outcome.faults)
+            campaign.component_pages.update(outcome.component_pages)
             if isinstance(outcome, Report):
                 campaign.counters.update(outcome.counters)
         if progress is not None:
@@ -84,14 +95,19 @@ def _outcomes(seeds: range, jobs: int, one: Callable[[int], Outcome]) -> Iterato
         yield from pool.map(one, seeds, chunksize=4)
 
 
-def _run_seed(seed: int, *, requests: int, faults: Chosen, ranks: int, without: Sequence[str]) -> Outcome:
+def _run_seed(
+    seed: int, *, requests: int, faults: Chosen, ranks: int, without: Sequence[str], always_components: bool
+) -> Outcome:
     began_s = time.process_time()
     try:
         outcome: Report | RanksReport | str
         if ranks:
-            outcome = simulate_ranks(seed, ranks, requests, with_faults=faults != "none")
+            with_faults = faults != "none"
+            outcome = simulate_ranks(
+                seed, ranks, requests, with_faults=with_faults, always_components=always_components
+            )
         else:
-            outcome = simulate(seed, requests, faults, without=without)
+            outcome = simulate(seed, requests, faults, without=without, always_components=always_components)
     except (SimulationFailed, RanksFailed) as failure:
         outcome = str(failure)
     return outcome, time.process_time() - began_s

@@ -243,9 +243,10 @@ class SimulatedComponents:
                 raise Violation(f"{who} names page {page} of {account.name}, which is {account.condition(page).name}")
 
 
-def draw_components(random: Random, page_size: int) -> tuple[Component, ...]:
-    """Draw windows, states and small pools in all combinations; none in every other run."""
-    if random.random() < 0.5:
+def draw_components(random: Random, page_size: int, *, always: bool = False) -> tuple[Component, ...]:
+    """Draw windows, states and small pools in all combinations; unless `always`, none in every other run."""
+    # Drawn in either case: a seed that has components anyway has the same ones with `always`.
+    if random.random() < 0.5 and not always:
         return ()
     chosen = random.choice(
         (("window",), ("state",), ("window", "state"), ("state", "window"), ("window", "state", "wide"))

@@ -270,14 +270,21 @@ def _rate(random: Random) -> float:
 
 
 def simulate_ranks(
-    seed: int, ranks: int, requests: int, *, with_faults: bool = True, settings: CoreSettings | None = None
+    seed: int,
+    ranks: int,
+    requests: int,
+    *,
+    with_faults: bool = True,
+    settings: CoreSettings | None = None,
+    always_components: bool = False,
 ) -> RanksReport:
     """Serve requests on several ranks in virtual time, with faults of single ranks drawn from the seed.
 
-    Without `settings` those are drawn from the seed, too. Raises RanksFailed with what is needed to repeat the run.
+    Without `settings` those are drawn from the seed, too, and components with `always_components` in every seed. Raises
+    RanksFailed with what is needed to repeat the run.
     """
     random = Random(f"settings {seed}")
-    drawn = settings or with_components(draw_settings(random), seed)
+    drawn = settings or with_components(draw_settings(random), seed, always=always_components)
     world = RankGroupWorld(seed=seed, ranks=ranks, requests=requests, settings=drawn, with_faults=with_faults)
     try:
         world.run(random.randint(1, 8))

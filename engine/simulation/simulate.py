@@ -60,16 +60,17 @@ def simulate(
     clients: int | None = None,
     *,
     without: Collection[str] = (),
+    always_components: bool = False,
     watch: Callable[[World], None] | None = None,
 ) -> Report:
     """Serve requests in virtual time, with faults drawn from the seed, and check every step.
 
     `faults` is "all", "none", or names of `FAULTS`; those in `without` are drawn like the others, but never strike.
-    Without `settings` those are drawn from the seed, too. `watch` receives the world before the run starts. Raises
-    SimulationFailed with what is needed to repeat the run.
+    Without `settings` those are drawn from the seed, too; with `always_components` every seed has components. `watch`
+    receives the world before the run starts. Raises SimulationFailed with what is needed to repeat the run.
     """
     random = Random(f"settings {seed}")
-    drawn = settings or with_lent_device(with_components(draw_settings(random), seed), seed)
+    drawn = settings or with_lent_device(with_components(draw_settings(random), seed, always=always_components), seed)
     world = World(seed=seed, requests=requests, faults=faults, settings=drawn, without=without)
     if watch is not None:
         watch(world)
@@ -119,9 +120,9 @@ def draw_settings(random: Random) -> CoreSettings:
     )
 
 
-def with_components(settings: CoreSettings, seed: int) -> CoreSettings:
-    """Return the settings with the components that the seed draws, none in every other run."""
-    drawn = draw_components(Random(f"components {seed}"), settings.page_size)
+def with_components(settings: CoreSettings, seed: int, *, always: bool = False) -> CoreSettings:
+    """Return the settings with the components that the seed draws; unless `always`, none in every other run."""
+    drawn = draw_components(Random(f"components {seed}"), settings.page_size, always=always)
     return msgspec.structs.replace(settings, components=drawn)
 
 

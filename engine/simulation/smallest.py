@@ -38,6 +38,7 @@ class SmallestRun(msgspec.Struct, frozen=True):
     requests: int
     faults: Chosen
     without: tuple[str, ...]
+    always_components: bool
     struck: tuple[str, ...]
     """The kinds of faults that struck."""
     what: str
@@ -51,6 +52,7 @@ class SmallestRun(msgspec.Struct, frozen=True):
         """Command line that repeats the run."""
         faults = self.faults if isinstance(self.faults, str) else ",".join(self.faults)
         words = ["tidekv", "simulate", "--seed", str(self.seed), "--requests", str(self.requests), "--faults", faults]
+        words += ["--components"] if self.always_components else []
         return shlex.join([*words, "--without", ",".join(self.without)] if self.without else words)
 
 
@@ -58,7 +60,14 @@ class _Attempt:
     """One run, with its failure and size."""
 
     def __init__(
-        self, seed: int, requests: int, faults: Chosen, without: Collection[str], path: Path | None = None
+        self,
+        seed: int,
+        requests: int,
+        faults: Chosen,
+        without: Collection[str],
+        path: Path | None = None,
+        *,
+        always_components: bool,
     ) -> None:
         self.what = ""
         self._worlds: list[World] = []
@@ -70,7 +79,7 @@ class _Attempt:
                 tape.attach(world)
 
         try:
-            simulate(seed, requests, faults, without=without, watch=watch)
+            simulate(seed, requests, faults, without=without, always_components=always_components, watch=watch)
         except SimulationFailed as failure:
             self.what = failure.what
         world = self._worlds[0]
@@ -123,13 +132,20 @@ class _Tape:
 
 
 def find_smallest(
-    seed: int, requests: int, faults: Chosen, path: Path, *, without: Collection[str] = ()
+    seed: int,
+    requests: int,
+    faults: Chosen,
+    path: Path,
+    *,
+    without: Collection[str] = (),
+    always_components: bool = False,
 ) -> SmallestRun:
     """Reduce a failing run for as long as it fails in the same way, and write its journal to `path`.
 
     `without` names kinds of faults that are excluded from the start. Raises InvalidRequest if the run does not fail.
     """
-    best, left_out = _Attempt(seed, requests, faults, without), frozenset(without)
+    best = _Attempt(seed, requests, faults, without, always_components=always_components)
+    left_out = frozenset(without)
     what = best.what
     if not what:
         raise InvalidRequest(f"seed {seed} with {requests} requests does not fail: there is nothing to reduce")
@@ -138,7 +154,7 @@ def find_smallest(
     while runs < RUNS_MAX:
         for first in range(0, len(best.struck), size):
             tried = left_out | frozenset(best.struck[first : first + size])
-            attempt = _Attempt(seed, best.requests, faults, tried)
+            attempt = _Attempt(seed, best.requests, faults, tried, always_components=always_components)
             runs += 1
             if attempt.fails_like(what):
                 best, left_out = attempt, tried
@@ -149,13 +165,14 @@ def find_smallest(
             if size == 1:
                 break
             size //= 2
-    last = _Attempt(seed, best.requests, faults, left_out, path)
+    last = _Attempt(seed, best.requests, faults, left_out, path, always_components=always_components)
     events = _without_idle_events(path, last.events)
     return SmallestRun(
         seed=seed,
         requests=last.requests,
         faults=faults,
         without=tuple(sorted(left_out)),
+        always_components=always_components,
         struck=last.struck,
         what=last.what,
         journal=path,

@@ -42,6 +42,20 @@ def test_none_injects_nothing_and_every_request_is_ready() -> None:
     assert done.exit_code == 0
 
 
+def test_components_in_every_seed_are_counted() -> None:
+    # Seed 3 draws components anyway, seed 1 does not.
+    def operations(*arguments: str) -> str:
+        done = simulate("--requests", "60", *arguments)
+        assert done.exit_code == 0, done.output
+        found = re.search(r"^operations on components: (.*)$", done.output, re.MULTILINE)
+        return found[1] if found else ""
+
+    drawn = [operations("--seed", str(seed)) for seed in (1, 3)]
+    always = [operations("--seed", str(seed), "--components") for seed in (1, 3)]
+    assert not drawn[0] and drawn[1] == always[1]
+    assert all("tails_sent " in counts for counts in always)
+
+
 def test_a_fresh_seed_is_printed_and_gives_the_same_run_again() -> None:
     fresh = simulate("--seed", "-1", "--requests", "40")
     (seed,) = re.findall(r"seeds (\d+) to \1, 40 requests", fresh.output)
