@@ -12,13 +12,14 @@ import signal
 import sys
 import tempfile
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from benchmarks.vllm_pair.cluster import Event, Figures, running
+from benchmarks.vllm_pair.cluster import STORAGE, Event, Figures, running
 from benchmarks.vllm_pair.conversations import Load
 from benchmarks.vllm_pair.model import ModelShape, make_model
 from benchmarks.vllm_pair.overhead import measure_overhead, overhead_table
@@ -28,6 +29,15 @@ from benchmarks.vllm_pair.variants import VARIANTS
 from tidekv.states.errors import TidekvError
 
 BUILD = ROOT / "build" / "vllm_pair"
+
+
+class Storage(StrEnum):
+    """Kinds of storage (L3)."""
+
+    FILE = "file"
+    REDIS = "redis"
+
+
 app = typer.Typer(add_completion=False, no_args_is_help=False)
 
 
@@ -47,9 +57,18 @@ def conversations(
     aborts: Annotated[float, typer.Option(min=0, max=1, help="Share of requests that the client aborts once.")] = 0.0,
     at: Annotated[
         list[str] | None,
-        typer.Option(help="TURN:ACTION:SERVER, such as 5:kill:decode-0; also freeze, restart, damage, reset, forget."),
+        typer.Option(
+            help="TURN:ACTION:SERVER, such as 5:kill:decode-0; also freeze, restart, damage, reset, forget. "
+            "With --storage redis, storage is a server, too."
+        ),
     ] = None,
+    storage: Annotated[Storage, typer.Option(help="Storage (L3) of tidekv; redis needs redis-server.")] = Storage.FILE,
+    router: Annotated[
+        str | None, typer.Option(help="Put the published vllm-router with this policy in front, such as round_robin.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of each server.")] = 1,
     window: Annotated[int | None, typer.Option(help="Serve a Gemma 3 with sliding windows of this size.")] = None,
+    latent: Annotated[int | None, typer.Option(help="Serve a DeepSeek V2 with MLA of this size; vLLM: 576.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 uses AMX where the processor has it.")] = "float32",
     seed: Annotated[int, typer.Option(help="The conversations are the same for the same seed.")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
@@ -70,17 +89,21 @@ def conversations(
         aborts=aborts,
         seed=seed,
     )
-    shape = ModelShape(window=window)
+    shape = ModelShape(window=window, latent=latent)
     each = load.conversation_tokens * shape.kv_bytes_per_token
     options = ServerOptions(
         model=make_model(BUILD, shape),
         kv_bytes=_rounded(conversations * each),
         max_model_len=load.conversation_tokens + 64,
         dtype=dtype,
+        ranks=ranks,
+        **shape.server_options(load.conversation_tokens),
     )
     # vLLM refuses a cache that does not hold one request of the greatest length.
     decode_bytes = _rounded(max(decode_share * conversations * each / decode, 1.5 * each))
-    events = [Event.parse(text) for text in at or ()]
+    on_redis = storage is Storage.REDIS
+    servers = [f"prefill-{number}" for number in range(prefill)] + [f"decode-{number}" for number in range(decode)]
+    events = [Event.parse(text, [*servers, *([STORAGE] if on_redis else [])]) for text in at or ()]
     folder = _run_folder()
 
     async def compare() -> list[Figures]:
@@ -94,7 +117,14 @@ def conversations(
                 continue
             print(f"serving: {variant.title}", file=sys.stderr)
             async with running(
-                variant, options, folder / variant.name, prefills=prefill, decodes=decode, decode_kv_bytes=decode_bytes
+                variant,
+                options,
+                folder / variant.name,
+                prefills=prefill,
+                decodes=decode,
+                decode_kv_bytes=decode_bytes,
+                on_redis=on_redis,
+                router_policy=router,
             ) as cluster:
                 found.append(await cluster.serve(load, expected=reference.outcome.answers, events=events))
         return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -15,6 +15,9 @@ import httpx
 
 from benchmarks.vllm_pair.client import Client
 from benchmarks.vllm_pair.conversations import Answers, Load, Outcome, run_load
+from benchmarks.vllm_pair.program import Program
+from benchmarks.vllm_pair.redis_server import RedisServer
+from benchmarks.vllm_pair.router import Router
 from benchmarks.vllm_pair.routes import OneServer, PrefillAndDecode, PrefillThenDecode, Route
 from benchmarks.vllm_pair.server import Server, ServerOptions, add_samples
 from benchmarks.vllm_pair.variants import Variant
@@ -34,6 +37,11 @@ WHEN: Final = {
     "kill": "amid",
     "freeze": "amid",
 }
+STRIKES: Final = ("kill", "freeze")
+STORAGE: Final = "storage"
+"""Name of the redis-server among the servers of an event."""
+FILES: Final = "storage"
+"""Folder of a file storage, within the folder of the run."""
 DAMAGE_STRIDE: Final = 100_000
 """Bytes of a store from one damaged place to the next."""
 
@@ -44,7 +52,8 @@ class Event:
 
     restart: end it and start it again before the turn. damage: so, with bytes of its storage overwritten. reset: empty
     its prefix cache before the turn. forget: so, and the connector's view of storage. kill: SIGKILL amid the turn, and
-    start it again. freeze: SIGSTOP for FREEZE_S seconds amid the turn.
+    start it again. freeze: SIGSTOP for FREEZE_S seconds amid the turn. The server "storage" is redis; it is only killed
+    and frozen.
     """
 
     turn: int
@@ -52,12 +61,16 @@ class Event:
     server: str
 
     @classmethod
-    def parse(cls, text: str) -> Event:
-        """Parse "5:kill:decode-0". Raises InvalidConfig."""
+    def parse(cls, text: str, servers: Collection[str]) -> Event:
+        """Parse "5:kill:decode-0"; `servers` are those that there are. Raises InvalidConfig."""
         turn, _, rest = text.partition(":")
         action, _, server = rest.partition(":")
         if not turn.isdigit() or action not in WHEN or not server:
             raise InvalidConfig(f"an event is TURN:ACTION:SERVER with {', '.join(WHEN)}, not {text!r}")
+        if server not in servers:
+            raise InvalidConfig(f"{text!r}: there is no server {server!r}; there are {', '.join(sorted(servers))}")
+        if server == STORAGE and action not in STRIKES:
+            raise InvalidConfig(f"{text!r}: {STORAGE} knows {', '.join(STRIKES)}, not {action}")
         return cls(int(turn), action, server)
 
 
@@ -80,14 +93,18 @@ class Cluster:
     variant: Variant
     prefills: Sequence[Server]
     decodes: Sequence[Server]
+    redis: RedisServer | None = None
+    router: Router | None = None
 
     @property
     def servers(self) -> dict[str, Server]:
-        """All servers by name."""
+        """All vLLM servers by name."""
         return {server.name: server for server in (*self.prefills, *self.decodes)}
 
     def route(self, client: Client) -> Route:
         """Return the route of requests through the servers."""
+        if self.router is not None:
+            return OneServer(client, self.router)
         if not self.prefills:
             return OneServer(client, self.decodes[0])
         pattern = PrefillAndDecode if self.variant.is_concurrent else PrefillThenDecode
@@ -101,8 +118,11 @@ class Cluster:
 
         async def act(turn: int, when: str) -> None:
             for event in events:
-                if event.turn == turn and WHEN[event.action] == when and event.server in self.servers:
-                    await _act(self.servers[event.server], event.action)
+                if event.turn == turn and WHEN[event.action] == when:
+                    if event.server == STORAGE and self.redis is not None:
+                        await _strike(self.redis, event.action)
+                    elif event.server in self.servers:
+                        await _act(self.servers[event.server], event.action)
 
         try:
             outcome = await run_load(load, self.route(client), expected=expected, action=act if events else None)
@@ -153,29 +173,47 @@ async def running(
     prefills: int = 1,
     decodes: int = 1,
     decode_kv_bytes: int | None = None,
+    on_redis: bool = False,
+    router_policy: str | None = None,
 ) -> AsyncIterator[Cluster]:
-    """Start the servers of a variant in `folder`, and end them when the block is left."""
+    """Start the servers of a variant in `folder`, and end them when the block is left.
+
+    `on_redis`: storage is a redis-server, not files. `router_policy`: a vllm-router with this policy is in front.
+    """
     decode_options = options if decode_kv_bytes is None else replace(options, kv_bytes=decode_kv_bytes)
+    redis = RedisServer(STORAGE, folder) if on_redis else None
+    storage = f"file:{folder / FILES}?capacity=4GB" if redis is None else redis.uri
     cluster = Cluster(
         variant,
         [
-            variant.server("prefill", number, options=options, folder=folder)
+            variant.server("prefill", number, options=options, folder=folder, storage=storage)
             for number in range(prefills if variant.is_pair else 0)
         ],
         [
-            variant.server("decode", number, options=decode_options, folder=folder)
+            variant.server("decode", number, options=decode_options, folder=folder, storage=storage)
             for number in range(decodes if variant.is_pair else 1)
         ],
+        redis,
     )
-    try:
-        for server in cluster.servers.values():
-            server.start()
-        for server in cluster.servers.values():
-            await server.wait_ready()
+    async with AsyncExitStack() as stack:
+        if redis is not None:
+            await _start(stack, redis)
+        await _start(stack, *cluster.servers.values())
+        if router_policy is not None and variant.is_pair:
+            cluster.router = Router(
+                "router", folder, policy=router_policy, prefills=cluster.prefills, decodes=cluster.decodes
+            )
+            await _start(stack, cluster.router)
         yield cluster
-    finally:
-        for server in cluster.servers.values():
-            await server.end()
+
+
+async def _start(stack: AsyncExitStack, *programs: Program) -> None:
+    """Start programs side by side, and end them when the block of `stack` is left."""
+    for program in programs:
+        stack.push_async_callback(program.end)
+        program.start()
+    for program in programs:
+        await program.wait_ready()
 
 
 def damage(store: Path) -> int:
@@ -197,13 +235,22 @@ async def _act(server: Server, action: str) -> None:
         with suppress(httpx.HTTPError):
             await server.reset_prefix_cache(external=action == "forget")
         return
-    if action == "freeze":
-        server.signal(signal.SIGSTOP)
-        await asyncio.sleep(FREEZE_S)
-        server.signal(signal.SIGCONT)
+    if action in STRIKES:
+        await _strike(server, action)
         return
-    await (server.kill() if action == "kill" else server.end())
+    await server.end()
     if action == "damage":
-        await asyncio.to_thread(damage, server.folder / "storage")
+        await asyncio.to_thread(damage, server.folder / FILES)
     server.start()
     await server.wait_ready()
+
+
+async def _strike(program: Program, action: str) -> None:
+    if action == "freeze":
+        program.signal(signal.SIGSTOP)
+        await asyncio.sleep(FREEZE_S)
+        program.signal(signal.SIGCONT)
+        return
+    await program.kill()
+    program.start()
+    await program.wait_ready()

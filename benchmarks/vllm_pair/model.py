@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+ROPE = 64
 SPECIAL = ("<s>", "</s>", "<pad>", "<unk>")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a Llama, or with `window` of a Gemma 3: every other layer sees that many tokens only."""
+    """Sizes of a Llama, of a Gemma 3 with `window`, or of a DeepSeek V2 with `latent`.
+
+    `window`: every other layer sees that many tokens only. `latent`: elements of a token's KV in a layer (MLA), of
+    which ROPE carry its position.
+    """
 
     layers: int = 4
     hidden: int = 256
@@ -19,17 +25,31 @@ class ModelShape:
     vocabulary: int = 2048
     positions: int = 16_384
     window: int | None = None
+    latent: int | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers, in float32."""
+        if self.latent is not None:
+            return self.layers * self.latent * 4
         return self.layers * 2 * self.kv_heads * (self.hidden // self.heads) * 4
 
     @property
     def name(self) -> str:
         """Name of the model's folder."""
-        window = f"-w{self.window}" if self.window else ""
-        return f"tiny-l{self.layers}-h{self.hidden}-{self.heads}x{self.kv_heads}-v{self.vocabulary}{window}"
+        kind = f"-w{self.window}" if self.window else f"-mla{self.latent}" if self.latent else ""
+        return f"tiny-l{self.layers}-h{self.hidden}-{self.heads}x{self.kv_heads}-v{self.vocabulary}{kind}"
+
+    def server_options(self, prompt_tokens: int) -> dict[str, Any]:
+        """Return what vLLM's kernel for this model needs, as fields of `ServerOptions`."""
+        if self.latent is None:
+            return {}
+        # CPU_MLA has blocks of 16 tokens, and computes a prompt in one step.
+        return {
+            "block_size": 16,
+            "max_batched_tokens": max(2048, prompt_tokens + 64),
+            "further": ("--attention-backend=CPU_MLA", "--no-enable-chunked-prefill", "--no-enable-prefix-caching"),
+        }
 
 
 def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7) -> Path:
@@ -40,6 +60,8 @@ def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7)
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
         Gemma3ForCausalLM,
         Gemma3TextConfig,
         LlamaConfig,
@@ -63,15 +85,28 @@ def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7)
         # With the usual 0.02 the logits are nearly equal, and a greedy choice depends on how a prompt is chunked.
         "initializer_range": 0.1,
     }
-    if shape.window is None:
+    head_dim = shape.hidden // shape.heads
+    if shape.latent is not None:
+        model = DeepseekV2ForCausalLM(
+            DeepseekV2Config(
+                **(sizes | {"num_key_value_heads": shape.heads}),
+                q_lora_rank=None,
+                kv_lora_rank=shape.latent - ROPE,
+                qk_rope_head_dim=ROPE,
+                qk_nope_head_dim=head_dim,
+                v_head_dim=head_dim,
+                first_k_dense_replace=shape.layers,  # No layer has experts.
+            )
+        )
+    elif shape.window is None:
         model = LlamaForCausalLM(LlamaConfig(**sizes))
     else:
         kinds = ["sliding_attention", "full_attention"] * shape.layers
         model = Gemma3ForCausalLM(
             Gemma3TextConfig(
                 **sizes,
-                head_dim=shape.hidden // shape.heads,
-                query_pre_attn_scalar=shape.hidden // shape.heads,
+                head_dim=head_dim,
+                query_pre_attn_scalar=head_dim,
                 sliding_window=shape.window,
                 layer_types=kinds[: shape.layers],
             )

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from benchmarks.vllm_pair.client import Answer, Client, RequestLost
+from benchmarks.vllm_pair.program import Program
 from benchmarks.vllm_pair.server import Server
 
 RETRY_S: Final = 0.5
@@ -34,10 +35,10 @@ class Route(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneServer:
-    """Sends everything to one server."""
+    """Sends everything to one server, or to a router."""
 
     client: Client
-    server: Server
+    server: Program
 
     async def complete(self, prompt: list[int], *, count: int, conversation: int, name: str) -> Answer:
         """See Route."""

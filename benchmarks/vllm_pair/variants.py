@@ -7,11 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.vllm_pair.server import HOST, Server, ServerOptions, free_port
+from benchmarks.vllm_pair.program import HOST, free_port
+from benchmarks.vllm_pair.server import Server, ServerOptions
 
 MODULE: Final = "tidekv.engine.integrations.vllm.connector"
-Transfer = Callable[[str, Path], Mapping[str, object] | None]
-"""The `--kv-transfer-config` of a server by its role, "prefill" or "decode"; the folder is for storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A server's part in a set-up: its role, "prefill" or "decode", its ranks, and the URI of the storage (L3)."""
+
+    role: str
+    storage: str
+    ranks: int = 1
+
+
+Transfer = Callable[[Place], Mapping[str, object] | None]
+"""The `--kv-transfer-config` of a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,51 +41,52 @@ class Variant:
     is_concurrent: bool = False
     bytes_from_prefill: str | None = None
 
-    def server(self, role: str, number: int, *, options: ServerOptions, folder: Path) -> Server:
-        """Return a server of this set-up; it is not started."""
-        environment = {
+    def server(self, role: str, number: int, *, options: ServerOptions, folder: Path, storage: str) -> Server:
+        """Return a server of this set-up; it is not started. `storage`: the URI of L3."""
+        variables = {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             "UCX_RCACHE_MAX_UNRELEASED": "1024",  # As vLLM sets it, unless a plugin has imported NIXL before.
         }
         if self.is_quiet:
-            environment["PYTHONPATH"] = str(_quiet_plugin(folder / "quiet_nixl"))
-        return Server(f"{role}-{number}", options, folder, self.transfer(role, folder), environment)
+            variables["PYTHONPATH"] = str(_quiet_plugin(folder / "quiet_nixl"))
+        transfer = self.transfer(Place(role, storage, options.ranks))
+        return Server(f"{role}-{number}", folder, options=options, transfer=transfer, variables=variables)
 
 
-def _none(role: str, folder: Path) -> None:
+def _none(place: Place) -> None:
     return None
 
 
-def _nixl(role: str, folder: Path) -> Mapping[str, object]:
+def _nixl(place: Place) -> Mapping[str, object]:
     return {
         "kv_connector": "NixlConnector",
-        "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+        "kv_role": "kv_producer" if place.role == "prefill" else "kv_consumer",
         "kv_load_failure_policy": "recompute",
     }
 
 
-def _tidekv_storage(role: str, folder: Path) -> Mapping[str, object]:
+def _tidekv_storage(place: Place) -> Mapping[str, object]:
     return {
         "kv_connector": "TidekvConnector",
         "kv_connector_module_path": MODULE,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
-            "uri": f"file:{folder / 'storage'}?capacity=4GB",
+            "uri": place.storage,
             "model": "tiny",
             "host": "256MB",
         },
     }
 
 
-def _tidekv(role: str, folder: Path) -> Mapping[str, object]:
-    is_prefill = role == "prefill"
+def _tidekv(place: Place) -> Mapping[str, object]:
+    is_prefill = place.role == "prefill"
     handover: dict[str, object] = {"model": "tiny"}
     if is_prefill:
-        handover["listen"] = f"{HOST}:{free_port()}"
+        handover["listen"] = f"{HOST}:{free_port(place.ranks)}"
     else:
-        handover |= {"host": "512MB", "uri": f"file:{folder / 'storage'}?capacity=4GB"}
+        handover |= {"host": "512MB", "uri": place.storage}
     return {
         "kv_connector": "TidekvConnector",
         "kv_connector_module_path": MODULE,

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import signal
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,12 +27,15 @@ from starlette.routing import Route as Path_
 from benchmarks.vllm_pair.client import Client
 from benchmarks.vllm_pair.cluster import Event
 from benchmarks.vllm_pair.conversations import Load, run_load
+from benchmarks.vllm_pair.program import Program, ServerFailed
+from benchmarks.vllm_pair.redis_server import RedisServer
 from benchmarks.vllm_pair.routes import OneServer, PrefillThenDecode
-from benchmarks.vllm_pair.server import add_samples, read_samples
+from benchmarks.vllm_pair.server import ServerOptions, add_samples, read_samples
 from benchmarks.vllm_pair.variants import VARIANTS
 from tests.support.waits import expected as happens
 from tidekv.states.errors import InvalidConfig
 
+OPTIONS = ServerOptions(model=Path("tiny"), kv_bytes=1 << 20, max_model_len=512, ranks=2)
 LOAD = Load(conversations=3, turns=3, first=20, last=60, output=4, vocabulary=100)
 
 
@@ -151,16 +157,69 @@ def test_samples_are_summed_by_name_and_by_source() -> None:
 
 
 def test_events_are_parsed_and_wrong_ones_refused() -> None:
-    assert Event.parse("5:kill:decode-0") == Event(5, "kill", "decode-0")
+    servers = ("prefill-0", "decode-0", "storage")
+    assert Event.parse("5:kill:decode-0", servers) == Event(5, "kill", "decode-0")
+    assert Event.parse("5:freeze:storage", servers) == Event(5, "freeze", "storage")
     for wrong in ("kill:decode-0", "5:burn:decode-0", "5:kill:", "x:kill:decode-0"):
         with pytest.raises(InvalidConfig, match="TURN:ACTION:SERVER"):
-            Event.parse(wrong)
+            Event.parse(wrong, servers)
+    with pytest.raises(InvalidConfig, match="no server 'decode-1'; there are decode-0, prefill-0, storage"):
+        Event.parse("5:kill:decode-1", servers)
+    with pytest.raises(InvalidConfig, match="storage knows kill, freeze, not reset"):
+        Event.parse("5:reset:storage", servers)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_configures_vllm_for_both_roles(name: str, tmp_path: Path) -> None:
     for role in ("prefill", "decode"):
-        transfer = VARIANTS[name].transfer(role, tmp_path)
-        if transfer is not None:
-            assert transfer["kv_load_failure_policy"] == "recompute"
-            json.dumps(transfer)
+        server = VARIANTS[name].server(role, 0, options=OPTIONS, folder=tmp_path, storage="redis://127.0.0.1:7000")
+        if server.transfer is not None:
+            assert server.transfer["kv_load_failure_policy"] == "recompute"
+            assert json.dumps(server.transfer) in server.command()
+        assert "--tensor-parallel-size=2" in server.command()
+
+
+def test_ranks_of_prefill_listen_at_ports_in_a_row(tmp_path: Path) -> None:
+    server = VARIANTS["tidekv"].server("prefill", 0, options=OPTIONS, folder=tmp_path, storage="")
+    first, second = (int(address.rpartition(":")[2]) for address in server.handover_address.split(","))
+    assert second == first + 1
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="there is no redis-server here")
+async def test_storage_is_killed_frozen_and_returns_empty(tmp_path: Path) -> None:
+    redis = RedisServer("storage", tmp_path)
+    try:
+        redis.start()
+        await redis.wait_ready(60.0)
+        group = redis.group
+        redis.signal(signal.SIGSTOP)
+        assert not await redis.is_ready()
+        redis.signal(signal.SIGCONT)
+        assert await redis.is_ready()
+        await redis.kill()
+        assert not await redis.is_ready()
+        redis.start()
+        await redis.wait_ready(60.0)
+        assert redis.group not in (None, group)
+    finally:
+        await redis.end()
+    assert redis.group is None
+    assert not await redis.is_ready()
+
+
+class Ends(Program):
+    """A program that ends at once."""
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", "print('no luck'); raise SystemExit(3)"]
+
+    async def is_ready(self) -> bool:
+        return False
+
+
+async def test_a_program_that_ends_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
+    program = Ends("one", tmp_path)
+    program.start()
+    with pytest.raises(ServerFailed, match=r"(?s)one ended with 3; .*no luck"):
+        await program.wait_ready(60.0)
+    await program.end()
