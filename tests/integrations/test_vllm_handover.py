@@ -12,7 +12,7 @@ import pytest
 from tests.support.vllm_contract import BLOCK, DIM, HEADS, LAYERS, KVConnectorRole, configs_of, upon_contract
 from tests.support.vllm_handover import ENGINE, HandoverVllm, request_of
 from tidekv.engine.integrations.vllm.handover.jobs import HANDOVER_COUNTS
-from tidekv.engine.integrations.vllm.handover.settings import HandoverSettings
+from tidekv.engine.integrations.vllm.handover.settings import HandoverSettings, read_handover
 from tidekv.states.errors import InvalidConfig
 
 pytestmark = pytest.mark.nixl
@@ -320,6 +320,22 @@ def test_tensor_parallel_ranks_hand_over_in_pairs(start: Start, tmp_path: Path) 
     assert decode.counts["restore_tokens_l3"] == 2 * 4 * BLOCK
 
 
+@pytest.mark.parametrize(
+    ("listen", "changes", "own"),
+    [
+        ("10.0.0.1:7000", {}, "10.0.0.1:7000"),
+        ("[::1]:7000", {"tensor_parallel_size": 2, "rank": 1}, "[::1]:7001"),
+        ("10.0.0.1:7000", {"tensor_parallel_size": 2, "rank": 1, "data_parallel_index": 3}, "10.0.0.1:7007"),
+        ("10.0.0.1:0", {"tensor_parallel_size": 2, "rank": 1}, "10.0.0.1:0"),
+    ],
+)
+def test_each_worker_listens_at_a_port_of_its_own(listen: str, changes: dict[str, Any], own: str) -> None:
+    extra = {"uri": None, "model": None, "host": None, "handover": {"listen": listen}}
+    configs = configs_of("", extra=extra, **changes)
+    configs[0].kv_transfer_config.kv_role, configs[0].kv_transfer_config.engine_id = "kv_both", "e"
+    assert read_handover(*configs).listen == own
+
+
 def test_a_prompt_of_which_one_rank_loses_its_part_is_computed(start: Start) -> None:
     prefill, decode = start("kv_producer", ranks=2), start("kv_consumer", ranks=2)
     params = prefilled(prefill)
@@ -362,7 +378,7 @@ def test_blocks_in_another_order_are_refused(start: Start, caplog: pytest.LogCap
         ({"listen": "127.0.0.1:65535"}, {"tensor_parallel_size": 2}, "port 65536"),
         (
             {"listen": "127.0.0.1:0", "engine": {"journal": {"path": "/no/such"}}},
-            {"tensor_parallel_size": 2},
+            {"data_parallel_size": 2},
             "journal.path: /no/such must be a directory",
         ),
         ({"listen": "127.0.0.1:0"}, {"kv_load_failure_policy": "fail"}, "kv_load_failure_policy"),

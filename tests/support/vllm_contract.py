@@ -177,6 +177,8 @@ def configs_of(uri: str, *, spec: Any = None, groups: int = 1, backend: str = "F
     parallel = {
         "rank": 0,
         "tensor_parallel_size": 1,
+        "data_parallel_size": 1,
+        "data_parallel_index": 0,
         "pipeline_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "decode_context_parallel_size": 1,

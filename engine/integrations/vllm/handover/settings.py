@@ -27,8 +27,9 @@ class HandoverSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields
 
     listen: PlainText = ""
     """host:port at which a prefill worker listens for decode workers; needed if `kv_role` is kv_producer or kv_both.
-    Tensor-parallel rank r listens at port + r. With port 0 the system chooses one, which only prefill's answers name: a
-    router that starts both ends at once needs a fixed port.
+    Each worker has a port of its own: rank r of T tensor-parallel ranks in data-parallel engine d listens at
+    port + d * T + r. With port 0 the system chooses one, which only prefill's answers name: a router that starts both
+    ends at once needs a fixed port.
     """
     dials: tuple[PlainText, ...] = ()
     """Prefill addresses on other machines that a decode worker will dial. Without them, bulk data stays on loopback."""
@@ -85,8 +86,9 @@ class HandoverSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields
 class Handover:
     """The common part of both sides: the settings, the shape of vLLM's blocks, and the ends that this vLLM is.
 
-    `rank`, `ranks`: the tensor-parallel rank and the number of ranks; ranks of both ends hand over in pairs. `sends`:
-    it computes prompts for others. `receives`: it decodes prompts that others computed.
+    `rank`, `ranks`: the tensor-parallel rank and the number of ranks; ranks of both ends hand over in pairs.
+    `replica`: the data-parallel engine. `sends`: it computes prompts for others. `receives`: it decodes prompts that
+    others computed.
     """
 
     settings: HandoverSettings
@@ -97,6 +99,7 @@ class Handover:
     layer_names: tuple[str, ...]
     rank: int
     ranks: int
+    replica: int
     sends: bool
     receives: bool
 
@@ -114,7 +117,7 @@ class Handover:
     def listen(self) -> str:
         """Address at which this rank listens."""
         host, _, port = self.settings.listen.rpartition(":")
-        return f"{host}:{int(port) + self.rank}" if int(port) else self.settings.listen
+        return f"{host}:{int(port) + self.replica * self.ranks + self.rank}" if int(port) else self.settings.listen
 
     def own_address(self, addresses: str) -> str:
         """Return the one of prefill's addresses, by rank, that belongs to this rank. Raises InvalidRequest."""
@@ -133,20 +136,21 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
     settings = _read_settings(transfer.kv_connector_extra_config)
     check_shareable(vllm_config, kv_cache_config)
     ranks = int(parallel.tensor_parallel_size)
+    workers = ranks * int(parallel.data_parallel_size)
     journal = settings.engine.journal.path
-    if ranks > 1 and journal is not None and not Path(journal).is_dir():
+    if workers > 1 and journal is not None and not Path(journal).is_dir():
         raise InvalidConfig(
-            f"{WHERE}.engine.journal.path: {journal} must be a directory that exists: each of {ranks} ranks writes a "
-            "file of its own"
+            f"{WHERE}.engine.journal.path: {journal} must be a directory that exists: each of {workers} workers writes "
+            "a file of its own"
         )
     sends, receives = bool(transfer.is_kv_producer), bool(transfer.is_kv_consumer)
     if sends and not settings.listen:
         raise InvalidConfig(f'{WHERE} needs "listen", such as "127.0.0.1:7000": kv_role {transfer.kv_role} sends KV')
     if settings.listen:
-        last = host_and_port(settings.listen, "listen", InvalidConfig, any_port=True)[1] + ranks - 1
+        last = host_and_port(settings.listen, "listen", InvalidConfig, any_port=True)[1] + workers - 1
         if last > LAST_PORT:
             raise InvalidConfig(
-                f"{WHERE}.listen: the last of {ranks} ranks would listen at port {last}; lower the port"
+                f"{WHERE}.listen: the last of {workers} workers would listen at port {last}; lower the port"
             )
     group = kv_cache_config.kv_cache_groups[0]
     return Handover(
@@ -158,6 +162,7 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
         layer_names=tuple(group.layer_names),
         rank=int(parallel.rank) % ranks,
         ranks=ranks,
+        replica=int(parallel.data_parallel_index),
         sends=sends,
         receives=receives,
     )
