@@ -1,11 +1,11 @@
-"""Installed Chromium, driven by Playwright, for tests of the HTML timeline and for the picture in the docs."""
+"""Installed Chromium, driven by Playwright, for tests of the HTML pages and for the picture in the docs."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tidekv.states.errors import InvalidConfig
 
@@ -21,8 +21,10 @@ def find_browser() -> str | None:
 
 
 @contextmanager
-def opened_page(url: str, *, width: int = 1200, height: int = 700, timeout_s: float = 60.0) -> Iterator[Page]:
-    """Open a page in a browser of its own, and close the browser at the end.
+def opened_page(
+    url: str, *, width: int = 1200, height: int = 700, is_dark: bool = False, timeout_s: float = 60.0
+) -> Iterator[Page]:
+    """Open a page in a browser of its own, and close the browser at the end. `is_dark`: the user prefers dark colors.
 
     Raises InvalidConfig if no browser is installed, and Playwright's errors if it does not respond within `timeout_s`.
     """
@@ -36,7 +38,8 @@ def opened_page(url: str, *, width: int = 1200, height: int = 700, timeout_s: fl
         # Playwright's own Chromium is never downloaded. The sandbox needs user namespaces, which containers lack.
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         try:
-            page = browser.new_page(viewport={"width": width, "height": height})
+            scheme: Literal["dark", "light"] = "dark" if is_dark else "light"
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
             page.set_default_timeout(timeout_s * 1000)
             page.goto(url)
             # The page draws in an animation frame.

@@ -1,5 +1,6 @@
-"""A completion service whose decode worker embeds tidekv: `python -m examples.service`.
+"""A chat and completion service whose decode worker embeds tidekv: `python -m examples.service`.
 
+    curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Who are you?"}]}'
     curl localhost:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}'
 
 This process is the HTTP server and the decode worker. The prefill worker is a child of it, or runs elsewhere
@@ -126,7 +127,7 @@ def main(
     model: Annotated[str, typer.Option(help="Model directory. Empty uses a tiny Llama with random weights.")] = "",
     prefill: Annotated[str, typer.Option(help="Address of a running prefill worker. Empty starts one.")] = "",
     page_size: Annotated[int, typer.Option(help="Tokens per page, the same in both workers.")] = 16,
-    device_pages: Annotated[int, typer.Option(help="Pages of device memory (L1).")] = 256,
+    device_pages: Annotated[int, typer.Option(help="Pages of device memory (L1).")] = 512,
     host_pages: Annotated[int, typer.Option(help="Pages of host memory (L2).")] = 1024,
     storage: Annotated[str, typer.Option(help="URI of storage (L3), such as file:/var/lib/tidekv?capacity=20GB.")] = "",
     batch_max: Annotated[int, typer.Option(help="Maximum requests computed in one step.")] = 16,

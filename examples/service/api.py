@@ -1,4 +1,4 @@
-"""HTTP interface: OpenAI's completions API, and endpoints for operators."""
+"""HTTP interface: OpenAI's completions and chat API, a page to chat, and endpoints for operators."""
 
 from __future__ import annotations
 
@@ -16,14 +16,22 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from examples.service.completion import Answer, CompletionBody, whole_answer
+from examples.service.completion import Answer, ChatBody, ChatForm, CompletionBody, CompletionForm, Form, whole_answer
 from examples.service.decode import DecodeWorker, Generation
 from tidekv import CapacityError, EngineClosed, InvalidRequest, RequestFailed, TidekvError
 
 RETRY_AFTER_S = 1
-DEFAULT_MAX_TOKENS = 16  # That of OpenAI.
-PAGE = Path(__file__).with_name("status.html")
+COMPLETION_MAX_TOKENS = 16  # That of OpenAI.
+CHAT_MAX_TOKENS = 512
+CHAT_PAGE = Path(__file__).with_name("chat.html")
+STATUS_PAGE = Path(__file__).with_name("status.html")
 T = TypeVar("T")
+
+
+class FlushBody(msgspec.Struct, frozen=True):
+    """Tiers to empty: "l1", "l2", "l3"."""
+
+    tiers: list[str]
 
 
 class Api:
@@ -38,11 +46,14 @@ class Api:
         return Starlette(
             routes=[
                 Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
                 Route("/v1/models", self.models),
                 Route("/metrics", self.metrics),
                 Route("/health", self.health),
                 Route("/requests", self.requests),
-                Route("/", self.status_page),
+                Route("/flush", self.flush, methods=["POST"]),
+                Route("/status", self.status_page),
+                Route("/", self.chat_page),
             ]
         )
 
@@ -50,21 +61,25 @@ class Api:
 
     async def completions(self, request: Request) -> Response | EventStream:
         """Answer one or several prompts, as one response or as a stream of events."""
+        return await self._answer(request, CompletionBody, CompletionForm(), COMPLETION_MAX_TOKENS)
+
+    async def chat_completions(self, request: Request) -> Response | EventStream:
+        """Answer the last message of a conversation, as one response or as a stream of events."""
+        return await self._answer(request, ChatBody, ChatForm(), CHAT_MAX_TOKENS)
+
+    async def _answer(
+        self, request: Request, kind: type[CompletionBody | ChatBody], form: Form, default_max_tokens: int
+    ) -> Response | EventStream:
         worker = self._worker
         if worker.is_draining or not worker.engine.is_running:
             return _refusal(503, "the service is shutting down", "unavailable")
         generations: list[Generation] = []
         is_streamed = False
         try:
-            body = msgspec.json.decode(await request.body(), type=CompletionBody)
-            body.check(worker.model.name)
-            prompts = body.prompts(worker)
-            if body.stream and len(prompts) > 1:
-                raise InvalidRequest("a stream has one prompt")
-            for prompt in prompts:
-                limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-                generations.append(worker.start(prompt, limit, cache=body.cache, namespace=body.cache_salt))
-            answers = [Answer(generation, worker, index) for index, generation in enumerate(generations)]
+            body = msgspec.json.decode(await request.body(), type=kind)
+            # `extend` keeps what was started before a later prompt is refused; it is cancelled below.
+            generations.extend(body.start(worker, default_max_tokens))
+            answers = [Answer(generation, worker, form, index) for index, generation in enumerate(generations)]
             if body.stream:
                 usage = body.stream_options is not None and body.stream_options.include_usage
                 events = answers[0].events(with_usage=usage)
@@ -103,7 +118,13 @@ class Api:
         if not worker.engine.is_running:
             status = "broken"
         prefill = {"address": worker.prefill.address, "pid": worker.prefill.pid, "starts": worker.prefill.starts}
-        answer = {"status": status, "model": worker.model.name, "prefill": prefill, "counts": worker.counts}
+        answer = {
+            "status": status,
+            "model": worker.model.name,
+            "random_weights": worker.model.is_random,
+            "prefill": prefill,
+            "counts": worker.counts,
+        }
         return JSONResponse(answer, status_code=200 if status == "ok" else 503)
 
     async def requests(self, request: Request) -> Response:
@@ -132,9 +153,23 @@ class Api:
         pools = {pool: {name: core[f"{pool}_{name}"] for name in conditions} for pool in ("device", "host")}
         return JSONResponse({"requests": live, "pools": pools, "counts": worker.counts, "queue": core["queue"]})
 
+    async def flush(self, request: Request) -> Response:
+        """Drop the unused pages of the tiers in `{"tiers": ["l1"]}`, so that a later answer shows the next tier."""
+        try:
+            body = msgspec.json.decode(await request.body(), type=FlushBody)
+            return JSONResponse(await self._worker.engine.flush(tuple(body.tiers)))
+        except (TidekvError, msgspec.MsgspecError) as error:
+            return _as_response(error)
+
+    # --- Pages ---
+
+    async def chat_page(self, request: Request) -> Response:
+        """Return the page to chat."""
+        return HTMLResponse(CHAT_PAGE.read_text())
+
     async def status_page(self, request: Request) -> Response:
         """Return the page that shows `/requests`."""
-        return HTMLResponse(PAGE.read_text())
+        return HTMLResponse(STATUS_PAGE.read_text())
 
 
 async def _all_of(answers: list[Answer]) -> None:

@@ -17,7 +17,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
+
 from examples.service.model import ServedModel
+from examples.service.phrases import Phrases
 from examples.service.prefill import DistantPrefill, PrefillChild
 from tidekv import (
     CapacityError,
@@ -53,6 +56,10 @@ class Generation:
     retractions: int = 0
     sources: dict[str, int] = field(default_factory=dict)
     finish_reason: str = ""
+    first_token_s: float = 0.0
+    """Seconds from the arrival to the first token."""
+    phrases: Phrases | None = None
+    """Restricts the tokens of the answer; without it each token is the most likely one."""
     told: asyncio.Queue[int | Exception | None] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] | None = None
 
@@ -70,12 +77,23 @@ class Generation:
 
     def say(self, token: int, *, end_tokens: frozenset[int]) -> None:
         """Append a generated token, and set the finish reason if it is the last one."""
+        self.first_token_s = self.first_token_s or time.monotonic() - self.arrived_at_s
+        if self.phrases is not None and self.output:
+            self.phrases.advance(token)
         self.output.append(token)
         self.told.put_nowait(token)
-        if token in end_tokens:
+        if token in end_tokens or (self.phrases is not None and not self.phrases.allowed()):
             self.finish_reason = "stop"
         elif len(self.output) == self.max_tokens:
             self.finish_reason = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one request: what to compute, and the tokens that may follow. None allows every token."""
+
+    compute: DecodeStep
+    allowed: list[int] | None
 
 
 class Batch:
@@ -85,10 +103,10 @@ class Batch:
         self._model = model
         self._compute = compute
         self._batch_max = batch_max
-        self._waiting: list[tuple[DecodeStep, asyncio.Future[int]]] = []
+        self._waiting: list[tuple[Step, asyncio.Future[int]]] = []
         self._wanted = asyncio.Event()
 
-    async def step(self, step: DecodeStep) -> int:
+    async def step(self, step: Step) -> int:
         """Compute one token; its KV is written when this returns.
 
         A cancelled caller waits for that too, because until then the step may write to the caller's pages.
@@ -109,8 +127,13 @@ class Batch:
             for (_, done), token in zip(batch, tokens, strict=True):
                 done.set_result(token)
 
-    def _choose(self, steps: list[DecodeStep]) -> list[int]:
-        return [int(token) for token in self._model.decode_batch(steps).argmax(dim=-1)]
+    def _choose(self, steps: list[Step]) -> list[int]:
+        logits = self._model.decode_batch([step.compute for step in steps])
+        return [_best(row, step.allowed) for row, step in zip(logits, steps, strict=True)]
+
+
+def _best(logits: torch.Tensor, allowed: list[int] | None) -> int:
+    return int(logits.argmax()) if allowed is None else allowed[int(logits[allowed].argmax())]
 
 
 class DecodeWorker:
@@ -134,26 +157,37 @@ class DecodeWorker:
         self.is_draining = False
         self._batch = batch
         self._tasks = tasks
-        self._device_pages = device_pages
+        # A request can have all pages but one, the reserve that the engine keeps for growth.
+        self._tokens_max = min(model.context_tokens, (device_pages - 1) * model.layout.page_size)
         self._serial = 0
 
-    def start(self, prompt: Sequence[int], max_tokens: int, *, cache: bool = True, namespace: str = "") -> Generation:
+    def start(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        cache: bool = True,
+        namespace: str = "",
+        phrases: Phrases | None = None,
+    ) -> Generation:
         """Start serving a prompt. Raises InvalidRequest if it can never fit."""
-        page_size = self.model.layout.page_size
-        total = len(prompt) + max_tokens
         if max_tokens < 1 or not prompt:
             raise InvalidRequest("a request needs a prompt and at least one token of output")
-        if total > self.model.context_tokens or -(-total // page_size) + 1 > self._device_pages:
+        if len(prompt) + max_tokens > self._tokens_max:
             raise InvalidRequest(f"{len(prompt)} + {max_tokens} tokens are more than this worker can hold")
         if max(prompt) >= self.model.vocabulary or min(prompt) < 0:
             raise InvalidRequest(f"tokens must be from 0 to {self.model.vocabulary - 1}")
         self._serial += 1
-        generation = Generation(f"cmpl-{self._serial}", prompt, max_tokens, cache, namespace)
+        generation = Generation(f"cmpl-{self._serial}", prompt, max_tokens, cache, namespace, phrases=phrases)
         self.live[generation.request_id] = generation
         self.counts["requests"] += 1
         generation.task = self._tasks.create_task(self._serve(generation), name=generation.request_id)
         generation.task.add_done_callback(partial(self._ended, generation))
         return generation
+
+    def output_max(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens of output fit behind a prompt; one, which `start` refuses, if none does."""
+        return max(1, self._tokens_max - len(prompt))
 
     async def drain(self, timeout_s: float) -> None:
         """Accept no new requests, and wait until the live ones have ended; those left after the timeout are cancelled.
@@ -191,21 +225,34 @@ class DecodeWorker:
     async def _generate(self, generation: Generation) -> None:
         ready = await self._restore(generation)
         generation.sources = dict(ready.sources)
-        since = [ready.first_token]  # Output since the last restore; earlier output is part of its prompt.
-        generation.say(since[-1], end_tokens=self.model.end_tokens)
+        since = [self._continue(generation, ready)]  # Output since the last restore; earlier output is in its prompt.
         while not generation.finish_reason:
             generation.phase = "decoding"
             try:
                 self.engine.grow(ready)
             except OutOfPages:
                 ready = await self._make_way(generation, ready, since)
-                since = [ready.first_token]
+                since = [self._continue(generation, ready)]
             else:
                 position = ready.prompt_tokens + len(since) - 1
-                since.append(await self._batch.step(DecodeStep(since[-1], position, ready.pages.tolist())))
-            generation.say(since[-1], end_tokens=self.model.end_tokens)
+                allowed = None if generation.phrases is None else generation.phrases.allowed()
+                step = Step(DecodeStep(since[-1], position, ready.pages.tolist()), allowed)
+                since.append(await self._batch.step(step))
+                generation.say(since[-1], end_tokens=self.model.end_tokens)
         generation.phase = "finishing"
         await self.engine.finish(ready, since)
+
+    def _continue(self, generation: Generation, ready: ReadyRequest) -> int:
+        """Return the token after those that were restored; append it to the output if it is not there yet."""
+        if generation.phrases is None:
+            token = ready.first_token
+        elif generation.output:
+            # Prefill chose its token without the phrases. All but the last token was restored (`_known_output`).
+            return generation.output[-1]
+        else:
+            token = generation.phrases.opening
+        generation.say(token, end_tokens=self.model.end_tokens)
+        return token
 
     async def _restore(self, generation: Generation) -> ReadyRequest:
         """Restore prompt and output so far. If the prefill worker is lost, wait for its successor."""
@@ -216,7 +263,7 @@ class DecodeWorker:
                 await self.prefill.is_up.wait()
             request = DecodeRequest(
                 request_id=generation.request_id,
-                tokens=[*generation.prompt, *generation.output],
+                tokens=[*generation.prompt, *_known_output(generation, generation.output)],
                 prefill=self.prefill.address,
                 max_new_tokens=generation.max_tokens,
                 deadline_s=RESTORE_DEADLINE_S,
@@ -244,7 +291,7 @@ class DecodeWorker:
         generation.phase = "retracted"
         generation.retractions += 1
         self.counts["retractions"] += 1
-        retracted = await self.engine.retract(ready, since)
+        retracted = await self.engine.retract(ready, _known_output(generation, since))
         while True:
             try:
                 return await self.engine.resume(retracted)
@@ -257,6 +304,11 @@ class DecodeWorker:
                     raise
             except RequestFailed:
                 return await self._restore(generation)
+
+
+def _known_output(generation: Generation, output: list[int]) -> list[int]:
+    """Return the output to restore: with phrases all but the last token, which `_continue` adds."""
+    return output if generation.phrases is None else output[:-1]
 
 
 @asynccontextmanager

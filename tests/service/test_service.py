@@ -204,7 +204,7 @@ def test_the_status_page_shows_the_machine_of_each_live_request(service, tmp_pat
         "--virtual-time-budget=400",
         f"--screenshot={picture}",
         "--dump-dom",
-        service.url,
+        f"{service.url}/status",
     ]
     with ThreadPoolExecutor() as pool:
         asking = [pool.submit(keep_asking, number) for number in range(3)]
