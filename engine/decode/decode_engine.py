@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, Unpack
 
 from tidekv.backends.keys.chain import TOKEN_BYTES, pack_tokens
 from tidekv.backends.storage.uri import open_storage
@@ -28,7 +28,7 @@ from tidekv.engine.decode.values import (
 )
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, RequestFailed
-from tidekv.states.storage.policy import StoragePolicy, changed_policy, policy_of
+from tidekv.states.storage.policy import PolicyChanges, StoragePolicy, changed_policy, policy_of
 from tidekv.states.validation import PlainText, Seconds, SecondsOrZero, Text, checked
 
 if TYPE_CHECKING:
@@ -403,7 +403,7 @@ class DecodeEngine:
         """The present storage policy."""
         return policy_of(self._core.state.settings)
 
-    def change_policy(self, **changes: object) -> StoragePolicy:
+    def change_policy(self, **changes: Unpack[PolicyChanges]) -> StoragePolicy:
         """Change the storage policy from now on: `change_policy(prefetch="best_effort", breaker_failures=4)`.
 
         Names and values are those of `StoragePolicy`, which is returned; other options stay, and operations under way

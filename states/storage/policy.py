@@ -7,7 +7,7 @@ replaces them while requests run: calls in flight continue as they began, later 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, TypedDict
 
 import msgspec
 
@@ -86,6 +86,29 @@ class StoragePolicy(Options, frozen=True, kw_only=True):
     """Time until the first probe of storage."""
     breaker_backoff_max_s: Seconds = 30.0
     """Maximum time between probes: each waits twice as long as the one before, up to this."""
+
+
+class PolicyChanges(TypedDict, total=False):
+    """Fields of `StoragePolicy` as keyword arguments, for type checkers."""
+
+    prefetch: PrefetchPolicy
+    prefetch_threshold_tokens: Count
+    prefetch_base_s: Seconds
+    prefetch_per_ki_token_s: Seconds
+    fetch_pages_in_flight_max: Count
+    fetch_pages_per_s: Amount
+    fetch_deadline_share: Amount
+    lookahead_pages_max: Count
+    write: WritePolicy
+    write_hits_min: Count
+    write_tokens_min: Count
+    write_back_ahead: Share
+    put_wait_s: SecondsOrZero
+    put_fetch_s_max: SecondsOrZero
+    put_host_share: Share
+    breaker_failures: Count
+    breaker_backoff_s: Seconds
+    breaker_backoff_max_s: Seconds
 
 
 POLICY_FIELDS = StoragePolicy.__struct_fields__
