@@ -44,6 +44,11 @@ class ComponentPools:
     one that it writes) or one record at once, so size the pool for all concurrent requests. `host` holds pages that
     were copied to host memory. None keeps none there; prompts are then restored from host memory only as far as the
     device has the component. The caller keeps ownership of the pools. Raises InvalidConfig, which names the component.
+
+    `channels` lets ranks of unequal numbers exchange the records of a state: its `page_size` is the channels that this
+    rank holds, part by part, and `channels` has the number of each part. Tensor parallelism must divide each part
+    evenly, in rank order, or keep a copy of it on every rank (as many channels at both ends). A convolution of x, B and
+    C in one tensor has three parts. Empty: a record is indivisible.
     """
 
     name: str
@@ -51,6 +56,7 @@ class ComponentPools:
     device: DevicePool
     host: HostPool | None = None
     window_tokens: int = 0
+    channels: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
@@ -62,6 +68,7 @@ class ComponentPools:
             )
         if type(self.window_tokens) is not int:
             raise InvalidConfig(f"component {self.name!r}: window_tokens must be a count, not {self.window_tokens!r}")
+        self._check_channels()
         assert self.component.name == self.name, "what makes no sense of the rest was raised"
 
     @property
@@ -86,7 +93,18 @@ class ComponentPools:
             page_size=layout.page_size,
             piece_bytes=layout.pieces,
             groups=tuple(group_identity(group) for group in layout.groups),
+            channels=self.channels,
         )
+
+    def _check_channels(self) -> None:
+        if self.channels and self.kind != "state":
+            raise InvalidConfig(f"component {self.name!r}: channels are those of a state; a {self.kind} has heads")
+        sound = isinstance(self.channels, tuple) and all(type(one) is int and one > 0 for one in self.channels)
+        if self.channels and not (sound and sum(self.channels) == self.device.layout.page_size):
+            raise InvalidConfig(
+                f"component {self.name!r}: channels must be a tuple of counts whose sum is the page_size of the layout,"
+                f" {self.device.layout.page_size}, not {self.channels!r}"
+            )
 
 
 def with_components(identity: Identity, components: Sequence[ComponentPools]) -> Identity:

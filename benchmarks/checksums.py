@@ -31,7 +31,7 @@ from tidekv import DecodeEngine, DevicePool, EngineConfig, HostPool, KVLayout, N
 from tidekv.backends.checksums import PageHasher
 from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv.states.types import page_ids
-from tidekv.transports.slices import heads_of
+from tidekv.transports.slices import Cut, exchange_of
 
 HASHED_BYTES = 64 << 20
 """Bytes of one measurement of hashing alone: more than the processor's caches hold."""
@@ -63,8 +63,9 @@ def measure_hashing(figures: Figures, table: Table) -> None:
             HostPool.allocate(layout, count),
             page_ids(range(count)),
         )
-        heads = layout.num_kv_heads // 2
-        half = heads_of(device.memory, page_size=layout.page_size, heads=layout.num_kv_heads, first=0, count=heads)
+        rows = layout.piece_bytes // layout.page_size
+        cuts = [Cut(piece, piece, layout.page_size, rows // 2, 0, rows, 0, rows) for piece in range(layout.piece_count)]
+        half = exchange_of(cuts, ours=device.memory, theirs=device.memory).ours
         target = np.zeros_like(host.array)
         page_us = [
             best_s(partial(PageHasher(memory).checksums, pages)) / count * 1e6

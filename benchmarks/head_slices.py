@@ -21,9 +21,8 @@ from rich.table import Table
 from benchmarks.nixl_child import NixlChild, NumpyPool
 from tidekv.engine.poller import PollerThread
 from tidekv.states.types import page_ids
-from tidekv.transports.base import Exchange
 from tidekv.transports.nixl.transport import NixlTransport
-from tidekv.transports.slices import heads_of
+from tidekv.transports.slices import Cut, exchange_of
 
 PAGE_SIZE = 16
 HEAD_BYTES = 256
@@ -52,10 +51,11 @@ async def write(ours: int, theirs: int, pages: int, rounds: int) -> float:
     await transport.start(poller=poller)
     await transport.register(pool.memory)
     ready = child.ready
-    exchange = Exchange(
-        ours=heads_of(pool.memory, page_size=PAGE_SIZE, heads=ours, first=0, count=count),
-        theirs=heads_of(ready.memory, page_size=PAGE_SIZE, heads=theirs, first=0, count=count),
-    )
+    cuts = [
+        Cut(piece, piece, PAGE_SIZE, count * HEAD_BYTES, 0, ours * HEAD_BYTES, 0, theirs * HEAD_BYTES)
+        for piece in range(PIECES)
+    ]
+    exchange = exchange_of(cuts, ours=pool.memory, theirs=ready.memory)
     peer = await transport.add_peer(ready.instance, ready.metadata, ready.memory, exchange)
     random = np.random.default_rng(0)
     times = []

@@ -63,11 +63,11 @@ class GroupIdentity(msgspec.Struct, frozen=True):
     head_dim: int
 
 
-class ComponentIdentity(msgspec.Struct, frozen=True):
+class ComponentIdentity(msgspec.Struct, frozen=True, omit_defaults=True):
     """The properties of a window or state that must agree for its bytes to be interchangeable.
 
     `groups` has all groups of its layout, "full" included. `page_size` is the tokens per page of a window, or a
-    dimension of a state record.
+    dimension of a state record: the channels, if `channels` are given, whose parts are divided over the ranks.
     """
 
     name: str
@@ -76,6 +76,7 @@ class ComponentIdentity(msgspec.Struct, frozen=True):
     page_size: int
     piece_bytes: tuple[int, ...]
     groups: tuple[GroupIdentity, ...]
+    channels: tuple[int, ...] = ()
 
 
 class Identity(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -2,11 +2,13 @@
 
 The part of a Hello about one component is turned into a Hello of its own (`hello_of`), so that one set of rules checks
 pages and components. If the two ends have different numbers of ranks, a window is divided by its heads as the pages
-are, provided that its heads are partitioned like theirs. A record of a state is indivisible: it is exchanged between
-ranks with equal shares. Pure arithmetic, no memory access.
+are, and a record of a state by its channels. A record without channels is indivisible: it is exchanged between ranks
+of instances with as many ranks. Pure arithmetic, no memory access.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 
@@ -14,6 +16,7 @@ from tidekv.states.types import ComponentIdentity, Identity
 from tidekv.transports import slices
 from tidekv.transports.base import Exchange
 from tidekv.transports.control import wire
+from tidekv.transports.slices import Cut
 
 
 def components_of(hello: wire.Hello) -> dict[str, ComponentIdentity]:
@@ -41,27 +44,44 @@ def hello_of(hello: wire.Hello, name: str) -> wire.Hello:
     return msgspec.structs.replace(hello, identity=identity, memory=hello.components[name], components={})
 
 
-def is_divided_like_pages(hello: wire.Hello, name: str) -> bool:
-    """Whether the heads of a component are partitioned over the ranks as those of the pages are."""
-    component, pages = components_of(hello)[name], hello.identity
-    first = component.groups[0]
-    return component.kind == "window" and (first.kind, first.kv_heads) == (pages.kind, pages.kv_heads)
+def cuts_with(*, decode: wire.Hello, prefill: wire.Hello) -> dict[str, list[Cut]]:
+    """Return what this prefill rank writes to this decode rank, by pool: "full" and the components; empty: nothing.
 
-
-def exchanges_with(*, decode: wire.Hello, prefill: wire.Hello) -> dict[str, Exchange] | None:
-    """Return the bytes that this prefill rank writes to this decode rank: of the pages ("full") and of each component.
-
-    The pools must have been checked. None: it writes none. Raises PeerMismatch if the heads cannot be partitioned over
-    these ranks.
+    The pools must have been checked. Raises PeerMismatch if the heads cannot be partitioned over these ranks.
     """
-    share = slices.share_between(decode=decode, prefill=prefill)
-    if share is None:
-        return None
-    exchanges = {"full": slices.exchange_of(share, decode=decode, prefill=prefill)}
-    for name in decode.components:
-        there, here = hello_of(decode, name), hello_of(prefill, name)
-        if is_divided_like_pages(decode, name) and is_divided_like_pages(prefill, name):
-            exchanges[name] = slices.exchange_of(share, decode=there, prefill=here)
+    cuts = {"full": list(slices.cuts_of(decode=decode, prefill=prefill))}
+    for name, theirs in components_of(decode).items():
+        ours = components_of(prefill)[name]
+        pools = hello_of(decode, name).identity, hello_of(prefill, name).identity
+        if theirs.kind == "window":
+            found = slices.cuts_of(decode=decode, prefill=prefill, pages=pools)
         else:
-            exchanges[name] = Exchange(ours=here.memory, theirs=there.memory)
-    return exchanges
+            channels = theirs.channels, ours.channels
+            found = slices.record_cuts_of(decode=decode, prefill=prefill, records=pools, channels=channels)
+        cuts[name] = list(found)
+    return {name: of_pool for name, of_pool in cuts.items() if of_pool}
+
+
+def exchanges_with(*, decode: wire.Hello, prefill: wire.Hello) -> dict[str, Exchange]:
+    """Return the bytes of `cuts_with` in the pools of both ends, by pool."""
+    return {
+        name: slices.exchange_of(
+            cuts, ours=prefill.components.get(name, prefill.memory), theirs=decode.components.get(name, decode.memory)
+        )
+        for name, cuts in cuts_with(decode=decode, prefill=prefill).items()
+    }
+
+
+def missing_of(decode: wire.Hello, written: Iterable[dict[str, Exchange]]) -> str:
+    """Return which pool of decode all its prefill ranks together do not write whole; empty if they write all pools.
+
+    `written` are the exchanges with each of them, which never overlap.
+    """
+    exchanges = list(written)
+    for name in ("full", *decode.components):
+        wanted = decode.components.get(name, decode.memory).page_bytes
+        found = sum(each[name].theirs.page_bytes for each in exchanges if name in each)
+        if found != wanted:
+            of = "pages" if name == "full" else f"component {name!r}"
+            return f"the prefill ranks of the request hold {found} of the {wanted} bytes of each page of our {of}"
+    return ""

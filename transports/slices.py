@@ -1,11 +1,19 @@
-"""Bytes that two ranks exchange in a hand-over: whole pieces, or the heads that both of them hold.
+"""Bytes that two ranks exchange in a hand-over: the layers and the heads that both of them hold.
 
-A piece of a page is [page_size, heads, head_dim]. A subset of its heads is contiguous only within a token, so a page of
-a slice has `page_size` contiguous parts per piece, each of which NIXL gets as one strided row over the pool. Nothing is
-staged: the same bytes cross the wire as between equal ranks, in smaller parts. Pure arithmetic, no memory access.
+A page is a row of pieces, group of layers by group of layers; a piece of a page is [page_size, heads, head_dim]. Two
+ranks have in common, in each group, the layers of their stages and in each of those layers the heads of their slices. A
+subset of the heads is contiguous only within a token: such a `Cut` has one row for each token, and whole pieces have
+one row.
+
+A record of a recurrent state is cut by its channels, of which each rank holds some of each part (see
+`ComponentPools.channels`). Pure arithmetic, no memory access.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,111 +21,72 @@ from tidekv.states.errors import InvalidConfig, PeerMismatch
 from tidekv.states.handover.head_slices import (
     HeadPartition,
     HeadSlice,
+    StageLayers,
     check_stages,
     head_slices_of,
+    layer_slice_of,
     partition_of,
-    split_like,
     stage_of,
 )
 from tidekv.states.types import Identity, PoolMemory, Segment
 from tidekv.transports.base import Exchange
 from tidekv.transports.control import wire
 
-OF_LAYERS = ("layers", "kv_heads", "page_bytes", "piece_bytes", "groups")
-"""Fields of an identity that may differ between stages."""
+
+class Cut(NamedTuple):
+    """What two pieces of a page have in common: `rows` rows of `row_bytes`, at equal distances in each piece."""
+
+    ours: int
+    """Number of the piece in our page."""
+    theirs: int
+    """Number of the piece in the peer's page."""
+    rows: int
+    row_bytes: int
+    our_start: int
+    """First byte in our piece."""
+    our_step: int
+    """Bytes from row to row in our piece."""
+    their_start: int
+    their_step: int
 
 
-def holding(identity: Identity, *, ranks: int, kv_heads_total: int = 0) -> HeadPartition:
-    """Return the partition of KV heads over `ranks` ranks of one stage with this identity. Raises InvalidConfig."""
-    return partition_of(ranks=ranks, heads=identity.kv_heads, kind=identity.kind, total=kv_heads_total)
+class Group(NamedTuple):
+    """One group of layers in a page, and its pieces: `pieces[0]` is the first, with all of layer 0 before layer 1."""
+
+    name: str
+    kind: str
+    heads: int
+    layers: int
+    pieces: range
 
 
-def expected_writers(decode: HeadPartition, *, rank: int, prefill_ranks: int, stages: int = 1) -> tuple[int, ...]:
-    """Return the prefill ranks that write to this decode rank: those of its stage that hold heads of its own.
+def groups_of(identity: Identity) -> list[Group]:
+    """Return the groups of an identity, "full" first. Raises PeerMismatch if the layers do not make up its pieces."""
+    count = len(identity.piece_bytes)
+    if not identity.groups:
+        return [Group("full", identity.kind, identity.kv_heads, identity.layers, range(count))]
+    groups, end = [], 0
+    for name, kind, heads, layers in (
+        ("full", identity.kind, identity.kv_heads, identity.layers),
+        *((group.name, group.kind, group.kv_heads, group.layers) for group in identity.groups),
+    ):
+        start, end = end, end + layers * (1 if kind == "mla" else 2)
+        groups.append(Group(name, kind, heads, layers, range(start, end)))
+    if end != count:
+        raise PeerMismatch(field="pieces of a page", ours=f"{end}, as many as its layers have", theirs=count)
+    return groups
 
-    `decode` is the partition over the ranks of one stage. Raises InvalidConfig if the heads cannot be partitioned over
-    the prefill ranks.
+
+def partition(hello: wire.Hello, *, kind: str, heads: int) -> HeadPartition:
+    """Return the partition of the heads of a group, of which this rank holds `heads`, over the ranks of a stage.
+
+    A group with as many heads as the pages is distributed as they are; `kv_heads_total` counts the heads of the pages.
+    Raises InvalidConfig.
     """
-    check_stages(ranks=prefill_ranks, stages=stages)
-    width = prefill_ranks // stages
-    stage, place = divmod(rank, decode.ranks)
-    return tuple(stage * width + share.prefill for share in head_slices_of(place, decode, split_like(width, decode)))
-
-
-def share_between(*, decode: wire.Hello, prefill: wire.Hello) -> HeadSlice | None:
-    """Return the heads that this prefill rank writes to this decode rank; None: none.
-
-    Raises PeerMismatch if the heads of the model cannot be partitioned over these ranks.
-    """
-    try:
-        there, here = (_holding_of(hello) for hello in (decode, prefill))
-    except InvalidConfig as error:
-        raise PeerMismatch(field=f"ranks ({error})", ours=prefill.ranks, theirs=decode.ranks) from error
-    (their_stage, their_place), (our_stage, our_place) = _stage_of(decode), _stage_of(prefill)
-    if their_stage == our_stage:
-        for share in head_slices_of(their_place, there, here):
-            if share.prefill == our_place:
-                return share
-    return None
-
-
-def exchange_of(share: HeadSlice, *, decode: wire.Hello, prefill: wire.Hello) -> Exchange:
-    """Return the bytes of a slice of heads in both pools, which must have been checked.
-
-    Whole pages if both ranks hold exactly this slice.
-    """
-    there, here = decode.identity.kv_heads, prefill.identity.kv_heads
-    if share.count == there == here:
-        return Exchange(ours=prefill.memory, theirs=decode.memory)
-    page_size = prefill.identity.page_size
-    return Exchange(
-        ours=heads_of(prefill.memory, page_size=page_size, heads=here, first=share.source, count=share.count),
-        theirs=heads_of(decode.memory, page_size=page_size, heads=there, first=share.target, count=share.count),
-    )
-
-
-def in_heads_of(theirs: wire.Hello, ours: wire.Hello) -> tuple[Identity, tuple[int, ...]]:
-    """Return the peer's identity and piece sizes, scaled to the number of heads that we hold.
-
-    Unscaled if they cannot be scaled; a comparison with ours then names the difference.
-    """
-    identity, pieces = theirs.identity, tuple(segment.piece_bytes for segment in theirs.memory.segments)
-    if (theirs.stages, ours.stages) != (1, 1) and _stage_of(theirs)[0] != _stage_of(ours)[0]:
-        # Another stage holds other layers: only promises are exchanged with it, so its layers are not compared.
-        mine, own = ours.identity, tuple(segment.piece_bytes for segment in ours.memory.segments)
-        layers = {name: getattr(mine, name) for name in OF_LAYERS}
-        return msgspec.structs.replace(identity, **layers), own
-    there, here = identity.kv_heads, ours.identity.kv_heads
-    sizes = (*identity.piece_bytes, *pieces, identity.page_bytes)
-    # Sizes scale by heads only if every size is a multiple of them, and no layer group has a head count of its own.
-    scales = there > 0 and not any(size % there for size in sizes) and not getattr(identity, "groups", ())
-    if there == here or not scales or total_of(theirs) != total_of(ours):
-        return identity, pieces
-    scaled = msgspec.structs.replace(
-        identity,
-        kv_heads=here,
-        page_bytes=identity.page_bytes // there * here,
-        piece_bytes=tuple(size // there * here for size in identity.piece_bytes),
-    )
-    return scaled, tuple(size // there * here for size in pieces)
-
-
-def heads_of(memory: PoolMemory, *, page_size: int, heads: int, first: int, count: int) -> PoolMemory:
-    """Return heads [first, first + count) of each token as separate segments: `page_size` of them per piece."""
-    segments = []
-    for segment in memory.segments:
-        token_bytes = segment.piece_bytes // page_size
-        head_bytes = token_bytes // heads
-        segments += [
-            Segment(
-                address=segment.address + token * token_bytes + first * head_bytes,
-                piece_bytes=count * head_bytes,
-                stride_bytes=segment.stride_bytes,
-                page_count=segment.page_count,
-            )
-            for token in range(page_size)
-        ]
-    return msgspec.structs.replace(memory, segments=tuple(segments))
+    check_stages(ranks=hello.ranks, stages=hello.stages)
+    is_like_pages = (kind, heads) == (hello.identity.kind, hello.identity.kv_heads)
+    total = hello.kv_heads_total if is_like_pages else 0
+    return partition_of(ranks=hello.ranks // hello.stages, heads=heads, kind=kind, total=total)
 
 
 def total_of(hello: wire.Hello) -> int:
@@ -127,10 +96,248 @@ def total_of(hello: wire.Hello) -> int:
     return hello.identity.kv_heads * hello.ranks // hello.stages
 
 
-def _holding_of(hello: wire.Hello) -> HeadPartition:
-    check_stages(ranks=hello.ranks, stages=hello.stages)
-    return holding(hello.identity, ranks=hello.ranks // hello.stages, kv_heads_total=hello.kv_heads_total)
+def cuts_of(
+    *, decode: wire.Hello, prefill: wire.Hello, pages: tuple[Identity, Identity] | None = None
+) -> Iterator[Cut]:
+    """Yield what a prefill rank writes to a decode rank of each page; nothing if they have nothing in common.
+
+    "Ours" is the prefill rank. `pages` are the identities of the pages, decode's and prefill's, if they are not those
+    of the Hellos. Both ends must have been checked. Raises PeerMismatch if the heads cannot be partitioned over these
+    ranks.
+    """
+    there, here = pages or (decode.identity, prefill.identity)
+    for theirs, ours in zip(groups_of(there), groups_of(here), strict=True):
+        layers = layer_slice_of(_layers_of(decode, theirs.layers), _layers_of(prefill, ours.layers))
+        share = None if layers is None else _share_between(decode, prefill, theirs, ours)
+        if layers is None or share is None:
+            continue
+        whole = layers.count == theirs.layers == ours.layers
+        for our_piece, their_piece in zip(
+            _pieces_of(ours, layers.source, layers.count, whole=whole),
+            _pieces_of(theirs, layers.target, layers.count, whole=whole),
+            strict=True,
+        ):
+            token_bytes = (
+                here.piece_bytes[our_piece] // here.page_size,
+                there.piece_bytes[their_piece] // here.page_size,
+            )
+            yield _joined(our_piece, their_piece, share, (ours.heads, theirs.heads), token_bytes, rows=here.page_size)
 
 
-def _stage_of(hello: wire.Hello) -> tuple[int, int]:
+def record_cuts_of(
+    *,
+    decode: wire.Hello,
+    prefill: wire.Hello,
+    records: tuple[Identity, Identity],
+    channels: tuple[tuple[int, ...], ...],
+) -> Iterator[Cut]:
+    """Yield what a prefill rank writes to a decode rank of each record of a state.
+
+    `records` and `channels` are decode's and prefill's. Without channels a record is whole: it goes from rank to rank.
+    A part with as many channels at both ends, which have different numbers of ranks, is a copy on every rank.
+    """
+    there, here = records
+    (_, their_place), (_, our_place) = _place_of(decode), _place_of(prefill)
+    widths = decode.ranks // decode.stages, prefill.ranks // prefill.stages
+    for theirs, ours in zip(groups_of(there), groups_of(here), strict=True):
+        layers = layer_slice_of(_layers_of(decode, theirs.layers), _layers_of(prefill, ours.layers))
+        if layers is None:
+            continue
+        whole = layers.count == theirs.layers == ours.layers
+        pairs = zip(
+            _pieces_of(ours, layers.source, layers.count, whole=whole),
+            _pieces_of(theirs, layers.target, layers.count, whole=whole),
+            strict=True,
+        )
+        for our_piece, their_piece in pairs:
+            if widths[0] == widths[1]:
+                if their_place == our_place:
+                    size = here.piece_bytes[our_piece]
+                    yield Cut(our_piece, their_piece, 1, size, 0, size, 0, size)
+                continue
+            channel_bytes = here.piece_bytes[our_piece] // here.page_size
+            starts = [list(itertools.accumulate(parts, initial=0)) for parts in channels]
+            for number, (there_count, here_count) in enumerate(zip(*channels, strict=True)):
+                kind = "mla" if there_count == here_count else "mha"
+                of_decode, of_prefill = (
+                    HeadPartition(ranks=width, heads=count, total=count if kind == "mla" else width * count)
+                    for width, count in zip(widths, (there_count, here_count), strict=True)
+                )
+                for share in head_slices_of(their_place, of_decode, of_prefill):
+                    if share.prefill == our_place:
+                        size = share.count * channel_bytes
+                        our_start = (starts[1][number] + share.source) * channel_bytes
+                        their_start = (starts[0][number] + share.target) * channel_bytes
+                        yield Cut(our_piece, their_piece, 1, size, our_start, size, their_start, size)
+
+
+def exchange_of(cuts: list[Cut], *, ours: PoolMemory, theirs: PoolMemory) -> Exchange:
+    """Return the bytes of these cuts in both pools. Whole pools if the cuts are whole pages."""
+    sizes = [tuple(segment.piece_bytes for segment in memory.segments) for memory in (ours, theirs)]
+    pieces = range(len(sizes[0]))
+    if sizes[0] == sizes[1] and [(cut.ours, cut.theirs, cut.rows, cut.row_bytes) for cut in cuts] == [
+        (piece, piece, 1, sizes[0][piece]) for piece in pieces
+    ]:
+        return Exchange(ours=ours, theirs=theirs)
+    return Exchange(
+        ours=_rows_of(ours, [(cut.ours, cut.our_start, cut.our_step, cut.row_bytes, cut.rows) for cut in cuts]),
+        theirs=_rows_of(
+            theirs, [(cut.theirs, cut.their_start, cut.their_step, cut.row_bytes, cut.rows) for cut in cuts]
+        ),
+    )
+
+
+def as_held_by(
+    ours: wire.Hello, theirs: wire.Hello, *, pages: tuple[Identity, Identity], channels: bool = False
+) -> tuple[Identity, tuple[int, ...]]:
+    """Return the peer's identity and piece sizes as they were if it held our heads and our layers.
+
+    `pages` are our identity of the pages and theirs; their memory is that of `theirs`. What cannot be converted is
+    returned as it is; a comparison with ours then names the difference. With `channels` the channels of records, which
+    are compared by the caller, are converted instead of heads.
+    """
+    mine, identity = pages
+    own = tuple(segment.piece_bytes for segment in ours.memory.segments)
+    found = tuple(segment.piece_bytes for segment in theirs.memory.segments)
+    is_other_stage = ours.stages == theirs.stages and _place_of(theirs)[0] != _place_of(ours)[0]
+    names = [group.name for group in mine.groups] == [group.name for group in identity.groups]
+    try:
+        our_groups, their_groups = groups_of(mine), groups_of(identity)
+    except PeerMismatch:
+        return identity, found
+    if is_other_stage:
+        # It holds other layers: only promises are exchanged with it, so its layers are not compared.
+        layers = {name: getattr(mine, name) for name in ("layers", "kv_heads", "page_bytes", "piece_bytes", "groups")}
+        return msgspec.structs.replace(
+            identity, page_size=mine.page_size if channels else identity.page_size, **layers
+        ), own
+    if not names:
+        return identity, found
+    converted: list[int] = []
+    heads: list[int] = []
+    layer_counts: list[int] = []
+    for our_group, their_group in zip(our_groups, their_groups, strict=True):
+        group_heads, group_layers = their_group.heads, their_group.layers
+        if not channels and _have_same_heads(ours, theirs, our_group, their_group):
+            group_heads = our_group.heads
+        layers_differ = ours.stages != theirs.stages
+        if layers_differ and our_group.layers * ours.stages == their_group.layers * theirs.stages:
+            group_layers = our_group.layers
+        scale = (mine.page_size, identity.page_size) if channels else (group_heads, their_group.heads)
+        sizes = [identity.piece_bytes[piece] for piece in their_group.pieces]
+        if any(size % scale[1] for size in sizes):
+            return identity, found
+        sizes = [size // scale[1] * scale[0] for size in sizes]
+        if layers_differ and group_layers == our_group.layers:
+            sizes = _sizes_of_layers(ours, theirs, our_group, their_group, sizes, mine)
+        converted += sizes
+        heads.append(group_heads)
+        layer_counts.append(group_layers)
+    groups = tuple(
+        msgspec.structs.replace(group, kv_heads=heads[at], layers=layer_counts[at])
+        for at, group in enumerate(identity.groups, start=1)
+    )
+    result = msgspec.structs.replace(
+        identity,
+        kv_heads=heads[0],
+        layers=layer_counts[0],
+        page_size=mine.page_size if channels else identity.page_size,
+        groups=groups,
+        page_bytes=sum(converted),
+        piece_bytes=tuple(converted),
+    )
+    # Memory that is not as its identity says is not converted, so that the comparison names it.
+    return result, result.piece_bytes if found == identity.piece_bytes else found
+
+
+def _have_same_heads(ours: wire.Hello, theirs: wire.Hello, our_group: Group, their_group: Group) -> bool:
+    """Whether a group has as many heads at both ends, over all ranks of a stage."""
+    try:
+        totals = {
+            partition(hello, kind=group.kind, heads=group.heads).total
+            for hello, group in ((ours, our_group), (theirs, their_group))
+        }
+    except InvalidConfig:
+        return False
+    return len(totals) == 1 and our_group.kind == their_group.kind
+
+
+def _sizes_of_layers(
+    ours: wire.Hello, theirs: wire.Hello, our_group: Group, their_group: Group, sizes: list[int], mine: Identity
+) -> list[int]:
+    """Return the sizes of the peer's pieces at the layers that both stages have, and our own at our other layers."""
+    own = [mine.piece_bytes[piece] for piece in our_group.pieces]
+    layers = layer_slice_of(_layers_of(ours, our_group.layers), _layers_of(theirs, their_group.layers))
+    if layers is None:
+        return own
+    step = len(own) // our_group.layers
+    start, source, count = layers.target * step, layers.source * step, layers.count * step
+    return own[:start] + sizes[source : source + count] + own[start + count :]
+
+
+def _share_between(decode: wire.Hello, prefill: wire.Hello, theirs: Group, ours: Group) -> HeadSlice | None:
+    """Return the heads of a group that this prefill rank writes to this decode rank; None: none.
+
+    Raises PeerMismatch.
+    """
+    try:
+        there = partition(decode, kind=theirs.kind, heads=theirs.heads)
+        here = partition(prefill, kind=ours.kind, heads=ours.heads)
+    except InvalidConfig as error:
+        raise PeerMismatch(field=f"ranks ({error})", ours=prefill.ranks, theirs=decode.ranks) from error
+    (_, their_place), (_, our_place) = _place_of(decode), _place_of(prefill)
+    for share in head_slices_of(their_place, there, here):
+        if share.prefill == our_place:
+            return share
+    return None
+
+
+def _joined(
+    our_piece: int,
+    their_piece: int,
+    share: HeadSlice,
+    heads: tuple[int, int],
+    token_bytes: tuple[int, int],
+    *,
+    rows: int,
+) -> Cut:
+    """Return the cut of a slice of the heads; one row if both pieces are exactly this slice."""
+    ours, theirs = token_bytes
+    head_bytes = ours // heads[0]
+    row_bytes = share.count * head_bytes
+    if row_bytes == ours == theirs:
+        rows, row_bytes, ours, theirs = 1, rows * row_bytes, rows * ours, rows * theirs
+    return Cut(
+        our_piece, their_piece, rows, row_bytes, share.source * head_bytes, ours, share.target * head_bytes, theirs
+    )
+
+
+def _pieces_of(group: Group, first: int, count: int, *, whole: bool) -> range:
+    """Return the pieces of layers [first, first + count) of a group."""
+    if whole:
+        return group.pieces
+    step = len(group.pieces) // group.layers
+    return group.pieces[first * step : (first + count) * step]
+
+
+def _rows_of(memory: PoolMemory, rows: list[tuple[int, int, int, int, int]]) -> PoolMemory:
+    """Return rows of pieces as segments of their own: (piece, first byte, bytes from row to row, bytes, rows) each."""
+    segments = [
+        Segment(
+            address=memory.segments[piece].address + start + row * step,
+            piece_bytes=size,
+            stride_bytes=memory.segments[piece].stride_bytes,
+            page_count=memory.segments[piece].page_count,
+        )
+        for piece, start, step, size, count in rows
+        for row in range(count)
+    ]
+    return msgspec.structs.replace(memory, segments=tuple(segments))
+
+
+def _layers_of(hello: wire.Hello, layers: int) -> StageLayers:
+    return StageLayers(stage=_place_of(hello)[0], stages=hello.stages, layers=layers)
+
+
+def _place_of(hello: wire.Hello) -> tuple[int, int]:
     return stage_of(hello.rank, ranks=hello.ranks, stages=hello.stages)

@@ -122,8 +122,8 @@ class PrefillPeer:
         A decode instance may have another number of ranks: each pair of ranks exchanges the heads that both hold. A
         room opens on every prefill rank once all ranks of the decode instance have sent the same promise.
         `kv_heads_total`: KV heads of the model, needed if there are more ranks than heads; 0 means the sum of the heads
-        of all ranks. `stages`: number of pipeline stages that the ranks form, counted stage by stage; decode must have
-        as many.
+        of all ranks. `stages`: number of pipeline stages that the ranks form, counted stage by stage; if decode has
+        another number, all stages of each end must have equally many layers.
         """
         checked(model, Text, "model", InvalidConfig)
         checked(listen, Text, "listen", InvalidConfig)

@@ -46,7 +46,8 @@ class RankGroup:
     """
     stages: PositiveCount = 1
     """Pipeline stages: ranks are counted stage by stage, and those of a stage hold the KV of its layers. All ranks
-    vote, and the first of the first stage leads; prefill must have as many stages.
+    vote, and the first of the first stage leads. If prefill has another number of stages, all stages of each end must
+    have equally many layers.
     """
     secret: Text = ""
     """Secret of the ranks; a rank with another one is refused."""

@@ -23,7 +23,7 @@ from tidekv.backends.checksums import (
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.states.errors import PagesDamaged
 from tidekv.states.types import PoolMemory, page_ids
-from tidekv.transports.slices import heads_of
+from tidekv.transports.slices import Cut, exchange_of
 
 SMALL = KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, dtype="float32", page_size=4)
 LARGE = KVLayout(num_layers=3, num_kv_heads=8, head_dim=64, dtype="bfloat16", page_size=16)
@@ -77,8 +77,14 @@ def test_slices_of_heads_have_the_same_checksums_at_both_ends(seed: int, heads: 
     )
     for target, source in zip(theirs.groups[0].tensors, ours.groups[0].tensors, strict=True):
         target.copy_(source[:, :, first : first + heads])
-    part = heads_of(ours.memory, page_size=layout.page_size, heads=layout.num_kv_heads, first=first, count=heads)
-    whole = heads_of(theirs.memory, page_size=layout.page_size, heads=heads, first=0, count=heads)
+    head_bytes = layout.head_dim * layout.torch_dtype.itemsize
+    rows = heads * head_bytes
+    step = layout.num_kv_heads * head_bytes
+    cuts = [
+        Cut(piece, piece, layout.page_size, rows, first * head_bytes, step, 0, rows)
+        for piece in range(layout.piece_count)
+    ]
+    part, whole = exchange_of(cuts, ours=ours.memory, theirs=theirs.memory)
     pages = page_ids([3, 1])
     assert PageHasher(part).checksums(pages) == PageHasher(whole).checksums(pages)
     # A bit of another head changes nothing, one of these heads does.

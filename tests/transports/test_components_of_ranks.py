@@ -88,7 +88,7 @@ async def test_a_record_cannot_be_divided_between_other_numbers_of_ranks(world) 
     for decode in of_decode:
         promise(decode, address, STATE)
     failed = await of_decode[0].wait(events.RoomFailed)
-    assert "ranks (it cannot be divided) of component 'ssm': ours is 2, theirs is 1" in failed.cause
+    assert "ranks (it cannot be divided without channels) of component 'ssm': ours is 2, theirs is 1" in failed.cause
 
 
 async def test_between_as_many_ranks_each_is_sent_its_own_record(world) -> None:

@@ -222,16 +222,20 @@ async def test_a_lost_writer_fails_the_room_and_is_drained_by_its_death(make_ran
     assert {event.rank for event in decode.of(events.RoomDrained)} == {0, 1}
 
 
-async def test_an_unreachable_rank_fails_the_room_and_the_others_are_stopped(make_ranks) -> None:
+async def test_an_unreachable_rank_fails_the_room_before_any_rank_was_promised_it(make_ranks) -> None:
     ranks = await make_ranks(1, 2)
     ranks.address = f"{ranks.prefills[0].address},nobody:1"
     ranks.promise("r1")
     (decode,) = ranks.decodes
     failed = await decode.wait(events.RoomFailed)
-    assert not failed.settled
-    await decode.wait(events.RoomDrained, rank=1)
+    assert failed.settled
+    assert "nobody:1" in failed.cause
+    assert ranks.prefills[0].sender.statistics()["rooms_pending"] == 0
     decode.receiver.abort("r1", 0)
-    await decode.wait(events.RoomDrained, rank=0)
+    await decode.wait(events.RoomDrained)
+    assert decode.receiver.statistics()["rooms_open"] == 0
+    # The other rank's link serves rooms that name reachable ranks only.
+    assert not decode.of(events.PromiseSent)
 
 
 async def test_addresses_in_another_order_are_refused(make_ranks) -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from tidekv.states.errors import PeerMismatch, RemoteProtocolError
+from tidekv.states.errors import InvalidConfig, PeerMismatch, RemoteProtocolError
 from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity, PoolMemory
 from tidekv.transports import base, components, process, slices
 from tidekv.transports.control import wire
@@ -70,15 +70,18 @@ async def receive_hello(link: base.Link) -> wire.Hello:
 def check_hello(ours: wire.Hello, theirs: wire.Hello) -> None:
     """Raise PeerMismatch with the first field that differs, RemoteProtocolError for invalid memory or ranks."""
     _must_equal("version", ours.version, theirs.version)
-    _must_equal("stages", ours.stages, theirs.stages)
     if theirs.ranks % theirs.stages or not theirs.rank < theirs.ranks:
         raise RemoteProtocolError(
             f"peer announces itself as rank {theirs.rank} of {theirs.ranks} in {theirs.stages} stages"
         )
+    try:
+        slices.partition(theirs, kind=theirs.identity.kind, heads=theirs.identity.kv_heads)
+    except InvalidConfig as error:
+        raise PeerMismatch(field=f"ranks ({error})", ours=ours.ranks, theirs=theirs.ranks) from error
     _check_lease(ours, theirs)
     if "required" in (ours.checksums, theirs.checksums) and "offered" not in (ours.checksums, theirs.checksums):
         raise PeerMismatch(field="page_checksums", ours=ours.checksums, theirs=theirs.checksums)
-    _check_page_layout(ours, theirs)
+    _check_page_layout(ours, theirs, pages=(ours.identity, theirs.identity))
     _must_equal("kv_heads_total", slices.total_of(ours), slices.total_of(theirs))
     base.check_memory(theirs.memory)
     _check_components(ours, theirs)
@@ -102,16 +105,27 @@ def _check_lease(ours: wire.Hello, theirs: wire.Hello) -> None:
         )
 
 
-def _check_page_layout(ours: wire.Hello, theirs: wire.Hello, *, of: str = "") -> None:
-    """Compare the page layouts of both sides; `of` names the component, if they are of one."""
-    # Ranks of the other end may hold more or fewer heads: sizes are compared after scaling to our number of heads.
-    identity, pieces = slices.in_heads_of(theirs, ours)
+def _check_page_layout(
+    ours: wire.Hello, theirs: wire.Hello, *, pages: tuple[Identity, Identity], of: str = "", channels: bool = False
+) -> None:
+    """Compare the page layouts of both sides, ours and theirs; `of` names the component, if they are of one.
+
+    `channels` is true for records that are divided by their channels.
+    """
+    # The other end may hold more or fewer heads and layers: sizes are compared after conversion to ours.
+    mine = pages[0]
+    identity, pieces = slices.as_held_by(ours, theirs, pages=pages, channels=channels)
     names = [info.name for info in msgspec.structs.fields(Identity) if info.name not in (*OF_ALL_GROUPS, "components")]
     for name in names:
-        _must_equal(name + of, getattr(ours.identity, name), getattr(identity, name))
-    _check_groups(ours.identity.groups, identity.groups, of=of)
+        if name == "layers" and ours.stages != theirs.stages and mine.layers != identity.layers:
+            totals = (
+                f"{each.layers} in each of {hello.stages}" for each, hello in zip(pages, (ours, theirs), strict=True)
+            )
+            _must_equal("layers of all stages, which must be as many in each" + of, *totals)
+        _must_equal(name + of, getattr(mine, name), getattr(identity, name))
+    _check_groups(mine.groups, identity.groups, of=of)
     for name in OF_ALL_GROUPS:
-        _must_equal(name + of, getattr(ours.identity, name), getattr(identity, name))
+        _must_equal(name + of, getattr(mine, name), getattr(identity, name))
     # The identity describes the intended layout, the memory the actual one, whose pieces a write pairs up.
     _must_equal("memory pieces" + of, _pieces(ours.memory), pieces)
 
@@ -125,12 +139,33 @@ def _check_components(ours: wire.Hello, theirs: wire.Hello) -> None:
             _must_equal(f"component {name!r}", _summary(here.get(name)), _summary(there.get(name)))
         for field in ("kind", "window_tokens"):
             _must_equal(field + of, getattr(here[name], field), getattr(there[name], field))
-        if not all(components.is_divided_like_pages(hello, name) for hello in (ours, theirs)):
-            # Its heads are not partitioned as those of the pages: only ranks with equal shares can exchange it.
-            _must_equal(f"ranks (it cannot be divided){of}", ours.ranks, theirs.ranks)
-            _must_equal(f"kv_heads (it cannot be divided){of}", ours.identity.kv_heads, theirs.identity.kv_heads)
-        _check_page_layout(components.hello_of(ours, name), components.hello_of(theirs, name), of=of)
+        is_divided = _check_channels(ours, theirs, name) if here[name].kind == "state" else False
+        parts = components.hello_of(ours, name), components.hello_of(theirs, name)
+        # The heads of a window may be partitioned as those of the pages are: the Hellos are those of the pages.
+        hellos = [
+            msgspec.structs.replace(hello, memory=part.memory)
+            for hello, part in zip((ours, theirs), parts, strict=True)
+        ]
+        _check_page_layout(*hellos, pages=(parts[0].identity, parts[1].identity), of=of, channels=is_divided)
         base.check_memory(theirs.components[name])
+
+
+def _check_channels(ours: wire.Hello, theirs: wire.Hello, name: str) -> bool:
+    """Require records that the ranks of both ends can exchange. Returns whether they are divided by their channels."""
+    of = f" of component {name!r}"
+    here, there = (components.components_of(hello)[name].channels for hello in (ours, theirs))
+    widths = [hello.ranks // hello.stages for hello in (ours, theirs)]
+    if widths[0] == widths[1]:
+        _must_equal(f"channels{of}", here, there)
+        return False
+    if not here or not there:
+        # Only a record with channels says how it is divided over ranks.
+        _must_equal(f"ranks (it cannot be divided without channels){of}", *widths)
+    _must_equal(f"number of parts with channels{of}", len(here), len(there))
+    for part, (mine, other) in enumerate(zip(here, there, strict=True)):
+        if mine != other:
+            _must_equal(f"channels of part {part} over all ranks{of}", mine * widths[0], other * widths[1])
+    return True
 
 
 def _summary(component: ComponentIdentity | None) -> str:

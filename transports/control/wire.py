@@ -19,7 +19,7 @@ from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProto
 from tidekv.states.types import Identity, PageIds, PoolMemory
 from tidekv.transports.control import frames
 
-VERSION = 5
+VERSION = 6
 FRAME_BYTES_MAX = 8 * 1024 * 1024
 HELLO_BYTES_MAX = 1024 * 1024
 """Maximum size of a frame before the Hello is accepted: a Hello of 10,000 registered regions fits."""

@@ -3,6 +3,9 @@
 1 prefill rank                  one rank link, whose writer the core knows by its instance
 n ranks, one writes to us       that rank link, and others that only promise: their ranks compare, and get Received
 n ranks, several write to us    the core counts what each has written; the loss of one fails the room
+
+Which ranks write depends on what each holds, which is known from its Hello: a room waits until all its links are open,
+and only then is it promised.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from tidekv.transports.decode.page_checks import Destinations, InOrder
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from tidekv.states.components.specs import ComponentPages
     from tidekv.transports.decode.prefill_link import PrefillLink
@@ -31,15 +34,12 @@ FrameOfRoom: TypeAlias = "wire.Chunk | wire.ComponentSent | wire.Aux | wire.Refu
 class DecodeRoom:
     """One room, and its rank links."""
 
-    def __init__(
-        self, promise: wire.Promise, links: Sequence[PrefillLink[RankLink]], writers: Sequence[int], *, page_size: int
-    ) -> None:
-        """`links` are those to all prefill ranks, in order; `writers` are the indices of those that write to us, in the
-        order of the heads.
-        """
+    def __init__(self, promise: wire.Promise, links: Sequence[PrefillLink[RankLink]], *, page_size: int) -> None:
+        """`links` are those to all prefill ranks, in order."""
         self.key = promise.room
-        self.writers = len(writers)
-        """Number of rank links that write."""
+        self.writers = 0
+        """Number of rank links that write; 0 until the room is promised."""
+        self.is_promised = False
         self.is_sent_reported = False
         self.is_failure_reported = False
         self.connect_timer: asyncio.TimerHandle | None = None
@@ -48,8 +48,7 @@ class DecodeRoom:
         count = len(promise.pages or b"") // 4
         self.rank_links: list[RankLink] = []
         for at, link in enumerate(links):
-            number = writers.index(at) if at in writers else None
-            rank_link = RankLink(self, link, place=(at, len(links)), number=number)
+            rank_link = RankLink(self, link, place=(at, len(links)))
             requested = [each.component for each in promise.component_pages or () if each.pages]
             rank_link.state = ReceiverRoom(first=first, count=count, component_pages=requested)
             rank_link.destinations = Destinations(
@@ -60,9 +59,19 @@ class DecodeRoom:
                     if each.pages
                 },
             )
-            # A rank that does not write to us gets no pages: it only compares the promise.
-            rank_link.waiting.append(promise if at in writers else _without_pages(promise))
+            rank_link.waiting.append(promise)
             self.rank_links.append(rank_link)
+
+    def choose_writers(self, writers: Collection[RankLink]) -> None:
+        """Number the rank links that write to us, in the order of the ranks. The others only compare the promise."""
+        for rank_link in self.rank_links:
+            if rank_link in writers:
+                rank_link.number, self.writers = self.writers, self.writers + 1
+            else:
+                # No pages, and no further ones: those who write nothing are asked for nothing.
+                rank_link.waiting = [
+                    _without_pages(message) for message in rank_link.waiting if isinstance(message, wire.Promise)
+                ]
 
     @property
     def room_key(self) -> RoomKey:
@@ -109,16 +118,13 @@ class RankLink:
     state: ReceiverRoom
     destinations: Destinations
 
-    def __init__(
-        self, room: DecodeRoom, link: PrefillLink[RankLink], *, place: tuple[int, int], number: int | None
-    ) -> None:
-        """`place` is the expected rank at the other end and the number of ranks. `number` is its index among the
-        writers; None: it writes nothing.
-        """
+    def __init__(self, room: DecodeRoom, link: PrefillLink[RankLink], *, place: tuple[int, int]) -> None:
+        """`place` is the expected rank at the other end and the number of ranks."""
         self.room = room
         self.link = link
         self.place = place
-        self.number = number
+        self.number: int | None = None
+        """Its index among the writers; None: it writes nothing, or the room is not promised yet."""
         self.waiting: list[wire.Message] = []
         self.has_ended = False
         self.in_order: InOrder | None = None

@@ -15,7 +15,6 @@ import msgspec
 
 from tidekv.states.errors import RemoteProtocolError
 from tidekv.states.types import PageIds
-from tidekv.transports import components
 from tidekv.transports.control import wire
 
 if TYPE_CHECKING:
@@ -75,9 +74,8 @@ class DamagedPage(msgspec.Struct, frozen=True):
 class PageChecks:
     """Hashes what a prefill process has written here."""
 
-    def __init__(self, hashing: base.Hashing, *, ours: wire.Hello, theirs: wire.Hello) -> None:
-        """Raises RemoteProtocolError if the heads cannot be partitioned over the ranks of both ends."""
-        exchanges = components.exchanges_with(decode=ours, prefill=theirs) or {}
+    def __init__(self, hashing: base.Hashing, exchanges: dict[str, base.Exchange]) -> None:
+        """`exchanges` are what it writes here, by component."""
         self._begins = {name: hashing.hashing(exchange.theirs) for name, exchange in exchanges.items()}
 
     def begin(self, destinations: Destinations, message: wire.AnyMessage) -> asyncio.Future[bytes] | None:

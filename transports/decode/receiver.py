@@ -7,15 +7,16 @@ One link per prefill address, shared by all rooms there. Messages are checked an
     aborted         prefill gets Abort; its Drained becomes RoomDrained, and the room is forgotten
     failed          by prefill (Failed) or for an error of prefill: RoomFailed, not settled, then RoomDrained;
                     prefill gets Abort without an abort of the core
-    never promised  no link was opened (unreachable, or in back-off): RoomFailed, settled; RoomDrained if aborted before
+    never promised  not all links were opened (unreachable, or in back-off): RoomFailed, settled; RoomDrained if aborted
+                    before
     link lost       WriterLost once for all rooms; RoomDrained for each when the same process is reached again, or
                     WriterDead when its death is proven
 
 An abort of an unknown room is answered by RoomDrained at once: it was never promised, or has drained.
 
-An address may name all ranks of a prefill instance, joined by commas. Every rank is promised the room, and compares;
-those that hold heads of ours write them. If several write, events name each by its number among the writers, and the
-loss of one fails the room: the others get Abort.
+An address may name all ranks of a prefill instance, joined by commas. Every rank is promised the room once all are
+connected, and compares; those that hold heads and layers of ours write them. If several write, events name each by its
+number among the writers, and the loss of one fails the room: the others get Abort.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from tidekv.states import events
@@ -37,8 +38,9 @@ from tidekv.states.errors import (
     RemoteProtocolError,
     TidekvError,
 )
+from tidekv.states.handover.head_slices import check_stages, partition_of
 from tidekv.states.types import Identity, PageIds, PoolMemory
-from tidekv.transports import base, slices
+from tidekv.transports import base, components
 from tidekv.transports.control import handshake, wire
 from tidekv.transports.control.peer_backoff import PeerBackoff
 from tidekv.transports.decode.decode_room import (
@@ -128,8 +130,10 @@ class Receiver:
             checksums="none" if hashing is None else "required",
             **place,
         )
-        holding = slices.holding(identity, ranks=ranks // stages, kv_heads_total=kv_heads_total)
-        self._writers = cache(partial(slices.expected_writers, holding, rank=rank, stages=stages))
+        check_stages(ranks=ranks, stages=stages)
+        partition_of(ranks=ranks // stages, heads=identity.kv_heads, kind=identity.kind, total=kv_heads_total)
+        self._exchanges: dict[PrefillLink[RankLink], dict[str, base.Exchange]] = {}
+        """What the prefill rank of each open link writes here."""
         self._group = group
         self._hashing = hashing
         self._page_checks: dict[PrefillLink[RankLink], PageChecks] = {}
@@ -173,8 +177,7 @@ class Receiver:
         `promised_tokens` is the length of the prefix that decode has; `pages` are the destinations of the rest, and
         `component_pages` those of components. `key_seed` starts the storage keys of the prompt's pages; None: prefill
         must not store them. If the prefill is not connected within `connect_s` seconds, this room fails; other
-        rooms may wait longer for it. Raises LocalProtocolError for a room that is open already, InvalidConfig if the
-        heads of the model cannot be partitioned over that number of prefill ranks.
+        rooms may wait longer for it. Raises LocalProtocolError for a room that is open already.
         """
         room_key = (request_id, generation)
         if room_key in self._rooms:
@@ -198,15 +201,11 @@ class Receiver:
             key_seed=key_seed,
             component_pages=packed_components(component_pages),
         )
-        writers = self._writers(prefill_ranks=len(addresses))
         links = [self._links.get(one) or self._connect(one) for one in addresses]
-        room = self._rooms[room_key] = DecodeRoom(promise, links, writers, page_size=self._identity.page_size)
+        room = self._rooms[room_key] = DecodeRoom(promise, links, page_size=self._identity.page_size)
         for rank_link in room.rank_links:
             rank_link.link.rank_links[rank_link] = None
-        for rank_link in list(room.rank_links):
-            # Opening one may have failed the room and removed the others.
-            if rank_link.link.theirs is not None and rank_link in room.rank_links:
-                self._open_rank_link(rank_link, rank_link.link.theirs)
+        self._open_room(room)
         if connect_s < math.inf and room_key in self._rooms and room.unconnected:
             lose = partial(self._end_connecting, room, connect_s)
             room.connect_timer = asyncio.get_running_loop().call_later(connect_s, lose)
@@ -225,12 +224,12 @@ class Receiver:
         """Request further pages. Does nothing if the room has ended, since its end was delivered."""
         room = self._rooms.get((request_id, generation))
         for rank_link in [] if room is None else room.rank_links:
-            if rank_link.number is None or rank_link.has_ended:
+            if rank_link.has_ended or (rank_link.number is None and rank_link.room.is_promised):
                 continue
             rank_link.state.extend(span, first, len(pages))
             rank_link.destinations.spans[span] = (first, pages)
             message = wire.Extend(room=rank_link.room.key, span=span, first=first, pages=wire.pack_pages(pages))
-            if rank_link.link.is_open:
+            if rank_link.room.is_promised and rank_link.link.is_open:
                 rank_link.link.send(message)
             else:
                 rank_link.waiting.append(message)
@@ -243,6 +242,11 @@ class Receiver:
         if room is None:
             if not lost:
                 self._room_events.drained(room_key, 0)
+            return
+        if not room.is_promised:
+            for rank_link in list(room.rank_links):
+                self._forget(rank_link)
+            self._room_events.drained(room_key, 0)
             return
         for rank_link in list(room.rank_links):
             if not rank_link.link.is_open:
@@ -282,9 +286,10 @@ class Receiver:
 
     def link_opened(self, link: PrefillLink[RankLink], theirs: wire.Hello) -> None:
         """See `LinkOwner`: abort the rooms that an earlier link to this process left, and send waiting messages."""
+        assert self._ours is not None
+        self._exchanges[link] = components.exchanges_with(decode=self._ours, prefill=theirs)
         if self._hashing is not None:
-            assert self._ours is not None
-            self._page_checks[link] = PageChecks(self._hashing, ours=self._ours, theirs=theirs)
+            self._page_checks[link] = PageChecks(self._hashing, self._exchanges[link])
         # The same process lives: its Drained will settle what the lost link left open.
         for room_key, rank_link in self._lost.pop(theirs.instance, {}).items():
             rank_link.link = link
@@ -294,7 +299,7 @@ class Receiver:
             self._stop(rank_link)
         for rank_link in self._rank_links_of(link):
             if not rank_link.has_ended and rank_link in rank_link.room.rank_links:
-                self._open_rank_link(rank_link, theirs)
+                self._open_room(rank_link.room)
 
     def link_refused(self, link: PrefillLink[RankLink], cause: str) -> None:
         """See `LinkOwner`: nothing was promised, so nothing can be written."""
@@ -309,7 +314,11 @@ class Receiver:
         writer = link.theirs.instance
         del self._links[link.address]
         self._page_checks.pop(link, None)
+        self._exchanges.pop(link, None)
         for rank_link in self._rank_links_of(link):
+            if not rank_link.room.is_promised:
+                self._fail_unsent(rank_link, cause)
+                continue
             self._forget(rank_link)
             if rank_link.number is not None:
                 self._lost.setdefault(writer, {})[rank_link.room.room_key] = rank_link
@@ -320,7 +329,8 @@ class Receiver:
             if other.theirs is not None and other.theirs.instance == writer:
                 # The same process under another address: WriterLost ends all rooms of the writer in the core.
                 for rank_link in self._rank_links_of(other):
-                    self._stop(rank_link)
+                    if rank_link.room.is_promised:
+                        self._stop(rank_link)
         self._deliver(events.WriterLost(at_s=self._clock(), writer=writer, cause=cause))
         if writer not in self._watched:
             self._watched.add(writer)
@@ -414,16 +424,33 @@ class Receiver:
             )
             self._fail_unsent(rank_link, PrefillCause.SILENT.words(cause))
 
-    def _open_rank_link(self, rank_link: RankLink, theirs: wire.Hello) -> None:
-        """Check the rank at the other end, and send the messages that waited for the link."""
-        if not rank_link.room.unconnected:
-            rank_link.room.stop_connect_timer()
+    def _open_room(self, room: DecodeRoom) -> None:
+        """Promise a room whose links are all open to all ranks; those that hold pages of ours will write them."""
+        if room.is_promised or not all(rank_link.link.is_open for rank_link in room.rank_links):
+            return
+        room.stop_connect_timer()
+        try:
+            for rank_link in room.rank_links:
+                _check_place(rank_link)
+            exchanges = {rank_link: self._exchanges[rank_link.link] for rank_link in room.rank_links}
+            assert self._ours is not None
+            if missing := components.missing_of(self._ours, exchanges.values()):
+                raise PeerMismatch(field=f"ranks ({missing})", ours=self._ranks, theirs=len(exchanges))
+            wire.check_name(room.key.request_id)
+        except TidekvError as error:
+            self._fail_unsent(room.rank_links[0], cause_of(error).words(str(error)))
+            return
+        room.choose_writers([rank_link for rank_link, written in exchanges.items() if written])
+        room.is_promised = True
+        for rank_link in list(room.rank_links):
+            # Sending to one may have failed the room and removed the others.
+            if rank_link in room.rank_links:
+                self._open_rank_link(rank_link)
+
+    def _open_rank_link(self, rank_link: RankLink) -> None:
+        """Send the messages that waited for the links of the room."""
         waiting, rank_link.waiting = rank_link.waiting, []
         try:
-            if rank_link.place != (theirs.rank, theirs.ranks):
-                wanted, found = ("{} of {}".format(*place) for place in (rank_link.place, (theirs.rank, theirs.ranks)))
-                raise PeerMismatch(field=f"rank (at {rank_link.link.address})", ours=wanted, theirs=found)
-            wire.check_name(rank_link.room.key.request_id)
             for message in waiting:
                 rank_link.link.send_or_raise(message)
         except TidekvError as error:
@@ -431,7 +458,8 @@ class Receiver:
             self._fail_unsent(rank_link, cause_of(error).words(str(error)))
             return
         if rank_link.number is not None:
-            self._room_events.sent(rank_link.room, theirs.instance)
+            assert rank_link.link.theirs is not None
+            self._room_events.sent(rank_link.room, rank_link.link.theirs.instance)
 
     async def _watch(self, writer: str, theirs: wire.Hello) -> None:
         await self._transport.wait_gone(writer, theirs)
@@ -511,6 +539,11 @@ class Receiver:
         room = rank_link.room
         if rank_link not in room.rank_links:
             return
+        if not room.is_promised:
+            for other in list(room.rank_links):
+                self._forget(other)
+            self._room_events.never_sent(room.room_key, cause)
+            return
         self._forget(rank_link)
         if rank_link.number is not None and room.has_one_writer:
             # The remaining ranks only compare: without a writer none of them needs to settle.
@@ -529,6 +562,15 @@ class Receiver:
             self._forget(rank_link)
         elif not rank_link.has_ended:
             self._stop(rank_link)
+
+
+def _check_place(rank_link: RankLink) -> None:
+    """Raise PeerMismatch unless the rank at this address is the expected one."""
+    theirs = rank_link.link.theirs
+    assert theirs is not None
+    if rank_link.place != (theirs.rank, theirs.ranks):
+        wanted, found = ("{} of {}".format(*place) for place in (rank_link.place, (theirs.rank, theirs.ranks)))
+        raise PeerMismatch(field=f"rank (at {rank_link.link.address})", ours=wanted, theirs=found)
 
 
 def _log_of(rank_link: RankLink) -> Any:  # Any: a logger of structlog, see `engine_log`.

@@ -28,7 +28,8 @@ from tidekv.transports.tasks import OwnedTasks
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Handles of the pools of one decode rank, by component; "full" are the pages.
+    """Handles of the pools of one decode rank, by component; "full" are the pages. Pools that it writes nothing of are
+    absent.
 
     `hashing` begins the checksums of what this rank writes, by component; empty if decode requires none.
     """
@@ -50,7 +51,7 @@ async def make_target(
     None: this rank writes nothing to it. The caller calls `Target.forget`. Raises RemoteProtocolError, TransferFailed.
     """
     exchanges = components.exchanges_with(decode=theirs, prefill=ours)
-    if exchanges is None:
+    if not exchanges:
         return None
     begins: dict[str, base.BeginHashing] = {}
     if theirs.checksums == "required" and hashing is not None:
@@ -166,8 +167,8 @@ class RoomWriter(Generic[RoomT]):
             job = self.state.next_job(pages_max=self._send_context.settings.pages_per_write_max)
             if job is None:
                 break
-            if self.peer.target is None:
-                # Nothing goes to this rank: the job counts as landed, so the room ends as at the other ranks.
+            if self.peer.target is None or _pool_of(job) not in self.peer.target.handles:
+                # Nothing of this pool goes to this rank: the job counts as landed, so the room ends as at the others.
                 self.state.settle(job, landed=True)
                 continue
             write = self._write(self.peer.target, job)
@@ -311,7 +312,7 @@ class RoomWriter(Generic[RoomT]):
 
     async def _write(self, target: Target, job: WriteJob | ComponentPart) -> tuple[str, bytes]:
         """Do one write. Returns the failure as text, empty if it landed, and the checksums of the pages."""
-        component = job.component if isinstance(job, ComponentPart) else "full"
+        component = _pool_of(job)
         # Before the write begins: the checksums are those of the pages as the caller handed them over.
         hashed = target.hashing[component](job.our_pages) if target.hashing else None
         try:
@@ -337,3 +338,7 @@ class RoomWriter(Generic[RoomT]):
         if failure:
             self.room.fail(PrefillCause.TRANSFER_FAILED.words(failure))
         self.room.advance()
+
+
+def _pool_of(job: WriteJob | ComponentPart) -> str:
+    return job.component if isinstance(job, ComponentPart) else "full"

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.handover.head_slices import (
     HeadPartition,
+    StageLayers,
     check_stages,
     head_slices_of,
+    layer_slice_of,
     partition_of,
-    split_like,
     stage_of,
 )
 
@@ -55,14 +56,36 @@ def test_copies_take_turns() -> None:
     latent = partition_of(ranks=4, heads=1, kind="mla")
     assert [share.prefill for rank in range(4) for share in head_slices_of(rank, latent, latent)] == [0, 1, 2, 3]
     two = partition_of(ranks=2, heads=1, kind="mla")
-    assert [share.prefill for rank in range(4) for share in head_slices_of(rank, latent, two)] == [0, 1, 0, 1]
+    assert [share.prefill for rank in range(4) for share in head_slices_of(rank, latent, two)] == [0, 0, 1, 1]
+    assert [share.prefill for rank in range(2) for share in head_slices_of(rank, two, latent)] == [0, 2]
 
 
-def test_the_other_end_is_expected_to_hold_as_many_as_there_can_be_without_copies() -> None:
-    decode = partition_of(ranks=2, heads=2, kind="mha")
-    assert split_like(4, decode) == HeadPartition(ranks=4, heads=1, total=4)
-    assert split_like(1, decode) == HeadPartition(ranks=1, heads=4, total=4)
-    assert split_like(8, decode) == HeadPartition(ranks=8, heads=1, total=4)
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]))
+def test_a_group_of_few_heads_comes_from_ranks_that_write_the_pages(decodes: int, prefills: int) -> None:
+    """Latent vectors and groups with copies beside pages of 8 heads need no further writers."""
+    for total in (1, 2, 4):
+        of_group, of_pages = (
+            [HeadPartition(ranks=ranks, heads=max(1, heads // ranks), total=heads) for ranks in (decodes, prefills)]
+            for heads in (total, 8)
+        )
+        for rank in range(decodes):
+            writers = {share.prefill for share in head_slices_of(rank, *of_pages)}
+            assert {share.prefill for share in head_slices_of(rank, *of_group)} <= writers
+
+
+@given(st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 3, 4]))
+def test_every_layer_comes_once_from_a_stage_that_holds_it(decodes: int, prefills: int) -> None:
+    layers = 12
+    for stage in range(decodes):
+        mine = StageLayers(stage, decodes, layers // decodes)
+        brought = []
+        for other in range(prefills):
+            theirs = StageLayers(other, prefills, layers // prefills)
+            if (slice_ := layer_slice_of(mine, theirs)) is not None:
+                start = other * theirs.layers + slice_.source
+                assert slice_.target == start - stage * mine.layers
+                brought += range(start, start + slice_.count)
+        assert brought == list(range(stage * mine.layers, (stage + 1) * mine.layers))
 
 
 @pytest.mark.parametrize(
@@ -71,8 +94,6 @@ def test_the_other_end_is_expected_to_hold_as_many_as_there_can_be_without_copie
 def test_heads_that_cannot_lie_so_are_refused(ranks: int, heads: int, total: int) -> None:
     with pytest.raises(InvalidConfig, match="cannot hold"):
         HeadPartition(ranks=ranks, heads=heads, total=total)
-    with pytest.raises(InvalidConfig, match="cannot hold"):
-        split_like(3, HeadPartition(ranks=2, heads=2, total=4))
 
 
 def test_ranks_are_counted_stage_by_stage() -> None:

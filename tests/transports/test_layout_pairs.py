@@ -1,0 +1,246 @@
+"""Hand-overs between all layouts of both ends: every byte is right, or the pair is refused by name.
+
+The table in docs/ranks.md has what is tested here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support.parallel_instances import Group, Model, Place, RankPools, State
+from tests.support.waits import LIMIT_S
+from tidekv.backends.checksums import ChecksumThread
+from tidekv.backends.component_pools import with_components
+from tidekv.states import events
+from tidekv.states.components.specs import ComponentPages
+from tidekv.states.types import page_ids
+from tidekv.transports.decode.receiver import Receiver
+from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
+from tidekv.transports.prefill.sender import Sender
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "ranks.md"
+LATENT = Group(kind="mla", head_dim=16)
+MODELS = {
+    "MHA": Model({"full": Group()}),
+    "MHA with copies": Model({"full": Group(heads=2)}, kv_heads_total=2),
+    "MLA": Model({"full": LATENT}),
+    "layer groups": Model(
+        {
+            "full": Group(),
+            "scales": Group(dtype="float32", head_dim=1),
+            "indexer": Group(layers=2, kind="mla", dtype="uint8"),
+            "draft": Group(heads=8, layers=2),
+        }
+    ),
+    "latent pages, draft with heads": Model({"full": LATENT, "draft": Group(layers=2)}),
+    "window": Model({"full": Group()}, window={"full": Group(heads=8, layers=2)}),
+    "state with channels": Model({"full": Group()}, state=State()),
+    "state without channels": Model({"full": Group()}, state=State(named=False)),
+}
+INDIVISIBLE = "ranks (it cannot be divided without channels) of component 'state'"
+PAIRS = list(itertools.product(itertools.product((1, 2, 4), (1, 2)), repeat=2))
+PROMPT_TOKENS = 18
+DIGESTS = [bytes([page]) * 32 for page in range(5)]
+TAILS = {"window": 3, "state": 4}
+OURS = list(range(7, 12))
+THEIRS = [20, 3, 11, 5, 30]
+
+
+def relation(prefill: tuple[int, int], decode: tuple[int, int]) -> str:
+    """The row of the table that a pair of (TP, PP) belongs to."""
+    equal = [one == other for one, other in zip(prefill, decode, strict=True)]
+    return {
+        (True, True): "same TP, same PP",
+        (False, True): "other TP, same PP",
+        (True, False): "same TP, other PP",
+        (False, False): "other TP, other PP",
+    }[equal[0], equal[1]]
+
+
+RELATIONS = tuple(dict.fromkeys(relation(*pair) for pair in PAIRS))
+REFUSED = {(row, "state without channels"): INDIVISIBLE for row in ("other TP, same PP", "other TP, other PP")}
+"""Pairs that are refused, by row of the table and model: the field that the error names."""
+
+
+@dataclass
+class Rank:
+    """One rank of either end, and what its receiver has delivered."""
+
+    pools: RankPools
+    end: Receiver | Sender
+    events: list[events.AnyEvent] = field(default_factory=list)
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def deliver(self, event: events.AnyEvent) -> None:
+        self.events.append(event)
+        self.has_news.set()
+
+    def failure(self) -> str:
+        return next((each.cause for each in self.events if isinstance(each, events.RoomFailed)), "")
+
+    def is_done(self) -> bool:
+        sent = [each for each in self.events if isinstance(each, events.PromiseSent)]
+        ended = [each for each in self.events if isinstance(each, events.ChunkLanded) and each.last]
+        aux = [each for each in self.events if isinstance(each, events.AuxLanded)]
+        return bool(sent) and len(ended) == len(aux) == sent[0].ranks
+
+    async def ended(self) -> None:
+        while not (self.is_done() or self.failure()):
+            self.has_news.clear()
+            await self.has_news.wait()
+
+
+async def hand_over(
+    model: Model,
+    prefill: tuple[int, int],
+    decode: tuple[int, int],
+    *,
+    of_decode: Model | None = None,
+    named: int | None = None,
+) -> list[Rank]:
+    """Hand one prompt over; returns the decode ranks. The last page of the prompt is not full.
+
+    `named` is the number of prefill ranks that the request names, if not all.
+    """
+    network = LoopbackNetwork()
+    async with AsyncExitStack() as stack, asyncio.timeout(LIMIT_S):
+        hashing = ChecksumThread()
+        stack.push_async_callback(hashing.close)
+
+        async def start(end: str, place: Place) -> Rank:
+            pools = RankPools(of_decode or model if end == "decode" else model, place)
+            transport = LoopbackTransport(f"{end}-{place.rank}", network)
+            await transport.start(poller=None)  # type: ignore[arg-type]  # Loopback polls nothing.
+            stack.push_async_callback(transport.close)
+            memory = {of.name: of.device.memory for of in pools.components}
+            rank = Rank(pools, None)  # type: ignore[arg-type]  # Made below, with its `deliver`.
+            common = {
+                "memory": pools.device.memory,
+                "component_memory": memory,
+                "identity": with_components(pools.device.layout.identity("m"), pools.components),
+                "clock": time.monotonic,
+                "rank": place.rank,
+                "ranks": place.tp * place.pp,
+                "stages": place.pp,
+                "kv_heads_total": model.kv_heads_total,
+                "hashing": hashing,
+            }
+            if end == "prefill":
+                rank.end = Sender(transport, **common)
+                await rank.end.start("prefill:0")
+            else:
+                rank.end = Receiver(
+                    transport, deliver=rank.deliver, deliver_aux=lambda *_: None, group=lambda: "group", **common
+                )
+                await transport.register(pools.device.memory, *memory.values())
+                await rank.end.start()
+            stack.push_async_callback(rank.end.close)
+            return rank
+
+        prefills = [await start("prefill", Place(*prefill, rank)) for rank in range(prefill[0] * prefill[1])]
+        decodes = [await start("decode", Place(*decode, rank)) for rank in range(decode[0] * decode[1])]
+        tails = {
+            name: first for name, first in TAILS.items() if decodes[0].pools.pool(name) is not decodes[0].pools.device
+        }
+        for rank in decodes:
+            rank.end.promise(
+                ",".join(each.end.address for each in prefills[:named]),
+                "r1",
+                0,
+                prompt_tokens=PROMPT_TOKENS,
+                promised_tokens=4,
+                pages=page_ids(THEIRS[1:]),
+                component_pages=[ComponentPages(name, at, page_ids(THEIRS[at:])) for name, at in tails.items()] or None,
+            )
+        serving = [asyncio.ensure_future(_serve(rank, list(tails))) for rank in prefills]
+        await asyncio.gather(*(rank.ended() for rank in decodes))
+        if not any(rank.failure() for rank in decodes):
+            await asyncio.gather(*serving)
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+        return decodes
+
+
+async def _serve(rank: Rank, tails: list[str]) -> None:
+    rank.pools.fill("full", OURS, DIGESTS)
+    for name in tails:
+        rank.pools.fill(name, OURS, DIGESTS)
+    room = await rank.end.room("r1")
+    await room.send(OURS[:3], start_token=0)
+    await room.send(OURS[3:], start_token=12)
+    for name, request in room.component_pages.items():
+        await room.send_component_pages(name, OURS[request.first :])
+    await room.finish(first_token=1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("prefill", "decode"), PAIRS, ids=lambda layout: f"tp{layout[0]}pp{layout[1]}")
+async def test_every_byte_is_handed_over_or_the_pair_is_refused_by_name(
+    prefill: tuple[int, int], decode: tuple[int, int], name: str
+) -> None:
+    model = MODELS[name]
+    ranks = await hand_over(model, prefill, decode)
+    refusal = REFUSED.get((relation(prefill, decode), name))
+    for rank in ranks:
+        if refusal is not None:
+            assert refusal in rank.failure()
+            continue
+        assert rank.failure() == ""
+        assert rank.pools.wrong("full", THEIRS[1:], DIGESTS[1:]) == []
+        for pools in rank.pools.components:
+            first = TAILS[pools.name]
+            assert rank.pools.wrong(pools.name, THEIRS[first:], DIGESTS[first:]) == []
+        assert rank.end.statistics()["pages_damaged"] == 0
+
+
+def table() -> str:
+    """The table of docs/ranks.md."""
+    counts = [sum(relation(*pair) == row for pair in PAIRS) for row in RELATIONS]
+    lines = [
+        "| prefill and decode | pairs | " + " | ".join(MODELS) + " |",
+        "|---|---:|" + "---|" * len(MODELS),
+    ]
+    for row, count in zip(RELATIONS, counts, strict=True):
+        cells = ("refused" if (row, name) in REFUSED else "yes" for name in MODELS)
+        lines.append(f"| {row} | {count} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def test_the_page_has_the_table_of_these_pairs() -> None:
+    assert table() in PAGE.read_text(), f"put this into docs/ranks.md:\n{table()}"
+    assert all(f"`{field}`" in PAGE.read_text() for field in REFUSED.values())
+
+
+UNEVEN = Model({"full": Group(layers=3)})
+"""Two stages of one and of two layers."""
+
+
+async def test_uneven_stages_are_paired_one_to_one_and_refused_by_name_otherwise() -> None:
+    for rank in await hand_over(UNEVEN, (2, 2), (1, 2)):
+        assert rank.failure() == ""
+        assert rank.pools.wrong("full", THEIRS[1:], DIGESTS[1:]) == []
+    for rank in await hand_over(UNEVEN, (1, 1), (1, 2)):
+        assert "layers of all stages, which must be as many in each" in rank.failure()
+
+
+async def test_parts_whose_channels_do_not_add_up_are_refused_by_name() -> None:
+    model = Model({"full": Group()}, state=State(divided=12, copied=4))
+    for prefill in ((1, 1), (4, 1)):
+        (rank,) = await hand_over(model, prefill, (1, 1))
+        assert rank.failure() == ""
+    ranks = await hand_over(model, (4, 1), (2, 1), of_decode=Model(model.groups, state=State(divided=16, copied=4)))
+    assert "channels of part 0 over all ranks of component 'state': ours is 16, theirs is 12" in ranks[0].failure()
+
+
+async def test_prefill_ranks_that_do_not_hold_all_layers_are_refused_by_name() -> None:
+    """The request names one of the two stages of prefill."""
+    ranks = await hand_over(MODELS["MHA"], (1, 2), (1, 1), named=1)
+    assert "rank (at prefill:1): ours is 0 of 1, theirs is 0 of 2" in ranks[0].failure().replace("'", "")
