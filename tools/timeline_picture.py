@@ -33,7 +33,7 @@ def take_picture(journal: Path, picture: Path, *, request_id: str | None = None)
     if not wanted:
         raise InvalidRequest(f"there is no request {request_id or ''!r} in {str(journal)!r}")
     chosen = max(wanted, key=_worth)
-    html = html_page(traces.all, now_s=traces.last_at_s, title=f"tidekv: {journal.name}")
+    html = html_page(traces.all, now_s=traces.last_at_s, title=f"tidekv: {journal.name}", pools=traces.pools)
     with tempfile.TemporaryDirectory() as folder:
         page_path = Path(folder, "timeline.html")
         page_path.write_text(html)
@@ -47,6 +47,7 @@ def take_picture(journal: Path, picture: Path, *, request_id: str | None = None)
             )
             at_y = page.evaluate(f"chart.getBoundingClientRect().top + rows[{row}].y - top_ + 8")
             page.mouse.click(60, at_y)
+            page.mouse.move(WIDTH // 4, 10)  # Off the chart, so that no tip covers it.
             picture.write_bytes(page.screenshot())
     return chosen.request_id
 

@@ -45,7 +45,7 @@ def timeline(
     if request is not None and not request_traces:
         raise InvalidRequest(f"there is no request {request!r} in {journal}; it has {len(told.all)} requests")
     if html is not None:
-        page = html_page(request_traces, now_s=told.last_at_s, title=f"tidekv: {Path(journal).name}")
+        page = html_page(request_traces, now_s=told.last_at_s, title=f"tidekv: {Path(journal).name}", pools=told.pools)
         _write(html, page.encode())
     if perfetto is not None:
         _write(perfetto, trace_events(request_traces, now_s=told.last_at_s))

@@ -11,6 +11,7 @@ from tidekv.engine.trace.bars import COLORS
 from tidekv.engine.trace.explain import explain
 
 if TYPE_CHECKING:
+    from tidekv.engine.trace.pool_use import PoolHistory
     from tidekv.engine.trace.request_trace import RequestTrace
 
 DATA_MARK = '"TIDEKV-DATA"'
@@ -20,8 +21,21 @@ WEB_COLORS = {"grey50": "#8a8f98", "yellow": "#d9a514", "magenta": "#b14fc5", "b
 }
 
 
-def html_page(request_traces: list[RequestTrace], *, now_s: float, title: str) -> str:
-    """Return the complete page."""
+ACTIVITIES = {
+    "query": "query of storage",
+    "fetch": "fetch from storage",
+    "tail fetch": "fetch of windows and states",
+    "copy": "copy to the device",
+    "tail": "copy of windows and states",
+    "span": "transfer from prefill",
+    "recompute": "recomputed by the caller",
+    "backup": "copy to the host",
+    "store": "put in storage",
+}
+
+
+def html_page(request_traces: list[RequestTrace], *, now_s: float, title: str, pools: PoolHistory | None = None) -> str:
+    """Return the complete page. With `pools` it has a lane of pool use."""
     start_s = min((request_trace.arrived_at_s for request_trace in request_traces), default=0.0)
     ends = [request_trace.ended_at_s or request_trace.arrived_at_s for request_trace in request_traces]
     data = {
@@ -30,12 +44,24 @@ def html_page(request_traces: list[RequestTrace], *, now_s: float, title: str) -
         "view": 1.02 * max([end_s - start_s for end_s in ends], default=0.0) or 1e-6,
         "end": max(now_s - start_s, 1e-6),
         "colors": {name: WEB_COLORS[color] for name, color in COLORS.items()},
+        "activities": ACTIVITIES,
+        "pools": _pools(pools, start_s),
         "requests": [_request(request_trace, start_s, now_s) for request_trace in request_traces],
     }
     page = resources.files("tidekv.engine.trace").joinpath("timeline.html").read_text(encoding="utf-8")
     # A request's id may be "</script>": data must not end the script element that contains it.
     encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
     return page.replace(DATA_MARK, encoded)
+
+
+def _pools(pools: PoolHistory | None, start_s: float) -> list[dict[str, object]]:
+    """Return each pool that has pages, with its samples as [time, owned, cached, draining]."""
+    if pools is None:
+        return []
+    named = {
+        name: [(sample.at_s - start_s, *getattr(sample, name)) for sample in pools.samples] for name in pools.pages
+    }
+    return [{"name": name, "pages": pages, "use": named[name]} for name, pages in pools.pages.items() if pages]
 
 
 def _request(request_trace: RequestTrace, start_s: float, now_s: float) -> dict[str, object]:
@@ -63,6 +89,7 @@ def _request(request_trace: RequestTrace, start_s: float, now_s: float) -> dict[
     return {
         "id": request_trace.request_id,
         "end": request_trace.ended or "under way",
+        "took": (request_trace.ended_at_s or now_s) - request_trace.arrived_at_s,
         "states": states,
         "works": works,
         "fallbacks": [(note.at_s - start_s, note.cause, note.consequence) for note in request_trace.fallbacks],

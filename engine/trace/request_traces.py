@@ -24,6 +24,7 @@ from tidekv.engine.trace.causes import (
     unasked_words,
     unstored_words,
 )
+from tidekv.engine.trace.pool_use import PoolHistory
 from tidekv.engine.trace.request_trace import Plan, RequestTrace, Work
 from tidekv.states import commands, events
 from tidekv.states.backup.backups import STORE_DEADLINE_S, Backup
@@ -101,6 +102,8 @@ class RequestTraces:
         self.ended: list[RequestTrace] = []
         """Requests that became READY or FAILED in the last step."""
         self.last_at_s = 0.0
+        self.pools = PoolHistory(core) if keep else None
+        """Use of the page pools, if requests are kept."""
         self._keep = keep
         self._core = core
         self._page_size = core.settings.page_size
@@ -166,6 +169,8 @@ class RequestTraces:
             if handler is not None:
                 handler(command, at_s, core)
         self._breaker_is_open = core.storage.is_open
+        if self.pools is not None:
+            self.pools.note(core, at_s)
 
     # --- Events ---
 

@@ -7,16 +7,19 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 from PIL import Image
 from rich.console import Console
 
+from tests.support.page_looks import PHONE_WIDTH, check_looks
 from tidekv import Replayer
 from tidekv.engine.trace.bars import all_bars, one_request
 from tidekv.engine.trace.explain import explain
-from tidekv.engine.trace.page import html_page
+from tidekv.engine.trace.page import ACTIVITIES, html_page
+from tidekv.engine.trace.pool_use import PoolHistory, PoolUse
 from tidekv.engine.trace.request_traces import RequestTraces, read_request_traces
 from tidekv.engine.trace.trace_events import trace_events
 from tidekv.states import events
@@ -48,7 +51,9 @@ def request_traces(simulate) -> RequestTraces:
 @pytest.fixture
 def written(request_traces: RequestTraces, tmp_path: Path) -> Path:
     path = tmp_path / "t.html"
-    path.write_text(html_page(request_traces.all, now_s=request_traces.last_at_s, title="a run"))
+    path.write_text(
+        html_page(request_traces.all, now_s=request_traces.last_at_s, title="a run", pools=request_traces.pools)
+    )
     return path
 
 
@@ -62,7 +67,9 @@ def test_a_mouse_sees_opens_zooms_moves_and_closes(request_traces: RequestTraces
         # A tip names what is under the mouse.
         row = page.evaluate(ROW % 1)
         page.mouse.move(row["x"] + 40, row["y"])
-        assert page.evaluate("[tip.style.display, tip.textContent]") == ["block", request_traces.all[1].request_id]
+        (shown, words) = page.evaluate("[tip.style.display, tip.textContent]")
+        assert shown == "block"
+        assert words.startswith(f"{request_traces.all[1].request_id}: ")
         # A mark of a fallback would cover the start of the state below it.
         calm = next(number for number, trace in enumerate(request_traces.all) if not trace.fallbacks)
         at_x = page.evaluate(f"chart.getBoundingClientRect().left + x(rows[{calm}].request.states[0][0])")
@@ -96,6 +103,71 @@ def test_a_mouse_sees_opens_zooms_moves_and_closes(request_traces: RequestTraces
         box = page.evaluate("(({x, y}) => ({x, y}))(document.getElementById('fit').getBoundingClientRect())")
         page.mouse.click(box["x"] + 5, box["y"] + 5)
         assert page.evaluate("to - from") == pytest.approx(whole)
+
+
+@needs_browser
+def test_page_explains_its_colors_sorts_by_duration_and_shows_the_pools(
+    request_traces: RequestTraces, written: Path
+) -> None:
+    with opened_page(written.as_uri()) as page:
+        legend = page.inner_text("#legend")
+        for kind in {work.kind for request_trace in request_traces.all for work in request_trace.works}:
+            assert ACTIVITIES[kind] in legend
+        page.select_option("#order", "slowest")
+        took = page.evaluate("rows.map((row) => row.request.took)")
+        assert took == sorted(took, reverse=True)
+        assert len(took) == len(request_traces.all)
+        # The lanes of both pools: their color is in the chart, and the tip has the numbers of that moment.
+        owned = page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--owned').trim()")
+        assert page.evaluate(PIXELS).get(owned, 0) > 20
+        assert request_traces.pools is not None
+        (_, *middle) = sorted(request_traces.pools.samples, key=lambda sample: sum(sample.device))
+        busiest = middle[-1]
+        at_s = busiest.at_s - min(request_trace.arrived_at_s for request_trace in request_traces.all)
+        page.evaluate(f"from = {at_s} - 1e-5; to = {at_s} + 1e-5; draw()")
+        left, top = page.evaluate("(({left, top}) => [left, top])(chart.getBoundingClientRect())")
+        page.mouse.move(left + page.evaluate(f"x({at_s})") + 1, top + page.evaluate("AXIS + POOL / 2"))
+        words = page.evaluate("tip.textContent")
+        (in_use, cached, draining) = busiest.device
+        assert f": {in_use} owned, {cached} cached, {draining} draining, " in words
+        assert words.startswith("device from ")
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1200, PHONE_WIDTH])
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+def test_page_can_be_read_light_and_dark_and_on_a_phone(written: Path, is_dark: bool, width: int) -> None:
+    with opened_page(written.as_uri(), width=width, is_dark=is_dark) as page:
+        check_looks(page)
+        # The canvas has no background of its own; the band behind the axis is the darkest or lightest of both modes.
+        shade = page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--shade').trim()")
+        assert page.evaluate(PIXELS).get(shade, 0) > 1000
+        assert (int(shade[1:3], 16) < 64) == is_dark
+        page.evaluate("open(data.requests[1])")
+        check_looks(page)
+        box = page.evaluate("(({left, right, bottom}) => [left, right, bottom])(panel.getBoundingClientRect())")
+        assert box[1] <= width and box[2] <= 700
+        assert (box[0] == 0) == (width == PHONE_WIDTH)
+
+
+def test_samples_of_pools_are_bounded_and_keep_peaks_and_pauses() -> None:
+    use = SimpleNamespace(device=SimpleNamespace(counts=[8, 0, 0, 0]), host=SimpleNamespace(counts=[4, 0, 0, 0]))
+    core = SimpleNamespace(state=use)
+    history = PoolHistory(core, samples_max=64)
+    for number in range(5000):
+        use.device.counts = [8, 0, 0, 0] if number % 2 else [7, 1, 0, 0]
+        if number == 2500:
+            use.device.counts = [0, 8, 0, 0]
+        history.note(core, number * 0.001)
+        assert len(history.samples) <= 66
+    use.host.counts = [3, 0, 1, 0]
+    history.note(core, 6.0)
+    assert history.pages == {"device": 8, "host": 4}
+    assert max(sample.device[0] for sample in history.samples) == 8
+    times = [sample.at_s for sample in history.samples]
+    assert times == sorted(set(times))
+    assert history.samples[-2].device == (0, 0, 0), "the last use before a pause"
+    assert history.samples[-1] == PoolUse(6.0, (0, 0, 0), (0, 1, 0))
 
 
 @needs_browser
