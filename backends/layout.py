@@ -19,6 +19,7 @@ import torch
 
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.types import Identity
+from tidekv.states.validation import short
 
 DTYPES: Final = {
     "float64": torch.float64,
@@ -56,11 +57,11 @@ class KVLayout:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in ("dtype", "kind") and (type(value) is not int or not 1 <= value <= COUNT_MAX):
-                raise InvalidConfig(f"layout: {field.name} must be an int from 1 to {COUNT_MAX}, not {value!r}")
+                raise InvalidConfig(f"layout: {field.name} must be an int from 1 to {COUNT_MAX}, not {short(value)}")
         if self.dtype not in tuple(DTYPES):
             raise InvalidConfig(f"layout: dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if self.kind not in KINDS:
-            raise InvalidConfig(f"layout: kind must be one of {', '.join(KINDS)}, not {self.kind!r}")
+            raise InvalidConfig(f"layout: kind must be one of {', '.join(KINDS)}, not {short(self.kind)}")
         if self.kind == "mla" and self.num_kv_heads != 1:
             raise InvalidConfig(f"layout: num_kv_heads must be 1 for kind 'mla', not {self.num_kv_heads}")
 

@@ -24,6 +24,9 @@ SECONDS_MAX: Final = 365 * 86_400
 """One year. Longer waits are mistakes, and much longer ones overflow the timers of event loops."""
 VALUE_CHARS_MAX: Final = 60
 """Maximum characters of a refused value in an error."""
+KNOWN_SHOWN_MAX: Final = 24
+"""Maximum known names that an error lists beside the most similar one."""
+_ADDRESS: Final = re.compile(r"(?: object)? at 0x[0-9a-fA-F]+")
 
 REFUSALS: Final = (msgspec.ValidationError, OverflowError, UnicodeEncodeError)
 """Exceptions of msgspec for a value that is not of a type. UnicodeEncodeError stands for surrogates in text."""
@@ -85,22 +88,38 @@ def checked(value: object, kind: Any, what: str, error: type[InvalidRequest] = I
 
 def refusal(value: object, kind: Any, what: str, error: type[InvalidRequest] = InvalidRequest) -> InvalidRequest:
     """Return the error for a value that is not of `kind`."""
-    return error(f"{what} must be {allowed(kind)}, not {short(value)}")
+    text = f"{what} must be {allowed(kind)}, not {short(value)}"
+    meant = _similar(value, _words_of(kind)) if isinstance(value, str) else []
+    return error(f"{text}; did you mean {meant[0]}?" if meant else text)
 
 
 def unknown(
     name: str, known: Collection[str], what: str, error: type[InvalidRequest] = InvalidRequest
 ) -> InvalidRequest:
-    """Return the error for an unknown name, with the most similar known name, or all of them if none is similar."""
-    return error(f"there is no {what} {short(name)}; {_nearest(name, known)}")
+    """Return the error for an unknown name, with the known names, the most similar ones first.
+
+    Of more than KNOWN_SHOWN_MAX names, only the most similar one is named if there is one.
+    """
+    meant = _similar(name, known)
+    nearest = [f"did you mean {meant[0]}?"] if meant else []
+    if not meant or len(known) <= KNOWN_SHOWN_MAX:
+        nearest.append(f"allowed: {', '.join(dict.fromkeys([*meant, *known]))}")
+    return error(f"there is no {what} {short(name)}; {' '.join(nearest)}")
 
 
-def _nearest(name: str, known: Collection[str]) -> str:
-    meant = difflib.get_close_matches(name, known, n=1)
-    if not meant:
-        # The same option in another group: only the last part of the path matches.
-        meant = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]][:1]
-    return f"did you mean {meant[0]}?" if meant else f"allowed: {', '.join(known)}"
+def _similar(name: str, known: Collection[str]) -> list[str]:
+    """Return the known names that resemble a name, the most similar one first."""
+    # The same option in another group: only the last part of the path matches.
+    return difflib.get_close_matches(name, known) or [
+        other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]
+    ]
+
+
+def _words_of(kind: Any) -> list[str]:
+    """Return the words that a type allows if it is a choice of words, with or without none."""
+    if get_origin(kind) is Literal:
+        return [word for word in get_args(kind) if isinstance(word, str)]
+    return [word for each in get_args(kind) for word in _words_of(each)] if _is_union(kind) else []
 
 
 def host_and_port(
@@ -141,9 +160,9 @@ def _is_host(host: str) -> bool:
 
 
 def short(value: object) -> str:
-    """Return a value's repr for an error, cut to VALUE_CHARS_MAX."""
+    """Return a value's repr for an error, cut to VALUE_CHARS_MAX. An object without a repr of its own is its type."""
     try:
-        text = repr(value)
+        text = repr(value) if isinstance(value, str) else _ADDRESS.sub("", repr(value))
     except Exception:  # A caller's own repr that raises, or an int with more digits than Python converts.
         text = f"<{type(value).__name__}>"
     return text if len(text) <= VALUE_CHARS_MAX else f"{text[: VALUE_CHARS_MAX - 1]}…"
@@ -160,7 +179,7 @@ def allowed(kind: Any) -> str:
     if get_origin(kind) is Literal:
         *words, last = map(str, get_args(kind))
         return f"{', '.join(words)} or {last}" if words else last
-    if get_origin(kind) in (Union, types.UnionType):
+    if _is_union(kind):
         return " or ".join(allowed(each) for each in get_args(kind))
     if get_origin(kind) in (list, tuple, Sequence):
         inner = [each for each in get_args(kind) if each is not Ellipsis]
@@ -184,6 +203,10 @@ def _with_limits(words: str, notes: Iterable[Meta]) -> str:
         elif note.le is not None:
             words += f", at most {note.le:,}"
     return words
+
+
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType)
 
 
 def _is_class(kind: Any) -> bool:

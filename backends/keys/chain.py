@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.types import Identity
+from tidekv.states.validation import short
 
 DIGEST_BYTES: Final = 32
 TOKEN_BYTES: Final = 4
@@ -201,7 +202,7 @@ def _wrong_token(tokens: Sequence[int]) -> InvalidRequest:
     """Find the token that the fast path stumbled over."""
     for position, token in enumerate(tokens):
         if isinstance(token, float) or not hasattr(token, "__index__"):
-            return InvalidRequest(f"token {token!r} at position {position} is not an int")
+            return InvalidRequest(f"token {short(token)} at position {position} is not an int")
         if not 0 <= token <= TOKEN_MAX:
             return InvalidRequest(f"token {token} at position {position} is not from 0 to {TOKEN_MAX}")
     return InvalidRequest(f"tokens must be a sequence of ints, not {type(tokens).__name__}")

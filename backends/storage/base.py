@@ -13,6 +13,7 @@ from typing import Final, Protocol, runtime_checkable
 from tidekv.backends.base import Poller
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 from tidekv.states.types import PageIds, PoolMemory
+from tidekv.states.validation import short
 
 KEY_BYTES: Final = 32
 
@@ -162,7 +163,7 @@ def check_keys(keys: Sequence[bytes]) -> None:
         return
     for position, key in enumerate(keys):
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-            raise InvalidRequest(f"storage key number {position} must be {KEY_BYTES} bytes, not {key!r}")
+            raise InvalidRequest(f"storage key number {position} must be {KEY_BYTES} bytes, not {short(key)}")
 
 
 def check_pairs(keys: Sequence[bytes], pages: PageIds, *, page_count: int, distinct_pages: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from urllib.parse import unquote
 
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.validation import short
 
 _UNITS: Final = {
     "": 1,
@@ -98,7 +99,7 @@ def read_options(what: str, given: Mapping[str, object], allowed: Mapping[str, O
     for name, value in given.items():
         checked = allowed[name].read(value)
         if checked is None:
-            raise InvalidConfig(f"{what}: option {name} must be {allowed[name].allowed}, not {value!r}")
+            raise InvalidConfig(f"{what}: option {name} must be {allowed[name].allowed}, not {short(value)}")
         values[name] = checked
     return values
 
@@ -114,7 +115,8 @@ def read_extra_options(text: str) -> dict[str, object]:
     try:
         content = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"options file {path} cannot be read: {error}") from error
+        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise InvalidConfig(f"options file {path} cannot be read: {cause}") from error
     if path.suffix == ".toml":
         try:
             return dict(tomllib.loads(content))

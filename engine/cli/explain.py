@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 def explain(
     journal: Annotated[str, typer.Argument(help="The first file of a journal.")],
     request: Annotated[str | None, typer.Option(help="The request's id; without it, the slowest requests.")] = None,
-    slowest: Annotated[int, typer.Option(help="How many, without --request.")] = 3,
+    slowest: Annotated[int, typer.Option(help="How many, without --request.", min=0)] = 3,
     torn_ok: TornOk = False,
 ) -> None:
     """Explain a request: pages matched, promised, delivered, wasted and cut, the causes, and what would make it faster.
@@ -42,7 +42,7 @@ def explain(
     else:
         ended = [request_trace for request_trace in request_traces.all if request_trace.ended_at_s is not None]
         ended.sort(key=lambda request_trace: request_trace.arrived_at_s - (request_trace.ended_at_s or 0.0))
-        chosen = ended[: max(slowest, 0)]
+        chosen = ended[:slowest]
         if failures := failures_by_cause(request_traces.all):
             print(f"{failures}\n")
     print("\n\n".join(words_for(request_trace, now_s=request_traces.last_at_s) for request_trace in chosen))

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tidekv.engine.cli import COMMANDS
-from tidekv.states.errors import TidekvError
+from tidekv.engine.cli.usage import run_app
 
 app = typer.Typer(
     name="tidekv",
@@ -47,8 +47,4 @@ for register in COMMANDS:
 
 def main() -> None:
     """Run the command line. A user's mistake is one line on stderr and exit code 2; a bug prints its traceback."""
-    try:
-        app()
-    except TidekvError as error:
-        print(f"tidekv: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run_app(app, sys.argv[1:]))

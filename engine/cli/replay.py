@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
 def replay(
     journal: Annotated[str, typer.Argument(help="The first file of a journal.")],
-    until: Annotated[int | None, typer.Option(help="Stop after this event, and show the state there.")] = None,
+    until: Annotated[int | None, typer.Option(help="Stop after this event, and show the state there.", min=0)] = None,
     shrink: Annotated[
         str | None, typer.Option(help="Write a short journal of the first error or difference to this file.")
     ] = None,

@@ -31,19 +31,23 @@ def register(app: typer.Typer) -> None:
 def run(
     trace: Annotated[Path | None, typer.Option(help="Replay this recording (JSON lines, maybe gzip).")] = None,
     kind: Annotated[str, typer.Option(help="Generated workload: chat or agents.")] = "chat",
-    conversations: Annotated[int, typer.Option(help="Generated conversations, or agents.")] = 10,
-    rounds: Annotated[int, typer.Option(help="Requests of each conversation.")] = 4,
-    seed: Annotated[int, typer.Option(help="Seed of the generated workload.")] = 1,
+    conversations: Annotated[int, typer.Option(help="Generated conversations, or agents.", min=1)] = 10,
+    rounds: Annotated[int, typer.Option(help="Requests of each conversation.", min=1)] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of the generated workload.", min=0)] = 1,
     length_scale: Annotated[str, typer.Option(help="Factor on a recording's lengths, such as 1/8.")] = "1/8",
-    time_scale: Annotated[float, typer.Option(help="Factor on a recording's times; 0: as fast as it goes.")] = 0.0,
-    requests: Annotated[int, typer.Option(help="Maximum requests of a recording; 0: all.")] = 500,
-    sessions: Annotated[int, typer.Option(help="Maximum sessions of a recording; 0: all.")] = 20,
-    prompt_tokens_max: Annotated[int, typer.Option(help="Leave out longer prompts, as scaled; 0: none.")] = 0,
-    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
-    l1_pages: Annotated[int, typer.Option(help="Device pages; 0: chosen from the workload.")] = 0,
-    l2_pages: Annotated[int, typer.Option(help="Host pages; 0: chosen from the workload.")] = 0,
+    time_scale: Annotated[
+        float, typer.Option(help="Factor on a recording's times; 0: as fast as it goes.", min=0.0)
+    ] = 0.0,
+    requests: Annotated[int, typer.Option(help="Maximum requests of a recording; 0: all.", min=0)] = 500,
+    sessions: Annotated[int, typer.Option(help="Maximum sessions of a recording; 0: all.", min=0)] = 20,
+    prompt_tokens_max: Annotated[int, typer.Option(help="Leave out longer prompts, as scaled; 0: none.", min=0)] = 0,
+    page_size: Annotated[int, typer.Option(help="Tokens a page.", min=1)] = 16,
+    l1_pages: Annotated[int, typer.Option(help="Device pages; 0: chosen from the workload.", min=0)] = 0,
+    l2_pages: Annotated[int, typer.Option(help="Host pages; 0: chosen from the workload.", min=0)] = 0,
     storage: Annotated[str, typer.Option(help="Storage URI; empty: files in a temporary directory.")] = "",
-    in_flight: Annotated[int, typer.Option(help="Requests at work at once; 0: 3 generated, 16 recorded ones.")] = 0,
+    in_flight: Annotated[
+        int, typer.Option(help="Requests at work at once; 0: 3 generated, 16 recorded ones.", min=0)
+    ] = 0,
     compare: Annotated[bool, typer.Option(help="Run a second time without decode cache.")] = True,
     deployment: Annotated[
         bool, typer.Option(help="Also serve long prompts over the link of a stated deployment, throttled to scale.")
@@ -152,22 +156,26 @@ def finished(work: Coroutine[object, object, JobResult]) -> JobResult:
 def progress_bars(
     console: Console, totals: Mapping[str, int | None], view: LiveView | None = None
 ) -> Iterator[Progress]:
-    """Show one bar per phase, and `view` below them; a phase with an unknown total shows a count."""
+    """Show one bar per phase, and `view` below them; a phase with an unknown total shows a count.
+
+    Nothing is shown before the first phase begins, so that errors of the start are not printed below empty bars.
+    """
     from rich.live import Live
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bars = Progress(*columns, console=console)
     with ExitStack() as shown:
-        if view is None:
-            shown.enter_context(bars)
-        else:
+        display: Progress | Live = bars
+        if view is not None:
             shown.enter_context(view)
-            below = partial(view.below, bars)
-            shown.enter_context(Live(get_renderable=below, console=console, refresh_per_second=4))
-        tasks = {name: bars.add_task(name, total=total, start=False) for name, total in totals.items()}
+            display = Live(get_renderable=partial(view.below, bars), console=console, refresh_per_second=4)
+        tasks: dict[str, TaskID] = {}
 
         def advance(name: str, count: int) -> None:
+            if not tasks:
+                tasks.update((phase, bars.add_task(phase, total=total, start=False)) for phase, total in totals.items())
+                shown.enter_context(display)
             bars.start_task(tasks[name])
             bars.advance(tasks[name], count)
 
@@ -179,4 +187,4 @@ def _factor(text: str) -> float:
     try:
         return float(Fraction(text))
     except (ValueError, ZeroDivisionError) as error:
-        raise InvalidConfig(f"length-scale must be a number or a fraction such as 1/8, not {text!r}") from error
+        raise InvalidConfig(f"--length-scale must be a number or a fraction such as 1/8, not {text!r}") from error

@@ -41,7 +41,7 @@ def prefill(
     ] = None,
     secret: Secret = None,
     page_size: PageSize = None,
-    pages: Annotated[int | None, typer.Option(help="Pages of the KV pool (default 1024).")] = None,
+    pages: Annotated[int | None, typer.Option(help="Pages of the KV pool (default 1024).", min=1)] = None,
 ) -> None:
     """Run a prefill worker with the small model until Ctrl-C or SIGTERM."""
     flags = {
@@ -109,9 +109,9 @@ def decode(
         typer.Option(help="Address of a running `tidekv prefill`, or several with commas (default 127.0.0.1:7000)."),
     ] = None,
     secret: Secret = None,
-    conversations: Annotated[int, typer.Option(help="Generated conversations.")] = 10,
-    rounds: Annotated[int, typer.Option(help="Requests of each conversation.")] = 4,
-    seed: Annotated[int, typer.Option(help="Seed of the generated workload.")] = 1,
+    conversations: Annotated[int, typer.Option(help="Generated conversations.", min=1)] = 10,
+    rounds: Annotated[int, typer.Option(help="Requests of each conversation.", min=1)] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of the generated workload.", min=0)] = 1,
     page_size: PageSize = None,
     storage: Annotated[str | None, typer.Option(help="Storage URI; none: files in a temporary directory.")] = None,
     journal: Annotated[str | None, typer.Option(help="Write every event of the decode engine to this file.")] = None,
@@ -182,10 +182,10 @@ def _loaded(
     """Read the configuration and check it against this machine. Raises InvalidConfig."""
     from tidekv.engine.config import load
     from tidekv.engine.config.check import mistakes_here
+    from tidekv.engine.config.load import refuse
 
     loaded = load(config, settings=settings or (), flags=flags, defaults=defaults)
-    if mistakes := list(mistakes_here(loaded)):
-        raise InvalidConfig("the configuration cannot be used here:\n" + "\n".join(f"  {each}" for each in mistakes))
+    refuse("the configuration cannot be used here", list(mistakes_here(loaded)))
     if loaded.configuration.cache.device != "cpu":
         raise InvalidConfig("cache.device: the small model of this command runs on the cpu only")
     return loaded

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.validation import unknown
 
 RANKS_MAX = 8
 """Maximum ranks: as many as one machine has accelerators; more add no coverage."""
@@ -23,12 +24,15 @@ def register(app: typer.Typer) -> None:
 
 
 def simulate(
-    seed: Annotated[int, typer.Option(help="The first seed; -1: a fresh one, which is printed.")] = 1,
-    seeds: Annotated[int, typer.Option(help="How many seeds, counted up from the first.")] = 1,
-    requests: Annotated[int, typer.Option(help="Requests of each seed.")] = 1000,
+    seed: Annotated[int, typer.Option(help="The first seed; -1: a fresh one, which is printed.", min=-1)] = 1,
+    seeds: Annotated[int, typer.Option(help="How many seeds, counted up from the first.", min=1)] = 1,
+    requests: Annotated[int, typer.Option(help="Requests of each seed.", min=1)] = 1000,
     faults: Annotated[str, typer.Option(help="all, none, or names of faults, separated by commas.")] = "all",
-    jobs: Annotated[int, typer.Option(help="Processes; 0: one a core.")] = 0,
-    ranks: Annotated[int, typer.Option(help="Ranks of one instance that must decide alike; 0: a single core.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes; 0: one a core.", min=0)] = 0,
+    ranks: Annotated[
+        int,
+        typer.Option(help="Ranks of one instance that must decide alike; 0: a single core.", min=0, max=RANKS_MAX),
+    ] = 0,
     without: Annotated[str, typer.Option(help="Names of faults that are drawn but never strike.")] = "",
     components: Annotated[
         bool, typer.Option("--components", help="Windows or states in every seed; by default in every other one.")
@@ -49,16 +53,15 @@ def simulate(
     from tidekv.engine.simulation.faults import FAULTS
     from tidekv.engine.simulation.smallest import find_smallest
 
-    if seeds < 1 or requests < 1 or jobs < 0 or not 0 <= ranks <= RANKS_MAX:
-        raise InvalidConfig(f"seeds and requests must be at least 1, jobs at least 0, ranks 0 to {RANKS_MAX}")
     if ranks and (faults not in ("all", "none") or without):
-        raise InvalidConfig("with ranks, faults are all or none")
+        raise InvalidConfig("with --ranks, --faults must be all or none, and --without empty")
     if not journals.is_dir():
         raise InvalidConfig(f"there is no directory {str(journals)!r} to write journals to")
     chosen = faults if faults in ("all", "none") else _names(faults)
     left_out = _names(without)
-    if unknown := [name for name in (*left_out, *([] if isinstance(chosen, str) else chosen)) if name not in FAULTS]:
-        raise InvalidConfig(f"no faults named {', '.join(unknown)}; there are: all, none, {', '.join(FAULTS)}")
+    for name in (*left_out, *([] if isinstance(chosen, str) else chosen)):
+        if name not in FAULTS:
+            raise unknown(name, ["all", "none", *FAULTS], "fault", InvalidConfig)
     first = secrets.randbelow(2**31) if seed == -1 else seed
     console = Console()
     console.print(f"seeds {first} to {first + seeds - 1}, {requests} requests each, faults: {faults}")

@@ -23,7 +23,7 @@ def timeline(
     request: Annotated[str | None, typer.Option(help="Only the requests of this id.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write trace-event JSON for ui.perfetto.dev.")] = None,
-    limit: Annotated[int, typer.Option(help="Maximum requests in the terminal, the newest ones; 0: all.")] = 40,
+    limit: Annotated[int, typer.Option(help="Maximum requests in the terminal, the newest ones; 0: all.", min=0)] = 40,
     torn_ok: TornOk = False,
 ) -> None:
     """Show the waits of requests, and the work that ran for them meanwhile.
@@ -67,5 +67,5 @@ def _write(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise InvalidRequest(f"{str(path)!r} cannot be written: {error}") from error
+        raise InvalidRequest(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
     print(f"{path}: {len(content)} bytes")

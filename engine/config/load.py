@@ -54,16 +54,23 @@ def load(
     flags: Mapping[str, tuple[str, object]] | None = None,
     defaults: Mapping[str, object] | None = None,
 ) -> Loaded:
-    """Read and check a configuration. Raises InvalidConfig, which names every mistake, one per line. Blocks.
+    """Read and check a configuration. Raises InvalidConfig, which names every mistake. Blocks.
 
     `file` is TOML, YAML or JSON by its ending; without it, the variable TIDEKV_CONFIG may name one. `environment` is
     the process's own unless given. `settings` are "section.option=value". `flags` are those of a command, by option:
     the flag's name and its value, None where it was not given. `defaults` are a command's own.
     """
     loaded, mistakes = gather(file, environment=environment, settings=settings, flags=flags, defaults=defaults)
-    if mistakes:
-        raise InvalidConfig("the configuration cannot be used:\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
+    refuse("the configuration cannot be used", mistakes)
     return loaded
+
+
+def refuse(what: str, mistakes: Sequence[Mistake]) -> None:
+    """Raise InvalidConfig if there are mistakes: a single one on the line of `what`, several on lines of their own."""
+    if len(mistakes) == 1:
+        raise InvalidConfig(f"{what}: {mistakes[0]}")
+    if mistakes:
+        raise InvalidConfig(f"{what}:\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
 
 
 def gather(

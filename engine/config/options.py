@@ -146,5 +146,11 @@ def _is_password(name: str) -> bool:
 
 
 def refused(path: str) -> InvalidConfig:
-    """Return the error for an option that does not exist, with the closest existing one."""
-    return unknown(path, all_options(), "option", InvalidConfig)  # type: ignore[return-value]  # Of the class given.
+    """Return the error for an option that does not exist, with the closest existing one, or those of its section."""
+    error = unknown(path, all_options(), "option", InvalidConfig)
+    section = path.rpartition(".")[0]
+    if "did you mean" not in str(error):
+        within = [option for option in all_options() if option.rpartition(".")[0] == section]
+        known = ", ".join(within or [f"{top}.…" for top in section_types()])
+        error = InvalidConfig(f"there is no option {path!r}; allowed: {known}")
+    return error  # type: ignore[return-value]  # Of the class given.

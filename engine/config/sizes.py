@@ -10,6 +10,7 @@ import msgspec
 from tidekv.backends.storage.options import parse_size
 from tidekv.engine.config.memory import Memory
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.validation import short
 
 ALLOWED: Final = (
     '"auto", bytes such as 1073741824, "64GB" or "512MiB", pages such as "4096 pages", a share such as "80 %" '
@@ -58,7 +59,7 @@ def parse_memory(value: object, *, what: str) -> MemorySize:
         return MemorySize("auto")
     if match := _SHARE.fullmatch(text):
         if not 0 < float(match[1]) <= 100:
-            raise InvalidConfig(f"{what} must be more than 0 % and at most 100 %, not {value!r}")
+            raise InvalidConfig(f"{what} must be more than 0 % and at most 100 %, not {short(value)}")
         return MemorySize("total" if match[2] == "total" else "free", float(match[1]))
     if match := _RATIO.fullmatch(text):
         return MemorySize("ratio", float(match[1]))
@@ -66,5 +67,5 @@ def parse_memory(value: object, *, what: str) -> MemorySize:
         return MemorySize("pages", int(match[1]))
     size_bytes = parse_size(value)
     if size_bytes is None or size_bytes < 0:
-        raise InvalidConfig(f"{what} must be {ALLOWED}, not {value!r}")
+        raise InvalidConfig(f"{what} must be {ALLOWED}, not {short(value)}")
     return MemorySize("bytes", size_bytes)

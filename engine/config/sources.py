@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from tidekv.backends.storage.options import read_extra_options
+from tidekv.engine.config.lines import option_lines
 from tidekv.engine.config.options import PREFIX, all_options, refused, section_types
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.validation import unknown
@@ -37,18 +39,21 @@ class Mistake(NamedTuple):
 
 
 def from_file(path: str) -> tuple[list[Given], list[Mistake]]:
-    """Read a TOML, YAML or JSON file, by its suffix. Blocks."""
+    """Read a TOML, YAML or JSON file, by its suffix. The origin of a value is its file and line. Blocks."""
     try:
         tables = read_extra_options(f"@{path}")
+        file = Path(path).expanduser()
+        lines = option_lines(file.read_text(), file.suffix)
     except InvalidConfig as error:
         return [], [Mistake("", str(error))]
+    place = _Place(path, lines)
     given: list[Given] = []
     mistakes: list[Mistake] = []
     for section, table in tables.items():
         if section not in section_types() or "." in section:
-            mistakes.append(Mistake(path, str(unknown(section, top_sections(), "section"))))
+            mistakes.append(Mistake(place.of(section), str(unknown(section, top_sections(), "section"))))
         else:
-            _take_table(section, table, path, given, mistakes)
+            _take_table(section, table, place, given, mistakes)
     return given, mistakes
 
 
@@ -92,16 +97,27 @@ def top_sections() -> list[str]:
     return [section for section in section_types() if "." not in section]
 
 
-def _take_table(section: str, table: object, origin: str, given: list[Given], mistakes: list[Mistake]) -> None:
+class _Place(NamedTuple):
+    """A file, and the lines of its options by their paths."""
+
+    file: str
+    lines: Mapping[str, int]
+
+    def of(self, path: str) -> str:
+        """Return the file and the line of an option."""
+        return f"{self.file}:{self.lines[path]}" if path in self.lines else self.file
+
+
+def _take_table(section: str, table: object, place: _Place, given: list[Given], mistakes: list[Mistake]) -> None:
     if not isinstance(table, Mapping):
-        mistakes.append(Mistake(origin, f"section {section!r} must be a table of options"))
+        mistakes.append(Mistake(place.of(section), f"section {section!r} must be a table of options"))
         return
     for name, value in table.items():
         path = f"{section}.{name}"
         if path in section_types():
-            _take_table(path, value, origin, given, mistakes)
+            _take_table(path, value, place, given, mistakes)
         else:
-            _add(Given(path, value, origin), given, mistakes)
+            _add(Given(path, value, place.of(path)), given, mistakes)
 
 
 def _add(value: Given, given: list[Given], mistakes: list[Mistake]) -> None:

@@ -134,7 +134,7 @@ def component_pages_left(
             first, pages = each
             begin, ids = index(first), tuple(index(page) for page in pages)
         except (TypeError, ValueError):
-            raise InvalidRequest(f"{what} {each!r}, which is no position with page ids") from None
+            raise InvalidRequest(f"{what} {short(each)}, which is no position with page ids") from None
         if begin < 0 or begin + len(ids) > full_pages:
             raise InvalidRequest(
                 f"{what} positions [{begin}, {begin + len(ids)}), its tokens have full pages [0, {full_pages})"

@@ -13,6 +13,7 @@ from random import Random
 from typing import Literal, TypeAlias
 
 from tidekv.states.errors import InvalidConfig, InvalidRequest
+from tidekv.states.validation import checked
 
 Kind: TypeAlias = Literal["chat", "agents"]
 
@@ -64,8 +65,7 @@ class WorkloadOptions:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        if self.kind not in ("chat", "agents"):
-            raise InvalidConfig(f"kind must be chat or agents, not {self.kind!r}")
+        checked(self.kind, Kind, "kind", InvalidConfig)
         least = {"conversations": 1, "rounds": 1, "groups": 1, "sub_agents": 0, "sub_agent_rounds": 1, "vocabulary": 2}
         for name, lowest in least.items():
             value = getattr(self, name)

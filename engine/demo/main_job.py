@@ -35,6 +35,7 @@ from tidekv.engine.demo.prefill_process import Counts, DistantPrefill, PrefillOr
 from tidekv.engine.demo.trace_run import TraceRun
 from tidekv.engine.demo.traces import read_trace
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.validation import unknown
 from tidekv.transports.nixl.transport import NixlTransport
 
 CACHED, UNCACHED, COMPARED = "decode cache on", "decode cache off", "one process"
@@ -118,7 +119,7 @@ async def run_conversations(
     deployment, the link from prefill is as slow for the small model as the stated one is for its model.
     """
     if damage and damage not in SOURCES:
-        raise InvalidConfig(f"damage must be one of {', '.join(SOURCES)}, not {damage!r}")
+        raise unknown(damage, SOURCES, "source to damage", InvalidConfig)
     started_s = time.perf_counter()
     shape = shape or ModelShape(vocab_size=options.vocabulary)
     workload = make_workload(options)
@@ -135,6 +136,8 @@ async def run_conversations(
                 async with _decode_worker(
                     phase, result, prefill, tiers, model=shape.fingerprint, cache=cache
                 ) as worker:
+                    if progress is not None:
+                        progress(phase.name, 0)
                     run = ConversationRun(
                         worker.engine,
                         PagedModel(llama, worker.device),
@@ -210,6 +213,8 @@ async def run_trace(
             for cache in (True, False) if tiers.compare else (True,):
                 phase = Phase(CACHED if cache else UNCACHED)
                 async with _decode_worker(phase, result, prefill, tiers, model="synthetic", cache=cache) as worker:
+                    if progress is not None:
+                        progress(phase.name, 0)
                     run = TraceRun(
                         worker.engine,
                         worker.device,

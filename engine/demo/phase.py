@@ -41,7 +41,7 @@ def reusable_tokens(
 SOURCES: Final = ("l1", "l2", "l3", "transfer")
 
 Progress: TypeAlias = Callable[[str, int], None]
-"""Called with the name of a phase and how many of its requests have just ended."""
+"""Called with the name of a phase and how many of its requests have just ended; 0 when the phase begins."""
 
 
 @dataclass(slots=True)

@@ -71,7 +71,7 @@ class JournalReader:
                 ) from None
             raise JournalRefused(f"there is no journal {str(self.path)!r}") from None
         except OSError as error:
-            raise JournalRefused(f"journal {str(self.path)!r} cannot be read: {error}") from error
+            raise JournalRefused(f"journal {str(self.path)!r} cannot be read: {error.strerror or error}") from error
         if not line:
             raise JournalRefused(f"{str(self.path)!r} is empty: no run was ever written to it")
         unsealed = unseal(line.removesuffix(b"\n"), 0)

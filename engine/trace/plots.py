@@ -53,7 +53,7 @@ def save_plot(figure: Figure, path: Path) -> None:
     try:
         figure.savefig(path, dpi=DPI)
     except OSError as error:
-        raise InvalidConfig(f"{str(path)!r} cannot be written: {error}") from error
+        raise InvalidConfig(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
 
 
 def plot_rounds(rounds: Mapping[str, Sequence[Mapping[str, int]]], prompts: Sequence[int]) -> Figure:

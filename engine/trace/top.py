@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import socket
 import urllib.error
 import urllib.request
 from typing import TypeAlias
@@ -14,6 +16,7 @@ from rich.text import Text
 
 from tidekv.engine.trace.bars import BLOCK, COLORS
 from tidekv.states.errors import InvalidRequest
+from tidekv.states.validation import host_and_port
 
 Sample: TypeAlias = "dict[str, dict[tuple[str, ...], float]]"
 BAR_COLUMNS = 40
@@ -26,6 +29,7 @@ def scrape(address: str, *, timeout_s: float = 5.0) -> Sample:
 
     Raises InvalidRequest if the address does not serve metrics of tidekv.
     """
+    host_and_port(address, "ADDRESS")
     try:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=timeout_s) as answer:
             text = answer.read().decode()
@@ -33,11 +37,31 @@ def scrape(address: str, *, timeout_s: float = 5.0) -> Sample:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        raise InvalidRequest(f"no engine answers at {address!r}: {error}; is engine.metrics.listen set?") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise InvalidRequest(
+            f"no engine answers at {address!r}: {_cause(error, timeout_s)}; set engine.metrics.listen of the engine to "
+            "this address"
+        ) from error
     if "tidekv_requests" not in found:
         raise InvalidRequest(f"the server at {address!r} is not a tidekv engine")
     return found
+
+
+def _cause(error: Exception, timeout_s: float) -> str:
+    """Return in plain words why there are no metrics."""
+    # What fails before an answer begins is wrapped in a URLError, what fails after that is not.
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(error, urllib.error.HTTPError):
+        return f"the server there answers {error.code}, {error.reason}"
+    if isinstance(reason, TimeoutError):
+        return f"nothing came within {timeout_s:g} s"
+    if isinstance(reason, ConnectionRefusedError):
+        return "nothing listens there"
+    if isinstance(reason, socket.gaierror):
+        return "there is no host of that name"
+    if isinstance(reason, (OSError, http.client.HTTPException)):
+        return f"the connection failed ({getattr(reason, 'strerror', None) or type(reason).__name__})"
+    return "the answer there is not one of Prometheus metrics"
 
 
 def show(now: Sample, before: Sample | None, elapsed_s: float) -> RenderableType:

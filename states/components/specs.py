@@ -32,6 +32,7 @@ import msgspec
 
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.types import PageIds
+from tidekv.states.validation import short
 
 ComponentKind = Literal["window", "state"]
 
@@ -51,7 +52,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
         if not self.name or self.name == "full":
             raise InvalidConfig(f"a component cannot be called {self.name!r}; choose another, non-empty name")
         if self.kind not in ("window", "state"):
-            raise InvalidConfig(f"component {self.name!r}: {self.kind!r} is no kind; there are window and state")
+            raise InvalidConfig(f"component {self.name!r}: {short(self.kind)} is no kind; there are window and state")
         if self.device_pages < 1 or self.host_pages < 0:
             raise InvalidConfig(
                 f"component {self.name!r} cannot have {self.device_pages} device and {self.host_pages} host pages"

@@ -89,7 +89,7 @@ def test_the_command_shows_checks_and_prints_the_schema(tmp_path: Path) -> None:
     shown = run("config", "show", "--config", str(file), "--json", environment={"TIDEKV_ENGINE_PEER_ATTEMPTS": "3"})
     assert shown.returncode == 0, shown.stderr
     found = json.loads(shown.stdout)
-    assert found["engine.admission.queue_max"] == {"value": 7, "from": str(file)}
+    assert found["engine.admission.queue_max"] == {"value": 7, "from": f"{file}:2"}
     assert found["engine.peer.attempts"] == {"value": 3, "from": "environment variable TIDEKV_ENGINE_PEER_ATTEMPTS"}
     assert found["engine.admission.ageing_s"] == {"value": 5.0, "from": "default"}
     assert set(found) == set(all_options())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tidekv.engine.config import Configuration, gather, load
 from tidekv.engine.config.check import mistakes_here
 from tidekv.engine.config.engine_config import EngineConfig
+from tidekv.engine.config.lines import option_lines
 from tidekv.engine.config.options import all_options
 from tidekv.states.errors import InvalidConfig
 
@@ -78,7 +79,7 @@ def test_each_source_wins_over_the_one_before_and_is_told(tmp_path: Path) -> Non
     )  # fmt: skip
     assert [loaded.origins[f"engine.{name}"] for name in names] == [
         "default of the command",
-        file,
+        f"{file}:2",
         "environment variable TIDEKV_ENGINE_PEER_ATTEMPTS",
         "--set engine.admission.ageing_s",
         "--lease",
@@ -142,6 +143,61 @@ def test_variables_that_kubernetes_makes_of_services_are_not_ours() -> None:
     assert load(environment=others).configuration == Configuration()
 
 
+LINES = {
+    "toml": """# A comment.
+cache.l2 = "2x"
+
+[storage.options] # [not.a.table]
+segment = [
+  "[engine]",
+]
+[storage]
+uri = """
+    + """'''
+[engine]
+model = "x"'''
+[engine]
+peer = { lease_s = 3, attempts = 2 }
+""",
+    "yaml": """# A comment.
+cache: {l2: 2x}
+
+storage:
+  options:
+    segment:
+    - "engine:"
+  uri: >
+    model: x
+
+engine:
+  "peer": {lease_s: 3,
+    attempts: 2}
+""",
+    "json": """{
+"cache": {"l2": "2x"},
+"storage": {"options":
+  {"segment": ["{\\"engine\\":"]},
+  "uri": "memory:"},
+"engine": {"peer": {"lease_s": 3,
+  "attempts": 2}}
+}
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("ending", "lines"),
+    [("toml", (2, 5, 9, 13, 13)), ("yaml", (2, 6, 8, 12, 13)), ("json", (2, 4, 5, 6, 7))],
+)
+def test_each_option_of_a_file_has_its_line(ending: str, lines: tuple[int, ...]) -> None:
+    if ending == "yaml":
+        pytest.importorskip("yaml")
+    found = option_lines(LINES[ending], f".{ending}")
+    paths = ("cache.l2", "storage.options.segment", "storage.uri", "engine.peer.lease_s", "engine.peer.attempts")
+    assert tuple(found[path] for path in paths) == lines
+    assert "engine.model" not in found
+
+
 def test_all_mistakes_are_named_at_once_each_with_its_place(tmp_path: Path) -> None:
     text = (
         '[engine]\njournal_path = "x"\n[engine.admission]\nqueu_max = 5\n[engine.storage]\nprefetch = "never"\n'
@@ -159,12 +215,13 @@ def test_all_mistakes_are_named_at_once_each_with_its_place(tmp_path: Path) -> N
     ).splitlines()
     assert len(found) == 13, found
     for words in (
-        f"there is no option 'engine.journal_path'; did you mean engine.journal.path? ({file})",
-        f"there is no option 'engine.admission.queu_max'; did you mean engine.admission.queue_max? ({file})",
-        f"engine.storage.prefetch must be timeout, best_effort, wait_complete or soonest, not 'never' ({file})",
-        f"engine.peer.lease_s must be a number above 0, at most 31,536,000, not -1 ({file})",
-        f"there is no section 'cahce'; did you mean cache? ({file})",
-        f"cache.page_size must be a whole number, 1 or more, not 'big' ({file})",
+        f"there is no option 'engine.journal_path'; did you mean engine.journal.path? ({file}:2)",
+        f"there is no option 'engine.admission.queu_max'; did you mean engine.admission.queue_max? ({file}:4)",
+        f"engine.storage.prefetch must be timeout, best_effort, wait_complete or soonest, not 'never' ({file}:6)",
+        f"engine.peer.lease_s must be a number above 0, at most 31,536,000, not -1 ({file}:8)",
+        "there is no section 'cahce'; did you mean cache? allowed: cache, storage, transport, prefill, decode, engine"
+        f" ({file}:9)",
+        f"cache.page_size must be a whole number, 1 or more, not 'big' ({file}:12)",
         "engine.admission.queue_max must be a whole number, 1 or more, not 'many' "
         "(environment variable TIDEKV_ENGINE_ADMISSION_QUEUE_MAX)",
         "give section.option=value (--set engine.admission.queue_max)",

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from tidekv.backends.layout import KVLayout
 from tidekv.engine.cli.main import app
+from tidekv.engine.cli.usage import run_app
 from tidekv.engine.demo import main_job
 from tidekv.engine.demo.blocks import TraceOptions
 from tidekv.engine.demo.conversations import Lengths, WorkloadOptions
@@ -20,7 +21,7 @@ from tidekv.engine.demo.model import ModelShape
 from tidekv.engine.demo.phase import SOURCES
 from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv.engine.demo.report import report
-from tidekv.states.errors import InvalidConfig, InvalidRequest, TidekvError, TransferFailed
+from tidekv.states.errors import InvalidConfig, InvalidRequest, TransferFailed
 
 SHAPE = ModelShape(num_layers=2, hidden_size=64, mlp_size=128, num_heads=2, num_kv_heads=1)
 CHATS = WorkloadOptions(conversations=6, rounds=3, system=Lengths(60), user=Lengths(24, 0.5, 4), output=Lengths(8))
@@ -111,19 +112,24 @@ async def test_a_prefill_worker_that_cannot_start_is_named(capfd: pytest.Capture
     ("arguments", "message"),
     [
         (["--kind", "batch"], "kind must be chat or agents, not 'batch'"),
-        (["--damage", "l4"], "damage must be one of l1, l2, l3, transfer, not 'l4'"),
-        (["--l1-pages", "-1"], "l1_pages must be at least 0, not -1"),
-        (["--page-size", "0"], "page_size must be at least 1, not 0"),
-        (["--rounds", "0"], "rounds must be an int from 1, not 0"),
+        (["--damage", "l4"], "there is no source to damage 'l4'; allowed: l1, l2, l3, transfer"),
+        (["--l1-pages", "-1"], "--l1-pages must be a whole number, 0 or more, not '-1'"),
+        (["--page-size", "0"], "--page-size must be a whole number, 1 or more, not '0'"),
+        (["--rounds", "0"], "--rounds must be a whole number, 1 or more, not '0'"),
+        (["--storage", "fil:/tmp"], "there is no storage engine 'fil'"),
         (["--trace", "nowhere.jsonl"], "trace nowhere.jsonl: cannot be read"),
-        (["--trace", "nowhere.jsonl", "--length-scale", "fast"], "length-scale must be a number or a fraction"),
+        (["--trace", "nowhere.jsonl", "--length-scale", "fast"], "--length-scale must be a number or a fraction"),
         (["--trace", "nowhere.jsonl", "--length-scale", "2"], "length_scale must be above 0 and at most 1"),
     ],
 )
-def test_wrong_options_say_what_is_allowed_before_anything_starts(arguments: list[str], message: str) -> None:
-    answer = CliRunner().invoke(app, ["run", *arguments])
-    assert isinstance(answer.exception, TidekvError)
-    assert message in str(answer.exception)
+def test_wrong_options_are_refused_before_the_first_progress_bar(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app(app, ["run", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("tidekv: ") and err.endswith("; see 'tidekv run --help'\n")
+    assert message in err
 
 
 def test_a_report_names_what_failed() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -220,6 +222,52 @@ WRONG_PARTS = [
 def test_a_part_that_is_given_a_wrong_value_names_the_argument(part: str, name: str, value: object) -> None:
     with pytest.raises(InvalidConfig, match="storage" if part == "open_storage" else name):
         PARTS[part](name, value)
+
+
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class Foreign:
+    """What no call takes, with the repr of every class that has none of its own."""
+
+    def method(self) -> None:
+        """What no call takes either."""
+
+
+FOREIGN = (Foreign(), Foreign().method, lambda: None, [Foreign()], {"capacity": Foreign()})
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("value", FOREIGN, ids=lambda value: type(value).__name__)
+def test_no_error_of_a_part_has_the_address_of_an_object(part: str, value: object) -> None:
+    refused = 0
+    for name in inspect.signature({**vars(tidekv), **globals()}[part]).parameters:
+        try:
+            PARTS[part](name, value)
+        except Exception as error:  # Of any type: what matters is its text.
+            refused += 1
+            assert not ADDRESS.search(str(error)), (name, error)
+    assert refused
+
+
+async def test_no_error_of_a_call_has_the_address_of_an_object(make_pair) -> None:
+    async with make_pair() as pair:
+        ready = await pair.restore("r1", PROMPT)
+        refused = 0
+        for name in set(dir(DecodeEngine)) - {"statistics", "close", "wait_settled"}:
+            call = getattr(pair.engine, name)
+            parameters = list(inspect.signature(call).parameters) if not name.startswith("_") and callable(call) else []
+            for value in FOREIGN:
+                for wrong in parameters:
+                    try:
+                        good = {"ready": ready, "tokens": [1], "request_id": "r1", "retracted": value, "request": value}
+                        answer = call(**{each: good.get(each, value) for each in parameters} | {wrong: value})
+                        if inspect.isawaitable(answer):
+                            await answer
+                    except Exception as error:  # Of any type: what matters is its text.
+                        refused += 1
+                        assert not ADDRESS.search(str(error)), (name, wrong, error)
+        assert refused > 50
 
 
 def test_every_error_is_exported() -> None:

@@ -67,10 +67,9 @@ def test_a_fresh_seed_is_printed_and_gives_the_same_run_again() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--faults", "meteor"], "no faults named meteor; there are: all, none, "),
-        (["--seeds", "0"], "at least 1"),
-        (["--requests", "0"], "at least 1"),
-        (["--without", "meteor"], "no faults named meteor"),
+        (["--faults", "meteor"], "there is no fault 'meteor'; allowed: all, none, "),
+        (["--ranks", "2", "--without", "abort"], "with --ranks, --faults must be all or none"),
+        (["--without", "meteor"], "there is no fault 'meteor'"),
         (["--journals", "/nowhere"], "no directory"),
     ],
 )
