@@ -4,85 +4,429 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
+from itertools import count
 
 QUANTILES = (0.5, 0.9, 0.99)
-COLUMNS, WIDTH, HEIGHT = 2, 12, 8
+COLUMNS = 24
+HERE = 'instance=~"$instance"'
+"""Selector of the workers that are chosen at the top of the dashboard."""
 
 
-def _rate(metric: str, label: str) -> list[tuple[str, str]]:
-    return [(f"sum by ({label}) (rate({metric}[$__rate_interval]))", f"{{{{{label}}}}}")]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One panel. `targets`: query and legend of each line."""
+
+    title: str
+    description: str
+    unit: str
+    targets: list[tuple[str, str]]
+    kind: str = "timeseries"
+    width: int = 12
+    stacked: bool = False
+    limits: tuple[tuple[str, float], ...] = ()
+    """Colors from these values on; green below them."""
+
+
+def _per_second(metric: str, label: str, *, only: str = "") -> list[tuple[str, str]]:
+    selector = f"{HERE}, {only}" if only else HERE
+    return [(f"sum by ({label}) (rate({metric}{{{selector}}}[$__rate_interval]))", f"{{{{{label}}}}}")]
 
 
 def _quantiles(metric: str, label: str) -> list[tuple[str, str]]:
-    return [
-        (
-            f"histogram_quantile({quantile}, sum by (le, {label}) (rate({metric}_bucket[$__rate_interval])))",
-            f"{{{{{label}}}}} p{quantile * 100:g}",
-        )
-        for quantile in QUANTILES
-    ]
+    return [(_quantile(quantile, metric, label), f"{{{{{label}}}}} p{quantile * 100:g}") for quantile in QUANTILES]
 
 
-PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
-    ("Time to ready", "s", _quantiles("tidekv_ready_seconds", "outcome")),
-    ("Time in state", "s", _quantiles("tidekv_state_seconds", "state")),
-    ("Tokens by source", "short", _rate("tidekv_tokens_total", "source")),
-    ("Bytes by source", "Bps", _rate("tidekv_bytes_total", "source")),
-    ("Pages promised, asked, extended, delivered, wasted", "short", _rate("tidekv_pages_total", "what")),
-    ("Extends by cause", "short", _rate("tidekv_cuts_total", "cause")),
-    ("Pages of storage declined by cause", "short", _rate("tidekv_declined_pages_total", "cause")),
-    ("Circuit breaker of storage", "bool", [("tidekv_storage_breaker_open", "open")]),
-    ("Device pages", "short", [('tidekv_pool_pages{pool="device"}', "{{condition}}")]),
-    ("Host pages", "short", [('tidekv_pool_pages{pool="host"}', "{{condition}}")]),
-    ("Pages of components by pool", "short", [("tidekv_component_pool_pages", "{{component}} {{pool}} {{condition}}")]),
+def _quantile(quantile: float, metric: str, label: str = "") -> str:
+    labels = f"le, {label}" if label else "le"
+    return f"histogram_quantile({quantile}, sum by ({labels}) (rate({metric}_bucket{{{HERE}}}[$__rate_interval])))"
+
+
+def _pages(metric: str, label: str, only: str) -> list[tuple[str, str]]:
+    return [(f"sum by ({label}) ({metric}{{{HERE}, {only}}})", f"{{{{{label}}}}}")]
+
+
+TOKENS = f"rate(tidekv_tokens_total{{{HERE}}}[$__rate_interval])"
+CACHED_TOKENS = f'rate(tidekv_tokens_total{{{HERE}, source=~"l1|l2|l3"}}[$__rate_interval])'
+HIT_RATE = f"sum({CACHED_TOKENS}) / sum({TOKENS})"
+ENDED = f"rate(tidekv_requests_ended_total{{{HERE}}}[$__rate_interval])"
+FAILED = f'rate(tidekv_requests_ended_total{{{HERE}, outcome!="ready"}}[$__rate_interval])'
+USE = 'condition=~"free|owned|evictable|protected|draining"'
+
+ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
-        "Pages of components asked, loaded, cloned, backed up, left",
-        "short",
-        [("sum by (component, what) (rate(tidekv_component_pages_total[$__rate_interval]))", "{{component}} {{what}}")],
+        "Overview",
+        (
+            Panel(
+                title="Requests",
+                description="Requests per second that asked for a restore.",
+                unit="reqps",
+                targets=[(f"sum(rate(tidekv_requests_arrived_total{{{HERE}}}[$__rate_interval]))", "")],
+                kind="stat",
+                width=4,
+            ),
+            Panel(
+                title="Hit rate",
+                description="Share of prompt tokens restored from device, host or storage, which prefill did not send.",
+                unit="percentunit",
+                targets=[(HIT_RATE, "")],
+                kind="stat",
+                width=4,
+            ),
+            Panel(
+                title="Restore, p50",
+                description="Median time from arrival to READY.",
+                unit="s",
+                targets=[(_quantile(0.5, "tidekv_ready_seconds"), "")],
+                kind="stat",
+                width=4,
+                limits=(("orange", 0.5), ("red", 2)),
+            ),
+            Panel(
+                title="Restore, p99",
+                description="99th percentile of the time from arrival to READY.",
+                unit="s",
+                targets=[(_quantile(0.99, "tidekv_ready_seconds"), "")],
+                kind="stat",
+                width=4,
+                limits=(("orange", 1), ("red", 5)),
+            ),
+            Panel(
+                title="Failed restores",
+                description="Share of restores that ended in a failure. A failed cache tier alone fails no restore.",
+                unit="percentunit",
+                targets=[(f"(sum({FAILED}) or vector(0)) / sum({ENDED})", "")],
+                kind="stat",
+                width=4,
+                limits=(("orange", 0.001), ("red", 0.01)),
+            ),
+            Panel(
+                title="Device memory in use",
+                description="Share of device pages that cannot be had now: owned, draining, or cached and locked.",
+                unit="percentunit",
+                targets=[
+                    (
+                        f'sum(tidekv_pool_pages{{{HERE}, pool="device", condition=~"owned|draining|protected"}})'
+                        f' / sum(tidekv_pool_pages{{{HERE}, pool="device", condition="total"}})',
+                        "",
+                    )
+                ],
+                kind="stat",
+                width=4,
+                limits=(("orange", 0.8), ("red", 0.95)),
+            ),
+        ),
     ),
-    ("Requests by state", "short", [("tidekv_requests", "{{state}}")]),
-    ("Restores by outcome", "short", _rate("tidekv_requests_ended_total", "outcome")),
-    ("Copies and calls to storage", "s", _quantiles("tidekv_call_seconds", "call")),
-    ("Failed copies and calls to storage", "short", _rate("tidekv_calls_failed_total", "call")),
-    ("Evicted pages", "short", _rate("tidekv_evicted_pages_total", "tier")),
-    ("Pages evicted over a namespace's share", "short", _rate("tidekv_evicted_over_share_pages_total", "instance")),
-    ("Device pages withheld by prefill", "short", [("tidekv_prefill_pages", "{{prefill}}")]),
-    ("Counters of the core", "short", _rate("tidekv_core_total", "what")),
-    ("Rules that raised", "short", _rate("tidekv_raises_total", "rule")),
-    ("Events", "short", _rate("tidekv_events_total", "type")),
-    ("Lag of the event loop", "s", _quantiles("tidekv_loop_lag_seconds", "instance")),
-    ("Votes of the ranks", "s", _quantiles("tidekv_vote_seconds", "instance")),
-    ("CPU of the pollers", "percentunit", _rate("tidekv_poller_cpu_seconds_total", "poller")),
-    ("Parts of the engine", "short", [("tidekv_engine", "{{part}} {{name}}")]),
+    (
+        "Requests",
+        (
+            Panel(
+                title="Time to ready",
+                description="From arrival to READY, by quantile.",
+                unit="s",
+                targets=_quantiles("tidekv_ready_seconds", "outcome"),
+            ),
+            Panel(
+                title="Time in state",
+                description="Where restores wait: PREALLOC is memory, PREFETCH storage, LOCAL_RESTORE the copy, "
+                "TRANSFER prefill.",
+                unit="s",
+                targets=_quantiles("tidekv_state_seconds", "state"),
+            ),
+            Panel(
+                title="Requests by state",
+                description="Live requests. A growing PREALLOC means that device memory is short.",
+                unit="short",
+                targets=[(f"sum by (state) (tidekv_requests{{{HERE}}})", "{{state}}")],
+                stacked=True,
+            ),
+            Panel(
+                title="Restores by outcome",
+                description="Restores per second that are ready, or failed by cause (errors.md explains each cause).",
+                unit="reqps",
+                targets=_per_second("tidekv_requests_ended_total", "outcome"),
+            ),
+        ),
+    ),
+    (
+        "Sources",
+        (
+            Panel(
+                title="Hit rate",
+                description="Share of prompt tokens by each tier, and by all together.",
+                unit="percentunit",
+                targets=[
+                    (HIT_RATE, "all tiers"),
+                    (f"sum by (source) ({CACHED_TOKENS}) / scalar(sum({TOKENS}))", "{{source}}"),
+                ],
+            ),
+            Panel(
+                title="Tokens by source",
+                description="Prompt tokens per second of READY requests.",
+                unit="short",
+                targets=_per_second("tidekv_tokens_total", "source"),
+                stacked=True,
+            ),
+            Panel(
+                title="Bytes by source",
+                description="KV bytes per second of READY requests.",
+                unit="Bps",
+                targets=_per_second("tidekv_bytes_total", "source"),
+                stacked=True,
+            ),
+            Panel(
+                title="Pages promised, asked, extended, delivered, wasted",
+                description="What prefill was promised and asked for. Much that is wasted means rooms that were left.",
+                unit="short",
+                targets=_per_second("tidekv_pages_total", "what"),
+            ),
+            Panel(
+                title="Extends by cause",
+                description="Promises that were withdrawn, so that prefill sent more.",
+                unit="short",
+                targets=_per_second("tidekv_cuts_total", "cause"),
+            ),
+            Panel(
+                title="Device pages withheld by prefill",
+                description="Pages that requests of each prefill hold before READY, and its quarantine. "
+                "The quota is engine.admission.prefill_share.",
+                unit="short",
+                targets=[(f"sum by (prefill) (tidekv_prefill_pages{{{HERE}}})", "{{prefill}}")],
+            ),
+        ),
+    ),
+    (
+        "Memory",
+        (
+            Panel(
+                title="Device pages",
+                description="Evictable pages are cached and can be had at once; protected ones are locked or pinned.",
+                unit="short",
+                targets=_pages("tidekv_pool_pages", "condition", f'pool="device", {USE}'),
+                stacked=True,
+            ),
+            Panel(
+                title="Host pages",
+                description="Evictable pages are cached and can be had at once; protected ones are locked or pinned.",
+                unit="short",
+                targets=_pages("tidekv_pool_pages", "condition", f'pool="host", {USE}'),
+                stacked=True,
+            ),
+            Panel(
+                title="Evicted pages",
+                description="Pages per second that left the index, by tier.",
+                unit="short",
+                targets=_per_second("tidekv_evicted_pages_total", "tier"),
+            ),
+            Panel(
+                title="Pages evicted over a namespace's share",
+                description="Pages per second that a namespace lost because it was above engine.namespace_share.",
+                unit="short",
+                targets=_per_second("tidekv_evicted_over_share_pages_total", "instance"),
+            ),
+        ),
+    ),
+    (
+        "Storage and copies",
+        (
+            Panel(
+                title="Copies and calls to storage",
+                description="Duration by kind of call and quantile.",
+                unit="s",
+                targets=_quantiles("tidekv_call_seconds", "call"),
+            ),
+            Panel(
+                title="Failed copies and calls to storage",
+                description="Failures per second by kind of call. Restores go on by transfer.",
+                unit="short",
+                targets=_per_second("tidekv_calls_failed_total", "call"),
+            ),
+            Panel(
+                title="Circuit breaker of storage",
+                description="1 while storage is not used because its calls failed or were too slow.",
+                unit="bool",
+                targets=[(f"tidekv_storage_breaker_open{{{HERE}}}", "{{instance}}")],
+            ),
+            Panel(
+                title="Pages of storage declined by cause",
+                description="Pages that storage had and that were not fetched.",
+                unit="short",
+                targets=_per_second("tidekv_declined_pages_total", "cause"),
+            ),
+        ),
+    ),
+    (
+        "Windows and states",
+        (
+            Panel(
+                title="Pages of components by pool",
+                description="Pages of sliding windows and records of states. Empty without components.",
+                unit="short",
+                targets=[
+                    (
+                        f"sum by (component, pool, condition) (tidekv_component_pool_pages{{{HERE}, {USE}}})",
+                        "{{component}} {{pool}} {{condition}}",
+                    )
+                ],
+            ),
+            Panel(
+                title="Pages of components asked, loaded, cloned, backed up, left",
+                description="Pages per second by component. Empty without components.",
+                unit="short",
+                targets=[
+                    (
+                        f"sum by (component, what) (rate(tidekv_component_pages_total{{{HERE}}}[$__rate_interval]))",
+                        "{{component}} {{what}}",
+                    )
+                ],
+            ),
+        ),
+    ),
+    (
+        "Process",
+        (
+            Panel(
+                title="Lag of the event loop",
+                description="How late the loop was while there was work. Above 50 ms something blocks it.",
+                unit="s",
+                targets=_quantiles("tidekv_loop_lag_seconds", "instance"),
+            ),
+            Panel(
+                title="CPU of the pollers",
+                description="Share of one core that each poller's thread uses.",
+                unit="percentunit",
+                targets=_per_second("tidekv_poller_cpu_seconds_total", "poller"),
+            ),
+            Panel(
+                title="Rules that raised",
+                description="Always zero. Anything else is a bug of tidekv: please report it with the journal.",
+                unit="short",
+                targets=_per_second("tidekv_raises_total", "rule"),
+            ),
+            Panel(
+                title="Votes of the ranks",
+                description="Time that ranks need to agree. Empty with one rank.",
+                unit="s",
+                targets=_quantiles("tidekv_vote_seconds", "instance"),
+            ),
+            Panel(
+                title="Events",
+                description="Events per second that the core took.",
+                unit="short",
+                targets=_per_second("tidekv_events_total", "type"),
+            ),
+            Panel(
+                title="Counters of the core",
+                description="What the core counts of its own, per second.",
+                unit="short",
+                targets=_per_second("tidekv_core_total", "what"),
+            ),
+            Panel(
+                title="Parts of the engine",
+                description="Numbers of DecodeEngine.statistics(), as they are.",
+                unit="short",
+                targets=[(f"tidekv_engine{{{HERE}}}", "{{instance}} {{part}} {{name}}")],
+                width=24,
+            ),
+        ),
+    ),
 )
+ROW_HEIGHT, STAT_HEIGHT, PLOT_HEIGHT = 1, 4, 8
+LATER = ("Windows and states", "Process")
+"""Rows that are collapsed at first."""
 
 
 def dashboard() -> dict[str, object]:
     """Return the dashboard in the form that Grafana imports."""
-    panels = [
-        {
-            "id": number + 1,
-            "type": "timeseries",
+    ids = count(1)
+    placed: list[dict[str, object]] = []
+    y = 0
+    for title, panels in ROWS:
+        is_collapsed = title in LATER
+        row: dict[str, object] = {
+            "id": next(ids),
+            "type": "row",
             "title": title,
-            "datasource": {"type": "prometheus", "uid": "${datasource}"},
-            "gridPos": {"x": number % COLUMNS * WIDTH, "y": number // COLUMNS * HEIGHT, "w": WIDTH, "h": HEIGHT},
-            "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
-            "targets": [
-                {"refId": chr(ord("A") + at), "expr": query, "legendFormat": legend}
-                for at, (query, legend) in enumerate(targets)
-            ],
+            "collapsed": is_collapsed,
+            "gridPos": {"x": 0, "y": y, "w": COLUMNS, "h": ROW_HEIGHT},
         }
-        for number, (title, unit, targets) in enumerate(PANELS)
-    ]
+        y += ROW_HEIGHT
+        inner: list[dict[str, object]] = []
+        x = 0
+        for panel in panels:
+            height = STAT_HEIGHT if panel.kind == "stat" else PLOT_HEIGHT
+            inner.append(_panel(panel, next(ids), {"x": x, "y": y, "w": panel.width, "h": height}))
+            x += panel.width
+            if x + panel.width > COLUMNS:
+                x, y = 0, y + height
+        if x:
+            y += height
+        # Grafana keeps the panels of a collapsed row inside of it.
+        placed += [row | {"panels": inner}] if is_collapsed else [row | {"panels": []}, *inner]
     source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"}
+    instance = {
+        "name": "instance",
+        "type": "query",
+        "label": "Worker",
+        "datasource": {"type": "prometheus", "uid": "${datasource}"},
+        "query": {"query": "label_values(tidekv_requests_arrived_total, instance)", "refId": "instance"},
+        "refresh": 2,
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
     return {
         "uid": "tidekv",
         "title": "tidekv",
+        "description": "Decode workers with tidekv: restores, sources of KV, memory, storage, process.",
         "schemaVersion": 39,
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
-        "templating": {"list": [source]},
-        "panels": panels,
+        "graphTooltip": 1,
+        "templating": {"list": [source, instance]},
+        "panels": placed,
+    }
+
+
+def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, object]:
+    defaults: dict[str, object] = {"unit": panel.unit}
+    options: dict[str, object] = {}
+    if panel.unit == "percentunit":
+        defaults["min"] = 0
+    if panel.kind == "stat":
+        colors: list[dict[str, object]] = [{"color": "green", "value": None}]
+        colors += [{"color": color, "value": value} for color, value in panel.limits]
+        defaults |= {"thresholds": {"mode": "absolute", "steps": colors}, "noValue": "no data"}
+        options = {"colorMode": "value", "graphMode": "area", "reduceOptions": {"calcs": ["lastNotNull"]}}
+    else:
+        custom: dict[str, object] = {"lineWidth": 1, "fillOpacity": 10}
+        if panel.stacked:
+            custom |= {"stacking": {"mode": "normal"}, "fillOpacity": 40}
+        defaults["custom"] = custom
+        options = {
+            "tooltip": {"mode": "multi", "sort": "desc"},
+            "legend": {"displayMode": "list", "placement": "bottom"},
+        }
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": {"type": "prometheus", "uid": "${datasource}"},
+        "gridPos": place,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": options,
+        "targets": [
+            {
+                "refId": chr(ord("A") + at),
+                "datasource": {"type": "prometheus", "uid": "${datasource}"},
+                "expr": query,
+                "legendFormat": legend,
+            }
+            for at, (query, legend) in enumerate(panel.targets)
+        ],
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import urllib.request
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from tests.support.waits import LIMIT_S
 from tidekv import InvalidConfig, InvalidRequest, Replayer, RequestFailed, open_storage
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
 from tidekv.engine.trace import top
-from tools.grafana_dashboard import dashboard_text
 from tools.metrics_page import metric_families, with_metrics
 
 PROMPT = list(range(100, 122))
@@ -111,22 +109,7 @@ def test_top_of_nobody_is_one_clear_error() -> None:
         top.scrape("127.0.0.1:9")
 
 
-def test_dashboard_shows_every_metric_and_no_other() -> None:
-    asked = {
-        name.removesuffix("_total").removesuffix("_bucket") for name in re.findall(r"tidekv_[a-z_]+", dashboard_text())
-    }
-    there = {family.name for family in metric_families()}
-    assert asked <= there
-    # A count that the outcomes panel also shows, a metric that no panel uses, and the core's live request count.
-    assert there - asked == {"tidekv_requests_arrived", "tidekv_poller_rounds", "tidekv_live"}
-
-
 def test_list_of_metrics_in_docs_is_generated() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "observability.md").read_text()
     assert page == with_metrics(page), "python -m tools.metrics_page docs/observability.md"
     assert page.count("| `tidekv_") == len(metric_families())
-
-
-def test_dashboard_in_docs_is_generated() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
-    assert page.read_text() == dashboard_text(), "python -m tools.grafana_dashboard > docs/grafana.json"
