@@ -70,10 +70,14 @@ class FetchComponent(Operation, frozen=True, kw_only=True):
 
 
 class CopyToDevice(Operation, frozen=True, kw_only=True):
-    """Copy host pages to device pages → CopyEnded."""
+    """Copy host pages to device pages → CopyEnded.
+
+    With `by_layer`, layer 0 of all pages comes first, and LayersCopied reports each layer but the last one.
+    """
 
     host_pages: PageIds
     device_pages: PageIds
+    by_layer: bool = False
 
 
 class CopyToHost(Operation, frozen=True, kw_only=True):
@@ -212,6 +216,39 @@ class ReportReady(Command, frozen=True, kw_only=True):
     """
     fallbacks: tuple[Fallback, ...] = ()
     """Fallbacks after raises, in order."""
+
+
+class ReportEarly(Operation, frozen=True, kw_only=True):
+    """Hand the page table to a caller that begins with the first layers → EarlyUseEnded, unless ReportReady follows.
+
+    The first `layers` layers of all pages are in place. The caller may write to the prompt's last page behind the
+    prompt, and to `reserve`.
+    """
+
+    request_id: str
+    generation: int
+    layers: int
+    pages: PageIds
+    reserve: PageIds
+
+
+class ReportLayers(Command, frozen=True, kw_only=True):
+    """Report to the caller of an early READY that the first `layers` layers of all pages are in place."""
+
+    request_id: str
+    generation: int
+    layers: int
+
+
+class ReportLayersLost(Command, frozen=True, kw_only=True):
+    """Report to the caller of an early READY that a source of its pages has failed: it must begin again.
+
+    Another ReportEarly or ReportReady follows, or ReportFailed.
+    """
+
+    request_id: str
+    generation: int
+    cause: str
 
 
 class ReportRestored(Command, frozen=True, kw_only=True):

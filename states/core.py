@@ -51,6 +51,7 @@ from tidekv.states.loads.look_ahead import LookAhead
 from tidekv.states.loads.placement import LentPlacement, TreePlacement
 from tidekv.states.loads.shared_transfers import SharedTransfers
 from tidekv.states.request.admission_queue import Queue
+from tidekv.states.request.early_ready import EarlyReady
 from tidekv.states.request.guards_and_actions import Actions
 from tidekv.states.request.lending import Lending
 from tidekv.states.request.lent_ends import LentEnds
@@ -98,6 +99,7 @@ class Core:
         self.lending = Lending(self.state, self.storage, self.rooms, self.offers)
         self.write_back = WriteBack(self.state, self.storage, self.backups)
         self.lookahead = LookAhead(self.state, self.storage)
+        self.early = EarlyReady(self.state, self.rooms)
         self.restore = Restore(
             self.state,
             self.storage,
@@ -108,6 +110,7 @@ class Core:
             self.component_pages,
             self.backups,
             self.lending,
+            self.early,
         )
         self.serving = Serving(self.state, self.restore, self.backups)
         self.actions = Actions(
@@ -135,10 +138,8 @@ class Core:
         }
         self._takers: dict[type[Event], Callable[..., None]] = {
             events.RequestArrived: self._arrived,
-            events.AbortRequested: self._to_request,
-            events.GrowthTaken: self._to_request,
-            events.FinishRequested: self._to_request,
-            events.RetractRequested: self._to_request,
+            **dict.fromkeys((events.AbortRequested, events.GrowthTaken), self._to_request),
+            **dict.fromkeys((events.FinishRequested, events.RetractRequested), self._to_request),
             events.RetractedDropped: self._retracted_dropped,
             events.PagesOffered: self._pages_offered,
             events.FlushRequested: self._flush_requested,
@@ -146,9 +147,9 @@ class Core:
             events.PolicyChanged: self.storage.policy_changed,
             events.ClockAdvanced: self._time_passed,
             **dict.fromkeys(events.Outcome.__args__, self._operation_ended),
+            events.LayersCopied: self.loads.layers_copied,
             events.PromiseSent: self._promise_sent,
-            events.ChunkLanded: self._to_room,
-            events.AuxLanded: self._to_room,
+            **dict.fromkeys((events.ChunkLanded, events.AuxLanded), self._to_room),
             events.RoomRefused: self._room_refused,
             events.RoomFailed: self._room_failed,
             events.RoomDrained: self._room_drained,
@@ -432,6 +433,8 @@ class Core:
                 state.dirty.pop(request, None)
             if request.loads and self.shared_transfers.waits_for(request) is not None:
                 state.run_guarded(partial(self.shared_transfers.watch, request))
+            if request.early:
+                state.run_guarded(partial(self.early.look, request))
         elif takes(request, events.StorageDue):
             self.fire(request, events.StorageDue(at_s=at_s))
 

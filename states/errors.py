@@ -246,3 +246,19 @@ class RequestFailed(TidekvError):
         self.request_id = request_id
         self.cause = cause
         self.detail = detail
+
+
+class LayersLost(TidekvError):
+    """A source of a request's pages failed after its early READY. `cause` is the reason.
+
+    Stop what uses the pages, then wait for layer 0 and begin again with the request's pages and first token as they are
+    then.
+    """
+
+    def __init__(self, request_id: str, cause: str) -> None:
+        super().__init__(
+            f"request {request_id!r}: layers of its pages were lost: {cause}; stop using the pages, then wait for"
+            " layer 0 and begin again"
+        )
+        self.request_id = request_id
+        self.cause = cause

@@ -68,6 +68,8 @@ class RequestArrived(Event, frozen=True, kw_only=True):
     can_recompute: bool = False
     lent_pages: tuple[int, ...] = ()
     held_pages: int = 0
+    early: bool = False
+    """Whether the caller begins with the first layer, and waits for each further one (`ReportEarly`)."""
 
 
 class AbortRequested(Event, frozen=True, kw_only=True):
@@ -191,6 +193,13 @@ class CopyEnded(Event, frozen=True, kw_only=True):
     intact: int | None = None
 
 
+class LayersCopied(Event, frozen=True, kw_only=True):
+    """The first `layers` layers of all pages of a copy by layer are in place. The copy continues."""
+
+    op: int
+    layers: int
+
+
 class PagesStored(Event, frozen=True, kw_only=True):
     """The first `stored` pages of a put are in storage. Its source pages are not read any more.
 
@@ -212,6 +221,13 @@ class StorageProbed(Event, frozen=True, kw_only=True):
 
 class Recomputed(Event, frozen=True, kw_only=True):
     """The caller has computed the rest of the prompt, first token included, or failed with an error."""
+
+    op: int
+    error: str = ""
+
+
+class EarlyUseEnded(Event, frozen=True, kw_only=True):
+    """The caller neither reads nor writes the pages of an early READY any more; it was lost, or is aborted."""
 
     op: int
     error: str = ""
@@ -352,7 +368,14 @@ class TransitionRaised(Event, frozen=True, kw_only=True):
 
 
 Outcome: TypeAlias = (
-    StorageAnswered | PagesFetched | CopyEnded | PagesStored | StorageProbed | Recomputed | CommandRaised
+    StorageAnswered
+    | PagesFetched
+    | CopyEnded
+    | PagesStored
+    | StorageProbed
+    | Recomputed
+    | EarlyUseEnded
+    | CommandRaised
 )
 """Events that end an operation of the core."""
 
@@ -371,9 +394,11 @@ AnyEvent = (
     | StorageAnswered
     | PagesFetched
     | CopyEnded
+    | LayersCopied
     | PagesStored
     | StorageProbed
     | Recomputed
+    | EarlyUseEnded
     | CommandRaised
     | PromiseSent
     | ChunkLanded

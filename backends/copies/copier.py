@@ -8,6 +8,7 @@ nothing touches its pages any more. The caller decides how many may be in flight
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias
@@ -15,11 +16,12 @@ from typing import Final, TypeAlias
 import numpy.typing as npt
 
 from tidekv.backends.checksums import HostChecksums
+from tidekv.backends.completions import Completions
 from tidekv.backends.copies.cpu_moves import PageCloner, PageMover
 from tidekv.backends.copies.cuda import CopyChoice, CudaMover, StagedCloner, Told
 from tidekv.backends.copies.lanes import NOT_RUNNING, TO_DEVICE, TO_HOST, CopyLanes
 from tidekv.backends.copies.pieces import check_layer, layer_count
-from tidekv.backends.copies.stream_lane import Move
+from tidekv.backends.copies.stream_lane import Layers, Move
 from tidekv.backends.copies.streams import InlineMark, Mark, Streams, streams_of
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
@@ -143,11 +145,17 @@ class PageCopier:
         sources, targets = self._device.check_pages(device_pages), host.check_pages(host_pages)
         return self._submit(TO_HOST, partial(mover.to_host, sources, targets), len(sources), len(targets))
 
-    def to_device_by_layer(self, host_pages: Pages, device_pages: Pages) -> LayeredCopy:
+    def to_device_by_layer(
+        self, host_pages: Pages, device_pages: Pages, on_layers: Callable[[int], None] | None = None
+    ) -> LayeredCopy:
         """Copy as `to_device`, layer 0 of all pages first, and mark each layer as it arrives.
 
+        `on_layers` is called on the loop with the number of layers in place, for each layer but the last one, whose
+        arrival is the end of the copy.
+
         A layer is that of all groups which have one of that number. This takes more of the device than `to_device`, or
-        more launches: for a forward pass that waits.
+        more launches: for a forward pass that waits. With checksums all layers arrive at the end, once they are
+        verified.
         """
         host, mover = self._both()
         sources, targets = host.check_pages(host_pages), self._device.check_pages(device_pages)
@@ -157,7 +165,12 @@ class PageCopier:
             launched=asyncio.get_running_loop().create_future(),
         )
         move = partial(_by_layer, mover, sources, targets, copy.told, copy.layer_count)
-        copy.done = self._submit(TO_DEVICE, move, len(sources), len(targets), launched=copy.launched)
+        copy.done = self._submit(
+            TO_DEVICE, move, len(sources), len(targets), launched=copy.launched, layers=copy.marked
+        )
+        if on_layers is not None:
+            for layers, arrived in enumerate(copy.arrived[:-1], 1):
+                arrived.add_done_callback(partial(_report_layers, on_layers, layers))
         return copy
 
     def clone(self, source_pages: Pages, target_pages: Pages) -> asyncio.Future[None]:
@@ -201,6 +214,7 @@ class PageCopier:
         target_count: int,
         *,
         launched: asyncio.Future[None] | None = None,
+        layers: Layers | None = None,
     ) -> asyncio.Future[None]:
         if source_count != target_count:
             raise InvalidRequest(f"copy {direction}: {source_count} source pages for {target_count} destination pages")
@@ -209,7 +223,7 @@ class PageCopier:
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # The lane settles a future of its own: the caller may cancel the outcome, and the copy still has an end.
         lane, is_small = TO_DEVICE if direction == CLONE else direction, source_count <= self._small_pages_max
-        ended = self._lanes.submit(lane, move, is_small=is_small, launched=launched)
+        ended = self._lanes.submit(lane, move, is_small=is_small, launched=launched, layers=layers)
         self._submitted += 1
         self._in_flight.add(ended)
         ended.add_done_callback(partial(self._settle, direction, source_count, outcome))
@@ -273,8 +287,8 @@ def _small_pages(mover: Mover | None, cloner: StagedCloner | PageCloner, page_by
 
 
 def _by_layer(mover: Mover, sources: PageIndex, targets: PageIndex, told: Told, layers: int) -> None:
-    """Copy layer by layer; without streams copy everything at once, and mark the layers then."""
-    if isinstance(mover, CudaMover):
+    """Copy layer by layer; with checksums copy and verify everything, and mark the layers then."""
+    if not isinstance(mover, CheckedMover):
         mover.to_device_by_layer(sources, targets, told)
         return
     mover.to_device(sources, targets)
@@ -282,18 +296,28 @@ def _by_layer(mover: Mover, sources: PageIndex, targets: PageIndex, told: Told, 
         told(InlineMark())
 
 
+def _report_layers(on_layers: Callable[[int], None], layers: int, arrived: asyncio.Future[None]) -> None:
+    # An error is reported by the end of the copy.
+    if not arrived.cancelled() and arrived.exception() is None:
+        on_layers(layers)
+
+
 class LayeredCopy:
     """A layered copy, as returned by `PageCopier.to_device_by_layer`. Its pages belong to it until `done` has ended.
 
     `launched` ends when the copy is in its stream, long before it is made; from then on `follow(layer)` orders the
-    caller's stream behind a layer. `done` is the copy's outcome: if it raises, results computed from its pages are
-    garbage. Without streams, all layers arrive at once, before `launched` ends.
+    caller's stream behind a layer. `arrived[layer]` ends when the layer's bytes are in place; if the copy fails, some
+    of these futures may never end. `done` is the copy's outcome: if it raises, results computed from its pages are
+    garbage. Without streams, `launched` ends after the last layer has arrived.
     """
 
     def __init__(self, *, layer_count: int, streams: Streams, launched: asyncio.Future[None]) -> None:
         self.layer_count = layer_count
         self.launched = launched
         self.done: asyncio.Future[None]
+        loop = asyncio.get_running_loop()
+        self.arrived: tuple[asyncio.Future[None], ...] = tuple(loop.create_future() for _ in range(layer_count))
+        self._arrivals = Completions(loop)
         self._streams = streams
         self._marks: list[Mark] = []
 
@@ -313,6 +337,12 @@ class LayeredCopy:
     def told(self, mark: Mark) -> None:
         """Add the next layer's mark. Called by the launch of the copy, before `launched` ends."""
         self._marks.append(mark)
+        if isinstance(mark, InlineMark):
+            self._arrivals.deliver([(self.arrived[len(self._marks) - 1], None)])
+
+    def marked(self) -> list[tuple[Mark, asyncio.Future[None]]]:
+        """Return the marks of the launched layers, each with the future of its arrival."""
+        return list(zip(self._marks, self.arrived, strict=False))
 
     def _mark(self, layer: int) -> Mark:
         check_layer(layer, of=self.layer_count)

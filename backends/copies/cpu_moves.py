@@ -7,11 +7,13 @@ reach a quarter of it; memmove by ctypes loses to its call overhead below 64 KiB
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
 
+from tidekv.backends.copies.pieces import layer_count
+from tidekv.backends.copies.streams import InlineMark, Mark
 from tidekv.backends.device.pool import DevicePool, PoolGroup
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.memory import PageIndex
@@ -41,6 +43,7 @@ class PageMover:
     def __init__(self, device: DevicePool, host: HostPool) -> None:
         starts = [start for _, start in group_offsets(host.layout)]
         self._groups = [_GroupMover(group, host, start) for group, start in zip(device.groups, starts, strict=True)]
+        self._layers = layer_count(device)
         self.steps_a_page = sum(group.steps_a_page for group in self._groups)
         """Assignments for one page without neighbors."""
 
@@ -49,6 +52,14 @@ class PageMover:
         runs = list(page_runs(host_pages, device_pages))
         for group in self._groups:
             group.to_device(host_pages, device_pages, runs)
+
+    def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Callable[[Mark], None]) -> None:
+        """Copy host pages to device pages, pairwise, layer 0 of all pages first; calls `told` after each layer."""
+        runs = list(page_runs(host_pages, device_pages))
+        for layer in range(self._layers):
+            for group in self._groups:
+                group.layer_to_device(host_pages, device_pages, runs, layer)
+            told(InlineMark())
 
     def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
         """Copy device pages to host pages, pairwise."""
@@ -78,6 +89,7 @@ class _GroupMover:
     def __init__(self, group: PoolGroup, host: HostPool, start: int) -> None:
         layout = group.layout
         self._piece_bytes = layout.piece_bytes
+        self._layers, self._pieces_a_layer = layout.num_layers, layout.tensors_per_layer
         self._rows = [row.numpy() for row in group.rows]
         self._block = None if group.block is None else group.block.numpy()
         # [pages, pieces, piece_bytes], and the same seen piece by piece; a view, since only the last axis is cut.
@@ -91,13 +103,24 @@ class _GroupMover:
         if self._block is not None:
             for source, target, count in runs:
                 self._block[:, target : target + count] = self._pages[source : source + count].swapaxes(0, 1)
-        elif self._worth_assigning(len(runs), len(host_pages)):
-            for row, part in zip(self._rows, self._parts, strict=True):
-                for source, target, count in runs:
-                    row[target : target + count] = part[source : source + count]
         else:
-            for row, part in zip(self._rows, self._parts, strict=True):
+            self._pieces_to_device(range(len(self._rows)), host_pages, device_pages, runs)
+
+    def layer_to_device(self, host_pages: PageIndex, device_pages: PageIndex, runs: Runs, layer: int) -> None:
+        """Copy one layer; nothing if the group has fewer."""
+        if layer < self._layers:
+            pieces = range(layer * self._pieces_a_layer, (layer + 1) * self._pieces_a_layer)
+            self._pieces_to_device(pieces, host_pages, device_pages, runs)
+
+    def _pieces_to_device(self, pieces: range, host_pages: PageIndex, device_pages: PageIndex, runs: Runs) -> None:
+        is_worth_assigning = self._worth_assigning(len(runs), len(host_pages))
+        for piece in pieces:
+            row, part = self._rows[piece], self._parts[piece]
+            if not is_worth_assigning:
                 row[device_pages] = part[host_pages]
+                continue
+            for source, target, count in runs:
+                row[target : target + count] = part[source : source + count]
 
     def to_host(self, device_pages: PageIndex, host_pages: PageIndex, runs: Runs) -> None:
         if self._block is not None:

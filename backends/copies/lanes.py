@@ -20,7 +20,7 @@ from typing import Final
 import torch
 
 from tidekv.backends.completions import Completions, as_error
-from tidekv.backends.copies.stream_lane import Move, StreamLane
+from tidekv.backends.copies.stream_lane import Layers, Move, StreamLane
 from tidekv.backends.copies.streams import streams_of
 from tidekv.states.errors import EngineClosed
 
@@ -68,18 +68,24 @@ class CopyLanes:
             lane.stop()
 
     def submit(
-        self, direction: str, move: Move, *, is_small: bool = False, launched: asyncio.Future[None] | None = None
+        self,
+        direction: str,
+        move: Move,
+        *,
+        is_small: bool = False,
+        launched: asyncio.Future[None] | None = None,
+        layers: Layers | None = None,
     ) -> asyncio.Future[None]:
         """Make a copy; the future belongs to the lane, and ends when nothing of the copy can be written any more.
-        `launched` is settled as soon as `move` has returned. A small copy may be made before this returns. Raises
-        EngineClosed before `start` and after `close`.
+        `launched` is settled as soon as `move` has returned, on CUDA the futures of `layers` as each layer ends. A
+        small copy may be made before this returns. Raises EngineClosed before `start` and after `close`.
         """
         if self._closing or not self._lanes:
             raise EngineClosed(NOT_RUNNING)
         lane = self._lanes[direction]
         if is_small and isinstance(lane, _CopyThread) and lane.is_idle and self._taken_s < self._inline_turn_s:
             return self._make(lane, move, launched)
-        ended = lane.submit(move, launched)
+        ended = lane.submit(move, launched, layers) if isinstance(lane, StreamLane) else lane.submit(move, launched)
         self._in_flight.add(ended)
         ended.add_done_callback(self._in_flight.discard)
         return ended

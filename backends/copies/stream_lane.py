@@ -19,6 +19,8 @@ from tidekv.backends.copies.streams import Mark, Streams
 
 Move: TypeAlias = Callable[[], None]
 """Enqueues a copy on the current stream, or makes it."""
+Layers: TypeAlias = "Callable[[], list[tuple[Mark, asyncio.Future[None]]]]"
+"""Returns the marks of a launched copy's layers, each with the future of its arrival."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class _Launch:
     after: Mark
     launched: asyncio.Future[None] | None
     ended: asyncio.Future[None]
+    layers: Layers | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,15 @@ class StreamLane:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, move: Move, launched: asyncio.Future[None] | None = None) -> asyncio.Future[None]:
+    def submit(
+        self, move: Move, launched: asyncio.Future[None] | None = None, layers: Layers | None = None
+    ) -> asyncio.Future[None]:
         """Launch `move` behind the present work of the caller's current stream; the future ends when the device is done
-        with it, successful or not. `launched` is settled when it was launched, or could not be.
+        with it, successful or not. `launched` is settled when it was launched, or could not be, the futures of
+        `layers` as the device reaches their marks.
         """
         ended: asyncio.Future[None] = self._loop.create_future()
-        self._new.put(_Launch(move, self._streams.current().mark(), launched, ended))
+        self._new.put(_Launch(move, self._streams.current().mark(), launched, ended, layers))
         return ended
 
     def stop(self) -> None:
@@ -76,6 +82,8 @@ class StreamLane:
             flight = self._launch(item)
             if item.launched is not None:
                 self._outcomes.deliver([(item.launched, None)])
+            for mark, arrived in () if item.layers is None else item.layers():
+                self._flying.put(_Flight(mark, None, arrived))
             self._flying.put(flight)
         self._flying.put(None)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final, Protocol, runtime_checkable
 
 from tidekv.backends.base import Poller
@@ -185,3 +186,15 @@ def check_pairs(keys: Sequence[bytes], pages: PageIds, *, page_count: int, disti
 def leading(flags: Sequence[bool]) -> int:
     """Return the number of True flags before the first False one. Keys form a chain: pages after a gap are useless."""
     return next((at for at, flag in enumerate(flags) if not flag), len(flags))
+
+
+def ranges_of(flags: Sequence[bool], first: int) -> tuple[tuple[int, int], ...]:
+    """Return the ranges [begin, end) of positions with a set flag; the first flag is that of position `first`."""
+    ranges = []
+    at = first
+    for is_here, run in groupby(flags):
+        end = at + sum(1 for _ in run)
+        if is_here:
+            ranges.append((at, end))
+        at = end
+    return tuple(ranges)

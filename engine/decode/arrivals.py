@@ -88,6 +88,7 @@ class Arrivals:
             can_recompute=runtime.calls.last_resort is not None,
             lent_pages=() if lent_pages is None else tuple(lent_pages),
             held_pages=held_pages,
+            early=request.early and lent_pages is None and runtime.rank_group is None,
         )
         # From here on the id is live and the event is posted: both or neither, even if a statement in between raises.
         try:
@@ -106,3 +107,4 @@ class Arrivals:
         if runtime.calls.serial_of(request_id) == serial:
             cause, at_s = "cancelled by the caller", runtime.front.clock()
             runtime.front.post(events.AbortRequested(at_s=at_s, request_id=request_id, cause=cause))
+            runtime.calls.end_use(request_id)

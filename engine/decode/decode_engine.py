@@ -94,6 +94,7 @@ class DecodeEngine:
         await self._runtime.start()
         self._driver = self._runtime.front
         self._growth = Growth(self._calls, self._driver, page_size=self.layout.page_size)
+        self._calls.on_grown = self._growth.note
         self._arrivals = Arrivals(self._runtime)
         self._lending = LentCalls(self._runtime, self._arrivals)
         return self
@@ -113,6 +114,7 @@ class DecodeEngine:
     async def restore(self, request: DecodeRequest) -> ReadyRequest:
         """Restore the prompt's KV onto the device. The caller owns the pages until finish, retract or abort.
 
+        With `request.early` it returns when the first layer is in place (`ReadyRequest.wait_layer`).
         Raises InvalidRequest (nothing was changed), CapacityError (the queue is full), RequestFailed, EngineClosed.
         Cancelling the awaiting task aborts the request.
         """
@@ -207,6 +209,7 @@ class DecodeEngine:
         checked(request_id, Text, "request_id")
         serial = self._calls.serial_of(request_id)
         if serial is None or self._calls.is_given_back(request_id):
+            self._calls.end_use(request_id)  # It may have failed after an early READY.
             return False
         self._driver.post(events.AbortRequested(at_s=self._driver.clock(), request_id=request_id))
         self._calls.mark_aborted(request_id)

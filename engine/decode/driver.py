@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tidekv.engine.log import engine_log
-from tidekv.states.commands import Command, ReportReady, ReportRestored
+from tidekv.states.commands import Command, ReportEarly, ReportLayers, ReportReady, ReportRestored
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import (
@@ -64,7 +64,7 @@ CALLS = frozenset(
     )
 )
 """Calls and the clock: taken if no completion waits."""
-RESTORED = frozenset((ReportReady, ReportRestored))
+RESTORED = frozenset((ReportReady, ReportEarly, ReportLayers, ReportRestored))
 """Commands that resolve the calls of restored requests: performed before everything else of their step."""
 
 

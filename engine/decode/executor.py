@@ -18,11 +18,10 @@ import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 from tidekv.backends.keys.chain import namespace_seed
-from tidekv.backends.storage.base import leading
+from tidekv.backends.storage.base import leading, ranges_of
 from tidekv.engine.decode.pending_calls import own_cancels_only
 from tidekv.states import commands, events
 from tidekv.states.errors import PagesDamaged, TidekvError
@@ -313,8 +312,15 @@ class Executor:
 
     def _copy_to_device(self, command: commands.CopyToDevice) -> None:
         assert self._copier is not None, "the core copies only where there is a host pool"
-        copied = self._copier.to_device(command.host_pages, command.device_pages)
+        if command.by_layer:
+            report = partial(self._layers_copied, command.op)
+            copied = self._copier.to_device_by_layer(command.host_pages, command.device_pages, report).done
+        else:
+            copied = self._copier.to_device(command.host_pages, command.device_pages)
         copied.add_done_callback(partial(self._copied, command))
+
+    def _layers_copied(self, op: int, layers: int) -> None:
+        self._post(events.LayersCopied(at_s=self._clock(), op=op, layers=layers))
 
     def _copy_to_host(self, command: commands.CopyToHost) -> None:
         assert self._copier is not None, "the core copies only where there is a host pool"
@@ -384,15 +390,3 @@ class Executor:
 def _component_of(command: Fetch | Store) -> str:
     """Return the component of the pages that a command moves; "" for full pages."""
     return command.component if isinstance(command, commands.FetchComponent | commands.StoreComponent) else ""
-
-
-def ranges_of(flags: Sequence[bool], first: int) -> tuple[tuple[int, int], ...]:
-    """Return the ranges [begin, end) of positions with a set flag; the first flag is that of position `first`."""
-    ranges = []
-    at = first
-    for is_here, run in groupby(flags):
-        end = at + sum(1 for _ in run)
-        if is_here:
-            ranges.append((at, end))
-        at = end
-    return tuple(ranges)

@@ -40,7 +40,7 @@ class Growth:
         """See `DecodeEngine.grow`."""
         self._check(ready)
         needed = pages_needed(ready, tokens, page_size=self._page_size)
-        if needed > len(ready.reserve):
+        if needed > len(ready.reserve) and ready.layers_in_place is None:
             self._tell(ready, 0, wanted=needed - len(ready.reserve))
         return self._take(ready, tokens, needed)
 
@@ -69,7 +69,12 @@ class Growth:
     def note(self, ready: ReadyRequest, page_count: int) -> None:
         """See `DecodeEngine.note_growth`."""
         checked(page_count, Count, "page_count")
-        if self._calls.holds(ready):
+        if not self._calls.holds(ready):
+            return
+        if ready.layers is not None and not ready.layers.is_complete:
+            # Reported with READY. After a loss the caller has other pages, and these were never taken.
+            ready.layers.grown += page_count
+        else:
             self._front.post(self._event(ready, page_count))
 
     def _check(self, ready: ReadyRequest) -> LiveCall:
@@ -92,6 +97,9 @@ class Growth:
         return taken
 
     def _tell(self, ready: ReadyRequest, page_count: int, *, wanted: int = 0) -> None:
+        if ready.layers_in_place is not None:
+            self.note(ready, page_count)
+            return
         self._front.take_now(self._event(ready, page_count, wanted=wanted))
         # The request ended just now: its former pages must not be written to.
         self._calls.ready(ready)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from tidekv.engine.decode.component_pages import ready_component_pages, shared_component_pages
+from tidekv.engine.decode.layers import LayerProgress
 from tidekv.engine.decode.lent_pages import LentPages
 from tidekv.engine.decode.values import (
     DecodeRequest,
@@ -67,8 +69,15 @@ class LiveCall:
 class PendingCalls:
     """All calls in flight, and the tokens that operations still need."""
 
-    def __init__(self, *, page_size: int, last_resort: Recompute | None) -> None:
+    def __init__(self, *, page_size: int, layer_count: int, last_resort: Recompute | None) -> None:
         self.last_resort = last_resort
+        self.on_use_end: Callable[[int], None] = _ignore
+        """Called with the number of an early READY whose pages its caller does not use any more."""
+        self.on_grown: Callable[[ReadyRequest, int], None] = _ignore_growth
+        """Called with the pages that a request has taken from its reserve before it was READY."""
+        self._layer_count = layer_count
+        self._left_early: dict[str, LayerProgress] = {}
+        """Requests that have failed while their callers may still use their pages."""
         self.drop_cause = "aborted"
         """Cause for READY requests that the core drops: a caller's abort, unless a rank is lost."""
         self.on_begin: Callable[[str], None] | None = None
@@ -84,6 +93,9 @@ class PendingCalls:
         self._ended = ""
         self._tellers: dict[type[Command], Callable[..., None]] = {
             commands.ReportReady: self._tell_ready,
+            commands.ReportEarly: self._tell_early,
+            commands.ReportLayers: self._tell_layers,
+            commands.ReportLayersLost: self._tell_layers_lost,
             commands.ReportRestored: self._tell_restored,
             commands.ReportOffered: self._tell_offered,
             commands.ReportFailed: self._tell_failed,
@@ -103,6 +115,11 @@ class PendingCalls:
         """
         if request.request_id in self._live:
             raise InvalidRequest(f"request {request.request_id!r} is live already; ids are unique until they end")
+        if request.request_id in self._left_early:
+            raise InvalidRequest(
+                f"request {request.request_id!r} has failed, and its caller has not stopped using its pages: call its"
+                " wait_layer again, or abort it"
+            )
         live = LiveCall(request, prompt, serial=serial, deadline_at_s=deadline_at_s)
         if self.on_begin is not None:
             self.on_begin(request.request_id)
@@ -118,6 +135,22 @@ class PendingCalls:
     def mark_aborted(self, request_id: str) -> None:
         """Note that an abort of this live request is posted: its `restore` raises from now on."""
         self._live[request_id].is_aborted = True
+        self.end_use(request_id)
+
+    def end_use(self, request_id: str) -> None:
+        """End the caller's use of the pages of an early READY, of a live request or one that has failed. Does nothing
+        if there is none.
+        """
+        live = self._live.get(request_id)
+        ready = None if live is None else live.ready
+        layers = self._left_early.get(request_id) if ready is None else ready.layers
+        if layers is not None:
+            layers.end_use()
+
+    def end_uses(self) -> None:
+        """End the uses of all requests that have failed after an early READY, since the engine ends."""
+        for layers in list(self._left_early.values()):
+            layers.end_use()
 
     def holds(self, ready: ReadyRequest) -> bool:
         """Whether this READY request was neither given back nor aborted."""
@@ -164,8 +197,15 @@ class PendingCalls:
         return live
 
     def expect(self, ready: ReadyRequest) -> asyncio.Future[int]:
-        """Return a future for the answer to finish or retract; `unexpect` takes it back."""
+        """Return a future for the answer to finish or retract; `unexpect` takes it back. Raises as `ready`, and
+        InvalidRequest while layers are still arriving.
+        """
         live = self.ready(ready)
+        if ready.layers_in_place is not None:
+            raise InvalidRequest(
+                f"request {ready.request_id!r} has {ready.layers_in_place} of {self._layer_count} layers in place: wait"
+                " for the last one before it is given back, or abort it"
+            )
         self._tokens_left[live.core_serial] = live.prompt
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._ends[ready.request_id] = done
@@ -237,7 +277,11 @@ class PendingCalls:
                 future.set_exception(EngineClosed(words))
                 # Retrieved, so that asyncio does not report the error of a call that was cancelled.
                 future.exception()
+        for live in self._live.values():
+            if live.ready is not None and live.ready.layers is not None:
+                live.ready.layers.fail(EngineClosed(words))
         self._live.clear()
+        self._left_early.clear()
         self._ends.clear()
         self._flushes.clear()
         self._waiters.clear()
@@ -298,25 +342,86 @@ class PendingCalls:
 
     def _tell_ready(self, command: commands.ReportReady) -> None:
         live = self._live[command.request_id]
-        first_token, aux = live.first_tokens[command.generation]
+        if live.ready is None:
+            live.ready = self._ready_request(live, command)
+            self._complete(live, live.ready, command, is_renewed=False)
+        else:
+            assert live.ready.layers is not None, "a request without early READY is reported once"
+            live.ready.layers.complete(partial(self._complete, live, live.ready, command))
+        if not live.outcome.done():
+            live.outcome.set_result(live.ready)
+
+    def _complete(
+        self, live: LiveCall, ready: ReadyRequest, command: commands.ReportReady, *, is_renewed: bool
+    ) -> None:
+        """Complete what the caller knows of a READY request. With `is_renewed` it gets the pages of the report; else it
+        has them, and pages that it has taken from the reserve are reported to the core.
+        """
+        if is_renewed:
+            self._renew(live, ready, command)
         live.first_tokens.clear()
-        live.ready = ReadyRequest(
+        # A copy for the caller: the journal still has to encode the command.
+        ready.sources = dict(command.sources)
+        ready.component_pages = ready_component_pages(command.component_pages)
+        ready.fallbacks = command.fallbacks
+
+    def _ready_request(self, live: LiveCall, command: commands.ReportReady | commands.ReportEarly) -> ReadyRequest:
+        first_token, aux = live.first_tokens[command.generation]
+        return ReadyRequest(
             request_id=command.request_id,
             pages=np.array(command.pages, dtype=np.int32),
             prompt_tokens=len(live.prompt.packed) // 4,
             first_token=first_token,
             aux=aux,
-            # A copy for the caller: the journal still has to encode the command.
-            sources=dict(command.sources),
+            sources={},
             length=len(live.prompt.packed) // 4,
             packed_tokens=live.prompt.packed,
             generation=command.generation,
             reserve=deque(command.reserve),
-            component_pages=ready_component_pages(command.component_pages),
-            fallbacks=command.fallbacks,
         )
-        if not live.outcome.done():
-            live.outcome.set_result(live.ready)
+
+    def _renew(self, live: LiveCall, ready: ReadyRequest, command: commands.ReportReady | commands.ReportEarly) -> None:
+        """Give the caller the pages of a later report, if its own are not the same."""
+        fresh = self._ready_request(live, command)
+        ready.pages, ready.reserve, ready.length = fresh.pages, fresh.reserve, fresh.length
+        ready.first_token, ready.aux, ready.generation = fresh.first_token, fresh.aux, fresh.generation
+
+    def _tell_early(self, command: commands.ReportEarly) -> None:
+        live = self._live[command.request_id]
+        ready = live.ready
+        if ready is None:
+            live.ready = ready = self._ready_request(live, command)
+            ready.layers = LayerProgress(
+                command.request_id,
+                layer_count=self._layer_count,
+                on_end=partial(self._end_use, live),
+                on_grown=partial(self.on_grown, ready),
+            )
+        else:
+            self._renew(live, ready, command)
+        assert ready.layers is not None, "a READY request is not reported early"
+        ready.layers.begin(command.op, command.layers)
+        if live.is_aborted or live.outcome.cancelled():
+            ready.layers.end_use()
+        elif not live.outcome.done():
+            live.outcome.set_result(ready)
+
+    def _end_use(self, live: LiveCall, op: int) -> None:
+        request_id = live.request.request_id
+        if live.ready is not None and self._left_early.get(request_id) is live.ready.layers:
+            self._left_early.pop(request_id, None)
+        self.on_use_end(op)
+
+    def _tell_layers(self, command: commands.ReportLayers) -> None:
+        self._layers_of(command.request_id).advance(command.layers)
+
+    def _tell_layers_lost(self, command: commands.ReportLayersLost) -> None:
+        self._layers_of(command.request_id).lose(command.cause)
+
+    def _layers_of(self, request_id: str) -> LayerProgress:
+        ready = self._live[request_id].ready
+        assert ready is not None and ready.layers is not None, "layers are reported after an early READY"
+        return ready.layers
 
     def _tell_restored(self, command: commands.ReportRestored) -> None:
         live = self._live.pop(command.request_id)
@@ -364,6 +469,10 @@ class PendingCalls:
         """End a request: fail its `restore`, and its `finish` or `retract` if one was just called."""
         live = self._live.pop(error.request_id)
         self.lent.release(error.request_id)
+        if live.ready is not None and live.ready.layers is not None:
+            live.ready.layers.fail(error)
+            if live.ready.layers.is_used:
+                self._left_early[error.request_id] = live.ready.layers
         self._tokens_left.pop(live.core_serial, None)
         for future in (live.outcome, self._ends.pop(error.request_id, None)):
             if future is not None and not future.done():
@@ -412,3 +521,11 @@ async def own_cancels_only(call: Awaitable[T], whose: str) -> T:
         if task is None or task.cancelling():
             raise
         raise TidekvError(f"{whose} cancelled itself") from error
+
+
+def _ignore(op: int) -> None:
+    """Do nothing: no request was reported early yet."""
+
+
+def _ignore_growth(ready: ReadyRequest, page_count: int) -> None:
+    """Do nothing: no request was reported early yet."""

@@ -18,6 +18,7 @@ from tidekv.backends.checksums import ChecksumThread, HostChecksums, StorageChec
 from tidekv.backends.component_pools import ComponentPools, check_components, with_components
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.copies.lanes import CopyLanes
+from tidekv.backends.copies.pieces import layer_count
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.prompt_keys import PromptKeys
@@ -110,7 +111,9 @@ class Runtime:
             )
         )
         self.log = CoreLog(self.core)
-        self.calls = PendingCalls(page_size=device.layout.page_size, last_resort=recompute)
+        self.calls = PendingCalls(
+            page_size=device.layout.page_size, layer_count=layer_count(device), last_resort=recompute
+        )
         self.poller = PollerThread()
         # File I/O copies within the call that posts it, which would delay transfers that share its poller.
         self.storage_poller = PollerThread(name="tidekv-storage-poller")
@@ -189,6 +192,7 @@ class Runtime:
             )
         await self._drive_core()
         self.front = self.ranks or self.driver
+        self.calls.on_use_end = self._end_use
         self.receiver = Receiver(
             self.transport,
             memory=memory,
@@ -307,6 +311,9 @@ class Runtime:
         self.log.note_event(event)
         self.front.post(event)
 
+    def _end_use(self, op: int) -> None:
+        self.front.post(events.EarlyUseEnded(at_s=self.driver.clock(), op=op))
+
     def _after_drain(self) -> None:
         if self.journal is not None:
             self.journal.end_turn()
@@ -355,6 +362,7 @@ class Runtime:
                 events.AbortRequested(at_s=self.driver.clock(), request_id=request_id, cause="engine closed")
             )
             self.calls.mark_aborted(request_id)
+        self.calls.end_uses()
         try:
             async with asyncio.timeout(SETTLE_SHARE * self.config.close_deadline_s):
                 await self.calls.wait_until(lambda: self.core.is_idle)

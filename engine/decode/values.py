@@ -18,6 +18,7 @@ from tidekv.transports.control.wire import check_name
 if TYPE_CHECKING:
     from tidekv.backends.keys.chain import Tokens
     from tidekv.engine.decode.component_pages import ReadyComponent
+    from tidekv.engine.decode.layers import LayerProgress
     from tidekv.states.commands import Fallback
 else:
     Tokens = Any  # Packing the tokens checks each of them.
@@ -52,6 +53,10 @@ class DecodeRequest:
     """False inserts nothing in the cache (warm-up, hidden tokens)."""
     send_prompt: bool = False
     """Send the tokens to prefill with the promise; needed if no router brings them there."""
+    early: bool = False
+    """Return from `restore` when the first layer of all pages is in place; `ReadyRequest.wait_layer` waits for each
+    further one. Without effect on an engine with ranks or components.
+    """
 
     def __post_init__(self) -> None:
         check_fields(self, where="" if not isinstance(self.request_id, str) else f"request {short(self.request_id)}: ")
@@ -120,6 +125,28 @@ class ReadyRequest:
     """Fallbacks because rules of the engine raised, in order: `rule`, `gave_up`, `error`. `finish` and `retract` add
     to it. Empty unless tidekv or one of its components has a bug; the log has the traceback.
     """
+    layers: LayerProgress | None = field(default=None, repr=False)
+    """Progress of its layers, if it was reported early; for the engine."""
+
+    @property
+    def layers_in_place(self) -> int | None:
+        """Number of leading layers of which all pages are in place; None if all are. Any thread may read it."""
+        return None if self.layers is None or self.layers.is_complete else self.layers.in_place
+
+    async def wait_layer(self, layer: int) -> None:
+        """Wait until layer `layer`, counted from 0, of all pages is in place on the device.
+
+        Returns at once unless the request was made with `early`. The last layer is in place when the whole request is:
+        `sources` and `fallbacks` are known then, and `finish` and `retract` can be called. Call it on the engine's
+        loop, for one layer after the other.
+
+        Raises LayersLost if a source of the pages fails: stop everything that uses the pages, then call it again for
+        layer 0, which says that nothing uses them any more. When that returns, `pages` and `first_token` may be others,
+        and room added by `grow` is gone. Raises RequestFailed and EngineClosed as `restore` does, and InvalidRequest
+        for a layer that does not exist. Waits at most until the request's deadline.
+        """
+        if self.layers is not None:
+            await self.layers.wait(layer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

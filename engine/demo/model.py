@@ -10,8 +10,9 @@ embedding, and values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Protocol, TypeAlias
 
@@ -161,31 +162,63 @@ class PagedModel:
                     f"the pool's {name} has (layers, kv_heads, head_dim, dtype) {theirs}, the model {ours}"
                 )
 
-    def prefill_chunk(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> torch.Tensor:
+    def prefill_chunk(
+        self,
+        tokens: Sequence[int],
+        start: int,
+        pages: Sequence[int],
+        *,
+        wait_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
         """Compute positions [start, start + len(tokens)), whose prefix is in `pages`, and write their KV there.
 
-        Returns the logits after the last of them, shape [vocab_size].
+        `wait_layer` is called before the prefix of each layer is read, and blocks until it is in place. Returns the
+        logits after the last of them, shape [vocab_size].
         """
         if not tokens:
             raise InvalidRequest("a prefill chunk has no tokens: it needs at least one position to compute")
         end = start + len(tokens)
         self._check_pages(pages, end)
-        cache = self._cache([self._gather(layer, pages, start) for layer in range(len(self.pool.k))])
+        # transformers reads the length of the prefix from the first layer; the others can follow.
+        cache = self._cache([])
+        hooks = []
+        for layer, block in enumerate(self.model.model.layers):
+            read = partial(self._read_layer, cache, layer, pages, start, wait_layer)
+            if layer:
+                hooks.append(block.register_forward_pre_hook(lambda *_, read=read: read()))
+            else:
+                read()
         ids = torch.tensor([list(tokens)], dtype=torch.long, device=self.pool.k[0].device)
         positions = torch.arange(start, end, device=ids.device)[None]
-        with torch.inference_mode():
-            out = self.model(
-                input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
+        try:
+            with torch.inference_mode():
+                out = self.model(
+                    input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+                )
+        finally:
+            for hook in hooks:
+                hook.remove()
         for layer in range(len(self.pool.k)):
             kept = cache.layers[layer]
             self._scatter(layer, pages, start, kept.keys[0, :, start:end], kept.values[0, :, start:end])
         logits: torch.Tensor = out.logits[0, -1]
         return logits
 
-    def decode_step(self, token: int, position: int, pages: Sequence[int]) -> torch.Tensor:
-        """Compute the token at `position` and write its KV; returns the next token's logits, shape [vocab_size]."""
-        return self.prefill_chunk([token], position, pages)
+    def decode_step(
+        self, token: int, position: int, pages: Sequence[int], *, wait_layer: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """Compute the token at `position` and write its KV; returns the next token's logits, shape [vocab_size].
+
+        `wait_layer` is that of `prefill_chunk`.
+        """
+        return self.prefill_chunk([token], position, pages, wait_layer=wait_layer)
+
+    def _read_layer(
+        self, cache: Any, layer: int, pages: Sequence[int], end: int, wait_layer: Callable[[int], None] | None
+    ) -> None:  # Any: a transformers.DynamicCache.
+        if wait_layer is not None:
+            wait_layer(layer)
+        cache.update(*self._gather(layer, pages, end), layer)
 
     def decode_batch(self, steps: Sequence[DecodeStep]) -> torch.Tensor:
         """Compute one token for each request and write its KV; returns logits of shape [len(steps), vocab_size].

@@ -32,7 +32,7 @@ from tidekv.states.settings import CoreSettings
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-JOURNAL_VERSION = 7
+JOURNAL_VERSION = 8
 """The version of this format. A journal of another version is refused."""
 PACKAGES = ("tidekv", "transitions", "msgspec", "torch", "nixl")
 CHECKSUM_BYTES = 8
@@ -102,6 +102,7 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
     can_recompute: bool
     lent_pages: tuple[int, ...]
     held_pages: int
+    early: bool
 
     @classmethod
     def of(cls, event: RequestArrived, keys: bytes) -> ArrivalRecord:
@@ -121,6 +122,7 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
             event.can_recompute,
             event.lent_pages,
             event.held_pages,
+            event.early,
         )
 
     def event(self) -> RequestArrived:

@@ -7,6 +7,8 @@ A *room* is one hand-over of one generation of a request. A *span* is a run of p
                                     tree holds those of later spans, in nodes under a load
     received                        the same: the writers have finished
     left, no writer can be active   the request's pages become free at once, and the loads are reclaimed
+    left, the caller may use them   quarantine, as below: a caller that has begun early (`ReportEarly`) may write to the
+                                    prompt's last page and to the reserve until its use has ended
     left, a writer may be active    quarantine: a `Draining` holds the request's pages, which are *draining*; the nodes
                                     of its loads stay in the tree, in RECLAIMING, and their pages are draining,
                                     too. The quota of the prefill counts both
@@ -38,7 +40,18 @@ if TYPE_CHECKING:
 class Draining:
     """Pages of a left room, in quarantine until no writer can write to them any more."""
 
-    __slots__ = ("charged", "component_pages", "drained", "loads", "pages", "prefill", "ranks", "writer")
+    __slots__ = (
+        "charged",
+        "component_pages",
+        "drained",
+        "has_writer",
+        "loads",
+        "pages",
+        "prefill",
+        "ranks",
+        "user_op",
+        "writer",
+    )
 
     def __init__(self, room: Room) -> None:
         self.prefill = room.request.prefill
@@ -52,6 +65,10 @@ class Draining:
         self.component_pages: dict[str, PageIds] = {}
         """Component pages, by component."""
         self.loads = room.lost
+        self.has_writer = True
+        """Whether prefill may still write to its pages."""
+        self.user_op = room.user_op
+        """Operation of the early READY by which the caller may still write to its pages; 0 if there is none."""
 
 
 class Rooms:
@@ -194,8 +211,9 @@ class Rooms:
         if not settled and not room.is_aborted:
             self._state.emit(SendAbort(request_id=request.request_id, generation=room.generation))
             room.is_aborted = True
+        has_writer = not (settled or room.is_written)
         # Only the component pages that prefill writes go with the room; the others leave with the request.
-        if settled or room.is_written:
+        if not has_writer and not room.user_op:
             if request.component_pages is not None and self._state.components is not None:
                 self._state.components.give_back(request.component_pages.remote)
                 request.component_pages.give_up_remote()
@@ -207,12 +225,20 @@ class Rooms:
             if request.component_pages is not None and self._state.components is not None:
                 self._state.components.drain(request.component_pages.remote)
                 draining.component_pages.update(request.component_pages.give_up_remote())
+            held = request.own + request.reserve if room.user_op else request.own
             if not draining.charged:
-                pages = len(request.own) + sum(load.page_count for load in draining.loads)
+                pages = len(held) + (sum(load.page_count for load in room.lost) if has_writer else 0)
                 self._state.quota.charge(draining.prefill, pages)
                 draining.charged = pages
-            self._state.device.drain(request.own)
-            draining.pages = request.own
+            self._state.device.drain(held)
+            draining.pages = held
+            draining.has_writer = has_writer
+            if room.user_op:
+                request.reserve = page_ids()
+            if not has_writer:
+                draining.loads = []
+                self._state.reclaimable_loads.extend(room.lost)
+                self._state.pages_freed = True
         request.own = page_ids()
         request.room = None
         del self._live[room.key]
@@ -258,8 +284,31 @@ class Rooms:
         if (request_id, generation) in self._draining:
             self._settle((request_id, generation))
 
+    def user_left(self, op: int) -> None:
+        """Free the pages of the left room that the early READY `op` kept, unless prefill may still write to them."""
+        for key, draining in self._draining.items():
+            if draining.user_op == op:
+                draining.user_op = 0
+                try:
+                    if not draining.has_writer:
+                        self._settle(key)
+                except BaseException:
+                    draining.user_op = op
+                    raise
+                return
+
     def _settle(self, key: RoomKey) -> None:
+        """Record that a left room has no writer. Its pages become free, unless the caller may still write to them."""
         draining = self._draining[key]
+        if draining.user_op:
+            draining.has_writer = False
+            over = draining.charged - len(draining.pages)
+            self._state.quota.discharge(draining.prefill, over)
+            draining.charged -= over
+            self._state.reclaimable_loads.extend(draining.loads)
+            draining.loads = []
+            self._state.pages_freed = True
+            return
         if self._state.components is not None:
             self._state.components.settle(draining.component_pages)
             draining.component_pages = {}

@@ -25,6 +25,7 @@ from tidekv.states.loads.loads import LoadCopy, LoadFetch
 from tidekv.states.loads.look_ahead import AheadRead
 from tidekv.states.loads.shared_transfers import ShareWatch
 from tidekv.states.pages.page_pool import PagePool, PageState
+from tidekv.states.request.early_ready import EarlyUse, layers_in_place
 from tidekv.states.request.request import AheadRun, ComponentStage, Load, RequestComponents, Stage
 from tidekv.states.request.restore import LateRecomputation, Recomputation
 from tidekv.states.request.table import PROGRESS_GUARDS
@@ -77,6 +78,7 @@ def audit_core(core: Parts) -> None:
     _check_receipts(core, loads)
     _check_loads(core, loads)
     _check_operations(core, loads)
+    _check_early_uses(core)
     progressed = events.Progressed(at_s=core.state.now_s)
     for request in core.state.requests.values():
         _check_request(core, request)
@@ -154,6 +156,28 @@ def _check_quota(core: Parts) -> None:
     charged[""] = 0
     held = core.state.quota.held
     _require(+charged == Counter(held), f"prefills are charged {held}, recounted {dict(+charged)}")
+
+
+def _check_early_uses(core: Parts) -> None:
+    """Check that the caller of an early READY was reported no layer too many, and that a live or left room keeps what
+    it may write to.
+    """
+    uses = {op: use for op, use in core.state.operations.items() if isinstance(use, EarlyUse)}
+    for op, use in uses.items():
+        _require(use.op == op and use.request.early_op == op, f"{use.request} does not refer to its early READY")
+    for request in core.state.requests.values():
+        _require(not request.early_op or request.early_op in uses, f"{request} has an early READY that has ended")
+        _require(not request.layers or request.early, f"{request} reports layers, but its caller waits for all")
+        if request.layers:
+            in_place = layers_in_place(request)
+            _require(request.layers == in_place, f"{request} reports {request.layers} layers of {in_place} in place")
+            is_kept = request.room is not None and request.room.user_op == request.early_op > 0
+            _require(is_kept, f"the caller of {request} has begun, but its room may be left without it")
+    for room in core.rooms:
+        _require(not room.user_op or room.user_op in uses, f"an early READY of {room.request} ended without its room")
+    for left in core.rooms.quarantine:
+        _require(not left.user_op or left.user_op in uses, "a quarantine waits for an early READY that has ended")
+        _require(left.has_writer or left.user_op, "a quarantine waits for nothing")
 
 
 def _check_lent_pages(core: Parts, loads: dict[Load, None]) -> None:

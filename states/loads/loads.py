@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tidekv.states.core_state import CoreState
-    from tidekv.states.events import Outcome
+    from tidekv.states.events import LayersCopied, Outcome
     from tidekv.states.handover.rooms import Rooms
     from tidekv.states.loads.placement import Placement
     from tidekv.states.prefix.index import Node
@@ -131,17 +131,19 @@ class Loads:
 
     # --- Starting ---
 
-    def begin_copy(self, first: int, nodes: list[Node], pages: PageIds, *, tier: str = "l2") -> Load:
+    def begin_copy(
+        self, first: int, nodes: list[Node], pages: PageIds, *, tier: str = "l2", by_layer: bool = False
+    ) -> Load:
         """Start a load that copies nodes in host memory to `pages`, which it takes over from the caller.
 
         They are the pages of the nodes from page `first` of the prompt on. `tier` is where the host pages came from,
-        for the statistics of the request.
+        for the statistics of the request. With `by_layer` the first layer of all pages is copied first.
         """
         load = Load(first=first, tier=tier, stage=Stage.COPYING)
         try:
             self.placement.place_copy(load, nodes, pages)
             self.hold(load)
-            self.start_copy(load)
+            self.start_copy(load, by_layer=by_layer)
         except BaseException:
             self.abandon(load)
             raise
@@ -204,11 +206,14 @@ class Loads:
         self.placement.hold(load)
         self._live[load] = None
 
-    def start_copy(self, load: Load) -> None:
-        """Copy the load's own host pages, or those of the tree, to the device."""
+    def start_copy(self, load: Load, *, by_layer: bool = False) -> None:
+        """Copy the load's own host pages, or those of the tree, to the device; layer by layer if a sharer begins
+        early.
+        """
+        by_layer = by_layer or any(request.early for request in load.sharers)
         source = self.placement.pin_source(load)
         load.op = self._state.start_operation(LoadCopy(self, load), deadline_s=self._state.settings.copy_deadline_s)
-        self._state.emit(CopyToDevice(op=load.op, host_pages=source, device_pages=load.device_pages))
+        self._state.emit(CopyToDevice(op=load.op, host_pages=source, device_pages=load.device_pages, by_layer=by_layer))
         load.stage = Stage.COPYING
         self._storage.fetch_over(load)
         for request in load.sharers:
@@ -296,6 +301,16 @@ class Loads:
         self._storage.fetch_given_up(load, cause=load.cause)
         load.host_pages = page_ids()
         self.fail(load)
+
+    def layers_copied(self, event: LayersCopied) -> None:
+        """Note that the first layers of a load's pages are in place; too late, it changes nothing. Raises nothing."""
+        copy = self._state.operations.get(event.op)
+        if not isinstance(copy, LoadCopy):
+            self._state.count("outcomes_late")
+        elif copy.load.stage is Stage.COPYING and event.layers > copy.load.layers:
+            copy.load.layers = event.layers
+            for request in copy.load.sharers:
+                self._state.dirty[request] = None
 
     def copied(self, load: Load, error: str, *, is_damaged: bool = False) -> None:
         """Take the outcome of a copy: its pages have no writer any more, and are in place unless it failed.

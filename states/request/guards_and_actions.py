@@ -234,6 +234,7 @@ class Actions:
         self._fail(request, event.cause, f"in {request.state.value}")
 
     def _fail(self, request: Request, cause: str, detail: str, *, settled: bool = False) -> None:
+        request.trouble = cause
         self._restore.leave(request, settled=settled)
         self._backups.release_retracted(request.request_id)
         self._lending.report_failed(request, ReportFailed(request_id=request.request_id, cause=cause, detail=detail))

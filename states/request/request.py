@@ -84,6 +84,8 @@ class Request:
         "component_pages",
         "deadline_at_s",
         "declined",
+        "early",
+        "early_op",
         "ending",
         "fallbacks",
         "first_generation",
@@ -92,6 +94,7 @@ class Request:
         "has_asked",
         "inserted",
         "keys",
+        "layers",
         "lent",
         "loads",
         "lock",
@@ -142,6 +145,10 @@ class Request:
         self.priority = event.priority
         self.cache = event.cache
         self.can_recompute = event.can_recompute
+        self.early = event.early
+        """Whether its caller begins with the first layer (`tidekv.states.request.early_ready`)."""
+        self.early_op = 0
+        """Operation of an early READY whose pages the caller may still use, of this or an earlier generation."""
         self.recomputes = False
         """Whether no prefill is left and the caller computes the pages that are not on the device."""
         self.arrived_at_s = event.at_s
@@ -208,6 +215,8 @@ class Request:
         self.loads: dict[Load, None] = {}
         self.room: Room | None = None
         self.component_pages: RequestComponents | None = None
+        self.layers = 0
+        """Leading layers that its caller was reported to be in place. 0 without an early READY, or if it was lost."""
         self.recompute_op = 0
         self.recomputed = False
         self.matched = 0
@@ -390,6 +399,7 @@ class Load:
         "is_damaged",
         "is_drained",
         "landed",
+        "layers",
         "lent",
         "lock",
         "nodes",
@@ -427,6 +437,8 @@ class Load:
         """When its fetch is overdue, if only this fetch keeps a request waiting."""
         self.cause = ""
         """Key of `LOAD_CAUSES` if it failed."""
+        self.layers = 0
+        """Leading layers of all its pages that its copy by layer has brought."""
         self.is_damaged = False
         """Whether a host page of its nodes did not have its checksum: they leave host memory after its end."""
         self.pin: Receipt | None = None
@@ -509,7 +521,18 @@ class Span:
 class Room:
     """The hand-over of one generation of a request."""
 
-    __slots__ = ("aux_from", "generation", "is_aborted", "lost", "prefill", "ranks", "request", "spans", "writer")
+    __slots__ = (
+        "aux_from",
+        "generation",
+        "is_aborted",
+        "lost",
+        "prefill",
+        "ranks",
+        "request",
+        "spans",
+        "user_op",
+        "writer",
+    )
 
     def __init__(self, request: Request, *, prefill: int) -> None:
         self.request = request
@@ -519,6 +542,8 @@ class Room:
         self.writer = ""
         self.spans: list[Span] = []
         self.aux_from: set[int] = set()
+        self.user_op = 0
+        """Operation of the early READY on its pages: the caller may write to them until it has ended."""
         self.is_aborted = False
         self.lost: list[Load] = []
         """Loads that it was filling when its request left; they are reclaimed when the room has no writer."""

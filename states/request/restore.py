@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tidekv.states.loads.look_ahead import LookAhead
     from tidekv.states.loads.shared_transfers import SharedTransfers
     from tidekv.states.prefix.index import Node, Receipt
+    from tidekv.states.request.early_ready import EarlyReady
     from tidekv.states.request.lending import Lending
     from tidekv.states.storage.admission import StorageAdmission
     from tidekv.states.types import PageIds
@@ -114,9 +115,11 @@ class Restore:
         component_pages: ComponentRestore | None,
         backups: Backups,
         lending: Lending,
+        early: EarlyReady,
     ) -> None:
         self._state = state
         self._storage = storage
+        self._early = early
         self._lending = lending
         self._shared = shared
         self._lookahead = lookahead
@@ -380,10 +383,12 @@ class Restore:
             run.append(node)
             count = node.depth_pages - plan.end
             bounds = () if ahead is None else (ahead.first, ahead.joined)
-            if count >= self._state.settings.copy_run_pages or node is path[-1] or node.depth_pages in bounds:
+            # A caller that begins early waits for the first layer of all pages: one copy brings it before the rest.
+            is_full = count >= self._state.settings.copy_run_pages and not request.early
+            if is_full or node is path[-1] or node.depth_pages in bounds:
                 is_ahead = ahead is not None and ahead.first <= plan.end < ahead.joined
                 tier = "l3" if is_ahead else "l2"
-                load = self._loads.begin_copy(plan.end, run, plan.own[:count], tier=tier)
+                load = self._loads.begin_copy(plan.end, run, plan.own[:count], tier=tier, by_layer=request.early)
                 undo.callback(self._loads.abandon, load)
                 plan.add(load)
                 run = []
@@ -418,6 +423,8 @@ class Restore:
         assert len(request.table) == request.page_count
         # A published delta is in the tree and locked already, since the plan.
         joins = request.cache and request.full_pages > request.lock.node.depth_pages
+        # A caller that has begun already uses these very pages, so none of them is exchanged for one of the tree.
+        joins = joins and not (request.room is not None and request.room.user_op)
         if request.inserted is not None or (joins and not request.gave_up("cache")):
             self.keep(request, request.keys)
         state.index.note_served(request.lock.node)
@@ -441,6 +448,7 @@ class Restore:
             )
             self._discharge(request)
             undo.keep()
+        self._early.complete(request, room)
 
     def keep(self, request: Request, keys: bytes, component_pages: tuple[ComponentLeft, ...] = ()) -> int:
         """Insert the request's pages in the cache under `keys`, the keys of its full pages from the first on.
@@ -484,6 +492,7 @@ class Restore:
         continues from there: every step clears the field that it has given back.
         """
         state = self._state
+        self._early.leave(request)
         self._lending.note_received(request)
         # Loads before the room: a load that this room fills keeps its pages until the room has no writer, and finds
         # the room by the request.

@@ -20,6 +20,7 @@ from tidekv import (
     DevicePool,
     EngineConfig,
     EngineThread,
+    LayersLost,
     LoopbackTransport,
     NixlTransport,
     PrefillPeer,
@@ -108,6 +109,28 @@ async def test_the_async_snippet_answers_and_makes_way(guide: dict[str, Any], pr
         await engine.wait_settled()
         core = engine.statistics()["core"]
         assert core["device_owned"] == 0  # type: ignore[index]  # Counts by name.
+
+
+async def test_the_layer_snippet_begins_again_after_a_loss(guide: dict[str, Any], prefill: str) -> None:
+    parts = guide["parts"]("decode-0")
+    lost = iter([LayersLost("r", "a test")])
+
+    async def forward_layer(layer: int, ready: Any, hidden: int) -> int:
+        done.append(layer)
+        assert len(ready.pages) * 16 > ready.prompt_tokens
+        if layer == 2 and (error := next(lost, None)) is not None:
+            raise error
+        return hidden + 1
+
+    done: list[int] = []
+    async with DecodeEngine(EngineConfig(), **parts) as engine:
+        options = {"tokens": PROMPTS[0], "prefill": prefill, "send_prompt": True, "early": True}
+        ready, token = await guide["step_by_layer"](
+            engine, DecodeRequest(request_id="r", **options), forward_layer, guide["layout"].num_layers
+        )
+        assert done == [0, 1, 2, 0, 1, 2, 3]
+        assert token == ready.first_token + 4
+        await engine.finish(ready, [ready.first_token, token])
 
 
 def test_the_scheduler_snippet_answers_and_makes_way(guide: dict[str, Any], prefill: str) -> None:
@@ -239,7 +262,7 @@ def test_every_name_that_the_guide_mentions_is_there() -> None:
     import tidekv
     from tidekv.transports.prefill.prefill_room import Room
 
-    places: list[object] = [tidekv, DecodeEngine, EngineThread, PrefillPeer, Room, EngineConfig]
+    places: list[object] = [tidekv, DecodeEngine, EngineThread, PrefillPeer, Room, EngineConfig, tidekv.ReadyRequest]
     places += [tidekv.DevicePool, tidekv.KVLayout]
     text = re.sub(r"^```.*?^```$", "", GUIDE, flags=re.MULTILINE | re.DOTALL)
     for word in re.findall(r"`([^`]+)`", text):

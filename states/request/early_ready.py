@@ -1,0 +1,141 @@
+"""Early READY: the caller begins with the first layers of a prompt while later layers are still on their way.
+
+A request with `early` is copied layer by layer. Once its first token is known and the first layer of all its pages is
+in place, `ReportEarly` hands the page table to the caller, and `ReportLayers` reports each further layer. The request
+itself stays in its state, with everything that it owns there, and becomes READY when all is in place.
+
+    nothing reported ──first layer, first token──▶ begun ──all in place──▶ READY
+        ▲                                           │ a source failed, or the room was left
+        └────────── EarlyUseEnded ──────────────── lost
+
+A fault takes the usual way: prefill is asked for the missing pages, or the request starts over in a new generation. The
+caller gets `ReportLayersLost` and begins again after the next report. It may have been writing meanwhile, to the last
+page of the prompt behind the prompt and to the reserve. If the request leaves its room, these pages go to the
+quarantine and stay there until the caller's use has ended (`EarlyUseEnded`) and prefill does not write to them any
+more. All other pages are only read by the caller, whose results are dropped after a loss.
+
+A request has one early READY at a time: none is reported while the caller may still use the pages of the last one. With
+components, lent pages, or pages that the caller computes, there is no early READY.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tidekv.states.commands import ReportEarly, ReportLayers, ReportLayersLost
+from tidekv.states.request.request import LOAD_CAUSES, Load, Request, Stage
+from tidekv.states.rollback import Rollback
+
+if TYPE_CHECKING:
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Outcome
+    from tidekv.states.handover.rooms import Rooms
+    from tidekv.states.request.request import Room
+
+
+class EarlyUse:
+    """Operation: the caller uses the pages of an early READY. Ends with the caller's use, or with READY."""
+
+    __slots__ = ("_rooms", "_state", "op", "request")
+
+    def __init__(self, state: CoreState, rooms: Rooms, request: Request) -> None:
+        self._state = state
+        self._rooms = rooms
+        self.request = request
+        self.op = 0
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Free what the use kept in quarantine; the request may be reported early again."""
+        self.abandon()
+
+    def late(self) -> None:
+        """Never called: only the caller's word makes the pages safe to reuse."""
+
+    def abandon(self) -> None:
+        """End the use. Can be called again after an exception."""
+        request = self.request
+        self._rooms.user_left(self.op)
+        if request.room is not None and request.room.user_op == self.op:
+            request.room.user_op = 0
+        request.early_op = 0
+        if self._state.requests.get(request.request_id) is request:
+            self._state.dirty[request] = None
+
+
+class EarlyReady:
+    """Reports of layers to the callers of requests with `early`."""
+
+    def __init__(self, state: CoreState, rooms: Rooms) -> None:
+        self._state = state
+        self._rooms = rooms
+
+    def look(self, request: Request) -> None:
+        """Report the layers that have arrived since the last report, or that layers were lost.
+
+        Can be called again after an exception.
+        """
+        layers = layers_in_place(request)
+        if layers < request.layers:
+            self._lose(request, next((LOAD_CAUSES[load.cause] for load in request.loads if load.cause), ""))
+        elif layers > request.layers:
+            if request.layers:
+                self._state.emit(
+                    ReportLayers(request_id=request.request_id, generation=request.generation, layers=layers)
+                )
+                request.layers = layers
+            elif not request.early_op:
+                self._begin(request, layers)
+
+    def _begin(self, request: Request, layers: int) -> None:
+        state, room = self._state, request.room
+        assert room is not None and request.lock is not None
+        use = EarlyUse(state, self._rooms, request)
+        with Rollback() as undo:
+            use.op = state.start_operation(use, deadline_s=float("inf"))
+            undo.callback(state.operations.pop, use.op)
+            state.emit(
+                ReportEarly(
+                    op=use.op,
+                    request_id=request.request_id,
+                    generation=request.generation,
+                    layers=layers,
+                    pages=state.index.device_path(request.lock.node) + request.own,
+                    reserve=request.reserve,
+                )
+            )
+            undo.keep()
+        request.early_op = room.user_op = use.op
+        request.layers = layers
+
+    def _lose(self, request: Request, cause: str) -> None:
+        self._state.emit(ReportLayersLost(request_id=request.request_id, generation=request.generation, cause=cause))
+        request.layers = 0
+
+    def complete(self, request: Request, room: Room | None) -> None:
+        """End the use of a request that is READY: its pages are the caller's now. Raises nothing."""
+        if room is not None and room.user_op:
+            self._state.operations.pop(room.user_op, None)
+            request.early_op = room.user_op = 0
+        request.layers = 0
+
+    def leave(self, request: Request) -> None:
+        """Report the loss of an early READY whose request is about to leave its room."""
+        if request.layers:
+            self._lose(request, request.trouble)
+
+
+def layers_in_place(request: Request) -> int:
+    """Return the number of leading layers of which all pages are in place, for a request that is not READY.
+
+    0 before the first token is known, and if the request has no early READY at all.
+    """
+    room = request.room
+    if room is None or request.component_pages is not None or request.lent is not None:
+        return 0
+    if not room.ranks or len(room.aux_from) != room.ranks or not room.is_written:
+        return 0
+    return min((_layers_of(load) for load in request.loads), default=0)
+
+
+def _layers_of(load: Load) -> int:
+    return load.layers if load.stage is Stage.COPYING else 0
