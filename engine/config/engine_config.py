@@ -134,6 +134,10 @@ class KVEventsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
     """Number of newest batches that can be requested again."""
     components: bool = False
     """Publish pages of windows and states, too, each component as a group. Only for routers that know groups."""
+    data_parallel_rank: Count = 0
+    """Number of this engine among the data-parallel engines of a deployment, which each batch names. Each of them needs
+    an endpoint of its own.
+    """
 
 
 class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -189,6 +189,7 @@ class Runtime:
                 replay=config.kv_events.replay,
                 topic=config.kv_events.topic,
                 kept_batches=config.kv_events.kept_batches,
+                rank=config.kv_events.data_parallel_rank,
             )
         await self._drive_core()
         self.front = self.ranks or self.driver

@@ -40,7 +40,10 @@ def applied(held: dict[str, set[int]], events: list[dict[str, object]]) -> None:
 async def test_a_router_sees_all_three_tiers_of_an_engine(tmp_path: Path) -> None:
     tokens = list(range(70))
     config = engine_config(
-        kv_events_endpoint="tcp://127.0.0.1:*", kv_events_replay="tcp://127.0.0.1:*", kv_events_topic="kv"
+        kv_events_endpoint="tcp://127.0.0.1:*",
+        kv_events_replay="tcp://127.0.0.1:*",
+        kv_events_topic="kv",
+        kv_events_data_parallel_rank=3,
     )
     prefill_pool = DevicePool.allocate(LAYOUT, 32)
     synthetic = SyntheticPrefill(prefill_pool, vocabulary=1000)
@@ -71,7 +74,9 @@ async def test_a_router_sees_all_three_tiers_of_an_engine(tmp_path: Path) -> Non
                 assert frames[1] == b"kv"
                 assert int.from_bytes(frames[2], "big") == expected
                 expected += 1
-                applied(held, msgspec.msgpack.decode(frames[3])[1])
+                _, events, rank = msgspec.msgpack.decode(frames[3])
+                assert rank == 3
+                applied(held, events)
             return held
 
         ready = await engine.restore(
