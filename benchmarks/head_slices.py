@@ -1,9 +1,8 @@
-"""Cost of transferring slices of the heads within each token: `python -m benchmarks.head_slices`.
+"""Speed of transfers between unequal numbers of ranks, beside equal ones: `python -m benchmarks.head_slices`.
 
 Two processes, NIXL over shared memory; KV of 128 x 2 bytes per head and token, pages of 16 tokens, 16 layers. Each row
-writes the same bytes in two ways: as stretches of the slice within each token, as done between unequal numbers of
-ranks, and as whole pieces of that size, as a layout with heads outside of tokens would allow. The last column is the
-cost of first gathering the slice into such pieces by one strided copy.
+transfers the same bytes in three ways, in turns: whole pages between ranks with as many heads, as with equal numbers of
+ranks; through the staging ring, if prefill has more heads; and as stretches of the slice within each token.
 """
 
 from __future__ import annotations
@@ -12,26 +11,31 @@ import argparse
 import asyncio
 import statistics
 import time
+from functools import partial
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.nixl_child import NixlChild, NumpyPool
+from tidekv.backends.copies.slice_moves import SliceCopier
 from tidekv.engine.poller import PollerThread
-from tidekv.states.types import page_ids
+from tidekv.states.types import PageIds, PoolMemory, Segment, page_ids
+from tidekv.transports.base import PeerMemory
 from tidekv.transports.nixl.transport import NixlTransport
+from tidekv.transports.prefill.room_writer import RoomSettings
 from tidekv.transports.slices import Cut, exchange_of
+from tidekv.transports.staging import BeginCopy, StagingRing, gathered
 
 PAGE_SIZE = 16
 HEAD_BYTES = 256
 PIECES = 32
+RING_BYTES = RoomSettings().staging_bytes
 CASES = [  # (heads of a prefill rank, heads of a decode rank), of 8 heads in all
     (4, 2),
-    (2, 4),
     (8, 2),
-    (8, 8),
+    (2, 4),
+    (2, 8),
 ]
 
 
@@ -40,72 +44,120 @@ def piece_bytes(heads: int) -> tuple[int, ...]:
     return (PAGE_SIZE * heads * HEAD_BYTES,) * PIECES
 
 
-async def write(ours: int, theirs: int, pages: int, rounds: int) -> float:
-    """Return the seconds of a write of the heads that both have."""
-    count = min(ours, theirs)
-    pool = NumpyPool(2 * pages, piece_bytes(ours), seed=1)
-    child = await NixlChild.spawn(pages=2 * pages, pieces=piece_bytes(theirs))
-    poller = PollerThread()
-    poller.start()
-    transport = NixlTransport("bench")
-    await transport.start(poller=poller)
-    await transport.register(pool.memory)
-    ready = child.ready
-    cuts = [
-        Cut(piece, piece, PAGE_SIZE, count * HEAD_BYTES, 0, ours * HEAD_BYTES, 0, theirs * HEAD_BYTES)
-        for piece in range(PIECES)
-    ]
-    exchange = exchange_of(cuts, ours=pool.memory, theirs=ready.memory)
-    peer = await transport.add_peer(ready.instance, ready.metadata, ready.memory, exchange)
-    random = np.random.default_rng(0)
-    times = []
-    for _ in range(rounds):
-        sources, targets = (page_ids(random.permutation(2 * pages)[:pages].tolist()) for _ in range(2))
-        began_s = time.perf_counter()
-        await transport.write(peer, sources, targets)
-        times.append(time.perf_counter() - began_s)
-    await transport.close()
-    await poller.close()
-    child.end()
-    return statistics.median(times)
+class Pair:
+    """A prefill rank with `ours` heads and a decode rank with `theirs` in a process of its own."""
 
+    def __init__(self, ours: int, theirs: int, pages: int) -> None:
+        self.ours, self.theirs, self.pages = ours, theirs, pages
+        self.count = min(ours, theirs)
+        self.region = np.zeros(RING_BYTES, np.uint8)
+        self.pool = NumpyPool(2 * pages, piece_bytes(ours), seed=1)
+        self.staged: tuple[PeerMemory, BeginCopy, StagingRing, int] | None = None
 
-def gather(ours: int, count: int, pages: int, rounds: int) -> float:
-    """Return the seconds of gathering this many heads of each token, for all pieces."""
-    source = torch.ones(PIECES, pages, PAGE_SIZE, ours, HEAD_BYTES, dtype=torch.uint8)
-    target = torch.zeros(PIECES, pages, PAGE_SIZE, count, HEAD_BYTES, dtype=torch.uint8)
-    times = []
-    for _ in range(rounds):
+    async def start(self) -> None:
+        """Start both ends, and make the pool of the decode rank writable in both ways."""
+        self.child = await NixlChild.spawn(pages=2 * self.pages, pieces=piece_bytes(self.theirs))
+        self.poller = PollerThread()
+        self.poller.start()
+        self.copier = SliceCopier()
+        self.transport = NixlTransport("bench")
+        await self.transport.start(poller=self.poller)
+        segment = Segment(self.region.ctypes.data, RING_BYTES, RING_BYTES, 1)
+        ring = StagingRing(PoolMemory(segments=(segment,), page_count=1))
+        await self.transport.register(self.pool.memory, ring.memory)
+        ready, ours, theirs = self.child.ready, self.pool.memory, self.child.ready.memory
+        row = self.count * HEAD_BYTES
+        steps = self.ours * HEAD_BYTES, self.theirs * HEAD_BYTES
+        cuts = [Cut(piece, piece, PAGE_SIZE, row, 0, steps[0], 0, steps[1]) for piece in range(PIECES)]
+        if self.ours == self.theirs:
+            whole = PAGE_SIZE * row
+            cuts = [Cut(piece, piece, 1, whole, 0, whole, 0, whole) for piece in range(PIECES)]
+        add = partial(self.transport.add_peer, ready.instance, ready.metadata, theirs)
+        self.direct = await add(exchange_of(cuts, ours=ours, theirs=theirs))
+        if (way := gathered(ring, cuts, ours=ours, theirs=theirs)) is not None:
+            gather = self.copier.copying(way.gather.ours, way.gather.theirs)
+            self.staged = await add(way.send), gather, ring, way.send.ours.page_bytes
+
+    async def write(self, *, staged: bool) -> float:
+        """Return the seconds of a write of all pages, some at once as rooms write them."""
+        sources, targets = (page_ids(np.random.permutation(2 * self.pages)[: self.pages].tolist()) for _ in range(2))
+        step = RoomSettings().pages_per_write_max
+        if staged:
+            assert self.staged is not None
+            step = min(step, self.staged[2].batch_pages(self.staged[3]))
+        limit = asyncio.Semaphore(RoomSettings().writes_in_flight_max)
+
+        async def part(ours: PageIds, theirs: PageIds) -> None:
+            async with limit:
+                if not staged:
+                    await self.transport.write(self.direct, ours, theirs)
+                    return
+                assert self.staged is not None
+                handle, gather, ring, slot_bytes = self.staged
+                slots = await ring.take(slot_bytes, len(ours), timeout_s=60.0)
+                assert slots is not None
+                await gather(ours, slots.pages)
+                await self.transport.write(handle, slots.pages, theirs)
+                ring.give_back(slots)
+
         began_s = time.perf_counter()
-        target.copy_(source[:, :, :, :count])
-        times.append(time.perf_counter() - began_s)
-    return statistics.median(times)
+        await asyncio.gather(
+            *(
+                part(sources[first : first + step], targets[first : first + step])
+                for first in range(0, len(sources), step)
+            )
+        )
+        return time.perf_counter() - began_s
+
+    async def close(self) -> None:
+        """Stop both ends."""
+        await self.transport.close()
+        await self.copier.close()
+        await self.poller.close()
+        self.child.end()
 
 
 async def measure(pages: int, rounds: int) -> Table:
-    """Measure all rows."""
-    title = f"{pages} pages at random, medians of {rounds}"
+    """Measure all rows; equal and unequal ends take turns, so that a busy machine slows all of them."""
     table = Table(
-        "prefill → decode heads", "bytes of a stretch", "MB", "stretches ms", "GB/s", "whole ms", "GB/s", title=title
+        "prefill → decode heads",
+        "MB",
+        "equal GB/s",
+        "staged GB/s",
+        "of equal",
+        "stretches GB/s",
+        "of equal",
+        title=f"{pages} pages at random, medians of {rounds}",
     )
-    table.add_column("gather ms")
     for ours, theirs in CASES:
         count = min(ours, theirs)
         size = pages * sum(piece_bytes(count))
-        row = [f"{ours} → {theirs}", str(count * HEAD_BYTES), f"{size / 1e6:.1f}"]
-        for seconds in (await write(ours, theirs, pages, rounds), await write(count, count, pages, rounds)):
-            row += [f"{1e3 * seconds:.2f}", f"{size / seconds / 1e9:.2f}"]
-        table.add_row(*row, f"{1e3 * gather(ours, count, pages, rounds):.2f}")
+        equal, unequal = Pair(count, count, pages), Pair(ours, theirs, pages)
+        await equal.start()
+        await unequal.start()
+        times: dict[str, list[float]] = {"equal": [], "staged": [], "stretches": []}
+        for _ in range(rounds):
+            times["equal"].append(await equal.write(staged=False))
+            times["stretches"].append(await unequal.write(staged=False))
+            if unequal.staged is not None:
+                times["staged"].append(await unequal.write(staged=True))
+        await equal.close()
+        await unequal.close()
+        speeds = {name: size / statistics.median(of) / 1e9 for name, of in times.items() if of}
+        row = [f"{ours} → {theirs}", f"{size / 1e6:.1f}", f"{speeds['equal']:.2f}"]
+        for name in ("staged", "stretches"):
+            cells = (f"{speeds[name]:.2f}", f"{speeds[name] / speeds['equal']:.0%}") if name in speeds else ("", "")
+            row += cells
+        table.add_row(*row)
     return table
 
 
 def main() -> None:
     """Parse the options, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pages", type=int, default=64)
+    parser.add_argument("--pages", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=15)
     given = parser.parse_args()
-    torch.set_num_threads(1)
     Console(width=140).print(asyncio.run(measure(given.pages, given.rounds)))
 
 

@@ -12,18 +12,22 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.parallel_instances import Group, Model, Place, RankPools, State
 from tests.support.waits import LIMIT_S
 from tidekv.backends.checksums import ChecksumThread
 from tidekv.backends.component_pools import with_components
+from tidekv.backends.copies.slice_moves import SliceCopier
 from tidekv.states import events
 from tidekv.states.components.specs import ComponentPages
-from tidekv.states.types import page_ids
+from tidekv.states.types import PoolMemory, Segment, page_ids
 from tidekv.transports.decode.receiver import Receiver
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
+from tidekv.transports.prefill.room_writer import Staging
 from tidekv.transports.prefill.sender import Sender
+from tidekv.transports.staging import StagingRing
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "ranks.md"
 LATENT = Group(kind="mla", head_dim=16)
@@ -75,6 +79,9 @@ class Rank:
 
     pools: RankPools
     end: Receiver | Sender
+    staging: object = None
+    staged: int = 0
+    """Pages that prefill has sent through its staging rings."""
     events: list[events.AnyEvent] = field(default_factory=list)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -104,15 +111,18 @@ async def hand_over(
     *,
     of_decode: Model | None = None,
     named: int | None = None,
+    staging_bytes: int = 8 * 1024,
 ) -> list[Rank]:
     """Hand one prompt over; returns the decode ranks. The last page of the prompt is not full.
 
-    `named` is the number of prefill ranks that the request names, if not all.
+    `named` is the number of prefill ranks that the request names, if not all. Rings are small: writes wait for them.
     """
     network = LoopbackNetwork()
     async with AsyncExitStack() as stack, asyncio.timeout(LIMIT_S):
         hashing = ChecksumThread()
         stack.push_async_callback(hashing.close)
+        copier = SliceCopier()
+        stack.push_async_callback(copier.close)
 
         async def start(end: str, place: Place) -> Rank:
             pools = RankPools(of_decode or model if end == "decode" else model, place)
@@ -133,7 +143,11 @@ async def hand_over(
                 "hashing": hashing,
             }
             if end == "prefill":
-                rank.end = Sender(transport, **common)
+                region = np.zeros(max(staging_bytes, 1), np.uint8)
+                segment = Segment(region.ctypes.data, len(region), len(region), 1)
+                ring = StagingRing(PoolMemory(segments=(segment,), page_count=1))
+                rank.staging = region
+                rank.end = Sender(transport, staging=Staging(ring, copier) if staging_bytes else None, **common)
                 await rank.end.start("prefill:0")
             else:
                 rank.end = Receiver(
@@ -166,6 +180,9 @@ async def hand_over(
         for task in serving:
             task.cancel()
         await asyncio.gather(*serving, return_exceptions=True)
+        for rank in decodes:
+            rank.staged = sum(each.end.statistics()["pages_staged"] for each in prefills)
+        assert all(each.end.statistics()["staging_used_bytes"] == 0 for each in prefills)
         return decodes
 
 
@@ -199,6 +216,9 @@ async def test_every_byte_is_handed_over_or_the_pair_is_refused_by_name(
             first = TAILS[pools.name]
             assert rank.pools.wrong(pools.name, THEIRS[first:], DIGESTS[first:]) == []
         assert rank.end.statistics()["pages_damaged"] == 0
+    if refusal is None and name == "MHA":
+        # Prefill gathers wherever it has more heads than it sends.
+        assert bool(ranks[0].staged) == (decode[0] > prefill[0])
 
 
 def table() -> str:
@@ -244,3 +264,10 @@ async def test_prefill_ranks_that_do_not_hold_all_layers_are_refused_by_name() -
     """The request names one of the two stages of prefill."""
     ranks = await hand_over(MODELS["MHA"], (1, 2), (1, 1), named=1)
     assert "rank (at prefill:1): ours is 0 of 1, theirs is 0 of 2" in ranks[0].failure().replace("'", "")
+
+
+@pytest.mark.parametrize("name", ["MHA", "layer groups", "window"])
+async def test_without_a_ring_slices_are_sent_as_stretches(name: str) -> None:
+    for rank in await hand_over(MODELS[name], (1, 1), (2, 2), staging_bytes=0):
+        assert (rank.failure(), rank.staged) == ("", 0)
+        assert rank.pools.wrong("full", THEIRS[1:], DIGESTS[1:]) == []

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -20,11 +20,22 @@ from tidekv.states.components.specs import Component, ComponentPages
 from tidekv.states.errors import LinkClosed, PrefillCause, RemoteProtocolError, TidekvError
 from tidekv.states.handover.sender import ComponentPart, SenderRoom, WriteJob
 from tidekv.states.types import PageIds, PoolMemory, page_ids
-from tidekv.states.validation import Options, PositiveCount
+from tidekv.states.validation import ByteCount, Options, PositiveCount, Seconds
 from tidekv.transports import base, components
+from tidekv.transports.blocking import settled
 from tidekv.transports.components import components_of
 from tidekv.transports.control import wire
+from tidekv.transports.staging import BeginCopy, Copying, StagingRing, gathered
 from tidekv.transports.tasks import OwnedTasks
+
+
+class StagedTarget(msgspec.Struct, frozen=True):
+    """Pages of a decode rank that are written from slots of our staging ring."""
+
+    handle: base.PeerMemory
+    gather: BeginCopy
+    slot_bytes: int
+    batch_pages: int
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -36,23 +47,35 @@ class Target(msgspec.Struct, frozen=True):
 
     handles: dict[str, base.PeerMemory]
     hashing: dict[str, base.BeginHashing] = {}
+    staged: dict[str, StagedTarget] = {}
+    """Pools whose slices go through the staging ring, if it has room for them."""
 
     async def forget(self, transport: base.Transport) -> None:
         """Remove all handles from the transport. No write to any of them may be in flight."""
-        for handle in self.handles.values():
+        for handle in (*self.handles.values(), *(staged.handle for staged in self.staged.values())):
             await transport.remove_peer(handle)
+
+    def pages_max(self, pages_max: int) -> int:
+        """Return the maximum pages of one write, given that of writes which are not staged."""
+        return min([pages_max, *(staged.batch_pages for staged in self.staged.values())])
 
 
 async def make_target(
-    transport: base.Transport, *, ours: wire.Hello, theirs: wire.Hello, hashing: base.Hashing | None = None
+    transport: base.Transport,
+    *,
+    ours: wire.Hello,
+    theirs: wire.Hello,
+    hashing: base.Hashing | None = None,
+    staging: Staging | None = None,
 ) -> Target | None:
     """Make the pools of a decode rank writable, as far as its heads are ours to write: all of them or none.
 
     None: this rank writes nothing to it. The caller calls `Target.forget`. Raises RemoteProtocolError, TransferFailed.
     """
-    exchanges = components.exchanges_with(decode=theirs, prefill=ours)
-    if not exchanges:
+    cuts = components.cuts_with(decode=theirs, prefill=ours)
+    if not cuts:
         return None
+    exchanges = components.exchanges_with(decode=theirs, prefill=ours)
     begins: dict[str, base.BeginHashing] = {}
     if theirs.checksums == "required" and hashing is not None:
         begins = {name: hashing.hashing(exchange.ours) for name, exchange in exchanges.items()}
@@ -63,8 +86,28 @@ async def make_target(
             handle = await transport.add_peer(theirs.instance, theirs.metadata, memory, exchange)
             undo.push_async_callback(transport.remove_peer, handle)
             handles[name] = handle
+        staged: dict[str, StagedTarget] = {}
+        for name in exchanges if staging is not None else ():
+            assert staging is not None
+            memory = theirs.components.get(name, theirs.memory)
+            source = ours.components.get(name, ours.memory)
+            way = gathered(staging.ring, cuts[name], ours=source, theirs=memory)
+            if way is None:
+                continue
+            handle = await transport.add_peer(theirs.instance, theirs.metadata, memory, way.send)
+            undo.push_async_callback(transport.remove_peer, handle)
+            slot_bytes = way.send.ours.page_bytes
+            gather = staging.copier.copying(way.gather.ours, way.gather.theirs)
+            staged[name] = StagedTarget(handle, gather, slot_bytes, staging.ring.batch_pages(slot_bytes))
         undo.pop_all()
-    return Target(handles, begins)
+    return Target(handles, begins, staged)
+
+
+class Staging(NamedTuple):
+    """The staging ring of this rank, and what copies into it."""
+
+    ring: StagingRing
+    copier: Copying
 
 
 class WritableRoom(Protocol):
@@ -91,6 +134,12 @@ class RoomSettings(Options, frozen=True, kw_only=True):
     """Maximum writes in flight at once."""
     pages_per_write_max: PositiveCount = 256
     """Maximum pages of one write."""
+    staging_bytes: ByteCount = 64 * 1024 * 1024
+    """Bytes of the staging ring of this prefill rank, through which it sends slices of its heads to decode ranks that
+    hold fewer. It needs pools in host memory, and is first touched when such a decode rank is served. 0 disables it.
+    """
+    staging_wait_s: Seconds = 5.0
+    """Maximum seconds that a write waits for room in the ring; after that it is sent as short stretches instead."""
 
 
 class SendContext(Generic[RoomT]):
@@ -108,6 +157,7 @@ class SendContext(Generic[RoomT]):
         settings: RoomSettings,
         tasks: OwnedTasks,
         on_finish: Callable[[RoomT], None],
+        staging: StagingRing | None = None,
     ) -> None:
         self.transport = transport
         self.memory = memory
@@ -121,6 +171,10 @@ class SendContext(Generic[RoomT]):
         self.bytes_sent = 0
         self.pages_sent = 0
         self.messages_unsent = 0
+        self.staging = staging
+        self.pages_staged = 0
+        self.staging_full = 0
+        """Writes that found no room in the ring in time."""
 
 
 class DecodePeer:
@@ -164,7 +218,10 @@ class RoomWriter(Generic[RoomT]):
     def advance(self) -> None:
         """Post all writes and send all messages that are possible now."""
         while self.state.in_flight < self._send_context.settings.writes_in_flight_max:
-            job = self.state.next_job(pages_max=self._send_context.settings.pages_per_write_max)
+            pages_max = self._send_context.settings.pages_per_write_max
+            if self.peer.target is not None:
+                pages_max = self.peer.target.pages_max(pages_max)
+            job = self.state.next_job(pages_max=pages_max)
             if job is None:
                 break
             if self.peer.target is None or _pool_of(job) not in self.peer.target.handles:
@@ -316,15 +373,37 @@ class RoomWriter(Generic[RoomT]):
         # Before the write begins: the checksums are those of the pages as the caller handed them over.
         hashed = target.hashing[component](job.our_pages) if target.hashing else None
         try:
-            written = await self._send_context.transport.write(
-                target.handles[component], job.our_pages, job.their_pages
-            )
+            written = await self._write_staged(target.staged.get(component), job)
+            if written is None:
+                written = await self._send_context.transport.write(
+                    target.handles[component], job.our_pages, job.their_pages
+                )
         except TidekvError as error:
             words = f"writing {len(job.our_pages)} pages ({component}) to {self.peer.hello.instance} failed: {error}"
             return words, b""
         self._send_context.bytes_sent += written
         self._send_context.pages_sent += len(job.our_pages)
         return "", b"" if hashed is None else await hashed
+
+    async def _write_staged(self, staged: StagedTarget | None, job: WriteJob | ComponentPart) -> int | None:
+        """Do one write through the staging ring. Returns the bytes written; None: it is to be written without.
+
+        The slots are free again once nothing of the write is in flight, however it ends.
+        """
+        ring, count = self._send_context.staging, len(job.our_pages)
+        if staged is None or ring is None:
+            return None
+        slots = await ring.take(staged.slot_bytes, count, timeout_s=self._send_context.settings.staging_wait_s)
+        if slots is None:
+            self._send_context.staging_full += 1
+            return None
+        try:
+            await settled(staged.gather(job.our_pages, slots.pages))
+            written = await self._send_context.transport.write(staged.handle, slots.pages, job.their_pages)
+        finally:
+            ring.give_back(slots)
+        self._send_context.pages_staged += count
+        return written
 
     def _write_ended(self, job: WriteJob | ComponentPart, task: asyncio.Task[tuple[str, bytes]]) -> None:
         checksums = b""

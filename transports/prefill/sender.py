@@ -32,7 +32,14 @@ from tidekv.transports.control import handshake, wire
 from tidekv.transports.control.peer_backoff import is_offence
 from tidekv.transports.prefill.pending_rooms import PendingRoom, PendingRooms
 from tidekv.transports.prefill.prefill_room import Room, RoomOutcome
-from tidekv.transports.prefill.room_writer import DecodePeer, RoomSettings, RoomWriter, SendContext, make_target
+from tidekv.transports.prefill.room_writer import (
+    DecodePeer,
+    RoomSettings,
+    RoomWriter,
+    SendContext,
+    Staging,
+    make_target,
+)
 from tidekv.transports.tasks import OwnedTasks
 
 COUNTS = (
@@ -73,10 +80,12 @@ class Sender:
         settings: RoomSettings | None = None,
         component_memory: Mapping[str, PoolMemory] | None = None,
         hashing: base.Hashing | None = None,
+        staging: Staging | None = None,
     ) -> None:
         """`component_memory` holds the pool of each component of the identity, by name. `lease_s` is the maximum lease
         in seconds; a shorter one of the decode worker applies. `hashing` computes checksums of pages for decode workers
-        that require them; None: such workers are refused. Raises InvalidConfig.
+        that require them; None: such workers are refused. Slices of our heads are sent through the ring of `staging`;
+        None: as short stretches. Raises InvalidConfig.
         """
         if not 0 < lease_s <= wire.SECONDS_MAX or rooms_max < 1:
             raise InvalidConfig(
@@ -97,6 +106,7 @@ class Sender:
         self._stages = stages
         self._rooms_max = rooms_max
         self._hashing = hashing
+        self._staging = staging
         self._tasks = OwnedTasks(f"sender {transport.instance}")
         self._send_context = SendContext(
             transport=transport,
@@ -108,6 +118,7 @@ class Sender:
             settings=settings or RoomSettings(),
             tasks=self._tasks,
             on_finish=on_finish,
+            staging=None if staging is None else staging.ring,
         )
         self._room_writers: dict[wire.Room, RoomWriter[Room]] = {}
         self._pending_rooms = PendingRooms()
@@ -132,7 +143,8 @@ class Sender:
 
     async def start(self, address: str) -> None:
         """Register our pools and listen. The transport must have been started."""
-        await self._transport.register(self._memory, *self._component_memory.values())
+        staging = [] if self._staging is None else [self._staging.ring.memory]
+        await self._transport.register(self._memory, *self._component_memory.values(), *staging)
         self._listener = await self._transport.listen(address, self._serve)
 
     async def close(self) -> None:
@@ -186,6 +198,9 @@ class Sender:
         return {
             "bytes_sent": self._send_context.bytes_sent,
             "pages_sent": self._send_context.pages_sent,
+            "pages_staged": self._send_context.pages_staged,
+            "staging_full": self._send_context.staging_full,
+            "staging_used_bytes": 0 if self._staging is None else self._staging.ring.used_bytes,
             "rooms_sending": sum(room.cause is None and not room.is_finished for room in rooms),
             "rooms_finished": sum(room.cause is None and room.is_finished for room in rooms),
             "rooms_draining": sum(room.cause is not None for room in rooms),
@@ -227,7 +242,9 @@ class Sender:
             theirs = await self._receive_hello(link)
             handshake.check_hello(ours, theirs)
             self._transport.check_metadata(theirs.instance, theirs.metadata)
-            target = await make_target(self._transport, ours=ours, theirs=theirs, hashing=self._hashing)
+            target = await make_target(
+                self._transport, ours=ours, theirs=theirs, hashing=self._hashing, staging=self._staging
+            )
             link.mark_greeted()
         except (TransferFailed, RemoteProtocolError) as error:
             self.counts["hellos_refused"] += 1

@@ -1,0 +1,169 @@
+"""Staging: registered memory through which slices of pages travel as dense pages.
+
+A slice of the heads is contiguous only within a token, and a transfer of such short stretches costs far more per byte
+than one of whole pieces. If prefill has fewer ranks, it gathers slices from its pages into slots of the ring,
+and only dense slots cross the wire.
+
+    prefill has fewer ranks     page ── gather ──▶ slot ── write ──▶ page of the decode rank
+
+A slot has one owner: the write that took it, until nothing of that write is in flight. Nothing frees it by time alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeAlias
+
+from tidekv.states.types import PageIds, PoolMemory, Segment, page_ids
+from tidekv.transports.base import Exchange
+from tidekv.transports.slices import Cut, exchange_of
+
+BATCH_BYTES = 4 * 1024 * 1024
+"""Bytes of a write through the ring: several are under way at once, so that one is copied while another is sent."""
+BATCHES_MIN = 4
+"""Batches for which the ring has room, whatever its size."""
+
+BeginCopy: TypeAlias = "Callable[[PageIds, PageIds], asyncio.Future[None]]"
+
+
+class Copying(Protocol):
+    """Copies of slices in host memory, away from the event loop if there are many bytes."""
+
+    def copying(self, source: PoolMemory, target: PoolMemory) -> BeginCopy:
+        """Return a function that begins to copy pages of one place over pages of the other, pairwise.
+
+        Cancelling its future does not stop the copy.
+        """
+        ...
+
+
+class Slots(NamedTuple):
+    """Bytes of the ring that one write owns: `length` slots of `slot_bytes`, numbered from `first`."""
+
+    first: int
+    length: int
+    slot_bytes: int
+
+    @property
+    def pages(self) -> PageIds:
+        """The numbers of the slots, as pages of `slots_of`."""
+        return page_ids(range(self.first, self.first + self.length))
+
+
+class StagingRing:
+    """Hands out ranges of one registered region, first come, first served. Used on one event loop."""
+
+    def __init__(self, memory: PoolMemory) -> None:
+        """`memory` is one segment of one page, registered with the transport; its owner keeps it alive."""
+        (self._segment,) = memory.segments
+        self.memory = memory
+        self.size_bytes = self._segment.piece_bytes
+        self._used: list[Slots] = []
+        """In the order of their addresses."""
+        self._waiting: deque[tuple[int, int, asyncio.Future[Slots]]] = deque()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that writes own now."""
+        return sum(slots.length * slots.slot_bytes for slots in self._used)
+
+    def batch_pages(self, slot_bytes: int) -> int:
+        """Pages of one batch; 0: the ring is too small for slots of this size."""
+        return min(max(BATCH_BYTES // slot_bytes, 1), self.size_bytes // (BATCHES_MIN * slot_bytes))
+
+    def slots_of(self, pieces: list[int]) -> PoolMemory:
+        """Return the region as pages with these pieces, one after another: page n is slot n."""
+        slot_bytes = sum(pieces)
+        count = self.size_bytes // slot_bytes
+        segments, address = [], self._segment.address
+        for piece in pieces:
+            segments.append(Segment(address=address, piece_bytes=piece, stride_bytes=slot_bytes, page_count=count))
+            address += piece
+        return PoolMemory(segments=tuple(segments), page_count=count, kind=self.memory.kind, device=self.memory.device)
+
+    async def take(self, slot_bytes: int, count: int, *, timeout_s: float) -> Slots | None:
+        """Return slots, which the caller gives back; None if none became free in time."""
+        if not self._waiting and (slots := self._fit(slot_bytes, count)) is not None:
+            return slots
+        future: asyncio.Future[Slots] = asyncio.get_running_loop().create_future()
+        entry = (slot_bytes, count, future)
+        self._waiting.append(entry)
+        try:
+            await asyncio.wait([future], timeout=timeout_s)
+        except asyncio.CancelledError:
+            if future.done():
+                self.give_back(future.result())
+            else:
+                self._withdraw(entry)
+            raise
+        if future.done():
+            return future.result()
+        self._withdraw(entry)
+        return None
+
+    def give_back(self, slots: Slots) -> None:
+        """Free slots that nothing reads or writes any more."""
+        self._used.remove(slots)
+        self._serve()
+
+    def _withdraw(self, entry: tuple[int, int, asyncio.Future[Slots]]) -> None:
+        self._waiting.remove(entry)
+        # Those behind it may fit where it did not.
+        self._serve()
+
+    def _serve(self) -> None:
+        """Grant the first waiting writes what they wait for, as far as it fits; a later one never overtakes."""
+        while self._waiting:
+            slot_bytes, count, future = self._waiting[0]
+            slots = self._fit(slot_bytes, count)
+            if slots is None:
+                return
+            self._waiting.popleft()
+            future.set_result(slots)
+
+    def _fit(self, slot_bytes: int, count: int) -> Slots | None:
+        """Take the first gap that is large enough. Slots begin at a multiple of their size."""
+        end = 0
+        for at, used in enumerate([*self._used, Slots(self.size_bytes, 0, 1)]):
+            first = -(-end // slot_bytes)
+            if (first + count) * slot_bytes <= used.first * used.slot_bytes:
+                slots = Slots(first, count, slot_bytes)
+                self._used.insert(at, slots)
+                return slots
+            end = (used.first + used.length) * used.slot_bytes
+        return None
+
+
+class Gathered(NamedTuple):
+    """A write through the ring at the end that has more heads than it sends."""
+
+    gather: Exchange
+    """Slices of our pages, and the slots that they are copied to."""
+    send: Exchange
+    """The slots, and the pages of the peer that they are written over."""
+
+
+def gathered(ring: StagingRing, cuts: list[Cut], *, ours: PoolMemory, theirs: PoolMemory) -> Gathered | None:
+    """Return how these cuts travel through our ring; None if they would gain nothing, or do not fit.
+
+    They gain if our pages have the slices in several stretches each, and the peer's have them in one.
+    """
+    is_dense_there = all(cut.rows == 1 or cut.their_step == cut.row_bytes for cut in cuts)
+    is_dense_here = all(cut.rows == 1 or cut.our_step == cut.row_bytes for cut in cuts)
+    pieces = [cut.rows * cut.row_bytes for cut in cuts]
+    if is_dense_here or not is_dense_there or not ring.batch_pages(sum(pieces)):
+        return None
+    slots = ring.slots_of(pieces)
+    dense = [
+        Cut(at, cut.theirs, 1, size, 0, size, cut.their_start, size)
+        for at, (cut, size) in enumerate(zip(cuts, pieces, strict=True))
+    ]
+    rows = [
+        Cut(cut.ours, at, cut.rows, cut.row_bytes, cut.our_start, cut.our_step, 0, cut.row_bytes)
+        for at, cut in enumerate(cuts)
+    ]
+    return Gathered(
+        gather=exchange_of(rows, ours=ours, theirs=slots), send=exchange_of(dense, ours=slots, theirs=theirs)
+    )
