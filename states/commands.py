@@ -134,6 +134,9 @@ class Recompute(Operation, frozen=True, kw_only=True):
     component_pages: tuple[ComponentTable, ...] | None = None
     resume_from: tuple[ComponentPages, ...] | None = None
     """The component pages at the end of page `first` - 1, from which the computation continues: only read."""
+    snapshots: dict[str, dict[int, int]] | None = None
+    """By state, pages for snapshots that the caller takes on the way: by the number of full pages after which it does.
+    """
 
 
 class SendPromise(Command, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from tidekv.states.components.specs import Component
+from tidekv.states.components.specs import Component, SnapshotPolicy
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.storage.policy import POLICY_FIELDS, StoragePolicy
 from tidekv.states.validation import Count, PositiveCount, PositiveShare, Seconds
@@ -59,6 +59,8 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     """Seconds a request waits on another request's stalled transfer before it asks prefill itself."""
     components: tuple[Component, ...] = ()
     """Sliding windows and state snapshots that are transferred and cached beside the full KV."""
+    snapshots: SnapshotPolicy = SnapshotPolicy()
+    """Where snapshots of recurrent states are kept."""
     eviction: EvictionName = "lru"
     """Order in which cached pages of both tiers are evicted, see `tidekv.states.prefix.policies`."""
     namespace_share: PositiveShare = 1.0

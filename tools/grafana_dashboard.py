@@ -280,6 +280,18 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     )
                 ],
             ),
+            Panel(
+                title="Snapshots of states kept, evicted, used",
+                description="Snapshots, prompts and computations that they served, tokens saved, per second. Empty"
+                " without states.",
+                unit="short",
+                targets=[
+                    (
+                        f"sum by (component, what) (rate(tidekv_snapshots_total{{{HERE}}}[$__rate_interval]))",
+                        "{{component}} {{what}}",
+                    )
+                ],
+            ),
         ),
     ),
     (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from tidekv.backends.keys.page_keys import PageKeys
-from tidekv.states.components.specs import Component
+from tidekv.states.components.specs import Component, SnapshotPolicy
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.settings import CoreSettings, EvictionName
 from tidekv.states.storage.policy import POLICY_FIELDS, StoragePolicy
@@ -65,6 +66,27 @@ class SharingOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Requests with a common prefix share its transfer before the first of them is READY."""
     wait_s: Seconds = 0.25
     """Seconds a request waits for another request's stalled transfer before it asks prefill itself."""
+
+
+class SnapshotOptions(SnapshotPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Snapshots of recurrent states: where they are kept, and how many."""
+
+    device_bytes: ByteCount = 0
+    """Maximum bytes of snapshots of each state that stay cached on the device; above it the least recently used ones
+    are evicted. 0: as many as the pool holds beside the records of requests.
+    """
+    host_bytes: ByteCount = 0
+    """The same in host memory. 0: as many as the host pool holds."""
+
+    def bounded(self, component: Component, record_bytes: int) -> Component:
+        """Return the component with these bounds, if it is a state of records of that many bytes."""
+        if component.kind != "state":
+            return component
+        return msgspec.structs.replace(
+            component,
+            device_snapshots_max=self.device_bytes // record_bytes if self.device_bytes else None,
+            host_snapshots_max=self.host_bytes // record_bytes if self.host_bytes else None,
+        )
 
 
 class PeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -195,6 +217,8 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Admission to device memory."""
     sharing: SharingOptions = SharingOptions()
     """Sharing of transfers."""
+    snapshots: SnapshotOptions = SnapshotOptions()
+    """Snapshots of recurrent states."""
     peer: PeerOptions = PeerOptions()
     """Links to prefill workers."""
     journal: JournalOptions = JournalOptions()
@@ -223,6 +247,9 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             device_pages=device_pages,
             host_pages=host_pages,
             components=components,
+            snapshots=SnapshotPolicy(
+                **{name: getattr(self.snapshots, name) for name in SnapshotPolicy.__struct_fields__}
+            ),
             eviction=self.eviction,
             namespace_share=self.namespace_share,
             keep_output=self.keep_output,

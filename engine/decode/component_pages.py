@@ -7,7 +7,7 @@
 
 A window holds all the pages that it will ever need: when it advances to a new page, it overwrites the oldest of its own
 pages behind it (`WindowPages`). A state has one record, which the model updates; it can be left if it is at the end of
-a page.
+a page. Snapshots of it are taken in spare records (`StateRecords`), if the engine gives any.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from tidekv.states.events import ComponentLeft
 from tidekv.states.validation import short
 
 if TYPE_CHECKING:
-    from tidekv.states.components.specs import ComponentPages, ComponentTable
+    from tidekv.states.components.specs import ComponentPages, ComponentTable, SnapshotPolicy
 
-LeftComponents: TypeAlias = "Mapping[str, tuple[int, Sequence[int] | npt.NDArray[np.int32]]]"
-"""Pages left of components, by name: `(first, pages)`, pages of its device pool at positions [first, first +
-len(pages)) of the tokens; position p stands for tokens [p * page_size, (p + 1) * page_size). A record is left at the
-position of the last page that it covers."""
+LeftPages: TypeAlias = "tuple[int, Sequence[int] | npt.NDArray[np.int32]]"
+"""`(first, pages)`: pages of a component's device pool at positions [first, first + len(pages)) of the tokens."""
+LeftComponents: TypeAlias = "Mapping[str, LeftPages | list[LeftPages]]"
+"""Pages left of components, by name: `(first, pages)`, or a list of those; position p stands for tokens [p * page_size,
+(p + 1) * page_size). A record is left at the position of the last page that it covers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +52,12 @@ class ReadyComponent:
     def record(self) -> int:
         """The record of a state, which the model may write to."""
         return int(self.pages[0])
+
+    @property
+    def spare(self) -> list[int]:
+        """The own pages that are not in use: of a window, those it moves to; of a state, records for snapshots."""
+        in_use = set(self.pages.tolist())
+        return [page for page in self.own.tolist() if page not in in_use]
 
 
 def ready_component_pages(tables: tuple[ComponentTable, ...] | None) -> dict[str, ReadyComponent]:
@@ -83,8 +90,7 @@ class WindowPages:
         self._page_size = page_size
         self._trailing_pages = -(-window_tokens // page_size)
         self._own = frozenset(tail.own.tolist())
-        in_use = set(self.pages)
-        self._free = deque(page for page in tail.own.tolist() if page not in in_use)
+        self._free = deque(tail.spare)
 
     def grow(self, tokens: int) -> list[int]:
         """Make room for the token before position `tokens`; returns the pages that this adds, usually none. Their old
@@ -112,6 +118,51 @@ class WindowPages:
         return first, self.pages[first - self.first : boundary - self.first] if boundary > first else []
 
 
+class StateRecords:
+    """The snapshots of one state that a request takes while it generates, in its spare records.
+
+    `due` is called whenever the state has taken a token, before the next one; the caller copies the live record to the
+    page that it returns. If there are more places worth a snapshot than spare records, the newest ones stay.
+    """
+
+    def __init__(self, record: ReadyComponent, *, policy: SnapshotPolicy, prompt_tokens: int, page_size: int) -> None:
+        self._record = record.record
+        self._policy = policy
+        self._prompt_tokens = prompt_tokens
+        self._page_size = page_size
+        self._free = deque(record.spare)
+        self._taken: dict[int, int] = {}
+        """Pages by the number of tokens of their snapshots, oldest first."""
+
+    def due(self, tokens: int) -> int | None:
+        """Return the page that the live record is to be copied to, now that it covers `tokens` tokens; usually None."""
+        if tokens % self._page_size or tokens in self._taken:
+            return None
+        if not (self._policy.output_end or self._is_kept_there(tokens)):
+            return None
+        if not self._free and self._taken:
+            # A snapshot that only the end of the output was worth: the output has gone on since.
+            passed = next((at for at in self._taken if not self._is_kept_there(at)), next(iter(self._taken)))
+            self._free.append(self._taken.pop(passed))
+        if not self._free:
+            return None
+        page = self._taken[tokens] = self._free.popleft()
+        return page
+
+    def left(self, tokens: int) -> list[LeftPages]:
+        """Return the records to leave for this number of tokens with KV: `finish(component_pages={name: …})`."""
+        end = tokens // self._page_size * self._page_size
+        taken = {at: page for at, page in self._taken.items() if at == end or (at < end and self._is_kept_there(at))}
+        if end == tokens and end:
+            taken.setdefault(end, self._record)
+        return [(at // self._page_size - 1, [page]) for at, page in sorted(taken.items())]
+
+    def _is_kept_there(self, tokens: int) -> bool:
+        every = self._policy.every_pages
+        is_interval = bool(every) and tokens // self._page_size % every == 0
+        return is_interval or (self._policy.prompt_end and tokens == self._prompt_tokens)
+
+
 def component_pages_left(
     request_id: str, given: Mapping[str, ReadyComponent], left: LeftComponents | None, *, full_pages: int
 ) -> tuple[ComponentLeft, ...]:
@@ -130,22 +181,30 @@ def component_pages_left(
             known = ", ".join(given) or "none"
             raise InvalidRequest(f"request {request_id!r} leaves component {name!r}; there are {known}")
         what = f"request {request_id!r} leaves of component {name!r}"
-        try:
-            first, pages = each
-            begin, ids = index(first), tuple(index(page) for page in pages)
-        except (TypeError, ValueError):
-            raise InvalidRequest(f"{what} {short(each)}, which is no position with page ids") from None
-        if begin < 0 or begin + len(ids) > full_pages:
-            raise InvalidRequest(
-                f"{what} positions [{begin}, {begin + len(ids)}), its tokens have full pages [0, {full_pages})"
-            )
-        own = frozenset(tail.own.tolist())
-        shared = dict(zip(range(tail.first, tail.first + len(tail.pages)), tail.pages.tolist(), strict=True))
-        for position, page in enumerate(ids, begin):
-            if page not in own and shared.get(position) != page:
-                raise InvalidRequest(f"{what} page {page} at position {position}, which it does not have there")
+        entries = [_pages_left(what, given, tail, full_pages) for given in (each if isinstance(each, list) else [each])]
+        ids = [page for _, pages in entries for page in pages]
+        places = [at for first, pages in entries for at in range(first, first + len(pages))]
         if len(set(ids)) < len(ids):
-            raise InvalidRequest(f"{what} a page twice: {list(ids)}")
-        if ids:
-            checked.append(ComponentLeft(name, begin, ids))
+            raise InvalidRequest(f"{what} a page twice: {ids}")
+        if len(set(places)) < len(places):
+            raise InvalidRequest(f"{what} two pages at one position: {ids} at {places}")
+        checked += [ComponentLeft(name, first, pages) for first, pages in entries if pages]
     return tuple(checked)
+
+
+def _pages_left(what: str, each: LeftPages, tail: ReadyComponent, full_pages: int) -> tuple[int, tuple[int, ...]]:
+    try:
+        first, pages = each
+        begin, ids = index(first), tuple(index(page) for page in pages)
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"{what} {short(each)}, which is no position with page ids") from None
+    if begin < 0 or begin + len(ids) > full_pages:
+        raise InvalidRequest(
+            f"{what} positions [{begin}, {begin + len(ids)}), its tokens have full pages [0, {full_pages})"
+        )
+    own = frozenset(tail.own.tolist())
+    shared = dict(zip(range(tail.first, tail.first + len(tail.pages)), tail.pages.tolist(), strict=True))
+    for position, page in enumerate(ids, begin):
+        if page not in own and shared.get(position) != page:
+            raise InvalidRequest(f"{what} page {page} at position {position}, which it does not have there")
+    return begin, ids

@@ -329,6 +329,10 @@ class PendingCalls:
             packed_tokens=live.prompt.packed,
             component_pages=ready_component_pages(command.component_pages),
             resume_from=shared_component_pages(command.resume_from),
+            snapshots={
+                name: {boundary * self._page_size: page for boundary, page in pages.items()}
+                for name, pages in (command.snapshots or {}).items()
+            },
         )
         try:
             first_token, aux = await own_cancels_only(self.last_resort(job), "recompute")

@@ -107,7 +107,9 @@ class Runtime:
                 page_size=device.layout.page_size,
                 device_pages=device.num_pages,
                 host_pages=0 if host is None else host.num_pages,
-                components=tuple(pools.component for pools in components),
+                components=tuple(
+                    config.snapshots.bounded(pools.component, pools.device.layout.page_bytes) for pools in components
+                ),
             )
         )
         self.log = CoreLog(self.core)
@@ -459,6 +461,7 @@ class Runtime:
             "component_copies": {
                 name: msgspec.to_builtins(copier.statistics()) for name, copier in self.component_copiers.items()
             },
+            "snapshots": self._count_snapshots(),
             "storage": None if self.storage is None else msgspec.to_builtins(self.storage.statistics()),
             "events": self.driver.events_taken,
             "events_illegal": self.driver.illegal_events,
@@ -466,6 +469,22 @@ class Runtime:
             "loop_stalls": self.watchdog.stalls,
             "ranks": None if self.ranks is None else self.ranks.statistics(),
         }
+
+    def _count_snapshots(self) -> dict[str, dict[str, int]]:
+        """By state, what its snapshots cost and bring."""
+        rules, index = self.core.component_pages, self.core.state.components
+        if rules is None or index is None:
+            return {}
+        found = {}
+        for name, counts in rules.snapshots.statistics().items():
+            record_bytes = self.components[name].device.layout.page_bytes
+            found[name] = {
+                "record_bytes": record_bytes,
+                "device_bytes": index.device[name].account.cached * record_bytes,
+                "host_bytes": index.host[name].account.cached * record_bytes,
+                **counts,
+            }
+        return found
 
 
 def _check_lent(*, components: Sequence[ComponentPools], recompute: Recompute | None, ranks: RankGroup | None) -> None:

@@ -93,6 +93,10 @@ class RecomputeJob:
     """By component, its window or record before `start_token`, from which the computation continues; without pages if
     that is 0. They are shared, and only read: `own` is empty.
     """
+    snapshots: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    """By state, pages of its device pool by numbers of tokens: the computation must write the record to each of them as
+    it is after that many tokens. Empty unless `SnapshotOptions.per_request` is set.
+    """
 
 
 Recompute = Callable[[RecomputeJob], Awaitable["tuple[int, Mapping[str, object]]"]]

@@ -68,6 +68,18 @@ class MetricsCollector(Collector):
         for (component, what), count in sorted(dict(fold.component_pages).items()):
             components.add_metric((component, what), count)
         yield components
+        snapshots = CounterMetricFamily(
+            "tidekv_snapshots",
+            "Snapshots of states: kept at branches, ends of prompts and outputs, intervals; declined; evicted by tier;"
+            " prompts whose end was served by one, by tier; computations that continued from one, and the tokens that"
+            " these did not compute.",
+            labels=("component", "what"),
+        )
+        rules = fold.core.component_pages
+        for name, counts in sorted(({} if rules is None else rules.snapshots.statistics()).items()):
+            for what, count in counts.items():
+                snapshots.add_metric((name, what), count)
+        yield snapshots
         yield _counter("tidekv_cuts", "Extends by what had failed.", "cause", fold.cuts)
         yield _counter(
             "tidekv_declined_pages", "Pages that storage had and that were not fetched.", "cause", fold.declined

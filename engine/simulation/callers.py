@@ -186,7 +186,7 @@ class Client:
             error = "injected" if world.faults.hits("recompute_fails") else ""
             caller.recompute_failed |= bool(error)
             world.device.end_write(rest, who, None if error else tags[command.first :])
-            world.component_pages.end_compute(*components, is_garbage=bool(error))
+            world.component_pages.end_compute(*components, snapshots=command.snapshots or {}, is_garbage=bool(error))
             world.outcomes.tell(lambda at_s: events.Recomputed(at_s=at_s, op=command.op, error=error), command.op)
 
         world.schedule.after(world.delay() + slow, end)

@@ -10,8 +10,10 @@ from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tidekv.engine.simulation.memory import SimulatedPool, Violation
-from tidekv.states.components.specs import Component, ComponentPages, ComponentTable
+from tidekv.states.components.specs import Component, ComponentPages, ComponentTable, SnapshotPolicy
 from tidekv.states.events import ComponentLeft
 from tidekv.states.pages.page_pool import PageState
 from tidekv.states.types import page_ids
@@ -36,6 +38,8 @@ class LiveComponents:
         self.known = {table.component: dict(enumerate(table.pages, table.first)) for table in tables}
         self.tokens = tokens
         """Number of tokens written."""
+        self.records: dict[str, dict[int, int]] = {}
+        """By state, spare records by the boundary that they are a snapshot of."""
 
     def table_of(self, name: str) -> ComponentTable:
         """Return the table that the request was given for one component."""
@@ -151,9 +155,10 @@ class SimulatedComponents:
         tags: Tags,
         who: str,
         *,
+        snapshots: dict[str, dict[int, int]],
         is_garbage: bool,
     ) -> None:
-        """End a computation. What it read has not changed meanwhile."""
+        """End a computation, which has taken `snapshots`. What it read has not changed meanwhile."""
         for start in resume_from:
             found = tags[start.component][start.first : boundary]
             self.pools["device", start.component].end_read(start.pages, who, found)
@@ -161,6 +166,12 @@ class SimulatedComponents:
             pool, own = self.pools["device", table.component], set(table.own)
             parts = zip(table.pages, tags[table.component][table.first :], strict=True)
             written = {page: tag for page, tag in parts if page in own and not is_garbage}
+            for at, page in snapshots.get(table.component, {}).items():
+                if page not in own or page in written:
+                    raise Violation(f"{who} is to take a snapshot of {table.component} in page {page}: {table}")
+                if not is_garbage:
+                    written[page] = tags[table.component][at - 1]
+                    self.counts["snapshots_computed"] += 1
             pool.end_write(page_ids(written), who, list(written.values()))
             pool.end_write(page_ids(own - set(written)), who, None)
 
@@ -175,6 +186,7 @@ class SimulatedComponents:
             pool, known = self.pools["device", name], live.known[name]
             if not component.is_shared:
                 pool.put(table.own[0], tags[name][-1], who)
+                self._take_snapshots(live, table, tags[name], range(prompt_tokens, written + 1), who)
                 continue
             unused = [page for page in table.own if page not in table.pages]
             for position in range(prompt_tokens // page_size, self._settings.pages_of(written)):
@@ -189,6 +201,21 @@ class SimulatedComponents:
             needed = range(component.needed_from(written, page_size), self._settings.pages_of(written))
             pool.expect(page_ids(known[at] for at in needed), [tags[name][at] for at in needed], who)
 
+    def _take_snapshots(
+        self, live: LiveComponents, table: ComponentTable, tags: list[int], tokens: range, who: str
+    ) -> None:
+        """Copy the record to the spare ones at boundaries on the way, the oldest of which are overwritten."""
+        spare, page_size = table.own[1:], self._settings.page_size
+        taken = live.records.setdefault(table.component, {})
+        boundaries = [at // page_size for at in tokens if at and at % page_size == 0]
+        for number, boundary in enumerate(boundaries if spare else ()):
+            page = spare[number % len(spare)]
+            for other in [at for at, old in taken.items() if old == page]:
+                del taken[other]
+            taken[boundary] = page
+            self.pools["device", table.component].put(page, tags[boundary - 1], who)
+            self.counts["snapshots_taken"] += 1
+
     def left(self, live: LiveComponents, kept: int, random: Random) -> tuple[ComponentLeft, ...]:
         """Return the tails that a caller that keeps `kept` tokens can leave: those at the end of the last full page."""
         page_size = self._settings.page_size
@@ -196,11 +223,15 @@ class SimulatedComponents:
         left = []
         for name, known in live.known.items():
             component = self.components[name]
+            records = {at: page for at, page in live.records.get(name, {}).items() if at <= end}
+            left += [ComponentLeft(name, at - 1, (page,)) for at, page in records.items()]
+            if end in records:
+                continue
             if not end or (not component.is_shared and (kept != live.tokens or kept % page_size)):
                 # The state has advanced beyond the end of the page, so it does not belong to that boundary.
                 continue
             if not component.is_shared:
-                left.append(ComponentLeft(name, end - 1, tuple(live.table_of(name).own)))
+                left.append(ComponentLeft(name, end - 1, (live.table_of(name).own[0],)))
                 continue
             first = end
             lowest = max(0, end - component.trailing_pages(page_size) - random.choice((0, 0, 1)))
@@ -263,3 +294,24 @@ def _draw_component(random: Random, name: str, page_size: int) -> Component:
     one = Component(name=name, kind="window", window_tokens=tokens, device_pages=1)
     device_pages = one.live_pages(page_size) * random.choice((1, 2, 4, 10)) + random.choice((0, 1, 5, 20))
     return Component(name=name, kind="window", window_tokens=tokens, device_pages=device_pages, host_pages=host_pages)
+
+
+def draw_snapshots(random: Random) -> SnapshotPolicy:
+    """Draw where snapshots are kept, and the spare records of a request."""
+    return SnapshotPolicy(
+        every_pages=random.choice((0, 0, 1, 2, 5)),
+        prompt_end=random.random() < 0.8,
+        output_end=random.random() < 0.8,
+        branch_points=random.random() < 0.8,
+        per_request=random.choice((0, 0, 1, 2, 4)),
+    )
+
+
+def draw_bounds(random: Random, component: Component) -> Component:
+    """Draw how many snapshots of a state are kept; most of the time as many as its pools hold."""
+    if component.is_shared or random.random() < 0.6:
+        return component
+    bounds = (None, 0, 1, 3, 10)
+    return msgspec.structs.replace(
+        component, device_snapshots_max=random.choice(bounds), host_snapshots_max=random.choice(bounds)
+    )

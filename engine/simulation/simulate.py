@@ -7,7 +7,7 @@ from random import Random
 
 import msgspec
 
-from tidekv.engine.simulation.components import draw_components
+from tidekv.engine.simulation.components import draw_bounds, draw_components, draw_snapshots
 from tidekv.engine.simulation.faults import Chosen
 from tidekv.engine.simulation.policies import draw_policy
 from tidekv.engine.simulation.world import World
@@ -123,7 +123,10 @@ def draw_settings(random: Random) -> CoreSettings:
 def with_components(settings: CoreSettings, seed: int, *, always: bool = False) -> CoreSettings:
     """Return the settings with the components that the seed draws; unless `always`, none in every other run."""
     drawn = draw_components(Random(f"components {seed}"), settings.page_size, always=always)
-    return msgspec.structs.replace(settings, components=drawn)
+    # A source of its own, so that everything else is what it was for the same seed.
+    source = Random(f"snapshots {seed}")
+    drawn = tuple(draw_bounds(source, component) for component in drawn)
+    return msgspec.structs.replace(settings, components=drawn, snapshots=draw_snapshots(source))
 
 
 def with_lent_device(settings: CoreSettings, seed: int) -> CoreSettings:

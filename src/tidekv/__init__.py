@@ -54,9 +54,10 @@ if TYPE_CHECKING:
         MetricsOptions,
         PeerOptions,
         SharingOptions,
+        SnapshotOptions,
         StorageOptions,
     )
-    from tidekv.engine.decode.component_pages import LeftComponents, ReadyComponent, WindowPages
+    from tidekv.engine.decode.component_pages import LeftComponents, ReadyComponent, StateRecords, WindowPages
     from tidekv.engine.decode.decode_engine import DecodeEngine
     from tidekv.engine.decode.values import (
         DecodeRequest,
@@ -163,6 +164,8 @@ __all__ = [
     "RoomOutcome",
     "RoomSettings",
     "SharingOptions",
+    "SnapshotOptions",
+    "StateRecords",
     "Storage",
     "StorageFailed",
     "StorageOptions",
@@ -225,6 +228,8 @@ _LATER = {
     "RoomOutcome": "tidekv.transports.prefill.prefill_room",
     "RoomSettings": "tidekv.transports.prefill.room_writer",
     "SharingOptions": "tidekv.engine.config.engine_config",
+    "SnapshotOptions": "tidekv.engine.config.engine_config",
+    "StateRecords": "tidekv.engine.decode.component_pages",
     "Storage": "tidekv.backends.storage.base",
     "StorageOptions": "tidekv.engine.config.engine_config",
     "StoragePolicy": "tidekv.states.storage.policy",

@@ -208,6 +208,8 @@ class ComponentBackups:
             first, device = self._index.trailing_pages_of("device", name, leaf)
             _, host = self._index.trailing_pages_of("host", name, leaf)
             missing = [at for at in range(first, leaf.depth_pages) if at not in host]
+            if not self._index.host[name].may_keep(len(missing)):
+                continue
             if missing and all(at in device for at in missing):
                 self._copy(name, leaf, first, [device[at] for at in missing], host)
 

@@ -3,7 +3,8 @@
 Pages are stored by node and, within a node, by position in the prompt. Splitting a node divides its pages, and the
 guards that reach into it, by position. A node may lose its component pages and keep its full ones: matches then pass
 through it and cannot end there. All pages of a node are evicted together, because a set of component pages with a hole
-serves no boundary. Eviction takes the least recently used node first, and skips nodes that a guard protects.
+serves no boundary. A snapshot serves a boundary by itself: the index ends a node there, so it is evicted by itself.
+Eviction takes the least recently used node first, and skips nodes that a guard protects.
 
 Ownership: pages in this tier are owned by the index (`CACHED` in the page pool). `enter` moves pages from their owner
 to the index, `drop` and `evict` make them free.
@@ -12,7 +13,8 @@ Invariants, recounted by `check`:
 
 - a node with pages here has its full pages in this tier;
 - every kept page is cached in the page pool, and every cached page is kept exactly once;
-- a node is guarded by exactly the guards whose range reaches into it.
+- a node is guarded by exactly the guards whose range reaches into it;
+- not more than `cached_max` pages are kept.
 """
 
 from __future__ import annotations
@@ -49,13 +51,29 @@ class HeldPage:
 class ComponentTier:
     """Pages of one component in one tier of the prefix index."""
 
-    __slots__ = ("_guarded", "_idle", "account", "evictable", "name", "protected", "receipts", "touch")
+    __slots__ = (
+        "_guarded",
+        "_idle",
+        "account",
+        "cached_max",
+        "evictable",
+        "evicted",
+        "name",
+        "protected",
+        "receipts",
+        "touch",
+    )
 
-    def __init__(self, name: TierName, account: PagePool, touch: Callable[[Node], None]) -> None:
-        """`touch` is called with each node that gets or loses pages."""
+    def __init__(
+        self, name: TierName, account: PagePool, touch: Callable[[Node], None], *, cached_max: int | None = None
+    ) -> None:
+        """`touch` is called with each node that gets or loses pages. At most `cached_max` pages are kept."""
         self.name: TierName = name
         self.touch = touch
         self.account = account
+        self.cached_max = account.total if cached_max is None else cached_max
+        self.evicted = 0
+        """Pages evicted so far to make room for others."""
         self.evictable = 0
         self.protected = 0
         self.receipts = 0
@@ -135,6 +153,17 @@ class ComponentTier:
             self.touch(node)
         return table, unused
 
+    def may_keep(self, count: int) -> bool:
+        """Whether `count` further pages can be kept within `cached_max`, by evicting others if necessary."""
+        return self.account.cached + count <= self.cached_max + self.evictable and count <= self.cached_max
+
+    def make_room_to_keep(self, count: int) -> bool:
+        """Evict until `count` further pages can be kept within `cached_max`; False, without any eviction, if not."""
+        if not self.may_keep(count):
+            return False
+        self.evict(self.account.cached + count - self.cached_max)
+        return True
+
     def use(self, nodes: Iterable[Node]) -> None:
         """Mark the nodes' pages as used now."""
         for node in nodes:
@@ -173,6 +202,7 @@ class ComponentTier:
         before = self.evictable
         while before - self.evictable < count and self._idle:
             self.drop(next(iter(self._idle)))
+        self.evicted += before - self.evictable
         return before - self.evictable
 
     def check(self, nodes: set[Node], guards: Iterable[Guard]) -> None:
@@ -197,6 +227,8 @@ class ComponentTier:
             raise BrokenInvariant(f"{self.account.name}: guards reach into {list(reached)}, where they are missing")
         if not self.account.holds(kept, PageState.CACHED) or self.account.cached != len(kept):
             raise BrokenInvariant(f"{self.account.name}: the pages kept are not the cached pages, each exactly once")
+        if len(kept) > self.cached_max:
+            raise BrokenInvariant(f"{self.account.name}: {len(kept)} pages are kept, at most {self.cached_max} may be")
         counted = tuple(sum(len(h.pages) for h in part.values()) for part in (self._idle, self._guarded))
         if counted != (self.evictable, self.protected):
             raise BrokenInvariant(

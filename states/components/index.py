@@ -27,7 +27,7 @@ from tidekv.states.errors import BrokenInvariant, InvalidConfig
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import MatchResult, Node, PrefixIndex, Receipt
 from tidekv.states.prefix.node import TierName
-from tidekv.states.types import PageIds
+from tidekv.states.types import PageIds, page_ids
 
 
 class ComponentReceipt:
@@ -49,12 +49,19 @@ class ComponentIndex:
         self.index = index
         self.components = {component.name: component for component in components}
         self.device = {
-            c.name: ComponentTier("device", PagePool(f"device {c.name}", c.device_pages), index.tree.touch)
+            c.name: ComponentTier(
+                "device",
+                PagePool(f"device {c.name}", c.device_pages),
+                index.tree.touch,
+                cached_max=c.device_snapshots_max,
+            )
             for c in components
         }
         """By component, its pages on the device."""
         self.host = {
-            c.name: ComponentTier("host", PagePool(f"host {c.name}", c.host_pages), index.tree.touch)
+            c.name: ComponentTier(
+                "host", PagePool(f"host {c.name}", c.host_pages), index.tree.touch, cached_max=c.host_snapshots_max
+            )
             for c in components
         }
         self._trailing_pages = {component.name: component.trailing_pages(page_size) for component in components}
@@ -127,6 +134,25 @@ class ComponentIndex:
             pages.update(self._tier(tier)[name].pages_of(above))
         return first, {at: page for at, page in pages.items() if at >= first}
 
+    def branch_points(self, namespace: str, keys: bytes) -> list[int]:
+        """The boundaries of a prompt up to which the device has its full pages, and where cached prompts part: among
+        themselves, or from this one. In ascending order.
+        """
+        width = self.index.tree.key_bytes
+        pages, _ = self.index.probe_prefix(namespace, keys)
+        nodes = self._nodes_of(namespace, keys, pages)
+        points = [node.depth_pages for node in nodes if len(node.children) > 1 and node.depth_pages <= pages]
+        if nodes and pages < len(keys) // width and pages not in points:
+            last = nodes[-1]
+            if last.depth_pages > pages or last.children:
+                points.append(pages)
+        return points
+
+    def is_branch(self, leaf: Node, boundary: int) -> bool:
+        """Whether cached prompts part at a boundary of the path to `leaf`."""
+        node = nodes_covering(leaf, boundary - 1)[-1]
+        return node.depth_pages == boundary and len(node.children) > 1
+
     def firsts(self, boundary: int) -> dict[str, int]:
         """By component, the first position needed to continue from `boundary`."""
         return {name: self._first(name, boundary) for name in self.components}
@@ -185,7 +211,8 @@ class ComponentIndex:
         `node`. Pages that the index already has are kept.
 
         Returns the pages to use from now on, and those that the caller still owns. An inserted snapshot must not be
-        written to any more.
+        written to any more. The node at its position ends there from now on. A snapshot that the bound of its tier has
+        no room for is not inserted, and stays the caller's.
         """
         nodes = nodes_covering(node, first)[::-1]
         self.index.tree.require(node)
@@ -194,7 +221,28 @@ class ComponentIndex:
         for above in nodes:
             if above.is_reclaiming or (above.device if tier == "device" else above.host) is None:
                 raise BrokenInvariant(f"{name}: {above} has no full {tier} pages that component pages could go with")
-        return self._tier(tier)[name].enter(nodes, first, pages)
+        into = self._tier(tier)[name]
+        if self.components[name].is_shared:
+            return into.enter(nodes, first, pages)
+        table, unused = page_ids(), page_ids()
+        for position, page in enumerate(pages, first):
+            ending = self._node_ending_at(node, position + 1)
+            here = into.pages_of(ending).get(position)
+            if here is None and not into.make_room_to_keep(1):
+                table.append(page)
+                unused.append(page)
+                continue
+            used, left = into.enter([ending], position, page_ids([page]))
+            table += used
+            unused += left
+        return table, unused
+
+    def _node_ending_at(self, leaf: Node, boundary: int) -> Node:
+        """The node on the path to `leaf` that ends at `boundary`, after a split if a node continues beyond it."""
+        node = nodes_covering(leaf, boundary - 1)[-1]
+        if node.depth_pages == boundary:
+            return node
+        return self.index.split(node, boundary - (node.depth_pages - node.page_count))
 
     def drop(self, tier: TierName, name: str, node: Node) -> None:
         """Free a node's pages of one component that are no longer needed. Raises BrokenInvariant if guarded."""

@@ -18,11 +18,13 @@ that none of them has, up to the end of the prompt, as the tail of the hand-over
 
 Each request takes as many own pages as it will ever need with its grant, in the same step as its full pages, or waits:
 a window never needs more pages than cover it and the page being written, and pages that it has left are written again.
+With `SnapshotPolicy.per_request` it gets spare records of each state as well, as far as the pool has room.
 
 A request owns its pages until one of the following:
 
 - `commit` moves loaded window pages to the index; the table keeps using them under the request's lock;
-- `keep` moves what the caller leaves at the finish to the index;
+- `commit` moves the snapshots that a recomputing caller has taken to the index;
+- `keep` moves what the caller leaves at the finish to the index, snapshots only where the policy keeps them;
 - `leave` frees the rest. While copies into the pages are in flight, `RequestComponents` outlives its request and frees
   them when the last copy ends. Pages that prefill may still write to go to the quarantine of the room
   (`tidekv.states.handover.rooms`) before that. A recomputation in flight takes over everything instead, until it ends.
@@ -42,6 +44,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyComponent
+from tidekv.states.components.snapshots import Snapshots
 from tidekv.states.components.specs import ComponentPages, ComponentTable
 from tidekv.states.components.storage import WITHOUT_COMPONENTS, WITHOUT_HOST, ComponentStorage, preempt
 from tidekv.states.errors import BrokenInvariant
@@ -90,6 +93,7 @@ class ComponentRestore:
         self._state = state
         self._index = index
         self.storage = ComponentStorage(state, storage, index, self.copy_of)
+        self.snapshots = Snapshots(state.settings.snapshots, index, page_size=state.settings.page_size)
 
     # --- The grant ---
 
@@ -128,6 +132,9 @@ class ComponentRestore:
             pages = self._index.take("device", name, count)
             assert pages is not None, "there was room for it before"
             component_pages.own[name] = pages
+        for name in self.snapshots.states:
+            spare = self._index.take("device", name, self.snapshots.spare_pages(request, name))
+            component_pages.own[name] = component_pages.own[name] + (spare or page_ids())
         return True
 
     def _has_room(self, wanted: dict[str, int]) -> bool:
@@ -153,6 +160,11 @@ class ComponentRestore:
             undo.callback(self._index.unpin, component_pages.pin)
         for name in self._index.components:
             self._choose(request, component_pages, name, plan, host_node, undo)
+        if request.recomputes:
+            component_pages.resumed_pages = plan.end
+            for name in self.snapshots.states:
+                spare = component_pages.own[name].tolist()[1:]
+                component_pages.snapshots[name] = self.snapshots.assign(request, name, spare, first=plan.end)
 
     @staticmethod
     def _uses_host(request: Request) -> bool:
@@ -203,6 +215,9 @@ class ComponentRestore:
         # A caller that recomputes writes to the same pages; prefill must not.
         component_pages.remote[name] = page_ids() if request.recomputes else table[tail - first :]
         component_pages.tails[name] = tail
+        if not is_shared and tail == request.page_count:
+            tier = "storage" if fetched else "device" if first in device else "host"
+            component_pages.hits[name] = tier
         of_device = {at: device[at] for at in filled if at in device}
         of_host = {at: host[at] for at in filled if at in host and at not in device}
         self._copy(component_pages, name, "host", of_host, targets, undo)
@@ -250,6 +265,12 @@ class ComponentRestore:
         return tuple(
             ComponentPages(name, component_pages.tails[name], pages) for name, pages in component_pages.remote.items()
         )
+
+    def snapshots_of(self, request: Request) -> dict[str, dict[int, int]]:
+        """By state, the page for the snapshot after each of these numbers of pages, for a caller that recomputes."""
+        component_pages = request.component_pages
+        assert component_pages is not None
+        return {name: {each.boundary: each.page for each in taken} for name, taken in component_pages.snapshots.items()}
 
     def resume_from(self, node: Node) -> tuple[ComponentPages, ...]:
         """The component pages from which a computation continues at the end of `node`; none at the first page."""
@@ -300,13 +321,25 @@ class ComponentRestore:
         for name, count in component_pages.joining.items():
             # After an exception, the table has the index's pages as far as they were entered.
             self._enter(component_pages, name, component_pages.tables[name][:count])
+        for name, taken in component_pages.snapshots.items():
+            while taken:
+                snapshot = taken.pop()
+                # If the prompt did not join the cache, there are no full pages that it could go with.
+                if request.lock is not None and snapshot.boundary <= request.lock.node.depth_pages:
+                    place = snapshot.place
+                    self._keep_snapshot(
+                        component_pages, name, request.lock.node, snapshot.boundary, snapshot.page, place
+                    )
         self._release_pin(component_pages)
+        self.snapshots.note_served(component_pages.hits, component_pages.resumed_pages)
+        component_pages.hits, component_pages.resumed_pages = {}, 0
         return component_pages.table
 
-    def keep(self, request: Request, left: tuple[ComponentLeft, ...], node: Node) -> None:
+    def keep(self, request: Request, left: tuple[ComponentLeft, ...], node: Node, *, holds: bool) -> None:
         """Move what the caller leaves of components into the index, up to `node`, the end of the kept full pages.
 
-        Can be called again after an exception.
+        `holds` keeps a snapshot at that end whatever the policy is, because a retracted request continues from it. Can
+        be called again after an exception.
         """
         component_pages = request.component_pages
         assert component_pages is not None
@@ -326,10 +359,28 @@ class ComponentRestore:
             if not pages:
                 # Everything lies beyond the kept full pages.
                 continue
-            _, unused = self._index.insert("device", entry.component, node, entry.first, pages)
-            taken = without(pages, unused)
-            component_pages.own[entry.component] = without(component_pages.own[entry.component], taken)
+            if self._index.components[entry.component].is_shared:
+                _, unused = self._index.insert("device", entry.component, node, entry.first, pages)
+                taken = without(pages, unused)
+                component_pages.own[entry.component] = without(component_pages.own[entry.component], taken)
+            else:
+                for boundary, page in enumerate(pages, entry.first + 1):
+                    place = self.snapshots.place_of(boundary, prompt_pages=request.full_pages, node=node, holds=holds)
+                    self._keep_snapshot(component_pages, entry.component, node, boundary, page, place)
             component_pages.kept.add((entry.component, entry.first))
+
+    def _keep_snapshot(
+        self, component_pages: RequestComponents, name: str, node: Node, boundary: int, page: int, place: str
+    ) -> None:
+        """Move a snapshot into the index for this place. With "" it stays the request's, and so it does if the index
+        has one at that boundary, or no room within its bound.
+        """
+        unused = page_ids([page])
+        if place and page in component_pages.own[name]:
+            _, unused = self._index.insert("device", name, node, boundary - 1, unused)
+        if not unused:
+            component_pages.own[name] = without(component_pages.own[name], (page,))
+        self.snapshots.note_kept(name, place, is_kept=not unused)
 
     def leave(self, request: Request) -> None:
         """Give everything back; if copies into the pages are in flight, when the last one ends."""

@@ -32,7 +32,7 @@ import msgspec
 
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.types import PageIds
-from tidekv.states.validation import short
+from tidekv.states.validation import Count, Options, short
 
 ComponentKind = Literal["window", "state"]
 
@@ -47,6 +47,10 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
     host_pages: int = 0
     window_tokens: int = 0
     """Tokens before a boundary that are needed to continue from there; for windows only."""
+    device_snapshots_max: int | None = None
+    """Maximum snapshots cached on the device, for states only. None: as many as its pool has room for."""
+    host_snapshots_max: int | None = None
+    """The same in host memory."""
 
     def __post_init__(self) -> None:
         if not self.name or self.name == "full":
@@ -61,6 +65,9 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(
                 f"component {self.name!r}, a {self.kind}, cannot have window_tokens={self.window_tokens}"
             )
+        for bound in (self.device_snapshots_max, self.host_snapshots_max):
+            if bound is not None and (self.kind != "state" or bound < 0):
+                raise InvalidConfig(f"component {self.name!r}, a {self.kind}, cannot keep at most {bound} snapshots")
 
     @property
     def is_shared(self) -> bool:
@@ -80,6 +87,27 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
         page being written.
         """
         return self.trailing_pages(page_size) + (self.kind == "window")
+
+
+class SnapshotPolicy(Options, frozen=True, kw_only=True):
+    """Where snapshots of recurrent states are kept: at the ends of pages, by the kind of the place.
+
+    A snapshot that a caller leaves at another place is given back, except at the end of what a retracted request keeps.
+    """
+
+    every_pages: Count = 0
+    """Keep a snapshot after every n-th page of a prompt and its output. 0: none for that reason."""
+    prompt_end: bool = True
+    """Keep a snapshot after the last full page of a prompt."""
+    output_end: bool = True
+    """Keep a snapshot after the last full page of prompt and output, from which the next turn continues."""
+    branch_points: bool = True
+    """Keep a snapshot where cached prompts part: a further prompt with the same beginning continues from there."""
+    per_request: Count = 0
+    """Snapshots that a request may write beside its live record: spare records of its own for each state, if the pool
+    has room, given back at its end unless they are kept. A caller must write those that `RecomputeJob.snapshots` names.
+    0: callers only leave their live record.
+    """
 
 
 class ComponentPages(msgspec.Struct, frozen=True, array_like=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import GiveReserve, ReportDropped, ReportFinished, ReportFlushed
-from tidekv.states.events import GrowthTaken
+from tidekv.states.events import GrowthTaken, RetractRequested
 from tidekv.states.request.request import Ending
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import page_ids
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         AbortRequested,
         FinishRequested,
         FlushRequested,
-        RetractRequested,
         TransitionRaised,
     )
     from tidekv.states.request.request import Request
@@ -108,7 +107,12 @@ class Serving:
         ending.inserted = (
             0
             if not request.cache
-            else self._restore.keep(request, event.keys[: pages * settings.key_bytes], event.component_pages)
+            else self._restore.keep(
+                request,
+                event.keys[: pages * settings.key_bytes],
+                event.component_pages,
+                holds=isinstance(event, RetractRequested),
+            )
         )
         return ending
 

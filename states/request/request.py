@@ -612,6 +612,19 @@ class Ahead:
 # --- Components ---
 
 
+class Snapshot:
+    """A snapshot of a state that a caller takes while it computes: after `boundary` pages, in `page`."""
+
+    __slots__ = ("boundary", "page", "place")
+
+    def __init__(self, boundary: int, page: int, place: str) -> None:
+        self.boundary = boundary
+        self.page = page
+        """One of the request's own pages of the state."""
+        self.place = place
+        """Why it is worth keeping, see `tidekv.states.components.snapshots`."""
+
+
 class RequestComponents:
     """The component pages of one request. Outlives the request while copies into these pages are under way."""
 
@@ -619,6 +632,7 @@ class RequestComponents:
         "copies",
         "fetches",
         "firsts",
+        "hits",
         "is_damaged",
         "joining",
         "kept",
@@ -627,6 +641,8 @@ class RequestComponents:
         "pin",
         "remote",
         "request",
+        "resumed_pages",
+        "snapshots",
         "tables",
         "tails",
     )
@@ -660,6 +676,12 @@ class RequestComponents:
         """By component, how many leading pages of its table join the index when the request becomes ready."""
         self.remote: dict[str, PageIds] = {}
         """By component, the pages of `own` that prefill may write to."""
+        self.snapshots: dict[str, list[Snapshot]] = {}
+        """By state, the snapshots that a recomputing caller takes, until READY."""
+        self.hits: dict[str, str] = {}
+        """By state, the tier that has the record of the prompt's end. Empty once it is counted."""
+        self.resumed_pages = 0
+        """The page from which a recomputing caller continues. 0 once it is counted."""
 
     def give_up_remote(self) -> dict[str, PageIds]:
         """Remove the pages that prefill may write to and return them; the caller of this method owns them."""

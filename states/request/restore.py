@@ -303,6 +303,7 @@ class Restore:
             return 0
         assert request.lock is not None
         resume_from = None if self._component_pages is None else self._component_pages.resume_from(plan.node)
+        snapshots = None if self._component_pages is None else self._component_pages.snapshots_of(request)
         with Rollback() as undo:
             op = state.start_operation(Recomputation(state, request), deadline_s=float("inf"))
             undo.callback(state.operations.pop, op)
@@ -315,6 +316,7 @@ class Restore:
                     pages=state.index.device_path(lock.node) + plan.own,
                     component_pages=None if request.component_pages is None else request.component_pages.table,
                     resume_from=resume_from,
+                    snapshots=snapshots,
                 )
             )
             undo.keep()
@@ -450,13 +452,20 @@ class Restore:
             undo.keep()
         self._early.complete(request, room)
 
-    def keep(self, request: Request, keys: bytes, component_pages: tuple[ComponentLeft, ...] = ()) -> int:
+    def keep(
+        self,
+        request: Request,
+        keys: bytes,
+        component_pages: tuple[ComponentLeft, ...] = (),
+        *,
+        holds: bool = False,
+    ) -> int:
         """Insert the request's pages in the cache under `keys`, the keys of its full pages from the first on.
 
         If the cache has other pages for the same tokens, the request uses those and frees its own. Its lock moves to
         the end of the inserted path; `own` keeps the pages that are not in the tree. `component_pages` are inserted
-        with them. Returns the number of pages that are new to the cache. Can be called again after an exception, and
-        continues from there.
+        with them; `holds` is whether the request will continue from their end. Returns the number of pages that are new
+        to the cache. Can be called again after an exception, and continues from there.
         """
         state = self._state
         if request.inserted is None:
@@ -477,7 +486,7 @@ class Restore:
             request.own = request.own[duplicates:]
             request.inserted = msgspec.structs.replace(inserted, duplicates=page_ids())
         if self._component_pages is not None:
-            self._component_pages.keep(request, component_pages, inserted.node)
+            self._component_pages.keep(request, component_pages, inserted.node, holds=holds)
         request.inserted = None
         self._insertions += 1
         state.pages_freed = True

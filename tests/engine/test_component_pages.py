@@ -11,11 +11,12 @@ from tidekv import InvalidRequest
 from tidekv.engine.decode.component_pages import (
     LeftComponents,
     ReadyComponent,
+    StateRecords,
     WindowPages,
     component_pages_left,
     ready_component_pages,
 )
-from tidekv.states.components.specs import Component, ComponentTable
+from tidekv.states.components.specs import Component, ComponentTable, SnapshotPolicy
 from tidekv.states.events import ComponentLeft
 from tidekv.states.types import page_ids
 
@@ -70,6 +71,50 @@ def test_a_window_that_would_skip_a_page_is_told_so() -> None:
     assert pages.pages == [5, 6, 7]
 
 
+def records(prompt_tokens: int, spare: list[int], **policy: int) -> StateRecords:
+    """Of a state whose live record is page 9, with pages of 4 tokens."""
+    return StateRecords(
+        tail(prompt_tokens // 4, [9], [9, *spare]),
+        policy=SnapshotPolicy(**policy),  # type: ignore[arg-type]  # Each is of its type.
+        prompt_tokens=prompt_tokens,
+        page_size=4,
+    )
+
+
+def taken(state: StateRecords, first: int, end: int) -> dict[int, int]:
+    return {tokens: page for tokens in range(first, end + 1) if (page := state.due(tokens)) is not None}
+
+
+def test_a_record_is_copied_whenever_a_page_is_full_and_the_last_copies_are_left() -> None:
+    state = records(6, [7])
+    assert taken(state, 6, 17) == {8: 7, 12: 7, 16: 7}
+    assert state.left(17) == [(3, [7])]
+    # The live record is at the end of a page by itself.
+    state = records(6, [])
+    assert taken(state, 6, 16) == {} and state.left(16) == [(3, [9])] and state.left(15) == []
+
+
+def test_the_ends_of_prompt_and_output_and_intervals_are_left_as_far_as_spare_records_go() -> None:
+    state = records(8, [5, 6, 7], every_pages=4)
+    assert taken(state, 8, 22) == {8: 5, 12: 6, 16: 7, 20: 6}
+    assert state.left(22) == [(1, [5]), (3, [7]), (4, [6])]
+    # With fewer of them the newest ones stay.
+    state = records(8, [5, 6], every_pages=4)
+    assert taken(state, 8, 22) == {8: 5, 12: 6, 16: 6, 20: 5}
+    assert state.left(22) == [(3, [6]), (4, [5])]
+
+
+def test_nothing_is_copied_where_the_policy_keeps_nothing() -> None:
+    state = records(8, [5, 6], prompt_end=False, output_end=False)
+    assert taken(state, 8, 40) == {} and state.left(42) == []
+    assert taken(records(8, [5, 6], output_end=False, every_pages=3), 8, 40) == {8: 5, 12: 6, 24: 5, 36: 6}
+
+
+def test_a_snapshot_is_asked_for_once() -> None:
+    state = records(8, [5, 6])
+    assert (state.due(8), state.due(8), state.due(9)) == (5, None, None)
+
+
 def test_the_cores_words_become_a_callers() -> None:
     assert ready_component_pages(None) == {}
     component_pages = ready_component_pages((ComponentTable("s", 3, page_ids([7]), page_ids([7])),))
@@ -87,6 +132,8 @@ def test_own_pages_anywhere_and_shared_ones_at_their_place_can_be_left() -> None
     left = component_pages_left("r", GIVEN, {"w": (3, np.array([6, 8], dtype=np.int32)), "s": (4, (3,))}, full_pages=5)
     assert left == (ComponentLeft("w", 3, (6, 8)), ComponentLeft("s", 4, (3,)))
     assert all(type(page) is int for each in left for page in each.pages)
+    several = component_pages_left("r", GIVEN, {"w": [(3, [8]), (0, [7]), (1, [])]}, full_pages=5)
+    assert several == (ComponentLeft("w", 3, (8,)), ComponentLeft("w", 0, (7,)))
     assert component_pages_left("r", GIVEN, {"w": (2, [])}, full_pages=5) == ()
     assert component_pages_left("r", GIVEN, None, full_pages=5) == ()
 
@@ -101,6 +148,9 @@ def test_own_pages_anywhere_and_shared_ones_at_their_place_can_be_left() -> None
         ({"w": (-1, [7])}, r"positions \[-1, 0\)"),
         ({"w": (3, [8, 8])}, r"a page twice: \[8, 8\]"),
         ({"s": (3, [3, 3])}, "a page twice"),
+        ({"w": [(3, [8]), (4, [8])]}, "a page twice"),
+        ({"w": [(3, [7]), (3, [8])]}, r"two pages at one position: \[7, 8\] at \[3, 3\]"),
+        ({"w": [(3, [7]), 5]}, "no position with page ids"),
         ({"w": (2.0, [5])}, "no position with page ids"),
         ({"w": (2, ["5"])}, "no position with page ids"),
         ({"w": (2, 5)}, "no position with page ids"),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import tidekv
 from tests.support.waits import LIMIT_S
 from tidekv import (
     DecodeEngine,
@@ -165,7 +166,11 @@ def test_the_paired_pool_is_the_callers_tensors(guide: dict[str, Any]) -> None:
 
 @asynccontextmanager
 async def with_components(
-    guide: dict[str, Any], ours: Any, theirs: Any, on_room: Callable[[Any], Awaitable[None]]
+    guide: dict[str, Any],
+    ours: Any,
+    theirs: Any,
+    on_room: Callable[[Any], Awaitable[None]],
+    config: EngineConfig | None = None,
 ) -> AsyncIterator[DecodeEngine]:
     """A decode engine with the components `theirs`, and its prefill with `ours`, in this process."""
     network = LoopbackNetwork()
@@ -178,7 +183,7 @@ async def with_components(
             on_room=on_room,
         ),
         DecodeEngine(
-            EngineConfig(),
+            config or EngineConfig(),
             device=DevicePool.allocate(guide["layout"], 32),
             components=theirs,
             transport=LoopbackTransport("decode-0", network),
@@ -210,6 +215,47 @@ async def test_the_tails_that_are_asked_for_are_sent(guide: dict[str, Any]) -> N
             left = {name: (tail.first, tail.pages) for name, tail in ready.component_pages.items()}
             await engine.finish(ready, component_pages=left)
     assert sent == [{"swa": (2, 7), "ssm": (8, 1)}, {"swa": (9, 0), "ssm": (9, 0)}]
+
+
+@pytest.mark.parametrize(("output", "snapshots"), [(17, {144: 0, 160: 136}), (30, {144: 0, 160: 136}), (3, {144: 0})])
+async def test_snapshots_are_taken_in_spare_records_and_left(
+    guide: dict[str, Any], output: int, snapshots: dict[int, int]
+) -> None:
+    """A model with a record that is the sum of its output tokens."""
+    ours, theirs = guide["components"]()[1:], guide["components"]()[1:]
+    (pools,) = theirs
+    prompt = list(range(9 * 16))
+
+    async def serve(room: Any) -> None:
+        await room.send(range(9), start_token=0)
+        await guide["send_components"](room, {}, 7)
+        await room.finish(first_token=1)
+        await room.received()
+
+    def copy_record(source: int, target: int) -> None:
+        pools.device.write_pages([target], pools.device.read_pages([source]))
+
+    async def step(token: int, position: int, ready: Any, record: int) -> int:
+        pools.device.k[0][record] += token
+        return token + 1
+
+    config = EngineConfig(snapshots=tidekv.SnapshotOptions(per_request=2))
+    async with with_components(guide, ours, theirs, serve, config) as engine:
+        ready = await engine.restore(DecodeRequest(request_id="r1", tokens=prompt, prefill="prefill"))
+        said = await guide["go_on_with_snapshots"](engine, ready, step, copy_record, output)
+        assert said == list(range(1, output + 1))
+        await engine.wait_settled()
+        components = engine._core.state.components
+        assert components is not None
+        found = {
+            (at + 1) * 16: pools.device.k[0][page].flatten()[0].item()
+            for node in components.index.nodes()
+            for at, page in components.device["ssm"].pages_of(node).items()
+        }
+        assert found == snapshots
+        statistics: Any = engine.statistics()["snapshots"]
+        assert statistics["ssm"]["kept_prompt_end"] == 1
+        assert statistics["ssm"]["kept_output_end"] == len(snapshots) - 1
 
 
 @pytest.mark.parametrize(("output", "cached_tokens"), [(17, 160), (30, 160), (3, 144)])
