@@ -32,7 +32,8 @@ LABELS = {
     "component": "a window or state, by its name",
     "state": "a state of the request machine",
     "pool": "device, host",
-    "condition": "free, owned, cached, draining, total; evictable and protected are parts of cached",
+    "condition": "free, owned, cached, draining, total; cached pages are evictable, or protected: pinned by requests "
+    "and transfers",
     "poller": "transport, storage",
     "part": "a part of the engine",
     "name": "a number of `DecodeEngine.statistics()`",

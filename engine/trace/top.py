@@ -21,7 +21,8 @@ from tidekv.states.validation import host_and_port
 Sample: TypeAlias = "dict[str, dict[tuple[str, ...], float]]"
 BAR_COLUMNS = 40
 POOLS = ("device", "host")
-CONDITIONS = {"owned": "cyan", "cached": "blue", "draining": "red", "free": "grey30"}
+CONDITIONS = {"owned": "cyan", "pinned": "blue", "evictable": "green", "draining": "red", "free": "grey30"}
+"""Conditions of pages by color. Cached pages are pinned by requests and transfers, or else evictable."""
 
 
 def scrape(address: str, *, timeout_s: float = 5.0) -> Sample:
@@ -98,6 +99,8 @@ def _pools(now: Sample) -> RenderableType:
     for (component, condition, pool), count in now.get("tidekv_component_pool_pages", {}).items():
         pools.setdefault(f"{component}, {pool}", {})[condition] = count
     for pool, pages in pools.items():
+        # Not the pages that receipts protect: those whose device page is being reclaimed are not evictable, either.
+        pages["pinned"] = pages.get("cached", 0) - pages.get("evictable", 0)
         counts = {condition: pages.get(condition, 0) for condition in CONDITIONS}
         total = sum(counts.values())
         if not total:

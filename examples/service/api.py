@@ -149,8 +149,11 @@ class Api:
         ]
         core = worker.engine.statistics()["core"]
         assert isinstance(core, dict)
-        conditions = ("owned", "cached", "draining", "free", "total")
+        conditions = ("owned", "cached", "evictable", "draining", "free", "total")
         pools = {pool: {name: core[f"{pool}_{name}"] for name in conditions} for pool in ("device", "host")}
+        for pages in pools.values():
+            # Cached pages are pinned by requests and transfers, or else they may be evicted.
+            pages["pinned"] = pages["cached"] - pages["evictable"]
         return JSONResponse({"requests": live, "pools": pools, "counts": worker.counts, "queue": core["queue"]})
 
     async def flush(self, request: Request) -> Response:

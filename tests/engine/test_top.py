@@ -49,8 +49,13 @@ async def test_top_shows_what_a_live_engine_has(make_pair) -> None:
         assert re.search(r"ready +│ +2 ", words), words
         row = next(line for line in words.splitlines() if line.startswith("│ device"))
         cells = [cell.strip() for cell in row.strip("│").split("│")]
-        names = ("owned", "cached", "draining", "free")
-        assert [int(cell) for cell in cells[2:]] == [core[f"device_{name}"] for name in names]
+        pinned = core["device_cached"] - core["device_evictable"]
+        # The READY request pins the pages of its prompt; those of the ended one are a prefix of them.
+        assert pinned == core["device_protected"] > 0
+        names = ("device_evictable", "device_draining", "device_free")
+        assert [int(cell) for cell in cells[2:]] == [core["device_owned"], pinned, *(core[name] for name in names)]
+        other = next(line for line in words.splitlines() if line.startswith("│ host"))
+        assert f" {core['host_evictable']} " in other
         assert re.search(r"transfer +│ +42 ", words), words
         assert re.search(r"l1 +│ +20 ", words), words
         await pair.engine.finish(held)
@@ -130,4 +135,4 @@ def test_run_with_live_shows_the_engine_below_its_progress() -> None:
     assert done.exit_code == 0, done.output
     assert "generated tokens equal" in done.output
     assert "tokens by source" in done.output
-    assert re.search(r"pool +┃ +┃ owned", done.output), done.output
+    assert re.search(r"pool +┃ +┃ owned +┃ pinned +┃ evictable", done.output), done.output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -217,6 +218,7 @@ def test_the_status_page_shows_the_machine_of_each_live_request(service, tmp_pat
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert '<span class="now ' in done.stdout, done.stdout
     assert "tidekv-random-llama, ok" in done.stdout
+    assert re.search(r"device: \d+ in use, \d+ pinned, \d+ evictable, \d+ draining, \d+ free", done.stdout)
     service.wait_idle()
 
 
