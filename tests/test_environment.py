@@ -62,13 +62,20 @@ def test_what_was_announced_is_installed_once(
 @pytest.mark.parametrize(
     ("packages", "gpu", "said"),
     [
-        ([TORCH, CUDA, SMALL], False, "CUDA build, and this machine has no NVIDIA GPU"),
+        ([TORCH, CUDA, SMALL], False, "needs none of its CUDA packages (600 MB)"),
         ([TORCH_CPU, SMALL], True, "CPU build, and this machine has an NVIDIA GPU"),
     ],
 )
 def test_a_build_of_torch_that_does_not_fit_the_machine_is_named(packages: list[Package], gpu: bool, said: str) -> None:
     assert said in describe(packages, gpu=gpu)[-1]
     assert not any("build" in line for line in describe(packages, gpu=not gpu))
+
+
+def test_a_python_without_pip_is_named_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "PIP", (sys.executable, "-m", "no_such_pip"))
+    with pytest.raises(SystemExit, match=rf"{sys.executable} has no pip, .* python3-pip"):
+        environment.fill(tmp_path / "made", [], marker=tmp_path / "marker", wanted="1")
+    assert not (tmp_path / "made").exists()
 
 
 def test_sizes_are_summed_and_large_packages_listed() -> None:

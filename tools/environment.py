@@ -90,13 +90,13 @@ def describe(packages: Iterable[Package], *, gpu: bool) -> list[str]:
     lines = [f"{len(packages)} packages, {total / 1e6:,.0f} MB to download unless cached{more}"]
     large = sorted((-each.size, each.name, each.version) for each in packages if each.size and each.size >= LARGE)
     lines += [f"  {name} {version}: {-size / 1e6:,.0f} MB" for size, name, version in large]
-    cuda = any(each.name.lower().startswith("nvidia-") for each in packages)
+    cuda = [each for each in packages if each.name.lower().startswith(("nvidia-", "cuda-", "triton"))]
     torch = next((each for each in packages if each.name == "torch"), None)
     if torch is not None and cuda and not gpu:
         lines.append(
-            f"torch {torch.version} is a CUDA build, and this machine has no NVIDIA GPU. A CPU build is a tenth of the "
-            "size: stop here, add PyTorch's index of CPU builds to pip (PIP_EXTRA_INDEX_URL, see pytorch.org), and "
-            "start again"
+            f"torch {torch.version} is a CUDA build, and this machine has no NVIDIA GPU. A CPU build needs none of its "
+            f"CUDA packages ({sum(each.size or 0 for each in cuda) / 1e6:,.0f} MB): stop here, add PyTorch's index of "
+            "CPU builds to pip (PIP_EXTRA_INDEX_URL, see pytorch.org), and start again"
         )
     elif torch is not None and not cuda and gpu:
         lines.append(
@@ -116,11 +116,17 @@ def fill(
 ) -> Path:
     """Make the environment and install the requirements, unless the marker has the wanted text. Returns its Python.
 
-    `mend` is called with the Python after the installation. Exits with pip's message if pip fails.
+    `mend` is called with the Python after the installation. Exits with pip's message if pip fails, and with advice if
+    this Python has no pip.
     """
     python = directory / "bin" / "python"
     if marker.is_file() and marker.read_text() == wanted and python.exists():
         return python
+    if subprocess.run([*PIP, "--version"], capture_output=True, check=False).returncode:
+        sys.exit(
+            f"dev.py: {PIP[0]} has no pip, which fills {directory.name}. Install it (Debian, Ubuntu: apt install "
+            f"python3-pip; elsewhere: {PIP[0]} -m ensurepip), or start dev.py with another Python"
+        )
     say(f"setting up {directory.name} (once; needs the package registry)")
     marker.unlink(missing_ok=True)
     venv.create(directory, with_pip=False, clear=True, symlinks=True)

@@ -48,7 +48,10 @@ def versions() -> Finding:
         except metadata.PackageNotFoundError:
             missing.append(package)
     if missing:
-        return Finding("versions", "bad", f"not installed: {', '.join(missing)}", "Run: pip install tidekv")
+        advised = (
+            "." if "tidekv" in missing else "tidekv"
+        )  # In a checkout; no index has it. Installed, it adds the rest.
+        return Finding("versions", "bad", f"not installed: {', '.join(missing)}", f"Run: pip install {advised}")
     return Finding("versions", "ok", ", ".join(found))
 
 
