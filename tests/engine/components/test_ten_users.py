@@ -1,0 +1,227 @@
+"""Ten users of one system prompt, whatever the model has beside its full KV: the prompt is transferred once at most.
+
+Of components prefill sends what the end of each prompt needs, and no other tier has: the window's page that is the
+user's own, and the record after the user's last token. What is restored is verified byte for byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support.configs import engine_config
+from tests.support.waits import LIMIT_S, PATIENT
+from tidekv import (
+    ComponentPools,
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    HostPool,
+    KVLayout,
+    LoopbackTransport,
+    NixlTransport,
+    PrefillPeer,
+    RankGroup,
+    ReadyRequest,
+    Room,
+    open_storage,
+)
+from tidekv.backends.keys.chain import pack_tokens
+from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.demo.synthetic_components import wrong_components
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.transports.loopback import LoopbackNetwork
+
+SIZE = 20
+SYSTEM = list(range(1600))
+USER_TOKENS, USERS = 20, 10
+FULL = KVLayout(num_layers=1, num_kv_heads=2, head_dim=4, dtype="float32", page_size=SIZE)
+WINDOW = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32", page_size=SIZE)
+RECORD = KVLayout(num_layers=2, num_kv_heads=1, head_dim=12, dtype="float32", page_size=16, kind="mla")
+KINDS = {"none": (), "window": ("window",), "state": ("state",), "both": ("window", "state")}
+KINDS["no full layer"] = ("window", "state")
+AT_THE_END = {"window": 4, "state": 1}
+"""Pages of each component at the end of a prompt: 64 tokens of a window are its last four pages."""
+OF_A_USER = {"window": 1, "state": 1}
+"""Those that no other user has."""
+
+
+def pools_of(kinds: tuple[str, ...], *, host: bool) -> tuple[ComponentPools, ...]:
+    made = []
+    for kind in kinds:
+        layout, window_tokens, pages = (WINDOW, 64, 160) if kind == "window" else (RECORD, 0, 80)
+        made.append(
+            ComponentPools(
+                name=kind,
+                kind=kind,  # type: ignore[arg-type]  # One of the two.
+                window_tokens=window_tokens,
+                device=DevicePool.allocate(layout, pages),
+                host=HostPool.allocate(layout, pages) if host else None,
+            )
+        )
+    return tuple(made)
+
+
+@dataclass
+class Rank:
+    """One rank of the decode worker, its prefill rank, and what that was asked for."""
+
+    engine: DecodeEngine
+    device: DevicePool
+    components: tuple[ComponentPools, ...]
+    peer: PrefillPeer
+    asked: list[dict[str, int]] = field(default_factory=list)
+
+    def verify(self, ready: ReadyRequest, tokens: list[int]) -> None:
+        digests = prompt_digests(pack_tokens(tokens), SIZE)
+        assert SyntheticKV(self.device).verify(ready.pages.tolist(), digests) == []
+        assert wrong_components(self.components, ready.component_pages, digests) == {}
+
+
+@dataclass
+class Instance:
+    """All ranks of one decode worker."""
+
+    ranks: list[Rank]
+    numbers: Counter[str] = field(default_factory=Counter)
+
+    async def restore(self, user: int) -> tuple[list[ReadyRequest], list[int]]:
+        """Restore a user's prompt on all ranks."""
+        self.numbers["requests"] += 1
+        tokens = [*SYSTEM, *([5000 + user] * USER_TOKENS)]
+        prefill = ",".join(rank.peer.address for rank in self.ranks)
+        request = DecodeRequest(
+            request_id=f"r{self.numbers['requests']}", tokens=tokens, prefill=prefill, send_prompt=True
+        )
+        return list(await asyncio.gather(*(rank.engine.restore(request) for rank in self.ranks))), tokens
+
+    async def finish(self, readies: list[ReadyRequest], tokens: list[int]) -> dict[str, int]:
+        """Verify everything, leave what there is of components, and return the tokens by source."""
+        for rank, ready in zip(self.ranks, readies, strict=True):
+            rank.verify(ready, tokens)
+            assert ready.sources == readies[0].sources
+        finishing = []
+        for rank, ready in zip(self.ranks, readies, strict=True):
+            left = {name: (tail.first, tail.pages) for name, tail in ready.component_pages.items()}
+            finishing.append(rank.engine.finish(ready, component_pages=left))
+        await asyncio.gather(*finishing)
+        await asyncio.gather(*(rank.engine.wait_settled() for rank in self.ranks))
+        return {source: tokens for source, tokens in readies[0].sources.items() if tokens}
+
+    async def answer(self, user: int, *, flushed: tuple[str, ...] = ()) -> dict[str, int]:
+        if flushed:
+            await self.ranks[0].engine.flush(flushed)
+        return await self.finish(*await self.restore(user))
+
+    def asked(self) -> list[dict[str, int]]:
+        """Pages of components that prefill was asked for since the last call, by request; the same on all ranks."""
+        asked = [rank.asked[:] for rank in self.ranks]
+        for rank in self.ranks:
+            rank.asked.clear()
+        assert all(each == asked[0] for each in asked)
+        return asked[0]
+
+
+@asynccontextmanager
+async def instance(model: str, over: str, folder: Path) -> AsyncIterator[Instance]:
+    """A decode worker with storage in `folder`, and its prefill, of two ranks each if `over` says so."""
+    count = 2 if over == "ranks" else 1
+    full = KVLayout.empty(page_size=SIZE) if model == "no full layer" else FULL
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = "{}:{}".format(*probe.getsockname())
+    network = LoopbackNetwork()
+    ranks, parts = [], []
+    for number in range(count):
+        names = (f"prefill-{number}", f"decode-{number}")
+        ends = [NixlTransport(name) if over == "nixl" else LoopbackTransport(name, network) for name in names]
+        theirs, ours = pools_of(KINDS[model], host=False), pools_of(KINDS[model], host=True)
+        device, pool = DevicePool.allocate(full, 1000), DevicePool.allocate(full, 1000)
+        prefill, asked = SyntheticPrefill(pool, components=theirs), list[dict[str, int]]()
+
+        async def serve(room: Room, prefill: SyntheticPrefill = prefill, asked: list[dict[str, int]] = asked) -> None:
+            asked.append({name: request.page_count for name, request in room.component_pages.items()})
+            await prefill.serve(room)
+
+        peer = PrefillPeer(
+            device=pool,
+            transport=ends[0],
+            listen="127.0.0.1:0" if over == "nixl" else f"prefill-{number}",
+            components=theirs,
+            on_room=serve,
+            rank=number,
+            ranks=count,
+        )
+        group = RankGroup(
+            rank=number,
+            ranks=count,
+            address=address,
+            silence_s=30.0,
+            vote_timeout_s=60.0,
+            hold_s=60.0,
+            form_timeout_s=LIMIT_S,
+        )
+        engine = DecodeEngine(
+            engine_config(**PATIENT, prefetch="wait_complete", prefetch_threshold_tokens=0),
+            device=device,
+            host=HostPool.allocate(full, 1000),
+            components=ours,
+            storage=open_storage(f"file:{folder}?capacity=256MB"),
+            transport=ends[1],
+            ranks=group if count > 1 else None,
+        )
+        ranks.append(Rank(engine, device, ours, peer, asked))
+        parts += [peer, engine]
+    async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
+        await asyncio.gather(*(stack.enter_async_context(part) for part in parts))
+        yield Instance(ranks)
+
+
+WAYS = ["loopback", "ranks", pytest.param("nixl", marks=pytest.mark.nixl)]
+
+
+@pytest.mark.parametrize("over", WAYS)
+@pytest.mark.parametrize("model", KINDS)
+async def test_ten_users_transfer_their_system_prompt_once_and_later_ones_never(
+    model: str, over: str, tmp_path: Path
+) -> None:
+    kinds, whole = KINDS[model], len(SYSTEM) + USER_TOKENS
+    at_the_end, of_a_user = ({kind: pages[kind] for kind in kinds} for pages in (AT_THE_END, OF_A_USER))
+    async with instance(model, over, tmp_path) as made:
+        # One after the other: the first one transfers the system prompt. Without components they do exactly the same.
+        sources = [await made.answer(user) for user in range(USERS)]
+        assert sources == [{"transfer": whole}, *([{"l1": 1600, "transfer": USER_TOKENS}] * (USERS - 1))]
+        assert made.asked() == [at_the_end, *([of_a_user] * (USERS - 1))]
+        for first, tier, flushed in ((100, "l2", ("l1",)), (200, "l3", ("l1", "l2"))):
+            sources = [await made.answer(first + user, flushed=flushed) for user in range(USERS)]
+            assert sources == [{tier: 1600, "transfer": USER_TOKENS}] * USERS
+            assert made.asked() == [of_a_user] * USERS
+        # A prompt that was there before needs nothing of prefill but its first token.
+        assert await made.answer(100, flushed=("l1", "l2")) == {"l3": whole}
+        assert made.asked() == [dict.fromkeys(kinds, 0)]
+    async with instance(model, over, tmp_path) as restarted:
+        sources = [await restarted.answer(300 + user, flushed=("l1", "l2")) for user in range(USERS)]
+        assert sources == [{"l3": 1600, "transfer": USER_TOKENS}] * USERS
+        assert restarted.asked() == [of_a_user] * USERS
+
+
+@pytest.mark.parametrize("over", WAYS)
+@pytest.mark.parametrize("model", KINDS)
+async def test_ten_users_at_once_share_one_transfer_and_each_gets_its_own_end(
+    model: str, over: str, tmp_path: Path
+) -> None:
+    async with instance(model, over, tmp_path) as made:
+        restored = await asyncio.gather(*(made.restore(user) for user in range(USERS)))
+        transferred = 0
+        for readies, tokens in restored:
+            transferred += readies[0].sources["transfer"]
+            await made.finish(readies, tokens)
+        assert transferred == len(SYSTEM) + USERS * USER_TOKENS
+        # Windows and states are not shared before READY.
+        assert made.asked() == [{kind: AT_THE_END[kind] for kind in KINDS[model]}] * USERS
