@@ -87,7 +87,8 @@ class PrefillPeer:
     of the same model and layout use: what prefill computed, all of them hit. That needs the prompt's tokens: they come
     with the promise (`DecodeRequest(send_prompt=True)`), or by `room.finish(tokens=…)`; a prompt without is not stored,
     and counted. `room.received()` returns no sooner than the pages were copied to host memory: `host`, all of whose
-    pages are the peer's then, or a small pool of its own. Tails of components are not stored. The peer closes storage.
+    pages are the peer's then, or a small pool of its own. Windows and records that were sent, or given by
+    `room.keep_component_pages`, are stored with the full pages that they belong to. The peer closes storage.
 
     Decode workers with `EngineConfig.page_checksums` get the checksum of every page that is sent to them. That needs
     pools in host memory: a peer on a GPU refuses such workers.

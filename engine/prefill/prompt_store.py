@@ -7,6 +7,9 @@ request: what cannot be stored is dropped and counted. Copies and puts overlap:
     room.finish ──▶ look up what is stored ──▶ copy a batch to host pages ──▶ … ──▶ room.give_back
                                                    └──▶ put the batch ──▶ host pages free again
 
+Pages of components follow the full pages: those that the room sent or kept (`Room.keep_component_pages`), as far as
+they belong to full pages of the prompt. Each component has a storage engine and host pages of its own.
+
 The circuit breaker of decode workers (`tidekv.states.storage.circuit_breaker`) applies: after repeated failures no
 prompt is stored until a probe of storage has succeeded.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,15 +26,16 @@ from tidekv.backends.component_pools import with_components
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
-from tidekv.backends.keys.chain import storage_namespace
+from tidekv.backends.keys.chain import component_namespace, storage_namespace
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.keys.prompt_keys import PromptKeys
 from tidekv.backends.page_layout import same_pages
-from tidekv.backends.storage.base import leading
+from tidekv.backends.storage.base import Siblings, leading
 from tidekv.engine.log import engine_log
 from tidekv.states.errors import InvalidConfig, StorageFailed, TidekvError
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
+from tidekv.states.types import page_ids
 from tidekv.states.validation import Count, Options, PositiveCount, Seconds
 from tidekv.transports.blocking import settled
 from tidekv.transports.tasks import OwnedTasks
@@ -48,11 +53,15 @@ LOG = engine_log("tidekv.engine")
 CLOSE_S = 30.0
 """Maximum seconds that closing waits for cancelled puts, for storage, and for the copier."""
 BOUNCE_PAGES = 256
-"""Maximum host pages of a peer that was given no host pool."""
+"""Maximum host pages of a peer that was given no host pool, and of each component."""
 
 COUNTS = (
     "store_breaker_opened",
     "store_closed_early",
+    "store_component_pages_failed",
+    "store_component_pages_late",
+    "store_component_pages_present",
+    "store_component_pages_put",
     "store_pages_failed",
     "store_pages_late",
     "store_pages_present",
@@ -86,6 +95,26 @@ class PromptStoreSettings(Options, frozen=True, kw_only=True):
     """Maximum time that closing waits for prompts being stored, before it cancels them."""
 
 
+class StoredPages:
+    """One kind of pages, full ones or those of a component: device pool, host pages on their way, and storage."""
+
+    def __init__(self, storage: Storage | None, device: DevicePool, host: HostPool, *, what: str) -> None:
+        """`what` begins the names of its counts. A component's storage is made when the peer starts."""
+        self.storage = storage
+        self.device = device
+        self.host = host
+        self.what = what
+        self.bounce = PagePool(f"bounce {what}", host.num_pages)
+        self.copier: PageCopier | None = None
+
+    async def start(self, namespace: bytes, poller: Poller) -> None:
+        """Open storage and the copier."""
+        assert self.storage is not None
+        self.copier = PageCopier(self.device, self.host)
+        self.copier.start()
+        await self.storage.register(self.host.memory, self.host.page, namespace=namespace, poller=poller)
+
+
 class PromptStore:
     """Writes finished prompts through to one storage engine, by way of its own host pages."""
 
@@ -104,7 +133,7 @@ class PromptStore:
     ) -> None:
         """Check the arguments and open nothing. Raises InvalidConfig.
 
-        The store owns every page of `host`. `components` are not stored, but are part of the namespace of the keys.
+        The store owns every page of `host`.
         """
         if not isinstance(device, DevicePool):
             raise InvalidConfig(f"storage needs a DevicePool, whose pages it can copy, not {type(device).__name__}")
@@ -113,28 +142,41 @@ class PromptStore:
         self.settings = settings or PromptStoreSettings()
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._storage = storage
-        self._device = device
-        self._host = host or HostPool.allocate(device.layout, min(device.num_pages, BOUNCE_PAGES))
+        host = host or HostPool.allocate(device.layout, min(device.num_pages, BOUNCE_PAGES))
+        self._full = StoredPages(storage, device, host, what="store_pages")
+        self._components = {
+            pools.name: StoredPages(
+                None,
+                pools.device,
+                HostPool.allocate(pools.device.layout, min(pools.device.num_pages, BOUNCE_PAGES)),
+                what="store_component_pages",
+            )
+            for pools in components
+        }
         self._prompt_keys = PromptKeys(PageKeys(device.layout.page_size, bigrams=bigram_keys))
         identity = with_components(device.layout.identity(model), components)
         self._namespace = storage_namespace(identity, rank=rank, ranks=ranks)
-        self._bounce = PagePool("bounce", self._host.num_pages)
         self._changed = asyncio.Event()
         self._tasks = OwnedTasks("prompt store")
         self._breaker = CircuitBreaker()
-        self._copier: PageCopier | None = None
         self._rooms = 0
         self._closing = False
 
     async def start(self, poller: Poller) -> None:
-        """Open storage and the copier. Raises InvalidConfig, StorageFailed; `close` then releases what was opened."""
-        self._copier = PageCopier(self._device, self._host)
-        self._copier.start()
-        await self._storage.register(self._host.memory, self._host.page, namespace=self._namespace, poller=poller)
+        """Open storage and the copiers. Raises InvalidConfig, StorageFailed; `close` then releases what was opened."""
+        await self._full.start(self._namespace, poller)
+        for name, kind in self._components.items():
+            if not isinstance(self._storage, Siblings):
+                raise InvalidConfig(
+                    f"{self._storage.uri} cannot hold component {name!r}: it makes no engine for pages of another size;"
+                    " see tidekv.backends.storage.base.Siblings"
+                )
+            kind.storage = self._storage.sibling()
+            await kind.start(component_namespace(self._namespace, name), poller)
 
     async def wait_stored(self) -> None:
         """Wait until each prompt finished so far is stored or given up. Unbounded: the caller sets the deadline."""
-        while self._rooms or self._bounce.free < self._bounce.total:
+        while self._rooms or any(kind.bounce.free < kind.bounce.total for kind in self._kinds):
             await self._next_change()
 
     async def settle(self) -> None:
@@ -152,14 +194,19 @@ class PromptStore:
             LOG.warning(str(error))
 
     async def close(self) -> None:
-        """Close storage, which the store owns, and the copier. Raises StorageFailed for what takes longer than CLOSE_S:
-        its calls are left behind.
+        """Close storage, which the store owns, and the copiers. Raises StorageFailed for what takes longer than
+        CLOSE_S: its calls are left behind.
         """
-        try:
-            await self._ended(self._storage.close(), "storage")
-        finally:
-            if self._copier is not None:
-                await self._ended(self._copier.close(), "the copier")
+        async with AsyncExitStack() as stack:
+            for kind in self._kinds:
+                if kind.copier is not None:
+                    stack.push_async_callback(self._ended, kind.copier.close(), "the copier")
+                if kind.storage is not None:
+                    stack.push_async_callback(self._ended, kind.storage.close(), "storage")
+
+    @property
+    def _kinds(self) -> tuple[StoredPages, ...]:
+        return (self._full, *self._components.values())
 
     async def _ended(self, closing: Coroutine[object, object, None], what: str) -> None:
         task = asyncio.get_running_loop().create_task(closing, name=f"prompt store: closing {what}")
@@ -173,7 +220,7 @@ class PromptStore:
         """Return counts of pages and prompts; all names begin with store_."""
         return {
             "store_rooms": self._rooms,
-            "store_bounce_free": self._bounce.free,
+            "store_bounce_free": self._full.bounce.free,
             "store_breaker_open": int(self._breaker.is_open),
             **self.counts,
         }
@@ -192,87 +239,110 @@ class PromptStore:
         else:
             self._rooms += 1
             room.borrow()
-            task = self._tasks.spawn(self._keep(room, room.pages[:count]), name=f"store {room.request_id}")
+            component_pages = {
+                name: {at: page for at, page in sorted(pages.items()) if at < count}
+                for name, pages in room.kept_component_pages.items()
+            }
+            task = self._tasks.spawn(
+                self._keep(room, room.pages[:count], component_pages), name=f"store {room.request_id}"
+            )
             # In a done callback and not in the task: a task cancelled before its first step never runs its `finally`.
             task.add_done_callback(partial(self._give_room_back, room))
 
-    async def _keep(self, room: Room, pages: PageIds) -> None:
+    async def _keep(self, room: Room, pages: PageIds, component_pages: dict[str, dict[int, int]]) -> None:
+        """Store full pages, then pages of components by their positions."""
         assert room.tokens is not None
         assert room.key_seed is not None
         until_s = asyncio.get_running_loop().time() + self.settings.hold_s
         keys = await self._prompt_keys.prompt(room.tokens, room.key_seed).digests(0, len(pages))
-        asking = self._tasks.spawn(self._count_present(keys), name=f"ask for {room.request_id}")
-        await asyncio.wait([asking], timeout=self.settings.hold_s)
-        if not asking.done():
-            self.counts["store_pages_late"] += len(pages)
+        if not await self._store(self._full, keys, pages, until_s):
             return
+        for name, positions in component_pages.items():
+            ours = [keys[at] for at in positions]
+            if ours and not await self._store(self._components[name], ours, page_ids(positions.values()), until_s):
+                return
+
+    async def _store(self, kind: StoredPages, keys: list[bytes], pages: PageIds, until_s: float) -> bool:
+        """Copy pages to host memory and start their puts, except those that storage has. False if that failed."""
+        asking = self._tasks.spawn(self._count_present(kind, keys), name=f"ask for {len(keys)} pages")
+        loop = asyncio.get_running_loop()
+        await asyncio.wait([asking], timeout=max(until_s - loop.time(), 0.0))
+        if not asking.done():
+            self.counts[f"{kind.what}_late"] += len(pages)
+            return False
         # Keys form a chain, so pages are stored from the first missing one on; all before it are present.
         first = asking.result()
         while first < len(pages) and not self._breaker.is_open:
-            batch = pages[first : first + min(self.settings.batch_pages, self._bounce.total)]
-            host_pages = await self._take(len(batch), until_s)
+            batch = pages[first : first + min(self.settings.batch_pages, kind.bounce.total)]
+            host_pages = await self._take(kind, len(batch), until_s)
             if host_pages is None:
-                self.counts["store_pages_late"] += len(pages) - first
-                return
-            put = await self._copy_and_put(keys[first : first + len(batch)], batch, host_pages)
+                self.counts[f"{kind.what}_late"] += len(pages) - first
+                return False
+            put = await self._copy_and_put(kind, keys[first : first + len(batch)], batch, host_pages)
             if put is None:
-                return
+                return False
             first += len(batch)
         if first < len(pages):
             self.counts["store_pages_skipped"] += len(pages) - first
+            return False
+        return True
 
-    async def _count_present(self, keys: list[bytes]) -> int:
+    async def _count_present(self, kind: StoredPages, keys: list[bytes]) -> int:
         """Return how many pages from the first on are stored. If the look-up fails, all: the rest is not tried then."""
+        assert kind.storage is not None
         try:
-            flags = await self._storage.exists(keys, timeout_s=self.settings.hold_s)
+            flags = await kind.storage.exists(keys, timeout_s=self.settings.hold_s)
         except Exception as error:
-            self._note_failure(len(keys), error)
+            self._note_failure(kind, len(keys), error)
             self._note_use(failed=True)
             return len(keys)
         self._note_use(failed=False)
         present = leading(flags)
-        self.counts["store_pages_present"] += present
+        self.counts[f"{kind.what}_present"] += present
         return present
 
-    async def _take(self, count: int, until_s: float) -> PageIds | None:
+    async def _take(self, kind: StoredPages, count: int, until_s: float) -> PageIds | None:
         """Take host pages for one batch. None if not enough become free in time."""
         try:
             async with asyncio.timeout_at(until_s):
-                while self._bounce.free < count:
+                while kind.bounce.free < count:
                     await self._next_change()
         except TimeoutError:
             return None
-        return self._bounce.take(count)
+        return kind.bounce.take(count)
 
-    async def _copy_and_put(self, keys: list[bytes], pages: PageIds, host_pages: PageIds) -> asyncio.Task[None] | None:
+    async def _copy_and_put(
+        self, kind: StoredPages, keys: list[bytes], pages: PageIds, host_pages: PageIds
+    ) -> asyncio.Task[None] | None:
         """Copy a batch to host pages and start its put. The host pages are free again after the put or any failure."""
-        assert self._copier is not None
+        assert kind.copier is not None
         try:
-            await _settled(self._copier.to_host(pages, host_pages))
+            await _settled(kind.copier.to_host(pages, host_pages))
         except Exception as error:
-            self._note_failure(len(pages), error)
-            self._free(host_pages)
+            self._note_failure(kind, len(pages), error)
+            self._free(kind, host_pages)
             return None
         except BaseException:
-            self._free(host_pages)
+            self._free(kind, host_pages)
             raise
-        put = self._tasks.spawn(self._put(keys, host_pages), name="put")
-        put.add_done_callback(partial(self._free, host_pages))
+        put = self._tasks.spawn(self._put(kind, keys, host_pages), name="put")
+        put.add_done_callback(partial(self._free, kind, host_pages))
         return put
 
-    async def _put(self, keys: list[bytes], host_pages: PageIds) -> None:
+    async def _put(self, kind: StoredPages, keys: list[bytes], host_pages: PageIds) -> None:
+        assert kind.storage is not None
         try:
-            stored = sum(await self._storage.put_from(keys, host_pages, timeout_s=self.settings.put_timeout_s))
+            stored = sum(await kind.storage.put_from(keys, host_pages, timeout_s=self.settings.put_timeout_s))
         except Exception as error:
-            self._note_failure(len(keys), error)
+            self._note_failure(kind, len(keys), error)
             self._note_use(failed=True)
             return
         self._note_use(failed=False)
-        self.counts["store_pages_put"] += stored
-        self.counts["store_pages_failed"] += len(keys) - stored
+        self.counts[f"{kind.what}_put"] += stored
+        self.counts[f"{kind.what}_failed"] += len(keys) - stored
 
-    def _note_failure(self, count: int, error: Exception) -> None:
-        self.counts["store_pages_failed"] += count
+    def _note_failure(self, kind: StoredPages, count: int, error: Exception) -> None:
+        self.counts[f"{kind.what}_failed"] += count
         if not isinstance(error, TidekvError):
             # Failures of storage are only counted. Any other exception is a defect, and its traceback is logged.
             LOG.error("writing a prompt through to storage raised", exc_info=error)
@@ -295,7 +365,7 @@ class PromptStore:
                 await self._storage.probe()
             except Exception as error:
                 failed = True
-                self._note_failure(0, error)
+                self._note_failure(self._full, 0, error)
             self._breaker.probed(failed=failed, backoff_max_s=self.settings.breaker_backoff_max_s)
 
     def _give_room_back(self, room: Room, _: asyncio.Task[None]) -> None:
@@ -303,8 +373,8 @@ class PromptStore:
         room.give_back()
         self._changed.set()
 
-    def _free(self, host_pages: PageIds, _: asyncio.Task[None] | None = None) -> None:
-        self._bounce.give_back(host_pages)
+    def _free(self, kind: StoredPages, host_pages: PageIds, _: asyncio.Task[None] | None = None) -> None:
+        kind.bounce.give_back(host_pages)
         self._changed.set()
 
     async def _next_change(self) -> None:

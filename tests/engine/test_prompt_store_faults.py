@@ -57,7 +57,7 @@ async def all_pages_back(pair: Any) -> None:
     async with asyncio.timeout(LIMIT_S), pair.prefill._freed:
         await pair.prefill._freed.wait_for(lambda: pair.prefill.pages_free == 256)
     await pair.peer.wait_stored()
-    assert pair.peer._store._bounce.free == pair.peer._store._bounce.total
+    assert pair.peer._store._full.bounce.free == pair.peer._store._full.bounce.total
 
 
 @pytest.mark.parametrize("name", ["batch_pages", "rooms_max", "hold_s", "put_timeout_s", "close_wait_s"])
@@ -97,7 +97,7 @@ async def test_a_copy_that_fails_costs_its_prompt_a_place_in_storage_and_nothing
     make_pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with make_pair(prefill_storage=Gated()) as pair:
-        copier = pair.peer._store._copier
+        copier = pair.peer._store._full.copier
         to_host = copier.to_host
 
         def fails(*pages: object) -> asyncio.Future[None]:
@@ -143,18 +143,18 @@ async def test_host_pages_stay_taken_while_a_copy_writes_to_them_though_the_peer
     async with make_pair(prefill_storage=Gated(), prefill_host=HostPool.allocate(LAYOUT, 8)) as pair:
         store = pair.peer._store
         store.settings = PromptStoreSettings(close_wait_s=0.01)
-        to_host = store._copier.to_host
+        to_host = store._full.copier.to_host
 
         def hold(*pages: object) -> asyncio.Future[None]:
             async def copy_later() -> None:
                 copying.set()
                 await may_end.wait()
-                free_then.append(store._bounce.free)
+                free_then.append(store._full.bounce.free)
                 await to_host(*pages)
 
             return asyncio.ensure_future(copy_later())
 
-        monkeypatch.setattr(store._copier, "to_host", hold)
+        monkeypatch.setattr(store._full.copier, "to_host", hold)
         await serve_one(pair)
         await copying.wait()
         asyncio.get_running_loop().call_later(0.1, may_end.set)

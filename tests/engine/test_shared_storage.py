@@ -163,7 +163,7 @@ async def test_pages_are_not_given_back_to_prefill_while_they_are_copied(make_pa
     storage = open_storage("memory:?capacity=1MiB")
     copying, copied = asyncio.Event(), asyncio.Event()
     async with make_pair(prefill_storage=storage) as pair:
-        copier = pair.peer._store._copier
+        copier = pair.peer._store._full.copier
         to_host = copier.to_host
 
         def hold(*pages: object) -> asyncio.Future[None]:

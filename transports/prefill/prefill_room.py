@@ -63,6 +63,7 @@ class Room:
         self.room_writers = [RoomWriter(self, send_context, peer, promise) for peer, promise in promises]
         self._send_context = send_context
         self._on_end = on_end
+        self._kept: dict[str, dict[int, int]] = {}
         self._handed_over = asyncio.Event()
         self._settled = asyncio.Event()
         self._readers = 0
@@ -98,6 +99,11 @@ class Room:
         A component with zero requested pages need not be sent.
         """
         return self._state.component_pages.requested
+
+    @property
+    def kept_component_pages(self) -> dict[str, dict[int, int]]:
+        """By component, the pages that storage may take, by position in the prompt: those sent and those kept."""
+        return self._kept
 
     @property
     def sends_nothing(self) -> bool:
@@ -147,7 +153,32 @@ class Room:
             return
         for room_writer in self.room_writers:
             room_writer.state.send_component_pages(component, ids)
+        first = self.component_pages[component].first
+        self._kept.setdefault(component, {}).update(enumerate(ids[: self.component_pages[component].page_count], first))
         await self._hand_over()
+
+    def keep_component_pages(self, component: str, first: int, pages: Iterable[int] | PageIds) -> None:
+        """Let a peer with storage store pages of a component that decode did not request, before `finish`.
+
+        `pages` are ids of our pool of this component, complete, at positions [first, first + len(pages)) of the prompt;
+        the record of a state is kept at the position of the last page that it covers. Positions must be those of full
+        pages of the prompt. Raises InvalidRequest, and then nothing is kept.
+        """
+        ids = page_ids(pages)
+        memory = self._send_context.component_memory.get(component)
+        if memory is None:
+            known = ", ".join(self._send_context.component_memory) or "none"
+            raise InvalidRequest(f"there is no component {component!r} to keep pages of; there are {known}")
+        _check_ours(ids, memory, f" of component {component!r}")
+        full_pages = self.prompt_tokens // self._send_context.page_size
+        if first < 0 or first + len(ids) > full_pages:
+            raise InvalidRequest(
+                f"request {self.request_id!r} keeps positions [{first}, {first + len(ids)}) of component"
+                f" {component!r}; its prompt has full pages [0, {full_pages})"
+            )
+        if self.is_finished:
+            raise InvalidRequest(f"request {self.request_id!r} keeps pages of component {component!r} after finish")
+        self._kept.setdefault(component, {}).update(enumerate(ids, first))
 
     async def finish(
         self,
