@@ -25,7 +25,7 @@ from tidekv.transports.base import PeerMemory
 from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.prefill.room_writer import RoomSettings
 from tidekv.transports.slices import Cut, exchange_of
-from tidekv.transports.staging import BeginCopy, StagingRing, gathered
+from tidekv.transports.staging import BeginCopy, StagedExchange, StagingRing, gathered
 
 PAGE_SIZE = 16
 HEAD_BYTES = 256
@@ -52,7 +52,7 @@ class Pair:
         self.count = min(ours, theirs)
         self.region = np.zeros(RING_BYTES, np.uint8)
         self.pool = NumpyPool(2 * pages, piece_bytes(ours), seed=1)
-        self.staged: tuple[PeerMemory, BeginCopy, StagingRing, int] | None = None
+        self.staged: tuple[PeerMemory, BeginCopy, StagingRing, StagedExchange] | None = None
 
     async def start(self) -> None:
         """Start both ends, and make the pool of the decode rank writable in both ways."""
@@ -74,9 +74,8 @@ class Pair:
             cuts = [Cut(piece, piece, 1, whole, 0, whole, 0, whole) for piece in range(PIECES)]
         add = partial(self.transport.add_peer, ready.instance, ready.metadata, theirs)
         self.direct = await add(exchange_of(cuts, ours=ours, theirs=theirs))
-        if (way := gathered(ring, cuts, ours=ours, theirs=theirs)) is not None:
-            gather = self.copier.copying(way.gather.ours, way.gather.theirs)
-            self.staged = await add(way.send), gather, ring, way.send.ours.page_bytes
+        if (way := gathered(ring.memory, cuts, ours=ours, theirs=theirs)) is not None:
+            self.staged = await add(way.send), self.copier.copying(*way.copy), ring, way
 
     async def write(self, *, staged: bool) -> float:
         """Return the seconds of a write of all pages, some at once as rooms write them."""
@@ -84,7 +83,7 @@ class Pair:
         step = RoomSettings().pages_per_write_max
         if staged:
             assert self.staged is not None
-            step = min(step, self.staged[2].batch_pages(self.staged[3]))
+            step = min(step, self.staged[3].batch_pages)
         limit = asyncio.Semaphore(RoomSettings().writes_in_flight_max)
 
         async def part(ours: PageIds, theirs: PageIds) -> None:
@@ -93,8 +92,8 @@ class Pair:
                     await self.transport.write(self.direct, ours, theirs)
                     return
                 assert self.staged is not None
-                handle, gather, ring, slot_bytes = self.staged
-                slots = await ring.take(slot_bytes, len(ours), timeout_s=60.0)
+                handle, gather, ring, way = self.staged
+                slots = await ring.take(way.slot_bytes, len(ours), timeout_s=60.0)
                 assert slots is not None
                 await gather(ours, slots.pages)
                 await self.transport.write(handle, slots.pages, theirs)

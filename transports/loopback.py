@@ -314,7 +314,7 @@ class LoopbackTransport:
         if not isinstance(peer, LoopbackPeer) or len(our_pages) != len(their_pages):
             raise LocalProtocolError(f"{len(our_pages)} pages cannot be written over {len(their_pages)}")
         check_pages(our_pages, peer.exchange.ours, owner="our")
-        check_pages(their_pages, peer.memory, owner="their")
+        check_pages(their_pages, peer.exchange.theirs, owner="their")
         work = asyncio.get_running_loop().create_task(self._copy(peer, our_pages, their_pages))
         self._writes.add(work)
         work.add_done_callback(self._writes.discard)

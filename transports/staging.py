@@ -1,10 +1,11 @@
 """Staging: registered memory through which slices of pages travel as dense pages.
 
 A slice of the heads is contiguous only within a token, and a transfer of such short stretches costs far more per byte
-than one of whole pieces. If prefill has fewer ranks, it gathers slices from its pages into slots of the ring,
-and only dense slots cross the wire.
+than one of whole pieces. The end with fewer ranks gathers slices from its pages into slots of its ring, or
+scatters them from there, and only dense slots cross the wire.
 
     prefill has fewer ranks     page ── gather ──▶ slot ── write ──▶ page of the decode rank
+    decode has fewer ranks      page of the prefill rank ── write ──▶ slot ── scatter ──▶ page
 
 A slot has one owner: the write that took it, until nothing of that write is in flight. Nothing frees it by time alone.
 """
@@ -52,6 +53,13 @@ class Slots(NamedTuple):
         return page_ids(range(self.first, self.first + self.length))
 
 
+class Staging(NamedTuple):
+    """The staging ring of a rank, and what copies into it and out of it."""
+
+    ring: StagingRing
+    copier: Copying
+
+
 class StagingRing:
     """Hands out ranges of one registered region, first come, first served. Used on one event loop."""
 
@@ -68,20 +76,6 @@ class StagingRing:
     def used_bytes(self) -> int:
         """Bytes that writes own now."""
         return sum(slots.length * slots.slot_bytes for slots in self._used)
-
-    def batch_pages(self, slot_bytes: int) -> int:
-        """Pages of one batch; 0: the ring is too small for slots of this size."""
-        return min(max(BATCH_BYTES // slot_bytes, 1), self.size_bytes // (BATCHES_MIN * slot_bytes))
-
-    def slots_of(self, pieces: list[int]) -> PoolMemory:
-        """Return the region as pages with these pieces, one after another: page n is slot n."""
-        slot_bytes = sum(pieces)
-        count = self.size_bytes // slot_bytes
-        segments, address = [], self._segment.address
-        for piece in pieces:
-            segments.append(Segment(address=address, piece_bytes=piece, stride_bytes=slot_bytes, page_count=count))
-            address += piece
-        return PoolMemory(segments=tuple(segments), page_count=count, kind=self.memory.kind, device=self.memory.device)
 
     async def take(self, slot_bytes: int, count: int, *, timeout_s: float) -> Slots | None:
         """Return slots, which the caller gives back; None if none became free in time."""
@@ -136,26 +130,36 @@ class StagingRing:
         return None
 
 
-class Gathered(NamedTuple):
-    """A write through the ring at the end that has more heads than it sends."""
+def batch_pages(ring: PoolMemory, slot_bytes: int) -> int:
+    """Pages of one batch through a ring; 0: the ring is too small for slots of this size."""
+    return min(max(BATCH_BYTES // slot_bytes, 1), ring.page_bytes // (BATCHES_MIN * slot_bytes))
 
-    gather: Exchange
-    """Slices of our pages, and the slots that they are copied to."""
+
+class StagedExchange(NamedTuple):
+    """A write by way of slots at one end: `send` crosses the wire, `copy` stays within that end."""
+
+    copy: Exchange
+    """"Ours" are slices of the pages, "theirs" the slots."""
     send: Exchange
-    """The slots, and the pages of the peer that they are written over."""
+    """"Ours" are the pages or slots of prefill, "theirs" those of decode."""
+    batch_pages: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self.copy.theirs.page_bytes
 
 
-def gathered(ring: StagingRing, cuts: list[Cut], *, ours: PoolMemory, theirs: PoolMemory) -> Gathered | None:
-    """Return how these cuts travel through our ring; None if they would gain nothing, or do not fit.
+def gathered(ring: PoolMemory, cuts: list[Cut], *, ours: PoolMemory, theirs: PoolMemory) -> StagedExchange | None:
+    """Return how these cuts travel through prefill's ring; None if they would gain nothing, or do not fit.
 
-    They gain if our pages have the slices in several stretches each, and the peer's have them in one.
+    "Ours" is prefill. They gain if its pages have the slices in several stretches each, and decode's have them in one.
     """
-    is_dense_there = all(cut.rows == 1 or cut.their_step == cut.row_bytes for cut in cuts)
-    is_dense_here = all(cut.rows == 1 or cut.our_step == cut.row_bytes for cut in cuts)
     pieces = [cut.rows * cut.row_bytes for cut in cuts]
-    if is_dense_here or not is_dense_there or not ring.batch_pages(sum(pieces)):
+    pages = batch_pages(ring, sum(pieces)) if cuts else 0
+    if not pages or _are_dense_here(cuts) or not _are_dense_there(cuts):
         return None
-    slots = ring.slots_of(pieces)
+    slots = _slots_of(ring, pieces)
     dense = [
         Cut(at, cut.theirs, 1, size, 0, size, cut.their_start, size)
         for at, (cut, size) in enumerate(zip(cuts, pieces, strict=True))
@@ -164,6 +168,48 @@ def gathered(ring: StagingRing, cuts: list[Cut], *, ours: PoolMemory, theirs: Po
         Cut(cut.ours, at, cut.rows, cut.row_bytes, cut.our_start, cut.our_step, 0, cut.row_bytes)
         for at, cut in enumerate(cuts)
     ]
-    return Gathered(
-        gather=exchange_of(rows, ours=ours, theirs=slots), send=exchange_of(dense, ours=slots, theirs=theirs)
-    )
+    copy, send = exchange_of(rows, ours=ours, theirs=slots), exchange_of(dense, ours=slots, theirs=theirs)
+    return StagedExchange(copy, send, pages)
+
+
+def scattered(ring: PoolMemory, cuts: list[Cut], *, ours: PoolMemory, theirs: PoolMemory) -> StagedExchange | None:
+    """Return how these cuts travel through decode's ring; None if they would gain nothing, or do not fit.
+
+    "Ours" is prefill. They gain if decode's pages have the slices in several stretches each, and prefill's in one.
+    """
+    pieces = [cut.rows * cut.row_bytes for cut in cuts]
+    pages = batch_pages(ring, sum(pieces)) if cuts else 0
+    if not pages or _are_dense_there(cuts) or not _are_dense_here(cuts):
+        return None
+    slots = _slots_of(ring, pieces)
+    dense = [
+        Cut(cut.ours, at, 1, size, cut.our_start, size, 0, size)
+        for at, (cut, size) in enumerate(zip(cuts, pieces, strict=True))
+    ]
+    rows = [
+        Cut(cut.theirs, at, cut.rows, cut.row_bytes, cut.their_start, cut.their_step, 0, cut.row_bytes)
+        for at, cut in enumerate(cuts)
+    ]
+    copy, send = exchange_of(rows, ours=theirs, theirs=slots), exchange_of(dense, ours=ours, theirs=slots)
+    return StagedExchange(copy, send, pages)
+
+
+def _slots_of(ring: PoolMemory, pieces: list[int]) -> PoolMemory:
+    """Return a ring as pages with these pieces, one after another: page n is slot n."""
+    slot_bytes, address = sum(pieces), ring.segments[0].address
+    count = ring.page_bytes // slot_bytes
+    segments = []
+    for piece in pieces:
+        segments.append(Segment(address=address, piece_bytes=piece, stride_bytes=slot_bytes, page_count=count))
+        address += piece
+    return PoolMemory(segments=tuple(segments), page_count=count, kind=ring.kind, device=ring.device)
+
+
+def _are_dense_here(cuts: list[Cut]) -> bool:
+    """Whether prefill's pages have each slice in one stretch."""
+    return all(cut.rows == 1 or cut.our_step == cut.row_bytes for cut in cuts)
+
+
+def _are_dense_there(cuts: list[Cut]) -> bool:
+    """Whether decode's pages have each slice in one stretch."""
+    return all(cut.rows == 1 or cut.their_step == cut.row_bytes for cut in cuts)

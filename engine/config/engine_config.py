@@ -102,6 +102,10 @@ class PeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A peer that is silent for longer counts as lost: its rooms fail, and its pages stay in quarantine."""
     attempts: PositiveCount = 1
     """How often each prefill of a request's list is tried before the request fails."""
+    staging_bytes: ByteCount = 64 * 1024 * 1024
+    """Bytes of the staging ring of this rank, through which prefill ranks that hold fewer KV heads send theirs. It
+    needs pools in host memory, and is first touched when such a prefill writes. 0 disables it.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

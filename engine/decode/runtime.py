@@ -35,6 +35,7 @@ from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.ranks.driver import RankDriver
 from tidekv.engine.ranks.group import RankGroup, place_of, settings_digest
+from tidekv.engine.staging import make_staging
 from tidekv.engine.watchdog import Watchdog
 from tidekv.states import events
 from tidekv.states.core import Core
@@ -140,6 +141,9 @@ class Runtime:
         self.broken: BaseException | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self._device = device
+        self._staging = make_staging(
+            config.peer.staging_bytes, (device.memory, *(pools.device.memory for pools in components))
+        )
         identity = with_components(device.layout.identity(config.model), components)
         self.identity = msgspec.structs.replace(identity, bigram_keys=config.bigram_keys)
         self.group: EffectGroup | None = None
@@ -169,7 +173,8 @@ class Runtime:
         await self.transport.start(poller=self.poller)
         memory = self._device.memory
         component_memory = {name: pools.device.memory for name, pools in self.components.items()}
-        await self.transport.register(memory, *component_memory.values())
+        ring = [] if self._staging is None else [self._staging.staging.ring.memory]
+        await self.transport.register(memory, *component_memory.values(), *ring)
         if self.rank_group is not None:
             self.ranks = RankDriver(
                 self.rank_group,
@@ -210,6 +215,7 @@ class Runtime:
             group=lambda: "" if self.ranks is None else self.ranks.group_name,
             component_memory=component_memory,
             hashing=self.checksum_thread if config.page_checksums else None,
+            staging=None if self._staging is None else self._staging.staging,
         )
         await self.receiver.start()
         self._start_copiers()
@@ -399,7 +405,14 @@ class Runtime:
         copiers = [self.copier, *self.component_copiers.values(), self._lanes]
         failures += await close_in_order(copiers, part_s=late_s, late_s=late_s)
         failures += await close_in_order(
-            [*closing_storages, self.transport, self.poller, self.storage_poller, self.checksum_thread],
+            [
+                *closing_storages,
+                self.transport,
+                self.poller,
+                self.storage_poller,
+                self.checksum_thread,
+                None if self._staging is None else self._staging.copier,
+            ],
             part_s=CLOSE_PART_S,
             late_s=late_s,
         )

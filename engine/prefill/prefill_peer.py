@@ -15,24 +15,20 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from tidekv.backends.checksums import ChecksumThread
 from tidekv.backends.component_pools import ComponentPools, check_components, with_components
-from tidekv.backends.copies.slice_moves import SliceCopier
 from tidekv.backends.device.pool import DevicePool
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prefill.prompt_store import PromptStore, PromptStoreSettings
+from tidekv.engine.staging import make_staging
 from tidekv.states.errors import EngineClosed, InvalidConfig, PrefillCause, TidekvError
-from tidekv.states.types import Identity, PoolMemory, Segment
+from tidekv.states.types import Identity, PoolMemory
 from tidekv.states.validation import Count, PositiveCount, Seconds, Text, checked, short
 from tidekv.transports.base import Poller, Transport
 from tidekv.transports.blocking import settled
 from tidekv.transports.prefill.prefill_room import Room, RoomOutcome, RoomSettings
-from tidekv.transports.prefill.room_writer import Staging
 from tidekv.transports.prefill.sender import Sender
-from tidekv.transports.staging import StagingRing
 from tidekv.transports.tasks import OwnedTasks
 
 if TYPE_CHECKING:
@@ -178,8 +174,7 @@ class PrefillPeer:
         # Decode workers may require checksums of pages; those in GPU memory would have to be copied to be hashed.
         memories = (device.memory, *(pools.device.memory for pools in components))
         self._checksum_thread = ChecksumThread() if all(memory.kind == "DRAM" for memory in memories) else None
-        self._copier = SliceCopier()
-        self._staging_memory, staging = _staging_of(settings or RoomSettings(), memories, self._copier)
+        self._staging = make_staging((settings or RoomSettings()).staging_bytes, memories)
         identity = with_components(device.layout.identity(model), components)
         self._sender = Sender(
             transport,
@@ -196,7 +191,7 @@ class PrefillPeer:
             stages=stages,
             settings=settings,
             hashing=self._checksum_thread,
-            staging=staging,
+            staging=None if self._staging is None else self._staging.staging,
         )
 
     async def __aenter__(self) -> Self:
@@ -216,7 +211,8 @@ class PrefillPeer:
                 stack.push_async_callback(poller.close)
             if self._checksum_thread is not None:
                 stack.push_async_callback(self._checksum_thread.close)
-            stack.push_async_callback(self._copier.close)
+            if self._staging is not None:
+                stack.push_async_callback(self._staging.copier.close)
             # Registered before the start: closing a transport whose start failed releases what it had opened by then.
             stack.push_async_callback(self._transport.close)
             await self._transport.start(poller=poller, listen=self._listen)
@@ -314,15 +310,3 @@ class PrefillPeer:
                 {"message": f"on_room failed for request {room.request_id!r}", "exception": error}
             )
             room.fail(PrefillCause.RAISED.words(f"{type(error).__name__}: {error}"))
-
-
-def _staging_of(
-    settings: RoomSettings, memories: Sequence[PoolMemory], copier: SliceCopier
-) -> tuple[npt.NDArray[np.uint8] | None, Staging | None]:
-    """Make the staging ring and its memory; none if it is disabled or pages are in GPU memory."""
-    if not settings.staging_bytes or any(memory.kind != "DRAM" for memory in memories):
-        return None, None
-    # Zeroed by the kernel when first touched: a worker whose peers have as many heads never touches it.
-    region = np.zeros(settings.staging_bytes, np.uint8)
-    segment = Segment(address=region.ctypes.data, piece_bytes=len(region), stride_bytes=len(region), page_count=1)
-    return region, Staging(StagingRing(PoolMemory(segments=(segment,), page_count=1)), copier)

@@ -95,6 +95,7 @@ class Decode:
     ) -> None:
         self.pool = Pool(pages, heads=heads)
         self.components = {of.name: Pool(pages, pieces=of.piece_bytes) for of in components}
+        self.rings = [settings["staging"].ring.memory] if "staging" in settings else []
         self.transport = LoopbackTransport(name, network)
         self.events: list[events.AnyEvent] = []
         self.aux: list[tuple[str, int, int, object]] = []
@@ -114,7 +115,7 @@ class Decode:
 
     async def start(self) -> None:
         await self.transport.start(poller=NoPoller())
-        await self.transport.register(self.pool.memory, *memory_of(self.components).values())
+        await self.transport.register(self.pool.memory, *memory_of(self.components).values(), *self.rings)
         await self.receiver.start()
 
     async def close(self) -> None:

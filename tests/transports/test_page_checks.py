@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,7 @@ ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=0)
 
 @given(waits=st.lists(st.booleans(), max_size=8), data=st.data())
 async def test_messages_keep_their_order_whatever_ends_first(waits: list[bool], data: st.DataObject) -> None:
-    loop, taken = asyncio.get_running_loop(), list[tuple[int, bytes]]()
+    loop, taken = asyncio.get_running_loop(), list[tuple[int, bytes | None]]()
     in_order = InOrder(lambda message, hashed: taken.append((message.span, hashed)))
     tasks: list[asyncio.Task[None]] = []
     hashing: dict[int, asyncio.Future[bytes]] = {}
@@ -31,7 +32,7 @@ async def test_messages_keep_their_order_whatever_ends_first(waits: list[bool], 
         if hashed is not None:
             hashing[at] = hashed
         message = wire.Chunk(room=ROOM, rank=0, span=at, first=0, count=0, last=False)
-        in_order.add(message, hashed, lambda work: tasks.append(loop.create_task(work)))
+        in_order.add(message, partial(lambda given: given, hashed), lambda work: tasks.append(loop.create_task(work)))
         # Nothing is held back without a reason.
         assert len(taken) == next((at for at, waited in enumerate(waits[: at + 1]) if waited), at + 1)
         # The next message may come before or after the task has begun to wait for the first one.
@@ -43,7 +44,7 @@ async def test_messages_keep_their_order_whatever_ends_first(waits: list[bool], 
             await asyncio.sleep(0)
         held = next((other for other in hashing if not hashing[other].done()), len(waits))
         assert [span for span, _ in taken] == list(range(held))
-    assert taken == [(at, bytes([at]) if is_hashed else b"") for at, is_hashed in enumerate(waits)]
+    assert taken == [(at, bytes([at]) if is_hashed else None) for at, is_hashed in enumerate(waits)]
     await asyncio.gather(*tasks)
 
 

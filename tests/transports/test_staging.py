@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tidekv.backends.copies.slice_moves import SliceMover
 from tidekv.states import events
 from tidekv.states.types import PoolMemory, Segment
-from tidekv.transports.prefill.room_writer import RoomSettings, Staging
-from tidekv.transports.staging import BATCHES_MIN, Slots, StagingRing
+from tidekv.transports.control import wire
+from tidekv.transports.prefill.room_writer import RoomSettings
+from tidekv.transports.staging import BATCHES_MIN, Slots, Staging, StagingRing, batch_pages
 
 SIZE = 1024
 
@@ -91,8 +92,8 @@ async def test_a_wait_that_is_cancelled_as_it_is_granted_gives_back_its_slots() 
 
 
 def test_a_ring_has_room_for_several_batches_or_is_not_used() -> None:
-    assert ring_of(SIZE).batch_pages(SIZE // BATCHES_MIN) == 1
-    assert ring_of(SIZE).batch_pages(SIZE // BATCHES_MIN + 1) == 0
+    assert batch_pages(ring_of(SIZE).memory, SIZE // BATCHES_MIN) == 1
+    assert batch_pages(ring_of(SIZE).memory, SIZE // BATCHES_MIN + 1) == 0
 
 
 class Copies:
@@ -212,3 +213,172 @@ async def test_closing_waits_for_a_copy_into_the_ring(world, one_to_two) -> None
     await closing
     await sending
     assert prefill.ring.used_bytes == 0
+
+
+@pytest.fixture
+async def two_to_one(world):
+    """Two prefill ranks of one head each, and a decode rank of both, whose ring has room for four pages of a head."""
+
+    async def make(**settings: object):
+        region = np.zeros(4 * world.PAGE_BYTES, np.uint8)
+        segment = Segment(region.ctypes.data, len(region), len(region), 1)
+        ring = StagingRing(PoolMemory(segments=(segment,), page_count=1))
+        copies = Copies()
+        decode = await world.decode(heads=2, staging=Staging(ring, copies))
+        decode.region, decode.ring, decode.copies = region, ring, copies
+        prefills = [
+            await world.prefill(
+                f"prefill:{rank + 1}",
+                name=f"prefill-{rank}",
+                rank=rank,
+                ranks=2,
+                settings=RoomSettings(**settings) if settings else None,
+            )
+            for rank in range(2)
+        ]
+        return prefills, decode
+
+    return make
+
+
+def promised(prefills, decode, *, pages: int, generation: int = 0) -> None:
+    address = ",".join(prefill.address for prefill in prefills)
+    decode.promise(address, "r1", tokens=4 * pages, promised=0, pages=range(10, 10 + pages), generation=generation)
+
+
+def has_both_heads(world, prefills, decode, pages: int) -> bool:
+    for piece in range(2):
+        found = decode.pool.buffers[piece][10 : 10 + pages].reshape(pages, world.PAGE_SIZE, 2, -1)
+        for rank, prefill in enumerate(prefills):
+            head = prefill.pool.buffers[piece][:pages].reshape(pages, world.PAGE_SIZE, -1)
+            if not np.array_equal(found[:, :, rank], head):
+                return False
+    return True
+
+
+async def received(prefills, decode, pages: int) -> None:
+    """Serve the room on both ranks, and receive it."""
+    rooms = await asyncio.gather(*(prefill.serve("r1", range(pages), chunk=pages) for prefill in prefills))
+    await decode.wait(events.ChunkLanded, last=True, count=2)
+    await decode.wait(events.AuxLanded, count=2)
+    decode.receiver.received("r1", 0)
+    assert {await room.received() for room in rooms} == {"received"}
+
+
+async def test_two_ranks_write_through_the_ring_of_one(world, two_to_one) -> None:
+    prefills, decode = await two_to_one()
+    promised(prefills, decode, pages=20)
+    await received(prefills, decode, 20)
+    assert has_both_heads(world, prefills, decode, 20)
+    assert [prefill.sender.statistics()["pages_staged"] for prefill in prefills] == [20, 20]
+    assert decode.receiver.statistics()["staging_used_bytes"] == 0
+
+
+async def test_pages_are_reported_only_after_they_were_copied_out_of_the_ring(world, two_to_one) -> None:
+    prefills, decode = await two_to_one()
+    decode.copies.may_run.clear()
+    promised(prefills, decode, pages=2)
+    serving = asyncio.ensure_future(received(prefills, decode, 2))
+    await decode.copies.begun.wait()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not decode.of(events.ChunkLanded)
+    decode.copies.may_run.set()
+    await serving
+    assert has_both_heads(world, prefills, decode, 2)
+
+
+async def test_a_full_ring_of_decode_makes_writes_go_without_it_after_the_deadline(world, two_to_one) -> None:
+    prefills, decode = await two_to_one(staging_wait_s=0.05)
+    held = await taken(decode.ring, world.PAGE_BYTES, 4)
+    promised(prefills, decode, pages=4)
+    await received(prefills, decode, 4)
+    assert has_both_heads(world, prefills, decode, 4)
+    assert sum(prefill.sender.statistics()["pages_staged"] for prefill in prefills) == 0
+    assert all(prefill.sender.statistics()["staging_full"] > 0 for prefill in prefills)
+    decode.ring.give_back(held)
+    # Requests that prefill gave up are granted nothing.
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert decode.ring.used_bytes == 0
+
+
+async def test_an_abort_frees_slots_of_decode_once_every_writer_has_drained(world, two_to_one) -> None:
+    prefills, decode = await two_to_one()
+    gate = world.Gate(world.network)
+    promised(prefills, decode, pages=4)
+    rooms = [await prefill.room("r1") for prefill in prefills]
+    sending = [asyncio.ensure_future(room.send(range(4), start_token=0)) for room in rooms]
+    await gate.reached.wait()
+    decode.receiver.abort("r1", 0)
+    await asyncio.gather(*(room.aborted.wait() for room in rooms))
+    assert decode.ring.used_bytes > 0
+    assert len(decode.of(events.RoomDrained)) < 2
+    gate.open.set()
+    await decode.wait(events.RoomDrained, count=2)
+    await asyncio.gather(*sending)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert decode.ring.used_bytes == 0
+
+
+async def test_drained_is_reported_only_after_copies_that_had_begun(world, two_to_one) -> None:
+    prefills, decode = await two_to_one()
+    decode.copies.may_run.clear()
+    promised(prefills, decode, pages=1)
+    rooms = [await prefill.room("r1") for prefill in prefills]
+    for room in rooms:
+        await room.send([0], start_token=0)
+    await decode.copies.begun.wait()
+    decode.receiver.abort("r1", 0)
+    for room in rooms:
+        await room.received()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert len(decode.of(events.RoomDrained)) < 2
+    decode.copies.may_run.set()
+    await decode.wait(events.RoomDrained, count=2)
+    assert decode.ring.used_bytes == 0
+
+
+async def test_the_death_of_a_writer_is_reported_after_its_copies_and_frees_its_slots(world, two_to_one) -> None:
+    prefills, decode = await two_to_one()
+    decode.copies.may_run.clear()
+    promised(prefills, decode, pages=1)
+    rooms = [await prefill.room("r1") for prefill in prefills]
+    for room in rooms:
+        await room.send([0], start_token=0)
+    await decode.copies.begun.wait()
+    for prefill in prefills:
+        world.network.kill(prefill.transport.instance)
+    await decode.wait(events.RoomFailed)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert len(decode.of(events.WriterDead)) < 2
+    assert decode.ring.used_bytes > 0
+    decode.copies.may_run.set()
+    await decode.wait(events.WriterDead, count=2)
+    assert decode.ring.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (lambda **place: wire.Staged(**place, ticket=9, component="full", span=0, first=0), "ticket 9 has no slots"),
+        (lambda **place: wire.StagingRequest(**place, ticket=1, component="full", count=99), "requests 99 slots"),
+        (lambda **place: wire.StagingRequest(**place, ticket=1, component="ssm", count=1), "component 'ssm'"),
+    ],
+)
+async def test_prefill_ranks_that_break_the_rules_of_the_ring_fail_their_room(
+    world, two_to_one, message, words: str
+) -> None:
+    prefills, decode = await two_to_one()
+    promised(prefills, decode, pages=1)
+    room = await prefills[0].room("r1")
+    writer = room.room_writers[0]
+    writer.send(message(room=writer.key, rank=0))
+    failed = await decode.wait(events.RoomFailed)
+    assert words in failed.cause
+    decode.receiver.abort("r1", 0)
+    await decode.wait(events.RoomDrained, count=2)
+    assert decode.ring.used_bytes == 0

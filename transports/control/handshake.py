@@ -35,8 +35,9 @@ def make_hello(
     component_memory: Mapping[str, PoolMemory] | None = None,
     heartbeat_s: float = 0.0,
     checksums: Literal["none", "required", "offered"] = "none",
+    staging: PoolMemory | None = None,
 ) -> wire.Hello:
-    """Return our Hello. `memory` and that of components must be registered with the transport already.
+    """Return our Hello. `memory`, that of components and `staging` must be registered with the transport already.
 
     For `kv_heads_total` see `slices.holding`, for `checksums` `wire.Hello`. `heartbeat_s` is the interval of our pings
     in seconds; 0: we only answer pings.
@@ -56,6 +57,7 @@ def make_hello(
         components=dict(component_memory or {}),
         heartbeat_s=heartbeat_s,
         checksums=checksums,
+        staging=staging,
     )
 
 
@@ -84,6 +86,10 @@ def check_hello(ours: wire.Hello, theirs: wire.Hello) -> None:
     _check_page_layout(ours, theirs, pages=(ours.identity, theirs.identity))
     _must_equal("kv_heads_total", slices.total_of(ours), slices.total_of(theirs))
     base.check_memory(theirs.memory)
+    if theirs.staging is not None:
+        base.check_memory(theirs.staging)
+        if len(theirs.staging.segments) != 1 or theirs.staging.page_count != 1:
+            raise RemoteProtocolError("peer announces a staging ring that is not one segment of one page")
     _check_components(ours, theirs)
 
 

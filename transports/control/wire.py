@@ -19,7 +19,7 @@ from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProto
 from tidekv.states.types import Identity, PageIds, PoolMemory
 from tidekv.transports.control import frames
 
-VERSION = 6
+VERSION = 7
 FRAME_BYTES_MAX = 8 * 1024 * 1024
 HELLO_BYTES_MAX = 1024 * 1024
 """Maximum size of a frame before the Hello is accepted: a Hello of 10,000 registered regions fits."""
@@ -95,6 +95,7 @@ class Hello(Message, frozen=True, tag="hello"):
     which prefill keeps a room that decode does not name; the shorter one of both ends applies, and decode must ping
     more often. `heartbeat_s` is the sender's ping interval in seconds; 0: it only answers pings. `checksums` is what
     the sender does about checksums of pages: decode requires them or not, prefill offers them or cannot compute them.
+    `staging` is decode's staging ring, one segment of one page; None: it has none.
     """
 
     version: Count
@@ -111,6 +112,7 @@ class Hello(Message, frozen=True, tag="hello"):
     components: dict[Name, PoolMemory] = {}
     heartbeat_s: Seconds = 0.0
     checksums: Literal["none", "required", "offered"] = "none"
+    staging: PoolMemory | None = None
 
     def __post_init__(self) -> None:
         given, named = sorted(self.components), [component.name for component in self.identity.components]
@@ -196,6 +198,49 @@ class ComponentSent(Message, frozen=True, tag="component_sent"):
     checksums: Checksums = b""
 
 
+class StagingRequest(Message, frozen=True, tag="staging_request"):
+    """Prefill asks for `count` slots of decode's staging ring, for pages of `component` ("full": the full KV).
+
+    `ticket` is a number that is not used twice in a room. Prefill returns slots that it does not report by Staged.
+    """
+
+    room: Room
+    rank: Count
+    ticket: Count
+    component: Name
+    count: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+
+
+class StagingGranted(Message, frozen=True, tag="staging_granted"):
+    """Slots [first, first + count) of the ring are those of this ticket."""
+
+    room: Room
+    ticket: Count
+    first: Count
+
+
+class StagingReturned(Message, frozen=True, tag="staging_returned"):
+    """Prefill does not write to the slots of this ticket any more, and reports nothing in them; or no longer waits."""
+
+    room: Room
+    rank: Count
+    ticket: Count
+
+
+class Staged(Message, frozen=True, tag="staged"):
+    """The slots of this ticket have the slices of pages from position `first` of the prompt on, requested by `span`.
+
+    Decode copies them to the pages before it takes the next message of the room. For a component `span` is 0.
+    """
+
+    room: Room
+    rank: Count
+    ticket: Count
+    component: Name
+    span: Count
+    first: Count
+
+
 class Aux(Message, frozen=True, tag="aux"):
     """The first token and its data. `cached` is the number of tokens that prefill had cached, by source."""
 
@@ -267,7 +312,23 @@ class Bye(Message, frozen=True, tag="bye"):
 
 
 AnyMessage = (
-    Hello | Promise | Extend | Chunk | ComponentSent | Aux | Refused | Failed | Abort | Drained | Received | Ping | Bye
+    Hello
+    | Promise
+    | Extend
+    | Chunk
+    | ComponentSent
+    | StagingRequest
+    | StagingGranted
+    | StagingReturned
+    | Staged
+    | Aux
+    | Refused
+    | Failed
+    | Abort
+    | Drained
+    | Received
+    | Ping
+    | Bye
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tidekv.transports.decode.prefill_link import PrefillLink
 
 RoomKey: TypeAlias = tuple[str, int]
-FrameOfRoom: TypeAlias = "wire.Chunk | wire.ComponentSent | wire.Aux | wire.Refused | wire.Failed"
+FrameOfRoom: TypeAlias = "wire.Chunk | wire.ComponentSent | wire.Staged | wire.Aux | wire.Refused | wire.Failed"
 
 
 class DecodeRoom:
@@ -182,11 +182,11 @@ class RoomEvents:
 def event_of(rank_link: RankLink, message: FrameOfRoom, at_s: float) -> events.AnyEvent | None:
     """Return the core's event for a message, which numbers the writers of a room from 0.
 
-    None: nothing to deliver, since the message is late, or is a ComponentSent, which is recorded here. Raises
+    None: nothing to deliver, since the message is late, is a ComponentSent, which is recorded here, or a Staged. Raises
     RemoteProtocolError for a message that contradicts the room.
     """
     (request_id, generation), number = rank_link.room.room_key, rank_link.number or 0
-    if isinstance(message, wire.Chunk | wire.ComponentSent | wire.Aux) and (
+    if isinstance(message, wire.Chunk | wire.ComponentSent | wire.Staged | wire.Aux) and (
         message.rank != rank_link.place[0] or rank_link.number is None
     ):
         raise RemoteProtocolError(f"a message of rank {message.rank} came on the link of rank {rank_link.place[0]}")
@@ -206,6 +206,8 @@ def event_of(rank_link: RankLink, message: FrameOfRoom, at_s: float) -> events.A
             )
         case wire.ComponentSent(component=component):
             rank_link.state.land_component(component)
+            return None
+        case wire.Staged():
             return None
         case wire.Aux():
             if rank_link.state.has_aux:

@@ -9,7 +9,8 @@ The checksums are of what one prefill rank writes to this decode rank: whole pag
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from tidekv.transports import base
 
 
+Begin: TypeAlias = "Callable[[], asyncio.Future[bytes | None] | None]"
+"""Begins what a message waits for: checksums of pages, or a copy, which has none. None: it waits for nothing."""
 OTHER_MESSAGES_MAX = 16
 """Maximum messages of a room about its end and its first token, repeats included."""
 
@@ -38,22 +41,30 @@ class Destinations(msgspec.Struct):
 
     @property
     def messages_max(self) -> int:
-        """Maximum messages about the room: a chunk for each page, one more for each span, and those of other kinds."""
-        pages = sum(len(pages) for _, pages in self.spans.values())
-        return pages + 2 * len(self.spans) + len(self.component_pages) + OTHER_MESSAGES_MAX
+        """Maximum messages about the room: a chunk and a Staged for each page, one chunk more a span, and others."""
+        requested = (*self.spans.values(), *self.component_pages.values())
+        pages = sum(len(pages) for _, pages in requested)
+        return 2 * pages + 2 * len(self.spans) + len(self.component_pages) + OTHER_MESSAGES_MAX
 
     def reported(self, message: wire.AnyMessage) -> PageIds | None:
         """Return the pages that a message reports as in place. None if there are none, or if they were not
         requested.
         """
         match message:
-            case wire.Chunk(span=span, first=first, count=count) if span in self.spans:
-                begin, pages = self.spans[span]
-                is_within = begin <= first and first + count <= begin + len(pages)
-                return pages[first - begin :][:count] if is_within else None
+            case wire.Chunk(span=span, first=first, count=count):
+                return self.part("full", span, first, count)
             case wire.ComponentSent(component=component) if component in self.component_pages:
                 return self.component_pages[component][1]
         return None
+
+    def part(self, component: str, span: int, first: int, count: int) -> PageIds | None:
+        """Return `count` pages from position `first` on, of a span or a component. None if not all were requested."""
+        requested = self.spans.get(span) if component == "full" else self.component_pages.get(component)
+        if requested is None:
+            return None
+        begin, pages = requested
+        is_within = begin <= first and first + count <= begin + len(pages)
+        return pages[first - begin :][:count] if is_within else None
 
 
 class DamagedPage(msgspec.Struct, frozen=True):
@@ -87,10 +98,12 @@ class PageChecks:
 class InOrder:
     """The messages of one rank link that wait for the hashing of pages, in order."""
 
-    def __init__(self, take: Callable[[wire.AnyMessage, bytes], None]) -> None:
-        """`take` handles a message whose turn has come, with the checksums of the pages that it reports."""
+    def __init__(self, take: Callable[[wire.AnyMessage, bytes | None], None]) -> None:
+        """`take` handles a message whose turn has come, with the checksums of the pages that it reports; None: they are
+        not verified.
+        """
         self._take = take
-        self._waiting: deque[tuple[wire.AnyMessage, asyncio.Future[bytes] | None]] = deque()
+        self._waiting: deque[tuple[wire.AnyMessage, Begin]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -98,24 +111,37 @@ class InOrder:
     def add(
         self,
         message: wire.AnyMessage,
-        hashed: asyncio.Future[bytes] | None,
+        begin: Begin,
         spawn: Callable[[Coroutine[object, object, None]], object],
+        *,
+        in_turn: bool = False,
     ) -> None:
-        """Handle a message now if nothing is waited for, or else by a task of `spawn`."""
-        if not self._waiting and (hashed is None or hashed.done()):
-            self._take(message, b"" if hashed is None else hashed.result())
-            return
-        self._waiting.append((message, hashed))
+        """Handle a message now if nothing is waited for, or else by a task of `spawn`.
+
+        `begin` starts what the message waits for: at once, or with `in_turn` once the earlier messages are handled.
+        """
+        if not (in_turn and self._waiting):
+            future = begin()
+            if not self._waiting and (future is None or future.done()):
+                self._take(message, None if future is None else future.result())
+                return
+            begin = partial(_started, future)
+        self._waiting.append((message, begin))
         if len(self._waiting) == 1:
             spawn(self._run())
 
     async def _run(self) -> None:
         while self._waiting:
-            message, hashed = self._waiting[0]
+            message, begin = self._waiting[0]
             try:
-                self._take(message, b"" if hashed is None else await hashed)
+                future = begin()
+                self._take(message, None if future is None else await future)
             finally:
                 self._waiting.popleft()
+
+
+def _started(future: asyncio.Future[bytes | None] | None) -> asyncio.Future[bytes | None] | None:
+    return future
 
 
 def damaged_page(destinations: Destinations, message: wire.AnyMessage, hashed: bytes) -> DamagedPage | None:

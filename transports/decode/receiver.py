@@ -26,7 +26,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from tidekv.states import events
 from tidekv.states.components.specs import ComponentPages
@@ -54,7 +54,9 @@ from tidekv.transports.decode.decode_room import (
 )
 from tidekv.transports.decode.page_checks import DamagedPage, InOrder, PageChecks, damaged_page
 from tidekv.transports.decode.prefill_link import PrefillLink, cause_of
+from tidekv.transports.decode.staged_pages import StagedPages
 from tidekv.transports.log import engine_log
+from tidekv.transports.staging import Staging
 from tidekv.transports.tasks import OwnedTasks
 
 REDIAL_S_MAX = 4.0
@@ -97,12 +99,14 @@ class Receiver:
         group: Callable[[], str] = lambda: "",
         component_memory: Mapping[str, PoolMemory] | None = None,
         hashing: base.Hashing | None = None,
+        staging: Staging | None = None,
     ) -> None:
         """`memory`, and that of each component by its name, must be registered before the first promise. `lease_s`,
         `heartbeat_s` and `missed_s` are seconds: the lease of our rooms at prefill, the interval of pings, the silence
         after which a link is lost. `deliver_aux` is called with request id, generation, first token and aux, before the
         AuxLanded that belongs to it. With `hashing`, prefill must send the checksum of every page; pages are verified
-        before an event reports them, and a damaged one fails its room. Raises InvalidConfig.
+        before an event reports them, and a damaged one fails its room. With `staging`, whose ring is registered, too,
+        prefill ranks that write slices of our heads send them through it. Raises InvalidConfig.
         """
         if not (0 < heartbeat_s <= missed_s <= lease_s <= wire.SECONDS_MAX and heartbeat_s < lease_s):
             raise InvalidConfig(
@@ -128,6 +132,7 @@ class Receiver:
             lease_s=lease_s,
             heartbeat_s=heartbeat_s,
             checksums="none" if hashing is None else "required",
+            staging=None if staging is None else staging.ring.memory,
             **place,
         )
         check_stages(ranks=ranks, stages=stages)
@@ -147,6 +152,8 @@ class Receiver:
         self._peer_backoff = PeerBackoff(clock=clock)
         self._tasks = OwnedTasks(f"receiver {transport.instance}")
         self._ours: wire.Hello | None = None
+        spawn = partial(self._tasks.spawn, name="slots of the staging ring")
+        self._staged = None if staging is None else StagedPages(staging, spawn)
 
     async def start(self) -> None:
         """Make our Hello. The transport is started and has our memory."""
@@ -266,8 +273,12 @@ class Receiver:
         for rank_link in [] if room is None else room.rank_links:
             rank_link.link.rank_links.pop(rank_link, None)
             rank_link.link.send(wire.Received(room=rank_link.room.key))
-        for writer in [writer for writer, rooms in self._lost.items() if rooms.pop(room_key, None) and not rooms]:
-            del self._lost[writer]
+            self._free_slots(rank_link)
+        for writer, rooms in list(self._lost.items()):
+            if (lost := rooms.pop(room_key, None)) is not None:
+                self._free_slots(lost)
+            if not rooms:
+                del self._lost[writer]
 
     def statistics(self) -> dict[str, int | float]:
         """links, rooms_open, rooms_unsettled (ended or lost, maybe still written to), and counts of unusual events."""
@@ -276,6 +287,7 @@ class Receiver:
             "links": sum(link.is_open for link in self._links.values()),
             "rooms_open": len(self._rooms) - ended,
             "rooms_unsettled": ended + sum(len(rooms) for rooms in self._lost.values()),
+            "staging_used_bytes": 0 if self._staged is None else self._staged.used_bytes,
             **self.counts,
         }
 
@@ -290,6 +302,8 @@ class Receiver:
         self._exchanges[link] = components.exchanges_with(decode=self._ours, prefill=theirs)
         if self._hashing is not None:
             self._page_checks[link] = PageChecks(self._hashing, self._exchanges[link])
+        if self._staged is not None:
+            self._staged.open_link(link, ours=self._ours, theirs=theirs)
         # The same process lives: its Drained will settle what the lost link left open.
         for room_key, rank_link in self._lost.pop(theirs.instance, {}).items():
             rank_link.link = link
@@ -315,6 +329,8 @@ class Receiver:
         del self._links[link.address]
         self._page_checks.pop(link, None)
         self._exchanges.pop(link, None)
+        if self._staged is not None:
+            self._staged.close_link(link)
         for rank_link in self._rank_links_of(link):
             if not rank_link.room.is_promised:
                 self._fail_unsent(rank_link, cause)
@@ -348,21 +364,47 @@ class Receiver:
         match message:
             case wire.Ping():
                 return
-            case wire.Chunk() | wire.ComponentSent() | wire.Aux() | wire.Refused() | wire.Failed() | wire.Drained():
+            case (
+                wire.Chunk()
+                | wire.ComponentSent()
+                | wire.StagingRequest()
+                | wire.StagingReturned()
+                | wire.Staged()
+                | wire.Aux()
+                | wire.Refused()
+                | wire.Failed()
+                | wire.Drained()
+            ):
                 room = self._rooms.get((message.room.request_id, message.room.generation))
                 rank_links = [] if room is None or room.key != message.room else room.rank_links
                 rank_link = next((rank_link for rank_link in rank_links if rank_link.link is link), None)
                 if rank_link is None:
                     self.counts["frames_foreign"] += 1
-                elif link in self._page_checks:
-                    self._take_in_order(rank_link, message, self._page_checks[link])
+                elif isinstance(message, wire.StagingRequest | wire.StagingReturned):
+                    self._take_of_staging(rank_link, message)
+                elif link in self._page_checks or (self._staged is not None and self._staged.serves(link)):
+                    self._take_in_order(rank_link, message)
                 else:
                     self._take_of_room(rank_link, message)
             case _:
                 raise RemoteProtocolError(f"{link.address} sent {type(message).__name__}, which is ours to send")
 
-    def _take_in_order(self, rank_link: RankLink, message: FrameOfRoom | wire.Drained, checks: PageChecks) -> None:
-        """Handle a message after the pages that it reports, and those of earlier messages, were hashed.
+    def _take_of_staging(self, rank_link: RankLink, message: wire.StagingRequest | wire.StagingReturned) -> None:
+        """Handle a message about slots of our ring, which does not wait for others."""
+        if self._staged is None:
+            raise RemoteProtocolError(f"{rank_link.link.address} sent {type(message).__name__}, and we have no ring")
+        if isinstance(message, wire.StagingReturned):
+            self._staged.take_back(rank_link, message.ticket)
+        elif rank_link.has_ended or rank_link.number is None:
+            self.counts["frames_late"] += 1
+        else:
+            try:
+                self._staged.request(rank_link, message)
+            except RemoteProtocolError as error:
+                self._break_room(rank_link, error)
+
+    def _take_in_order(self, rank_link: RankLink, message: FrameOfRoom | wire.Drained) -> None:
+        """Handle a message after the pages that it reports were hashed or copied, and those of earlier messages.
 
         Raises RemoteProtocolError if prefill sends more messages than a room can have.
         """
@@ -371,10 +413,33 @@ class Receiver:
         if len(rank_link.in_order) >= (bound := rank_link.destinations.messages_max):
             raise RemoteProtocolError(f"{rank_link.link.address} sent more than {bound} messages about one room")
         name = f"verify pages of {rank_link.room.key.request_id}"
-        hashed = None if rank_link.has_ended else checks.begin(rank_link.destinations, message)
-        rank_link.in_order.add(message, hashed, partial(self._tasks.spawn, name=name))
+        spawn = partial(self._tasks.spawn, name=name)
+        if isinstance(message, wire.Staged):
+            try:
+                rank_link.in_order.add(message, partial(self._copy_staged, rank_link, message), spawn)
+            except RemoteProtocolError as error:
+                self._break_room(rank_link, error)
+            return
+        # Pages that come through the ring are hashed once they were copied.
+        in_turn = self._staged is not None and self._staged.serves(rank_link.link)
+        rank_link.in_order.add(message, partial(self._hash_reported, rank_link, message), spawn, in_turn=in_turn)
 
-    def _take_hashed(self, rank_link: RankLink, message: FrameOfRoom | wire.Drained, hashed: bytes) -> None:
+    def _copy_staged(self, rank_link: RankLink, message: wire.Staged) -> asyncio.Future[bytes | None] | None:
+        """Begin to copy pages from our ring. Raises RemoteProtocolError."""
+        if self._staged is None:
+            raise RemoteProtocolError("we have no staging ring")
+        return cast("asyncio.Future[bytes | None] | None", self._staged.copy(rank_link, message))
+
+    def _hash_reported(
+        self, rank_link: RankLink, message: FrameOfRoom | wire.Drained
+    ) -> asyncio.Future[bytes | None] | None:
+        """Begin to hash the pages that a message reports; None if they are not verified."""
+        checks = self._page_checks.get(rank_link.link)
+        if checks is None or rank_link.has_ended:
+            return None
+        return cast("asyncio.Future[bytes | None] | None", checks.begin(rank_link.destinations, message))
+
+    def _take_hashed(self, rank_link: RankLink, message: FrameOfRoom | wire.Drained, hashed: bytes | None) -> None:
         if rank_link in rank_link.room.rank_links and rank_link in rank_link.link.rank_links:
             self._take_of_room(rank_link, message, hashed)
         else:
@@ -465,6 +530,9 @@ class Receiver:
         await self._transport.wait_gone(writer, theirs)
         self._watched.discard(writer)
         lost = self._lost.pop(writer, {})
+        if self._staged is not None:
+            # Copies out of our ring write to the pages that this event frees.
+            await self._staged.settle(lost.values())
         self._deliver(events.WriterDead(at_s=self._clock(), writer=writer))
         for room_key, rank_link in lost.items():
             if not rank_link.room.has_one_writer:
@@ -489,10 +557,7 @@ class Receiver:
             event = event_of(rank_link, message, self._clock())
             damaged = None if hashed is None else damaged_page(rank_link.destinations, message, hashed)
         except RemoteProtocolError as error:
-            self.counts["rooms_broken"] += 1
-            cause = PrefillCause.PROTOCOL_ERROR.words(f"{rank_link.link.address} broke the protocol: {error}")
-            self._room_events.failed(rank_link.room, cause)
-            self._stop(rank_link)
+            self._break_room(rank_link, error)
             return
         if damaged is not None:
             self._fail_damaged(rank_link, damaged)
@@ -500,7 +565,7 @@ class Receiver:
         if isinstance(message, wire.Failed | wire.Refused):
             rank_link.has_ended |= isinstance(message, wire.Failed)
             _log_of(rank_link).warning("prefill ended a room", cause=message.cause)
-        if isinstance(message, wire.ComponentSent):
+        if isinstance(message, wire.ComponentSent | wire.Staged):
             return
         if event is None:
             self.counts["frames_late"] += 1
@@ -510,6 +575,18 @@ class Receiver:
             aux = {**message.aux, "cached_tokens": message.cached} if message.cached else message.aux
             self._deliver_aux(*rank_link.room.room_key, message.first_token, aux)
         self._deliver(event)
+
+    def _break_room(self, rank_link: RankLink, error: RemoteProtocolError) -> None:
+        """Fail the room of a message that contradicts it."""
+        self.counts["rooms_broken"] += 1
+        cause = PrefillCause.PROTOCOL_ERROR.words(f"{rank_link.link.address} broke the protocol: {error}")
+        self._room_events.failed(rank_link.room, cause)
+        self._stop(rank_link)
+
+    def _free_slots(self, rank_link: RankLink) -> None:
+        """Free the slots of our ring that a prefill rank had for a room: it writes to them no more."""
+        if self._staged is not None:
+            self._staged.free(rank_link)
 
     def _fail_damaged(self, rank_link: RankLink, damaged: DamagedPage) -> None:
         """Fail the room of a damaged page: nothing of it has been reported."""
@@ -521,6 +598,7 @@ class Receiver:
 
     def _take_drained(self, rank_link: RankLink) -> None:
         room_key = rank_link.room.room_key
+        self._free_slots(rank_link)
         self._forget(rank_link)
         if not rank_link.has_ended:
             self.counts["rooms_broken"] += 1

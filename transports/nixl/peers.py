@@ -79,7 +79,7 @@ class NixlPeers:
                 raise RemoteProtocolError(f"{instance} comes with other metadata than before: a restart has a new name")
             # A list and not a return value: after a cancellation the handle is still needed, to be unloaded.
             made: list[NixlPeer] = []
-            load = partial(self._load, made, instance, blob, memory, exchange.ours, pieces, is_known=known is not None)
+            load = partial(self._load, made, instance, blob, memory, exchange, pieces, is_known=known is not None)
             try:
                 await call_in_thread(load, what=f"adding {instance}", timeout_s=self._timeout_s)
             except asyncio.CancelledError:
@@ -109,13 +109,13 @@ class NixlPeers:
         instance: str,
         blob: bytes,
         memory: PoolMemory,
-        ours: PoolMemory,
+        exchange: Exchange,
         pieces: tuple[tuple[Segment, ...], tuple[Segment, ...]],
         *,
         is_known: bool,
     ) -> None:
         """Load the peer into NIXL and prepare both lists, all or nothing; runs in a thread."""
-        agent = self._agent
+        agent, ours = self._agent, exchange.ours
         with contextlib.ExitStack() as undo:
             if not is_known:
                 name = agent.load_peer(blob)
@@ -127,7 +127,7 @@ class NixlPeers:
             undo.callback(agent.release_list, our_list)
             their_list = agent.prepare(pieces[1], kind=memory.kind, device=memory.device, owner=instance)
             undo.pop_all()
-        numbering = Numbering(pieces[0], our_page_count=ours.page_count, their_page_count=memory.page_count)
+        numbering = Numbering(pieces[0], our_page_count=ours.page_count, their_page_count=exchange.theirs.page_count)
         lane = Lane(agent, our_list=our_list, their_list=their_list)
         made.append(NixlPeer(instance, memory, ours, pieces[0], numbering, our_list, their_list, lane))
 

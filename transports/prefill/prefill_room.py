@@ -324,6 +324,7 @@ class Room:
     def _stop(self, cause: str, *, is_aborted: bool) -> None:
         for room_writer in self.room_writers:
             room_writer.state.stop(cause)
+            room_writer.end_waits()
         if is_aborted:
             self.aborted.set()
         self._handed_over.set()

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -25,15 +25,16 @@ from tidekv.transports import base, components
 from tidekv.transports.blocking import settled
 from tidekv.transports.components import components_of
 from tidekv.transports.control import wire
-from tidekv.transports.staging import BeginCopy, Copying, StagingRing, gathered
+from tidekv.transports.staging import BeginCopy, StagedExchange, Staging, StagingRing, gathered, scattered
 from tidekv.transports.tasks import OwnedTasks
 
 
 class StagedTarget(msgspec.Struct, frozen=True):
-    """Pages of a decode rank that are written from slots of our staging ring."""
+    """Pages of a decode rank that are written from slots of our staging ring, or to slots of its ring."""
 
     handle: base.PeerMemory
-    gather: BeginCopy
+    gather: BeginCopy | None
+    """Copies pages to slots of our ring; None: the slots are those of decode."""
     slot_bytes: int
     batch_pages: int
 
@@ -87,27 +88,25 @@ async def make_target(
             undo.push_async_callback(transport.remove_peer, handle)
             handles[name] = handle
         staged: dict[str, StagedTarget] = {}
-        for name in exchanges if staging is not None else ():
-            assert staging is not None
+        for name, of_pool in cuts.items():
             memory = theirs.components.get(name, theirs.memory)
             source = ours.components.get(name, ours.memory)
-            way = gathered(staging.ring, cuts[name], ours=source, theirs=memory)
+            gather: BeginCopy | None = None
+            way: StagedExchange | None = None
+            if staging is not None:
+                way = gathered(staging.ring.memory, of_pool, ours=source, theirs=memory)
+            if way is not None and staging is not None:
+                gather = staging.copier.copying(*way.copy)
+            elif theirs.staging is not None:
+                way = scattered(theirs.staging, of_pool, ours=source, theirs=memory)
+                memory = theirs.staging
             if way is None:
                 continue
             handle = await transport.add_peer(theirs.instance, theirs.metadata, memory, way.send)
             undo.push_async_callback(transport.remove_peer, handle)
-            slot_bytes = way.send.ours.page_bytes
-            gather = staging.copier.copying(way.gather.ours, way.gather.theirs)
-            staged[name] = StagedTarget(handle, gather, slot_bytes, staging.ring.batch_pages(slot_bytes))
+            staged[name] = StagedTarget(handle, gather, way.slot_bytes, way.batch_pages)
         undo.pop_all()
     return Target(handles, begins, staged)
-
-
-class Staging(NamedTuple):
-    """The staging ring of this rank, and what copies into it."""
-
-    ring: StagingRing
-    copier: Copying
 
 
 class WritableRoom(Protocol):
@@ -207,6 +206,9 @@ class RoomWriter(Generic[RoomT]):
         self.lease_until_s = send_context.clock() + peer.lease_s
         self._send_context = send_context
         self._drained_link: base.Link | None = None
+        self._tickets: dict[int, asyncio.Future[int | None]] = {}
+        """Requests for slots of decode's ring that wait for an answer."""
+        self._ticket_count = 0
         self.state = SenderRoom(
             prompt_tokens=promise.prompt_tokens,
             decode_prefix_len=promise.decode_prefix_len,
@@ -281,6 +283,18 @@ class RoomWriter(Generic[RoomT]):
             self._check(pages)
             self.state.extend(message.span, message.first, pages)
             self.room.advance()
+
+    def grant(self, message: wire.StagingGranted) -> None:
+        """Take slots of decode's ring for the write that waits for them."""
+        future = self._tickets.get(message.ticket)
+        if future is not None and not future.done():
+            future.set_result(message.first)
+
+    def end_waits(self) -> None:
+        """Let no write wait for slots of decode's ring any more: the room has ended."""
+        for future in self._tickets.values():
+            if not future.done():
+                future.set_result(None)
 
     def send_drained_on(self, link: base.Link) -> None:
         """Send Drained on this link as soon as nothing is in flight."""
@@ -374,6 +388,8 @@ class RoomWriter(Generic[RoomT]):
         hashed = target.hashing[component](job.our_pages) if target.hashing else None
         try:
             written = await self._write_staged(target.staged.get(component), job)
+            if written is None and self.state.stopped is not None:
+                return f"the room ended while a write waited for staging: {self.state.stopped}", b""
             if written is None:
                 written = await self._send_context.transport.write(
                     target.handles[component], job.our_pages, job.their_pages
@@ -390,9 +406,11 @@ class RoomWriter(Generic[RoomT]):
 
         The slots are free again once nothing of the write is in flight, however it ends.
         """
-        ring, count = self._send_context.staging, len(job.our_pages)
-        if staged is None or ring is None:
+        if staged is None:
             return None
+        ring, count = self._send_context.staging, len(job.our_pages)
+        if staged.gather is None or ring is None:
+            return await self._write_scattered(staged, job)
         slots = await ring.take(staged.slot_bytes, count, timeout_s=self._send_context.settings.staging_wait_s)
         if slots is None:
             self._send_context.staging_full += 1
@@ -402,6 +420,34 @@ class RoomWriter(Generic[RoomT]):
             written = await self._send_context.transport.write(staged.handle, slots.pages, job.their_pages)
         finally:
             ring.give_back(slots)
+        self._send_context.pages_staged += count
+        return written
+
+    async def _write_scattered(self, staged: StagedTarget, job: WriteJob | ComponentPart) -> int | None:
+        """Do one write to slots of decode's ring, which decode copies to its pages. As `_write_staged`."""
+        count = len(job.our_pages)
+        ticket, self._ticket_count = self._ticket_count, self._ticket_count + 1
+        rank = self._send_context.rank
+        future = self._tickets[ticket] = asyncio.get_running_loop().create_future()
+        self.send(wire.StagingRequest(room=self.key, rank=rank, ticket=ticket, component=_pool_of(job), count=count))
+        written: int | None = None
+        try:
+            await asyncio.wait([future], timeout=self._send_context.settings.staging_wait_s)
+            first = future.result() if future.done() else None
+            if first is not None:
+                slots = page_ids(range(first, first + count))
+                written = await self._send_context.transport.write(staged.handle, job.our_pages, slots)
+        finally:
+            del self._tickets[ticket]
+            if written is None:
+                self.send(wire.StagingReturned(room=self.key, rank=rank, ticket=ticket))
+        if written is None:
+            self._send_context.staging_full += 1
+            return None
+        span = job.span if isinstance(job, WriteJob) else 0
+        self.send(
+            wire.Staged(room=self.key, rank=rank, ticket=ticket, component=_pool_of(job), span=span, first=job.first)
+        )
         self._send_context.pages_staged += count
         return written
 

@@ -37,9 +37,9 @@ from tidekv.transports.prefill.room_writer import (
     RoomSettings,
     RoomWriter,
     SendContext,
-    Staging,
     make_target,
 )
+from tidekv.transports.staging import Staging
 from tidekv.transports.tasks import OwnedTasks
 
 COUNTS = (
@@ -289,7 +289,9 @@ class Sender:
             case wire.Ping():
                 self._renew(peer, message.rooms)
                 self._send(peer, wire.Ping(sent_at=message.sent_at))
-            case wire.Promise() | wire.Extend() | wire.Abort() | wire.Received() | wire.Failed():
+            case (
+                wire.Promise() | wire.Extend() | wire.Abort() | wire.Received() | wire.Failed() | wire.StagingGranted()
+            ):
                 key = message.room
                 if f"{key.instance}-{key.epoch}" != peer.hello.instance:
                     self.counts["frames_foreign"] += 1
@@ -328,6 +330,8 @@ class Sender:
                 room_writer.room.receive(room_writer)
             case wire.Failed():
                 room_writer.room.give_up(room_writer, message.cause)
+            case wire.StagingGranted():
+                room_writer.grant(message)
 
     def _extend(self, room_writer: RoomWriter[Room], message: wire.Extend) -> None:
         try:
