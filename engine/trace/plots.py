@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -29,7 +31,26 @@ SOURCE_NAMES = {
     "recompute": "recomputed",
 }
 SOURCE_COLORS = {"l1": "#2f9e57", "l2": "#3b6fd4", "l3": "#b14fc5", "transfer": "#1797a6", "recompute": "#8a8f98"}
+PHASE_COLORS = ("#3b6fd4", "#c8702b", "#2f9e57")
 QUANTILES = (0.5, 0.99)
+TITLE: dict[str, Any] = {"loc": "left", "fontsize": 12, "fontweight": "bold", "pad": 10}  # Of Axes.set_title.
+PaletteName: TypeAlias = Literal["light", "dark"]
+
+
+@dataclass(frozen=True, slots=True)
+class Palette:
+    """Colors of everything but the data, whose colors can be seen on both papers."""
+
+    paper: str
+    ink: str
+    dim: str
+    line: str
+
+
+PALETTES: dict[PaletteName, Palette] = {
+    "light": Palette(paper="#ffffff", ink="#17202a", dim="#4d5a68", line="#dde3ea"),
+    "dark": Palette(paper="#1e2129", ink="#e6edf3", dim="#a7b4c2", line="#363e49"),
+}
 
 
 def check_plot(path: Path | None) -> None:
@@ -48,8 +69,9 @@ def check_plot(path: Path | None) -> None:
         raise InvalidConfig("--plot needs matplotlib, which is an extra: pip install 'tidekv[plot]'")
 
 
-def save_plot(figure: Figure, path: Path) -> None:
+def save_plot(figure: Figure, path: Path, *, palette: PaletteName = "light") -> None:
     """Write a figure as PNG or SVG, by the file's suffix. Raises InvalidConfig if it cannot be written."""
+    _paint(figure, PALETTES[palette])
     try:
         figure.savefig(path, dpi=DPI)
     except OSError as error:
@@ -64,7 +86,7 @@ def plot_rounds(rounds: Mapping[str, Sequence[Mapping[str, int]]], prompts: Sequ
     figure = _figure(len(rounds))
     for axes, (name, sources) in zip(_axes(figure, len(rounds)), rounds.items(), strict=True):
         _stack(axes, [f"{prompt:,}" for prompt in prompts], sources)
-        axes.set_title(name)
+        axes.set_title(name, **TITLE)
         axes.set_xlabel("prompt (tokens), by round")
     figure.axes[0].set_ylabel("prompt tokens by source (%)")
     _legend(figure)
@@ -75,23 +97,32 @@ def plot_run(ready_s: Mapping[str, Sequence[float]], sources: Mapping[str, Mappi
     """Plot, for each phase of a run, the distribution of the time to ready and the prompt tokens by source."""
     figure = _figure(2)
     times, bars = _axes(figure, 2)
-    for name, seconds in ready_s.items():
+    for (name, seconds), color in zip(ready_s.items(), cycle(PHASE_COLORS)):
         if not seconds:
             continue
         ordered = np.sort(np.asarray(seconds)) * 1000
         percent = np.arange(1, len(ordered) + 1) / len(ordered) * 100
         middle, late = (float(np.quantile(ordered, quantile)) for quantile in QUANTILES)
-        times.step(ordered, percent, where="post", label=f"{name}: p50 {middle:.1f} ms, p99 {late:.1f} ms")
-    times.set_xscale("log")
-    times.set_title("time to ready")
+        times.step(
+            ordered,
+            percent,
+            where="post",
+            linewidth=2,
+            color=color,
+            label=f"{name}: p50 {middle:.1f} ms, p99 {late:.1f} ms",
+        )
+    times.set_xscale("log", subs=[2, 5])
+    times.set_title("time to ready", **TITLE)
     times.set_xlabel("time to ready (ms)")
     times.set_ylabel("requests that are ready (%)")
     times.set_ylim(0, 102)
-    times.grid(alpha=0.3)
+    for labelled in (times.xaxis.set_major_formatter, times.xaxis.set_minor_formatter):
+        labelled(lambda at, _: f"{at:,g}")
+    times.grid()
     if times.lines:
-        times.legend(fontsize="small", loc="lower right")
+        times.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
     _stack(bars, list(sources), list(sources.values()))
-    bars.set_title("sources")
+    bars.set_title("sources", **TITLE)
     bars.set_ylabel("prompt tokens by source (%)")
     _legend(figure)
     return figure
@@ -102,12 +133,13 @@ def plot_bandwidth(speeds: Mapping[str, float], *, page_bytes: int, batch_bytes:
     figure = _figure(1)
     (axes,) = _axes(figure, 1)
     names = list(speeds)
-    bars = axes.barh(names, list(speeds.values()), color=SOURCE_COLORS["l2"])
+    bars = axes.barh(names, list(speeds.values()), height=0.6, color=SOURCE_COLORS["l2"])
     axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel("bandwidth (GB/s)")
-    axes.set_title(f"{batch_bytes / 1e6:.0f} MB in pages of {page_bytes / 1e6:.2f} MB, median of several rounds")
+    batch, page = f"{batch_bytes / 1e6:.0f} MB", f"{page_bytes / 1e6:.2f} MB"
+    axes.set_title(f"{batch} in pages of {page}, median of several rounds", **TITLE)
     return figure
 
 
@@ -117,25 +149,55 @@ def plot_scaling(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
     for axes, (name, points) in zip(_axes(figure, len(curves)), curves.items(), strict=True):
         counts, seconds = (np.array(column) for column in zip(*points, strict=True))
         allowed = counts * np.log(counts)
-        axes.loglog(counts, seconds, marker="o", color=SOURCE_COLORS["l2"], label="measured")
         axes.loglog(counts, seconds[0] * allowed / allowed[0], "--", color=SOURCE_COLORS["recompute"], label="n log n")
-        axes.set_title(name)
+        axes.loglog(counts, seconds, marker="o", linewidth=2, color=SOURCE_COLORS["l2"], label="measured")
+        axes.set_title(name, **TITLE)
         axes.set_xlabel("work (n)")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small", loc="upper left")
-    figure.axes[0].set_ylabel("CPU time (s)")
+        # The points that were measured, in plain numbers: powers of ten are hard to read off.
+        axes.set_xticks(counts, [f"{at:,.0f}" for at in counts])
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter(lambda at, _: f"{at:g} s" if at >= 1 else f"{at * 1000:g} ms")
+        axes.grid()
+        axes.legend(fontsize="small", loc="upper left", frameon=False)
+    figure.axes[0].set_ylabel("CPU time")
     return figure
 
 
 def _figure(columns: int) -> Figure:
     # Not pyplot, which keeps every figure of the process and chooses a window system.
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    return Figure(figsize=(3.0 + 4.0 * columns, 4.2), layout="constrained")
+    padding = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    return Figure(figsize=(3.0 + 4.0 * columns, 4.2), layout=padding)
 
 
 def _axes(figure: Figure, columns: int) -> list[Axes]:
-    return list(figure.subplots(1, columns, squeeze=False)[0])
+    found: list[Axes] = list(figure.subplots(1, columns, squeeze=False)[0])
+    for axes in found:
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(which="both", length=0, labelsize=9)
+    return found
+
+
+def _paint(figure: Figure, palette: Palette) -> None:
+    """Give everything but the data its colors."""
+    figure.set_facecolor(palette.paper)
+    legends = list(figure.legends)
+    for axes in figure.axes:
+        axes.set_facecolor(palette.paper)
+        axes.spines[:].set_color(palette.line)
+        axes.tick_params(which="both", labelcolor=palette.dim, grid_color=palette.line, grid_linewidth=0.8)
+        axes.xaxis.label.set_color(palette.dim)
+        axes.yaxis.label.set_color(palette.dim)
+        axes.set_title(axes.get_title(loc="left"), **TITLE, color=palette.ink)
+        for words in axes.texts:
+            words.set_color(palette.ink)
+        if (legend := axes.get_legend()) is not None:
+            legends.append(legend)
+    for words in (words for legend in legends for words in legend.get_texts()):
+        words.set_color(palette.ink)
 
 
 def _stack(axes: Axes, labels: Sequence[str], bars: Sequence[Mapping[str, int]]) -> None:
@@ -145,7 +207,7 @@ def _stack(axes: Axes, labels: Sequence[str], bars: Sequence[Mapping[str, int]])
     for source, color in SOURCE_COLORS.items():
         shares = np.array([bar.get(source, 0) for bar in bars]) / totals * 100
         if shares.any():
-            axes.bar(range(len(bars)), shares, bottom=below, color=color, label=SOURCE_NAMES[source])
+            axes.bar(range(len(bars)), shares, bottom=below, width=0.7, color=color, label=SOURCE_NAMES[source])
         below = below + shares
     axes.set_xticks(range(len(bars)), labels)
     axes.set_ylim(0, 100)
@@ -157,4 +219,6 @@ def _legend(figure: Figure) -> None:
     for axes in figure.axes:
         bars, names = axes.get_legend_handles_labels()
         handles.update({name: bar for name, bar in zip(names, bars, strict=True) if name in SOURCE_NAMES.values()})
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles) or 1)
+    figure.legend(
+        list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles) or 1, frameon=False
+    )

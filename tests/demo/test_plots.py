@@ -29,7 +29,7 @@ def test_rounds_are_drawn_as_shares_of_their_sources() -> None:
     rounds = {"output kept": [SOURCES, {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}], "not kept": [SOURCES, SOURCES]}
     figure = plots.plot_rounds(rounds, [64, 1024])
     kept, not_kept = figure.axes
-    assert [axes.get_title() for axes in figure.axes] == ["output kept", "not kept"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["output kept", "not kept"]
     assert heights(kept) == {
         "device (L1)": [30, 0],
         "host (L2)": [10, 0],
@@ -66,7 +66,7 @@ def test_bandwidth_is_drawn_by_way() -> None:
     assert [bar.get_width() for bar in axes.patches] == [5.0, 4.25]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["memcpy", "L2 → L1"]
     assert axes.get_xlabel() == "bandwidth (GB/s)"
-    assert "67 MB in pages of 1.05 MB" in axes.get_title()
+    assert "67 MB in pages of 1.05 MB" in axes.get_title(loc="left")
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG\r\n\x1a\n"), ("svg", b"<?xml")])

@@ -25,7 +25,7 @@
     for (const element of document.body.querySelectorAll("*")) {
       const words = [...element.childNodes].filter((node) => node.nodeType === 3).map((node) => node.textContent.trim()).join("");
       const style = getComputedStyle(element), size = parseFloat(style.fontSize);
-      if (!words || !element.getClientRects().length || element.closest("svg, :disabled, option") || element.closest("[hidden]") || style.visibility === "hidden") continue;
+      if (!words || !element.getClientRects().length || element.closest("svg, :disabled, option") || element.closest("[hidden]") || !element.checkVisibility({ opacityProperty: true, visibilityProperty: true })) continue;
       const below = ground(element), color = rgba(style.color);
       const both = [light(over(color, below)), light(below)];
       const contrast = (Math.max(...both) + .05) / (Math.min(...both) + .05);

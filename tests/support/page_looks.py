@@ -14,4 +14,5 @@ WRONG = Path(__file__).with_suffix(".js").read_text()
 
 def check_looks(page: Page) -> None:
     """Fail if something is wider than the window, or if text has too little contrast."""
-    assert page.evaluate(WRONG) == []
+    wrong = page.evaluate(WRONG)
+    assert not wrong, "\n".join([page.url, *wrong])
