@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -150,6 +151,16 @@ def test_a_tier_that_is_emptied_hands_over_to_the_next(service) -> None:
     assert (again.usage.sources["l1"], again.usage.sources["l2"]) == (0, (first.usage.prompt_tokens - 1) // 16 * 16)
     refused = httpx.post(f"{service.url}/flush", json={"tiers": ["l9"]})
     assert (refused.status_code, "l9" in refused.text) == (400, True)
+
+
+def test_the_commands_of_the_readme_are_answered(service) -> None:
+    readme = (Path(__file__).resolve().parents[2] / "examples" / "service" / "README.md").read_text()
+    calls = re.findall(r"^curl localhost:8000(/\S+) -d '(.*)'$", readme, re.MULTILINE)
+    assert [path for path, _ in calls] == ["/v1/chat/completions", "/v1/completions"]
+    for path, body in calls:
+        answer = httpx.post(service.url + path, content=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert "choices" in answer.text
 
 
 @needs_browser

@@ -1,0 +1,246 @@
+"""Every snippet of the README, the examples and docs/ is run by a test, or is listed here with the reason why not."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+import tidekv
+from tests.support.waits import LIMIT_S
+from tidekv import DecodeEngine, DecodeRequest, DevicePool, KVLayout, LoopbackTransport, PrefillPeer, Room
+from tidekv.backends.storage.uri import ENTRY_POINT_GROUP
+from tidekv.transports.loopback import LoopbackNetwork
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=16)
+
+# By page and the beginning of a snippet: the test that runs it. "" stands for all snippets of a page.
+HERE = "tests/site/test_snippets.py"
+OF_PAGES = "tests/docs/test_pages.py"
+RUN = {
+    ("README.md", "import asyncio"): "tests/test_readme.py::test_the_program_runs_when_pasted",
+    ("docs/configuration.md", ""): f"{OF_PAGES}::test_the_file_and_the_snippet_of_the_configuration_work",
+    ("docs/deployment.md", "tidekv doctor"): f"{HERE}::test_commands_run",
+    ("docs/embedding.md", ""): "tests/service/test_embedding_guide.py::guide",
+    ("docs/how-it-works.md", ""): "tests/site/test_site.py::test_diagrams_are_in_the_page_light_and_dark",
+    ("docs/journal.md", "{"): f"{HERE}::test_the_line_of_a_journal_is_one",
+    ("docs/observability.md", "tidekv run"): f"{HERE}::test_commands_run",
+    ("docs/observability.md", "import structlog"): f"{HERE}::test_logs_are_configured",
+    ("docs/observability.md", "provider ="): f"{HERE}::test_spans_are_made",
+    ("docs/operating.md", "import gc"): f"{HERE}::test_the_collector_is_set",
+    (
+        "docs/quickstart.md",
+        "import asyncio",
+    ): f"{OF_PAGES}::test_the_program_of_the_quick_start_prints_what_the_page_shows",
+    ("docs/quickstart.md", "first"): f"{OF_PAGES}::test_the_program_of_the_quick_start_prints_what_the_page_shows",
+    ("docs/quickstart.md", "python examples/pair"): "tests/service/test_pair_example.py::",
+    ("docs/storage.md", "from tidekv import open_storage"): f"{HERE}::test_storage_is_opened",
+    ("docs/storage.md", "[project.entry"): f"{HERE}::test_the_entry_point_is_the_one_that_is_looked_up",
+    ("docs/storage.md", "from collections.abc"): f"{HERE}::test_the_opener_of_another_package_is_a_function",
+    ("docs/troubleshooting.md", "tidekv doctor"): f"{HERE}::test_commands_run",
+    (
+        "examples/service/README.md",
+        "python3 dev.py setup",
+    ): "tests/service/test_chat.py::test_the_commands_of_the_readme_are_answered",
+}
+# The reason why it is not run, and what is tested in its place.
+NOT_RUN = {
+    (
+        "README.md",
+        "python3 dev.py run",
+    ): "It downloads an environment and serves for minutes; tests/demo runs the same job.",
+    (
+        "docs/gpu.md",
+        "copy =",
+    ): "It follows CUDA streams; tests/backends/test_copy_forms.py makes these calls on stand-ins.",
+    ("docs/gpu.md", "python -m"): "It runs tests of this suite, and a benchmark that needs a GPU.",
+    ("docs/quickstart.md", "git clone"): "The address of the repository is not known; tests/demo runs the same job.",
+    ("docs/quickstart.md", "python3 dev.py tidekv"): "It serves until it is stopped; tests/demo runs both commands.",
+    ("docs/ranks.md", "engine ="): "It names other machines; tests/engine/ranks runs groups of ranks in processes.",
+    ("docs/sglang.md", "--enable"): "These are arguments of SGLang's server, which has no build for this suite.",
+    (
+        "docs/storage.md",
+        "tidekv store",
+    ): "The lines have comments in columns; tests/backends/storage/test_store_command.py runs each.",
+    ("docs/vllm-handover.md", "vllm serve"): "It needs servers of vLLM; .ci/vllm starts them with these arguments.",
+    ("docs/vllm.md", ""): "It needs servers of vLLM; .ci/vllm starts them with these arguments.",
+}
+# Commands of a block that test_commands_run leaves out, and the file that tests them.
+ELSEWHERE = {"tidekv run": "tests/demo/test_main_job.py", "tidekv top": "tests/engine/test_top.py"}
+
+
+def snippets() -> list[tuple[str, str]]:
+    """Page and text of every snippet."""
+    return [
+        (page.relative_to(ROOT).as_posix(), text)
+        for page in PAGES
+        for text in re.findall(r"^ *```\w*\n(.*?)^ *```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+
+
+def snippet(page: str, beginning: str) -> str:
+    (found,) = [text for name, text in snippets() if name == page and text.lstrip().startswith(beginning)]
+    return found
+
+
+def test_every_snippet_is_run_or_has_a_reason() -> None:
+    listed = [*RUN, *NOT_RUN]
+    used = set()
+    for page, text in snippets():
+        keys = [key for key in listed if key[0] == page and text.lstrip().startswith(key[1])]
+        assert len(keys) == 1, f"{page}: run this snippet in a test, or give the reason why not:\n{text}"
+        used.update(keys)
+    assert used == set(listed), "these snippets are gone"
+    for reason in NOT_RUN.values():
+        assert reason.endswith("."), reason
+        for file in re.findall(r"tests/[\w/.]*\w", reason):
+            assert (ROOT / file).exists(), reason
+
+
+@pytest.mark.parametrize("reference", sorted(set(RUN.values())))
+def test_the_test_that_runs_a_snippet_exists(reference: str) -> None:
+    file, _, name = reference.partition("::")
+    assert re.search(rf"^(?:async )?def {name}", (ROOT / file).read_text(), re.MULTILINE), reference
+
+
+@pytest.fixture
+async def folder(make_pair: Any, tmp_path: Path) -> Path:
+    """A folder with a journal, a configuration file and a store, as the commands name them."""
+    async with make_pair(journal_path=str(tmp_path / "run.journal")) as pair:
+        await pair.finish(await pair.restore("r1", list(range(30))), list(range(30)), [1, 2])
+        await pair.engine.wait_settled()
+    (tmp_path / "FILE").with_suffix(".toml").write_text("[cache]\npage_size = 64\n")
+    (tmp_path / "store").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("key", [key for key, test in RUN.items() if test == f"{HERE}::test_commands_run"])
+async def test_commands_run(folder: Path, key: tuple[str, str]) -> None:
+    lines = [line for line in snippet(*key).splitlines() if line.strip()]
+    assert lines
+    for line in lines:
+        (program, *arguments) = shlex.split(line, comments=True)
+        assert program == "tidekv"
+        if f"tidekv {arguments[0]}" in ELSEWHERE:
+            assert (ROOT / ELSEWHERE[f"tidekv {arguments[0]}"]).is_file()
+            continue
+        known = {"FILE": "FILE.toml", "/var/lib/tidekv": str(folder / "store")}
+        command = [sys.executable, "-m", "tidekv", *(known.get(argument, argument) for argument in arguments)]
+        done = await asyncio.to_thread(
+            subprocess.run, command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        # The doctor ends with 1 if this machine lacks something.
+        assert done.returncode in ((0, 1) if arguments[0] == "doctor" else (0,)), line + done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def run_alone(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_logs_are_configured() -> None:
+    program = snippet("docs/observability.md", "import structlog")
+    assert json.loads(run_alone(program + '\nstructlog.get_logger().warning("late", request="r1")\n')) == {
+        "event": "late",
+        "request": "r1",
+    }
+
+
+def test_the_collector_is_set() -> None:
+    program = snippet("docs/operating.md", "import gc")
+    shown = run_alone(program + "\nprint(gc.get_threshold(), gc.get_freeze_count() > 0)\n")
+    assert shown == "(50000, 20, 50) True\n"
+    assert gc.get_threshold()[0] != 50_000, "it must not change this process"
+
+
+def test_the_line_of_a_journal_is_one() -> None:
+    line = json.loads(snippet("docs/journal.md", "{"))
+    assert line["event"] == "turn"
+    assert [event[0] for event in line["took"]] == ["RequestArrived"]
+
+
+async def test_spans_are_made() -> None:
+    exporter, network = InMemorySpanExporter(), LoopbackNetwork()
+
+    async def serve(room: Room) -> None:
+        await room.send(range(3), start_token=0)
+        await room.finish(first_token=1)
+        await room.received()
+
+    peer = PrefillPeer(
+        device=DevicePool.allocate(LAYOUT, 8),
+        transport=LoopbackTransport("prefill-0", network),
+        listen="prefill",
+        on_room=serve,
+    )
+    names: dict[str, Any] = {
+        "TracerProvider": TracerProvider,
+        "BatchSpanProcessor": BatchSpanProcessor,
+        "exporter": exporter,
+        "tidekv": tidekv,
+        "config": tidekv.EngineConfig(),
+        "parts": {
+            "device": DevicePool.allocate(LAYOUT, 8),
+            "transport": LoopbackTransport("decode-0", network),
+        },
+        "request": DecodeRequest(request_id="r1", tokens=list(range(40)), prefill="prefill"),
+    }
+    body = "".join(f"    {line}\n" for line in snippet("docs/observability.md", "provider =").splitlines())
+    exec(compile(f"async def run():\n{body}    provider.shutdown()\n", "observability.md", "exec"), names)
+    async with peer:
+        await names["run"]()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert {"completion", "tidekv.restore", "tidekv.transfer"} <= set(spans)
+    parent = spans["tidekv.restore"].parent
+    assert parent is not None
+    assert parent.span_id == spans["completion"].context.span_id
+
+
+def test_storage_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "storage.toml").write_text("")
+    program = snippet("docs/storage.md", "from tidekv import open_storage")
+    for theirs, ours in {
+        "/var/lib/tidekv": tmp_path / "kv",
+        "/etc/tidekv/storage.toml": tmp_path / "storage.toml",
+    }.items():
+        assert theirs in program
+        program = program.replace(theirs, str(ours))
+    names: dict[str, Any] = {}
+    exec(compile(program, "storage.md", "exec"), names)
+    assert "cache.internal" in names["storage"].uri
+
+
+def test_the_entry_point_is_the_one_that_is_looked_up() -> None:
+    project = tomllib.loads(snippet("docs/storage.md", "[project.entry"))["project"]
+    assert list(project["entry-points"]) == [ENTRY_POINT_GROUP]
+
+
+def test_the_opener_of_another_package_is_a_function() -> None:
+    names: dict[str, Any] = {}
+    exec(compile(snippet("docs/storage.md", "from collections.abc"), "storage.md", "exec"), names)
+    assert callable(names["open_attic"])
+
+
+def test_an_engine_needs_what_the_page_of_ranks_gives_it() -> None:
+    """The snippet of docs/ranks.md cannot run, but its names and options exist."""
+    names = {"DecodeEngine": DecodeEngine, "NixlTransport": tidekv.NixlTransport, "RankGroup": tidekv.RankGroup}
+    text = snippet("docs/ranks.md", "engine =").partition("\nready")[0]
+    names |= {"config": tidekv.EngineConfig(), "pool": DevicePool.allocate(LAYOUT, 8), "secret": "s"}
+    exec(compile(text, "ranks.md", "exec"), names)
+    assert isinstance(names["engine"], DecodeEngine)
