@@ -96,6 +96,9 @@ def simulate(
     if campaign.component_pages:
         counts = ", ".join(f"{name} {count:,}" for name, count in sorted(campaign.component_pages.items()))
         console.print(f"operations on components: {counts}", soft_wrap=True)
+    if campaign.early:
+        counts = ", ".join(f"{name} {count:,}" for name, count in sorted(campaign.early.items()))
+        console.print(f"callers that began with the first layers: {counts}", soft_wrap=True)
     for failure in campaign.failures.values():
         console.print(failure, soft_wrap=True, markup=False)
     if campaign.failures:

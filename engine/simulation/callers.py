@@ -52,6 +52,10 @@ class CallerSurroundings(TierSurroundings, Protocol):
         """Whether the request is live."""
         ...
 
+    def has_aborted(self, caller: Caller) -> None:
+        """End what a caller that has just aborted its request still uses of its pages."""
+        ...
+
     def end(self, caller: Caller) -> None:
         """Forget a request that has ended for its caller."""
         ...
@@ -70,6 +74,10 @@ class Submitter(Protocol):
 
     def failed(self, caller: Caller) -> None:
         """Handle the failure of the request."""
+        ...
+
+    def abort(self, caller: Caller) -> None:
+        """Abort the request, unless it has ended."""
         ...
 
 
@@ -149,18 +157,20 @@ class Client:
         caller.prefills = random.sample(range(len(world.peers)), k=random.randint(1, len(world.peers)))
         world.arrive(caller, cache=not world.faults.hits("no_cache"), priority=random.choice((0, 0, 0, 1, 5)))
         if world.faults.hits("abort_at_once"):
-            world.schedule.after(0.0, self._abort, caller)
+            world.schedule.after(0.0, self.abort, caller)
         elif world.faults.hits("abort"):
-            world.schedule.after(random.choice((0.002, 0.01, 0.05, 0.2)) * random.random(), self._abort, caller)
+            world.schedule.after(random.choice((0.002, 0.01, 0.05, 0.2)) * random.random(), self.abort, caller)
         if world.faults.hits("abort_of_nothing"):
             world.step(events.AbortRequested(at_s=world.now_s, request_id=random.choice(("nobody", "r0"))))
 
-    def _abort(self, caller: Caller) -> None:
+    def abort(self, caller: Caller) -> None:
+        """Abort the request, unless it has ended."""
         world = self._world
         if not world.is_live(caller):
             return
         was_ready, caller.has_aborted = caller.is_ready, True
         world.step(events.AbortRequested(at_s=world.now_s, request_id=caller.request_id))
+        world.has_aborted(caller)
         if was_ready and world.is_live(caller):
             self._end(caller)
 
@@ -195,7 +205,7 @@ class Client:
         """Handle the end of a restore: generate, or abort at once."""
         caller.is_ready = True
         if self._world.faults.hits("abort_when_ready"):
-            self._world.schedule.after(0.0, self._abort, caller)
+            self._world.schedule.after(0.0, self.abort, caller)
         self._world.schedule.after(self._world.delay() * 3, self._generate, caller)
 
     def failed(self, caller: Caller) -> None:

@@ -34,6 +34,8 @@ class Campaign:
     counters: Counter[str] = field(default_factory=Counter)
     component_pages: Counter[str] = field(default_factory=Counter)
     """Operations on components; with ranks, those of the first rank."""
+    early: Counter[str] = field(default_factory=Counter)
+    """Counts of callers that began with the first layers of their prompts."""
     failures: dict[int, str] = field(default_factory=dict)
     """Text of the failure of each failed seed."""
 
@@ -80,6 +82,7 @@ def run_campaign(
             campaign.component_pages.update(outcome.component_pages)
             if isinstance(outcome, Report):
                 campaign.counters.update(outcome.counters)
+                campaign.early.update(outcome.early)
         if progress is not None:
             progress()
     campaign.wall_s = time.perf_counter() - began_s

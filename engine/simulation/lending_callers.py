@@ -85,13 +85,13 @@ class LendingClient:
         caller.prefills = random.sample(range(len(world.peers)), k=random.randint(1, len(world.peers)))
         world.arrive(caller, cache=not world.faults.hits("no_cache"), priority=random.choice((0, 0, 0, 1, 5)))
         if world.faults.hits("abort_at_once"):
-            world.schedule.after(0.0, self._abort, caller)
+            world.schedule.after(0.0, self.abort, caller)
         elif world.faults.hits("abort"):
-            world.schedule.after(random.choice((0.002, 0.01, 0.05, 0.2)) * random.random(), self._abort, caller)
+            world.schedule.after(random.choice((0.002, 0.01, 0.05, 0.2)) * random.random(), self.abort, caller)
         if world.faults.hits("abort_of_nothing"):
             world.step(events.AbortRequested(at_s=world.now_s, request_id=random.choice(("nobody", "r0"))))
 
-    def _abort(self, caller: Caller) -> None:
+    def abort(self, caller: Caller) -> None:
         if self._world.is_live(caller):
             caller.has_aborted = True
             self._world.step(events.AbortRequested(at_s=self._world.now_s, request_id=caller.request_id))

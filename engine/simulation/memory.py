@@ -12,6 +12,8 @@ from tidekv.states.pages.page_pool import LentPool, PagePool, PageState
 from tidekv.states.types import PageIds
 
 GARBAGE = 0
+LAYERS = 4
+"""Layers of the simulated model."""
 
 
 class Violation(TidekvError):
@@ -49,6 +51,43 @@ class SimulatedPool:
         """Pages of which a bit has flipped since they were written: what their tags stand for, but for that bit."""
         self._writers: dict[int, tuple[object, int]] = {}
         self._readers: dict[int, int] = {}
+        self._users: dict[int, str] = {}
+        """Pages that a caller who has begun early may write to."""
+        self._layers: dict[int, tuple[int, int]] = {}
+        """Tag and number of leading layers in place, of pages that are written layer by layer."""
+
+    def begin_use(self, pages: PageIds, who: str) -> None:
+        """Let a caller write to these pages until `end_use`: nothing else may."""
+        for page in pages:
+            self._require_unused(page, who)
+            self._require_taken(page, who)
+            self._users[page] = who
+
+    def end_use(self, pages: PageIds, who: str) -> None:
+        """End a use. The pages must not have become free meanwhile."""
+        for page in pages:
+            self._require_taken(page, who)
+            del self._users[page]
+
+    def put_layers(self, pages: PageIds, tags: list[int], layers: int) -> None:
+        """Note that the first layers of pages under a write are in place."""
+        for page, tag in zip(pages, tags, strict=True):
+            self._layers[page] = (tag, layers)
+
+    def expect_layers(self, pages: PageIds, tags: list[int], layers: int, who: str) -> None:
+        """Raise a Violation unless the first layers of these pages hold these tags."""
+        for at, (page, tag) in enumerate(zip(pages, tags, strict=True)):
+            self._require_taken(page, who)
+            found, count = self._layers.get(page, (GARBAGE, 0)) if page in self._writers else (self.tags[page], layers)
+            if found != tag or count < layers:
+                raise Violation(
+                    f"{self.account.name} page {page}, number {at} of {who}, has {count} layers of {found}, not"
+                    f" {layers} of {tag}"
+                )
+
+    def _require_unused(self, page: int, who: object) -> None:
+        if page in self._users:
+            raise Violation(f"{who} takes {self.account.name} page {page}, which {self._users[page]} may write to")
 
     def begin_write(self, pages: PageIds, who: object) -> None:
         """Begin a write by `who`: the pages hold garbage until `end_write`."""
@@ -59,6 +98,8 @@ class SimulatedPool:
             if page in self._readers:
                 raise Violation(f"{who} writes to {self.account.name} page {page}, which is being read")
             self._require_taken(page, who)
+            self._require_unused(page, who)
+            self._layers.pop(page, None)
             self._writers[page] = (who, count + 1)
             self.tags[page] = GARBAGE
             self.flipped.discard(page)
@@ -79,6 +120,7 @@ class SimulatedPool:
         """Write a page at once."""
         if page in self._writers or page in self._readers:
             raise Violation(f"{who} writes to {self.account.name} page {page}, which is being written or read")
+        self._require_unused(page, who)
         self.tags[page] = tag
         self.flipped.discard(page)
 
@@ -131,13 +173,13 @@ class SimulatedPool:
 
     def check(self) -> None:
         """Raise a Violation if a free page is being read or written. Those of a lent pool are read by offers."""
-        for page in (*self._writers, *(() if self._is_lent else self._readers)):
+        for page in (*self._writers, *self._users, *(() if self._is_lent else self._readers)):
             self._require_taken(page, "a reader or writer")
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is being written or read."""
-        return not self._writers and not self._readers
+        """Whether nothing is being written, read or used."""
+        return not self._writers and not self._readers and not self._users
 
     def _require_taken(self, page: int, who: object) -> None:
         if self.account.condition(page) is PageState.FREE:

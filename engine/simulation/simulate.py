@@ -8,6 +8,7 @@ from random import Random
 import msgspec
 
 from tidekv.engine.simulation.components import draw_bounds, draw_components, draw_snapshots
+from tidekv.engine.simulation.early_callers import draws_early
 from tidekv.engine.simulation.faults import Chosen
 from tidekv.engine.simulation.policies import draw_policy
 from tidekv.engine.simulation.world import World
@@ -35,6 +36,8 @@ class Report(msgspec.Struct, frozen=True):
     """Counters of the core."""
     component_pages: dict[str, int]
     """Counts of operations on components."""
+    early: dict[str, int]
+    """Counts of callers that began with the first layers of their prompts."""
     digest: int
     """CRC of every event and command, in order."""
 
@@ -61,17 +64,21 @@ def simulate(
     *,
     without: Collection[str] = (),
     always_components: bool = False,
+    early: bool | None = None,
     watch: Callable[[World], None] | None = None,
 ) -> Report:
     """Serve requests in virtual time, with faults drawn from the seed, and check every step.
 
     `faults` is "all", "none", or names of `FAULTS`; those in `without` are drawn like the others, but never strike.
-    Without `settings` those are drawn from the seed, too; with `always_components` every seed has components. `watch`
-    receives the world before the run starts. Raises SimulationFailed with what is needed to repeat the run.
+    Without `settings` those are drawn from the seed, too; with `always_components` every seed has components. With
+    `early` callers begin with the first layers of their prompts; None draws that from the seed with the settings.
+    `watch` receives the world before the run starts. Raises SimulationFailed with what is needed to repeat the run.
     """
     random = Random(f"settings {seed}")
     drawn = settings or with_lent_device(with_components(draw_settings(random), seed, always=always_components), seed)
-    world = World(seed=seed, requests=requests, faults=faults, settings=drawn, without=without)
+    if early is None:
+        early = settings is None and not drawn.lends_device and draws_early(seed)
+    world = World(seed=seed, requests=requests, faults=faults, settings=drawn, without=without, early=early)
     if watch is not None:
         watch(world)
     try:
@@ -88,6 +95,7 @@ def simulate(
         faults=world.faults.counts,
         counters=dict(sorted(world.core.state.counters.items())),
         component_pages=dict(sorted(world.component_pages.counts.items())),
+        early={} if world.early_callers is None else dict(sorted(world.early_callers.counts.items())),
         digest=world.digest,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
-from tidekv.engine.simulation.memory import SimulatedPool, Violation
+from tidekv.engine.simulation.memory import LAYERS, SimulatedPool, Violation
 from tidekv.engine.simulation.stored import StoredTags
 from tidekv.engine.simulation.surroundings import Surroundings
 from tidekv.states import commands, events
@@ -229,7 +229,9 @@ class SimulatedCopies:
         found = source.begin_read(source_pages, who)
         target.begin_write(target_pages, who)
         deadline_s = world.settings.copy_deadline_s
-        delay = min(world.delay(), deadline_s * 0.9)
+        by_layer = isinstance(command, commands.CopyToDevice) and command.by_layer
+        # Layers arrive apart from each other, so that faults and aborts come between them.
+        delay = min(world.delay() * (LAYERS * 3 if by_layer else 1), deadline_s * 0.9)
         if faults.hits(f"{name}_is_late"):
             delay = deadline_s * (1.0 + self._random.random())
         elif name != "copy_out" and faults.hits(f"{name}_is_stuck"):
@@ -245,3 +247,18 @@ class SimulatedCopies:
             world.outcomes.tell(lambda at_s: events.CopyEnded(at_s=at_s, op=op, error=error, intact=intact), op)
 
         world.schedule.after(delay, end)
+        if not by_layer:
+            return
+
+        def layers_end(layers: int) -> None:
+            # With checksums nothing is reported before the end of a copy of which a page is damaged.
+            if self.verifies and source.intact(source_pages) is not None:
+                return
+            target.put_layers(target_pages, found, layers)
+            world.step(events.LayersCopied(at_s=world.now_s, op=op, layers=layers))
+            if faults.hits("outcome_repeats"):
+                repeat = events.LayersCopied(at_s=world.now_s, op=op, layers=layers)
+                world.schedule.after(world.delay(), world.tell_now, repeat)
+
+        for layers in range(1, LAYERS):
+            world.schedule.after(delay * layers / LAYERS, layers_end, layers)

@@ -15,6 +15,7 @@ import msgspec
 from tidekv.engine.simulation.callers import SESSIONS, Caller, Client
 from tidekv.engine.simulation.component_storage import SimulatedComponentStorage
 from tidekv.engine.simulation.components import LiveComponents, SimulatedComponents
+from tidekv.engine.simulation.early_callers import EarlyCallers
 from tidekv.engine.simulation.faults import Chosen, Faults
 from tidekv.engine.simulation.lending_callers import Blocks, LendingClient
 from tidekv.engine.simulation.memory import Contents, SimulatedPool, Violation
@@ -78,7 +79,9 @@ class World:
         faults: Chosen,
         settings: CoreSettings,
         without: Collection[str] = (),
+        early: bool = False,
     ) -> None:
+        """With `early`, callers begin with the first layers of their prompts."""
         self._random = random = Random(seed)
         self.settings = settings
         self.core = Core(settings)
@@ -97,6 +100,7 @@ class World:
         self.storage = SimulatedStorage(self, random)
         self.component_storage = SimulatedComponentStorage(self, self.storage, random)
         self.copies = SimulatedCopies(self, random)
+        self.early_callers = EarlyCallers(self, seed) if early else None
         self.peers = [Peer(self, random, f"prefill-{number}") for number in range(3)]
         self.rooms_out = RoomsOut(self)
         self.frames = Frames(self, random)
@@ -139,6 +143,9 @@ class World:
             commands.SendReceived: self.rooms_out.received,
             commands.Recompute: self._recompute,
             commands.ReportReady: self._ready,
+            commands.ReportEarly: self._early,
+            commands.ReportLayers: self._early,
+            commands.ReportLayersLost: self._early,
             commands.ReportRestored: self._restored,
             commands.ReportOffered: self._offered,
             commands.ReportFailed: self._failed,
@@ -246,6 +253,7 @@ class World:
                 generation=self._generations.get(caller.request_id, -1) + 1,
                 lent_pages=tuple(caller.pages),
                 held_pages=caller.held,
+                early=self.early_callers is not None and self.early_callers.draw(),
             )
         )
 
@@ -399,6 +407,8 @@ class World:
         caller.ends.append("READY")
         self._count_end(caller, "READY")
         self.device.expect(command.pages, caller.tags + caller.tail, command.request_id)
+        if self.early_callers is not None:
+            self.early_callers.ready(command)
         if sum(command.sources.values()) != len(caller.tokens) or min(command.sources.values()) < 0:
             raise Violation(f"{command} has sources that are not {len(caller.tokens)} tokens")
         caller.pages, caller.reserve = command.pages[:], command.reserve[:]
@@ -409,6 +419,23 @@ class World:
         self.check_components(caller, command.request_id)
         assert isinstance(caller.client, Client)
         caller.client.ready(caller)
+
+    def _early(self, command: commands.ReportEarly | commands.ReportLayers | commands.ReportLayersLost) -> None:
+        callers = self.early_callers
+        if callers is None:
+            raise Violation(f"{command}, but no caller begins early")
+        match command:
+            case commands.ReportEarly():
+                callers.begin(command)
+            case commands.ReportLayers():
+                callers.advance(command)
+            case commands.ReportLayersLost():
+                callers.lose(command)
+
+    def has_aborted(self, caller: Caller) -> None:
+        """End what a caller that has just aborted its request still uses of its pages."""
+        if self.early_callers is not None:
+            self.early_callers.aborted(caller)
 
     def _restored(self, command: commands.ReportRestored) -> None:
         caller = self._callers[command.request_id]

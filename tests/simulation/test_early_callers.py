@@ -1,0 +1,163 @@
+"""Callers that begin early, in the simulation: nothing breaks, all is reached, runs replay, and bugs are found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+
+from tests.simulation.test_simulated_components import Tape
+from tidekv import Replayer
+from tidekv.engine.simulation import SimulationFailed, simulate
+from tidekv.engine.simulation.early_callers import draws_early
+from tidekv.engine.simulation.simulate import draw_settings
+from tidekv.states.handover.rooms import Rooms
+from tidekv.states.loads.loads import Loads
+from tidekv.states.request import early_ready
+from tidekv.states.request.early_ready import EarlyReady
+from tidekv.states.request.request import Request, Room
+from tidekv.states.request.restore import Restore
+from tidekv.states.settings import CoreSettings
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+SEEDS_MAX = 60
+MUTANTS: dict[str, Mutant] = {}
+# Faults for bugs that need several of them in a row.
+FAULTS_OF = {
+    "a_caller_that_has_stopped_frees_what_prefill_still_writes": ["copy_in_fails", "write_is_slow", "abort", "flush"]
+}
+
+
+def mutant(plant: Mutant) -> Mutant:
+    MUTANTS[plant.__name__] = plant
+    return plant
+
+
+def settings_of(seed: int) -> CoreSettings:
+    """Drawn settings with enough host memory to restore from, and pages that callers write behind the prompt."""
+    drawn = draw_settings(Random(f"settings {seed}"))
+    return msgspec.structs.replace(drawn, host_pages=200, growth_reserve_pages=2, device_pages=48)
+
+
+@pytest.mark.parametrize("seed", range(1, 13))
+def test_a_run_with_all_faults_breaks_nothing(seed: int) -> None:
+    simulate(seed, 100, settings=settings_of(seed), early=True)
+
+
+def test_without_faults_every_request_is_ready_and_no_layer_is_lost() -> None:
+    report = simulate(3, 200, "none", settings=settings_of(3), early=True)
+    assert report.ends == {"READY": 200}
+    assert report.early["begun"] > 20
+    assert report.early["layers"] > 10
+    assert "lost" not in report.early
+
+
+def test_every_way_through_an_early_ready_is_taken() -> None:
+    done = Counter[str]()
+    faults = ["copy_in_fails", "copy_in_is_late", "room_fails", "peer_crashes", "abort", "flush", "deadline"]
+    for seed in range(12):
+        done.update(simulate(seed, 150, faults, settings=settings_of(seed), early=True).early)
+    assert done["begun"] > 200 and done["layers"] > 200, done
+    assert done["lost"] > 20 and done["aborted"] > 4 and done["ready before the caller has stopped"], done
+
+
+def test_a_part_of_all_seeds_has_callers_that_begin_early() -> None:
+    assert 200 < sum(map(draws_early, range(1000))) < 400
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_run_replays(seed: int, tmp_path: Path) -> None:
+    tapes: list[Tape] = []
+    report = simulate(
+        seed,
+        80,
+        settings=settings_of(seed),
+        early=True,
+        watch=lambda world: tapes.append(Tape(world, with_tokens=False)),
+    )
+    assert report.early["begun"]
+    Replayer(tapes[0].write(tmp_path / "run.journal")).run()
+
+
+# --- Bugs ---
+
+
+@mutant
+def a_layer_too_many_is_reported(patch: pytest.MonkeyPatch) -> None:
+    original = Loads.layers_copied
+
+    def copied(self: Loads, event: object) -> None:
+        original(self, msgspec.structs.replace(event, layers=event.layers + 1))  # type: ignore[type-var, attr-defined]
+
+    patch.setattr(Loads, "layers_copied", copied)
+
+
+@mutant
+def the_pages_of_prefill_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    def in_place(request: Request) -> int:
+        room = request.room
+        if room is None or request.component_pages is not None or not room.ranks:
+            return 0
+        return min((early_ready._layers_of(load) for load in request.loads), default=0)
+
+    patch.setattr(early_ready, "layers_in_place", in_place)
+
+
+@mutant
+def a_left_room_does_not_wait_for_its_caller(patch: pytest.MonkeyPatch) -> None:
+    original = Rooms.leave
+
+    def leave(self: Rooms, room: Room, *, settled: bool) -> None:
+        room.user_op = 0
+        original(self, room, settled=settled)
+
+    patch.setattr(Rooms, "leave", leave)
+
+
+@mutant
+def a_loss_is_not_reported(patch: pytest.MonkeyPatch) -> None:
+    def lose(self: EarlyReady, request: Request, cause: str) -> None:
+        request.layers = 0
+
+    patch.setattr(EarlyReady, "_lose", lose)
+
+
+@mutant
+def a_caller_that_has_stopped_frees_what_prefill_still_writes(patch: pytest.MonkeyPatch) -> None:
+    def left(self: Rooms, op: int) -> None:
+        for key, draining in list(self._draining.items()):
+            if draining.user_op == op:
+                draining.user_op = 0
+                self._settle(key)
+
+    patch.setattr(Rooms, "user_left", left)
+
+
+@mutant
+def pages_are_exchanged_for_those_of_the_cache_at_ready(patch: pytest.MonkeyPatch) -> None:
+    original = Restore.commit
+
+    def commit(self: Restore, request: Request, event: object) -> None:
+        room = request.room
+        op = 0 if room is None else room.user_op
+        if room is not None and op:
+            room.user_op = 0
+            self._state.operations.pop(op, None)
+            request.early_op = 0
+        original(self, request, event)  # type: ignore[arg-type]  # As the table calls it.
+
+    patch.setattr(Restore, "commit", commit)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_simulation_finds_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[name](monkeypatch)
+    with pytest.raises(SimulationFailed):
+        for seed in range(SEEDS_MAX):
+            # Prompts are exchanged only where transfers are not shared.
+            settings = msgspec.structs.replace(settings_of(seed), share_transfers=seed % 2 == 0)
+            simulate(seed, 120, FAULTS_OF.get(name, "all"), settings=settings, early=True)
