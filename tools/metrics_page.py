@@ -12,6 +12,7 @@ from prometheus_client.core import Metric
 
 from tidekv.engine.metrics.collector import MetricsCollector
 from tidekv.engine.metrics.fold import Histogram, MetricsFold
+from tidekv.engine.metrics.prefill_collector import PrefillCollector
 from tidekv.engine.trace.causes import EXTENDED
 from tidekv.states.core import Core
 from tidekv.states.request.request import DECLINED
@@ -20,23 +21,24 @@ from tidekv.states.settings import CoreSettings
 BEGIN = "<!-- All metrics, from the code: python -m tools.metrics_page docs/observability.md -->"
 END = "<!-- End of all metrics. -->"
 LABELS = {
-    "outcome": '"ready", or the cause of a failure',
+    "outcome": '"ready", or the cause of a failure; of a room: received, lease ended, aborted, replaced, failed, '
+    "closed",
     "source": "l1, l2, l3, transfer, recompute",
     "what": "see the meaning of the metric",
-    "cause": "why the pages were not restored here",
+    "cause": "why the pages were not restored here; of a room: a cause of `tidekv.PrefillCause`, or its outcome",
     "rule": "a function of `tidekv.states`, as `Class.method`",
     "tier": "device, host",
     "type": "an event's type, as in [journal.md](journal.md)",
     "call": "query, fetch, fetch_component, store, store_component, probe, copy_to_device, copy_to_host, "
     "copy_component, recompute",
     "component": "a window or state, by its name",
-    "state": "a state of the request machine",
+    "state": "a state of the request machine; of a room: pending, sending, finished, draining",
     "pool": "device, host",
     "condition": "free, owned, cached, draining, total; cached pages are evictable, or protected: pinned by requests "
     "and transfers",
     "poller": "transport, storage",
     "part": "a part of the engine",
-    "name": "a number of `DecodeEngine.statistics()`",
+    "name": "a number of `DecodeEngine.statistics()`, or of `PrefillPeer.statistics()`",
 }
 """Values of each label."""
 
@@ -55,14 +57,14 @@ def metric_families() -> list[Metric]:
     return list(collector.collect())
 
 
+def prefill_families() -> list[Metric]:
+    """Return all families that a prefill worker can export, without a running one."""
+    return list(PrefillCollector(dict, ended={}, aborts={}, write_s=Histogram()).collect())
+
+
 def metrics_table() -> str:
-    """Return one row for each family, in the order of a scrape, then the tables of labels and causes."""
-    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
-    for family in metric_families():
-        name = family.name + ("_total" if family.type == "counter" else "")
-        # prometheus_client has no public accessor for the names of labels.
-        labels = ", ".join(getattr(family, "_labelnames", ()))
-        lines.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
+    """Return the families of decode and of prefill in the order of a scrape, then the tables of labels and causes."""
+    lines = [*_rows(metric_families()), "", "Of a prefill worker:", "", *_rows(prefill_families())]
     lines += ["", "| label | values |", "|---|---|"]
     lines += [f"| {label} | {words} |" for label, words in LABELS.items()]
     lines += [
@@ -74,6 +76,16 @@ def metrics_table() -> str:
     ]
     lines += [f"| {cause} | {words} |" for cause, words in {**EXTENDED, **DECLINED}.items()]
     return "\n".join(lines)
+
+
+def _rows(families: list[Metric]) -> list[str]:
+    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for family in families:
+        name = family.name + ("_total" if family.type == "counter" else "")
+        # prometheus_client has no public accessor for the names of labels.
+        labels = ", ".join(getattr(family, "_labelnames", ()))
+        lines.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
+    return lines
 
 
 def with_metrics(page: str) -> str:

@@ -75,10 +75,13 @@ def prefill(
             close_deadline_s=section.close_deadline_s,
             # The option belongs to both sides, which may share one file.
             bigram_keys=loaded.configuration.engine.bigram_keys,
+            metrics_listen=section.metrics_listen,
         ) as (peer, _, _):
             console.print(
                 f"prefill worker at {peer.address}, model {order.fingerprint}; Ctrl-C ends it", soft_wrap=True
             )
+            if peer.metrics_address is not None:
+                console.print(f"metrics at http://{peer.metrics_address}/metrics", soft_wrap=True)
             try:
                 await _told_to_end()
             finally:

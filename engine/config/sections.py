@@ -136,10 +136,15 @@ class PrefillSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
     close_deadline_s: Seconds = 5.0
     """Maximum time that closing waits for writes in flight before the transport is closed anyway."""
+    metrics_listen: str | None = None
+    """host:port at which Prometheus scrapes the prefill worker; with port 0 the system chooses. None disables metrics.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         host_and_port(self.listen, "listen", InvalidConfig, any_port=True)
+        if self.metrics_listen is not None:
+            host_and_port(self.metrics_listen, "metrics_listen", InvalidConfig, any_port=True)
 
 
 class DecodeSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -182,6 +182,7 @@ async def prefill_worker(
     lease_s: float = 10.0,
     close_deadline_s: float = 5.0,
     bigram_keys: bool = False,
+    metrics_listen: str | None = None,
 ) -> AsyncIterator[tuple[PrefillPeer, ModelPrefill | SyntheticPrefill, PrefixPages]]:
     """Run the prefill worker of an order for the duration of the block."""
     pool = DevicePool.allocate(order.layout, order.num_pages)
@@ -212,6 +213,7 @@ async def prefill_worker(
             lease_s=lease_s,
             close_deadline_s=close_deadline_s,
             bigram_keys=bigram_keys,
+            metrics_listen=metrics_listen,
         ) as peer:
             yield peer, worker, pages
 

@@ -2,6 +2,7 @@
 
 from tidekv.engine.metrics.collector import MetricsCollector
 from tidekv.engine.metrics.fold import Histogram, MetricsFold
+from tidekv.engine.metrics.prefill_collector import PrefillCollector
 from tidekv.engine.metrics.server import MetricsServer
 
-__all__ = ["Histogram", "MetricsCollector", "MetricsFold", "MetricsServer"]
+__all__ = ["Histogram", "MetricsCollector", "MetricsFold", "MetricsServer", "PrefillCollector"]

@@ -46,13 +46,15 @@ class MetricsCollector(Collector):
         """Return all families, always in the same order."""
         fold = self._fold
         yield CounterMetricFamily("tidekv_requests_arrived", "Requests that asked for a restore.", value=fold.arrived)
-        yield _counter("tidekv_requests_ended", "Restores by outcome: ready, or the cause.", "outcome", fold.ended)
-        yield _counter("tidekv_tokens", "Prompt tokens of READY requests by source.", "source", fold.tokens)
+        yield labeled_counter(
+            "tidekv_requests_ended", "Restores by outcome: ready, or the cause.", "outcome", fold.ended
+        )
+        yield labeled_counter("tidekv_tokens", "Prompt tokens of READY requests by source.", "source", fold.tokens)
         if self._page_bytes:
             token_bytes = self._page_bytes / fold.core.settings.page_size
             sized = {source: tokens * token_bytes for source, tokens in fold.tokens.items()}
-            yield _counter("tidekv_bytes", "KV bytes of READY requests by source.", "source", sized)
-        yield _counter(
+            yield labeled_counter("tidekv_bytes", "KV bytes of READY requests by source.", "source", sized)
+        yield labeled_counter(
             "tidekv_pages",
             "Pages promised (prefill need not send them), asked of prefill, asked by extend, delivered, of them wasted"
             " in rooms that were left, fetched from storage, and stored there.",
@@ -80,20 +82,22 @@ class MetricsCollector(Collector):
             for what, count in counts.items():
                 snapshots.add_metric((name, what), count)
         yield snapshots
-        yield _counter("tidekv_cuts", "Extends by what had failed.", "cause", fold.cuts)
-        yield _counter(
+        yield labeled_counter("tidekv_cuts", "Extends by what had failed.", "cause", fold.cuts)
+        yield labeled_counter(
             "tidekv_declined_pages", "Pages that storage had and that were not fetched.", "cause", fold.declined
         )
-        yield _counter("tidekv_raises", "Rules of the core that raised: each is a bug.", "rule", fold.raises)
-        yield _counter("tidekv_evicted_pages", "Pages that left the index, by tier.", "tier", fold.evicted)
+        yield labeled_counter("tidekv_raises", "Rules of the core that raised: each is a bug.", "rule", fold.raises)
+        yield labeled_counter("tidekv_evicted_pages", "Pages that left the index, by tier.", "tier", fold.evicted)
         yield CounterMetricFamily(
             "tidekv_evicted_over_share_pages",
             "Pages evicted because their namespace was above its share.",
             value=fold.core.state.index.evicted_over_share,
         )
-        yield _counter("tidekv_events", "Events that the core took.", "type", fold.events)
-        yield _counter("tidekv_core", "What the core counts of its own.", "what", fold.core.state.counters)
-        yield _counter("tidekv_calls_failed", "Copies and calls to storage that failed.", "call", fold.calls_failed)
+        yield labeled_counter("tidekv_events", "Events that the core took.", "type", fold.events)
+        yield labeled_counter("tidekv_core", "What the core counts of its own.", "what", fold.core.state.counters)
+        yield labeled_counter(
+            "tidekv_calls_failed", "Copies and calls to storage that failed.", "call", fold.calls_failed
+        )
         yield _histograms("tidekv_state_seconds", "Time in each state.", "state", fold.state_s)
         yield _histograms("tidekv_call_seconds", "Copies and calls to storage, by kind.", "call", fold.calls_s)
         yield _histograms("tidekv_ready_seconds", "From arrival to READY.", "outcome", {"ready": fold.ready_s})
@@ -141,11 +145,11 @@ class MetricsCollector(Collector):
             value=counts["l3_breaker_open"],
         )
         if self._loop_lag is not None:
-            yield _histogram(
+            yield one_histogram(
                 "tidekv_loop_lag_seconds", "How late the event loop was, while there was work.", self._loop_lag
             )
         if self._vote_s is not None:
-            yield _histogram(
+            yield one_histogram(
                 "tidekv_vote_seconds", "From this rank's casting its vote to the answer of all ranks.", self._vote_s
             )
         if self._statistics is not None:
@@ -159,7 +163,8 @@ class MetricsCollector(Collector):
             yield engine
 
 
-def _counter(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
+def labeled_counter(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
+    """Return a family with one counter for each value of a label."""
     family = CounterMetricFamily(name, help_text, labels=(label,))
     for key, value in sorted(dict(values).items()):
         family.add_metric((key,), value)
@@ -173,7 +178,8 @@ def _histograms(name: str, help_text: str, label: str, values: Mapping[str, Hist
     return family
 
 
-def _histogram(name: str, help_text: str, histogram: Histogram) -> Metric:
+def one_histogram(name: str, help_text: str, histogram: Histogram) -> Metric:
+    """Return a family of one histogram without labels."""
     return HistogramMetricFamily(name, help_text, buckets=_buckets(histogram), sum_value=histogram.sum_s)
 
 

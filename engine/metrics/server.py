@@ -13,9 +13,9 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from tidekv.engine.log import engine_log
-from tidekv.engine.metrics.collector import MetricsCollector
 from tidekv.states.errors import InvalidConfig, TidekvError
 from tidekv.states.validation import host_and_port
 
@@ -36,9 +36,11 @@ class MetricsServer:
     Any other path is 404, any other method 405. Each connection answers one request.
     """
 
-    def __init__(self, listen: str, collector: MetricsCollector, *, connection_s: float = CONNECTION_S) -> None:
-        """Raises InvalidConfig if the address cannot be listened at."""
-        host, port = host_and_port(listen, "metrics.listen", InvalidConfig, any_port=True)
+    def __init__(
+        self, listen: str, collector: Collector, *, option: str = "metrics.listen", connection_s: float = CONNECTION_S
+    ) -> None:
+        """Raises InvalidConfig, which names `option`, if the address cannot be listened at."""
+        host, port = host_and_port(listen, option, InvalidConfig, any_port=True)
         self._registry = CollectorRegistry()
         self._registry.register(collector)
         self._connection_s = connection_s
@@ -46,7 +48,7 @@ class MetricsServer:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._listener = socket.create_server(address[:2], family=family, backlog=CONNECTIONS_MAX)
         except OSError as error:
-            raise InvalidConfig(f"metrics cannot be served at {listen!r}: {error}") from error
+            raise InvalidConfig(f"metrics cannot be served at {listen!r}: {error.strerror or error}") from error
         self.address = f"{listen.rpartition(':')[0]}:{self._listener.getsockname()[1]}"
         """Address of the listening socket, with the port that the system chose."""
         self._open: dict[asyncio.Task[None], None] = {}

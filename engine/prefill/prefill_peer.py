@@ -19,12 +19,13 @@ import msgspec
 from tidekv.backends.checksums import ChecksumThread
 from tidekv.backends.component_pools import ComponentPools, check_components, with_components
 from tidekv.backends.device.pool import DevicePool
+from tidekv.engine.metrics import Histogram, MetricsServer, PrefillCollector
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prefill.prompt_store import PromptStore, PromptStoreSettings
 from tidekv.engine.staging import make_staging
 from tidekv.states.errors import EngineClosed, InvalidConfig, PrefillCause, TidekvError
 from tidekv.states.types import Identity, PoolMemory
-from tidekv.states.validation import Count, PositiveCount, Seconds, Text, checked, short
+from tidekv.states.validation import Count, PositiveCount, Seconds, Text, checked, host_and_port, short
 from tidekv.transports.base import Poller, Transport
 from tidekv.transports.blocking import settled
 from tidekv.transports.prefill.prefill_room import Room, RoomOutcome, RoomSettings
@@ -107,6 +108,7 @@ class PrefillPeer:
         store_settings: PromptStoreSettings | None = None,
         close_deadline_s: float = 5.0,
         bigram_keys: bool = False,
+        metrics_listen: str | None = None,
         rank: int = 0,
         ranks: int = 1,
         kv_heads_total: int = 0,
@@ -117,7 +119,8 @@ class PrefillPeer:
 
         `close_deadline_s`: seconds that leaving the block waits for writes in flight before it closes the transport
         under them. `bigram_keys` must equal the same option of the decode workers' `EngineConfig`. Of `components` only
-        the device pools are used.
+        the device pools are used. `metrics_listen`: host:port at which Prometheus scrapes this peer; with port 0 the
+        system chooses, see `metrics_address`. None disables metrics.
 
         `rank` of `ranks`: the place of this peer among the tensor-parallel ranks of a prefill instance, each of which
         has a peer of its own. Decode workers list them in order (`DecodeRequest(prefill="host:7000,host:7001")`).
@@ -129,6 +132,8 @@ class PrefillPeer:
         """
         checked(model, Text, "model", InvalidConfig)
         checked(listen, Text, "listen", InvalidConfig)
+        if metrics_listen is not None:
+            host_and_port(metrics_listen, "metrics_listen", InvalidConfig, any_port=True)
         checked(lease_s, Seconds, "lease_s", InvalidConfig)
         checked(close_deadline_s, Seconds, "close_deadline_s", InvalidConfig)
         checked(bigram_keys, bool, "bigram_keys", InvalidConfig)
@@ -153,6 +158,9 @@ class PrefillPeer:
         self._transport = transport
         self._listen = listen
         self._on_room = on_room
+        self._metrics_listen = metrics_listen
+        self._metrics: MetricsServer | None = None
+        self._write_s = Histogram()
         self._poller = poller
         self._close_deadline_s = close_deadline_s
         self._tasks = OwnedTasks(f"prefill peer {transport.instance}")
@@ -184,6 +192,7 @@ class PrefillPeer:
             clock=clock,
             on_room=self._start_room,
             on_finish=self._store_room,
+            on_written=self._write_s.observe,
             lease_s=lease_s,
             rank=rank,
             ranks=ranks,
@@ -209,6 +218,12 @@ class PrefillPeer:
                 poller = PollerThread()
                 poller.start()
                 stack.push_async_callback(poller.close)
+            if self._metrics_listen is not None:
+                collector = PrefillCollector(
+                    self.statistics, ended=self._sender.ended, aborts=self._sender.aborts, write_s=self._write_s
+                )
+                self._metrics = MetricsServer(self._metrics_listen, collector, option="metrics_listen")
+                stack.push_async_callback(asyncio.to_thread, self._metrics.close)
             if self._checksum_thread is not None:
                 stack.push_async_callback(self._checksum_thread.close)
             if self._staging is not None:
@@ -242,6 +257,11 @@ class PrefillPeer:
         """The address that decode workers connect to, "host:port"."""
         return self._sender.address
 
+    @property
+    def metrics_address(self) -> str | None:
+        """host:port of the Prometheus endpoint; None without `metrics_listen`, and before the peer is entered."""
+        return None if self._metrics is None else self._metrics.address
+
     async def room(self, request_id: str) -> Room:
         """Return the room of a request. Waits for decode's promise, so it may be called before or after that arrives.
 
@@ -253,7 +273,7 @@ class PrefillPeer:
         return await self._sender.room(request_id)
 
     def statistics(self) -> dict[str, int | float]:
-        """Return bytes_sent, pages_sent, rooms by state, store_… with storage, and counts of unexpected events."""
+        """Return what was sent and withdrawn, rooms by state, store_… with storage, and counts of unexpected events."""
         return {**self._sender.statistics(), **({} if self._store is None else self._store.statistics())}
 
     async def wait_stored(self) -> None:

@@ -118,6 +118,11 @@ class SenderComponents:
         ]
 
     @property
+    def pages_unlanded(self) -> int:
+        """Number of requested pages that are not in place."""
+        return sum(len(transfer.requested.pages) - transfer.landed for transfer in self._component_pages.values())
+
+    @property
     def are_landed(self) -> bool:
         """Whether all requested pages are in place."""
         return all(transfer.is_landed for transfer in self._component_pages.values())
@@ -286,6 +291,12 @@ class SenderRoom:
             and self.component_pages.are_landed
             and all(span.ended and not span.posted for span in self._spans.values())
         )
+
+    @property
+    def pages_unlanded(self) -> int:
+        """Number of requested pages that are not in place, those of components included."""
+        requested = sum(len(span.pages) for span in self._spans.values())
+        return requested - self.pages_landed + self.component_pages.pages_unlanded
 
     @property
     def computed_pages(self) -> int:

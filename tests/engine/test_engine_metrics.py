@@ -15,7 +15,7 @@ from tests.support.waits import LIMIT_S
 from tidekv import InvalidConfig, InvalidRequest, Replayer, RequestFailed, open_storage
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
 from tidekv.engine.trace import top
-from tools.metrics_page import metric_families, with_metrics
+from tools.metrics_page import metric_families, prefill_families, with_metrics
 
 PROMPT = list(range(100, 122))
 OF_THE_PROCESS = {
@@ -112,4 +112,4 @@ def test_top_of_nobody_is_one_clear_error() -> None:
 def test_list_of_metrics_in_docs_is_generated() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "observability.md").read_text()
     assert page == with_metrics(page), "python -m tools.metrics_page docs/observability.md"
-    assert page.count("| `tidekv_") == len(metric_families())
+    assert page.count("| `tidekv_") == len(metric_families()) + len(prefill_families())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import urllib.request
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.waits import LIMIT_S
 from tidekv.engine.poller import PollerThread
@@ -73,8 +75,10 @@ class Decode:
                 await self.news.wait()
         return found[-1]
 
-    def promise(self, address: str, *, tokens: bytes | None = None) -> None:
-        self.receiver.promise(address, "r1", 0, prompt_tokens=8, promised_tokens=4, pages=page_ids([3]), tokens=tokens)
+    def promise(self, address: str, request_id: str = "r1", *, page: int = 3, tokens: bytes | None = None) -> None:
+        self.receiver.promise(
+            address, request_id, 0, prompt_tokens=8, promised_tokens=4, pages=page_ids([page]), tokens=tokens
+        )
 
 
 @pytest.fixture
@@ -235,3 +239,73 @@ async def test_leaving_the_block_ends_though_a_decode_worker_hangs(network: Loop
                 assert not transport.closed.is_set()
         assert served == ["failed"]
         await decode.wait(events.RoomFailed)
+
+
+def scraped(address: str) -> dict[str, float]:
+    """Return the samples of a scrape by name and label, without those of the other statistics."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=LIMIT_S) as answer:
+        text = answer.read().decode()
+    return {
+        "/".join([sample.name, *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_metrics_of_prefill_count_what_was_sent_withdrawn_and_aborted(network: LoopbackNetwork) -> None:
+    """One room for each way to end; each asks for one page, which two of them send."""
+    now_s = 0.0
+    others: list[str] = []
+
+    async def serve(room: Room) -> None:
+        if room.request_id == "raises":
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: others.append("raised"))
+            raise MemoryError("no page left")
+
+    fields = {"on_room": serve, "metrics_listen": "127.0.0.1:0", "clock": lambda: now_s, "lease_s": 5.0}
+    async with peer(network, **fields) as prefill, Decode(network) as decode:
+        assert prefill.metrics_address is not None
+        rooms = {}
+        for page, request_id in enumerate(("sent", "aborted", "sent and late", "late", "raises")):
+            decode.promise(prefill.address, request_id, page=page)
+            rooms[request_id] = await prefill.room(request_id) if request_id != "raises" else None
+        for request_id in ("sent", "sent and late"):
+            await rooms[request_id].send([7, 8], start_token=0)
+            await rooms[request_id].finish(first_token=1)
+        while prefill.statistics()["pages_sent"] < 2 or not prefill.statistics()["rooms_failed"]:  # noqa: ASYNC110  # No wake-up.
+            await asyncio.sleep(0)
+        found = await asyncio.to_thread(scraped, prefill.metrics_address)
+        assert found["tidekv_prefill_rooms/sending"] == found["tidekv_prefill_rooms/finished"] == 2
+        decode.receiver.received("sent", 0)
+        decode.receiver.abort("aborted", 0)
+        assert [await rooms[name].received() for name in ("sent", "aborted")] == ["received", "aborted"]
+        now_s = 6.0
+        prefill._sender.check_leases()
+        assert [await rooms[name].received() for name in ("late", "sent and late")] == ["lease ended", "lease ended"]
+        found = await asyncio.to_thread(scraped, prefill.metrics_address)
+        statistics = prefill.statistics()
+    assert others == ["raised"]
+    assert not any(found[f"tidekv_prefill_rooms/{state}"] for state in ("pending", "sending", "finished", "draining"))
+    ended = {"received": 1, "aborted": 1, "lease ended": 2, "failed": 1, "replaced": 0, "closed": 0}
+    for outcome, count in ended.items():
+        assert found[f"tidekv_prefill_rooms_ended_total/{outcome}"] == count, outcome
+    aborts = {name: value for name, value in found.items() if name.startswith("tidekv_prefill_aborts_total/")}
+    assert aborts == {
+        "tidekv_prefill_aborts_total/aborted": 1,
+        "tidekv_prefill_aborts_total/lease ended": 2,
+        "tidekv_prefill_aborts_total/prefill raised": 1,
+    }
+    assert found["tidekv_prefill_pages_sent_total"] == 2
+    assert found["tidekv_prefill_bytes_sent_total"] == 2 * PAGE_BYTES
+    assert found["tidekv_prefill_pages_withdrawn_total"] == statistics["pages_withdrawn"] == 3
+    assert found["tidekv_prefill_write_seconds_count"] == 2
+    assert found["tidekv_prefill/links_lost"] == 0
+    with pytest.raises(OSError):
+        scraped(prefill.metrics_address)
+
+
+async def test_without_a_metrics_address_prefill_serves_no_metrics(network: LoopbackNetwork) -> None:
+    async with peer(network) as prefill:
+        assert prefill.metrics_address is None
+    with pytest.raises(InvalidConfig, match="metrics_listen must be host:port"):
+        peer(network, metrics_listen="nowhere")

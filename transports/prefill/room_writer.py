@@ -156,6 +156,7 @@ class SendContext(Generic[RoomT]):
         settings: RoomSettings,
         tasks: OwnedTasks,
         on_finish: Callable[[RoomT], None],
+        on_written: Callable[[float], None],
         staging: StagingRing | None = None,
     ) -> None:
         self.transport = transport
@@ -167,6 +168,7 @@ class SendContext(Generic[RoomT]):
         self.settings = settings
         self.tasks = tasks
         self.on_finish = on_finish
+        self.on_written = on_written
         self.bytes_sent = 0
         self.pages_sent = 0
         self.messages_unsent = 0
@@ -386,6 +388,7 @@ class RoomWriter(Generic[RoomT]):
         component = _pool_of(job)
         # Before the write begins: the checksums are those of the pages as the caller handed them over.
         hashed = target.hashing[component](job.our_pages) if target.hashing else None
+        begun_at_s = self._send_context.clock()
         try:
             written = await self._write_staged(target.staged.get(component), job)
             if written is None and self.state.stopped is not None:
@@ -397,6 +400,7 @@ class RoomWriter(Generic[RoomT]):
         except TidekvError as error:
             words = f"writing {len(job.our_pages)} pages ({component}) to {self.peer.hello.instance} failed: {error}"
             return words, b""
+        self._send_context.on_written(self._send_context.clock() - begun_at_s)
         self._send_context.bytes_sent += written
         self._send_context.pages_sent += len(job.our_pages)
         return "", b"" if hashed is None else await hashed

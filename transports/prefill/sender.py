@@ -47,6 +47,7 @@ COUNTS = (
     "frames_late",
     "hellos_refused",
     "links_lost",
+    "pages_withdrawn",
     "promises_differ",
     "promises_repeated",
     "rooms_broken",
@@ -59,7 +60,8 @@ COUNTS = (
 class Sender:
     """Rooms of all decode workers that dialled this prefill worker.
 
-    `on_room` is called with each room as it opens, `on_finish` as it is finished.
+    `on_room` is called with each room as it opens, `on_finish` as it is finished, `on_written` with the seconds that
+    each write took.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Sender:
         clock: Callable[[], float],
         on_room: Callable[[Room], None] = lambda room: None,
         on_finish: Callable[[Room], None] = lambda room: None,
+        on_written: Callable[[float], None] = lambda seconds: None,
         lease_s: float = 10.0,
         rank: int = 0,
         ranks: int = 1,
@@ -93,6 +96,10 @@ class Sender:
                 f"{wire.SECONDS_MAX:g}"
             )
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
+        self.ended: Counter[str] = Counter({outcome.value: 0 for outcome in RoomOutcome})
+        """Rooms that ended, by outcome."""
+        self.aborts: Counter[str] = Counter()
+        """Rooms that ended before decode had received all, by cause: a PrefillCause, or else the outcome."""
         self._transport = transport
         self._memory = memory
         self._component_memory = dict(component_memory or {})
@@ -118,6 +125,7 @@ class Sender:
             settings=settings or RoomSettings(),
             tasks=self._tasks,
             on_finish=on_finish,
+            on_written=on_written,
             staging=None if staging is None else staging.ring,
         )
         self._room_writers: dict[wire.Room, RoomWriter[Room]] = {}
@@ -134,7 +142,8 @@ class Sender:
     @property
     def _rooms(self) -> list[Room]:
         """Every room once, by its first room writer."""
-        return [at.room for at in self._room_writers.values() if at is at.room.room_writers[0]]
+        # A copy of the values is made at once: metrics are scraped on another thread.
+        return [at.room for at in list(self._room_writers.values()) if at is at.room.room_writers[0]]
 
     @property
     def address(self) -> str:
@@ -450,6 +459,11 @@ class Sender:
         """Forget a room that has ended."""
         assert room.outcome is not None
         self.counts[f"rooms_{room.outcome.name.lower()}"] += 1
+        self.counts["pages_withdrawn"] += sum(room_writer.state.pages_unlanded for room_writer in room.room_writers)
+        self.ended[room.outcome.value] += 1
+        if room.outcome is not RoomOutcome.RECEIVED:
+            parsed = PrefillCause.parse(room.cause or "")
+            self.aborts[parsed[0].value if parsed else room.outcome.value] += 1
         for room_writer in room.room_writers:
             if self._room_writers.get(room_writer.key) is room_writer:
                 del self._room_writers[room_writer.key]
