@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,9 @@ class TierOptions:
     engine: EngineConfig | None = None
     transport: Callable[[], NixlTransport] | None = None
     shows: Callable[[str | None], None] | None = None
-    """Called with the address of a decode engine's metrics once it has started, and with None before it ends."""
+    """Called on a thread with the address of a decode engine's metrics once it has started, and with None when its
+    requests have ended, before it closes.
+    """
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -272,11 +274,17 @@ async def _decode_worker(
         transport = tiers.transport() if tiers.transport else NixlTransport(name="decode-0")
         async with DecodeEngine(config, device=device, host=host, storage=storage, transport=transport) as engine:
             started_s = time.perf_counter()
-            with _shown(engine, tiers):
+            if tiers.shows is not None:
+                await asyncio.to_thread(tiers.shows, engine.metrics_address)
+            try:
                 yield _Worker(engine, device)
-            phase.wall_s = time.perf_counter() - started_s
-            await engine.wait_settled()
-            phase.held = held_by(engine)
+                phase.wall_s = time.perf_counter() - started_s
+                await engine.wait_settled()
+                phase.held = held_by(engine)
+            finally:
+                # After all requests have ended, so that the view keeps the final counts.
+                if tiers.shows is not None:
+                    await asyncio.to_thread(tiers.shows, None)
     after = await _ended_rooms(prefill, phase)
     if before is None or after is None:
         phase.pages_sent = phase.delta_pages
@@ -286,18 +294,6 @@ async def _decode_worker(
         phase.bytes_sent = int(after["bytes_sent"] - before["bytes_sent"])
     result.phases.append(phase)
     result.failures += _contradictions(phase, result.layout)
-
-
-@contextmanager
-def _shown(engine: DecodeEngine, tiers: TierOptions) -> Iterator[None]:
-    if tiers.shows is None:
-        yield
-        return
-    tiers.shows(engine.metrics_address)
-    try:
-        yield
-    finally:
-        tiers.shows(None)
 
 
 async def _ended_rooms(prefill: PrefillProcess | DistantPrefill, phase: Phase) -> Counts | None:

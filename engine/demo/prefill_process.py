@@ -35,7 +35,7 @@ from tidekv.states.components.specs import ComponentKind
 from tidekv.states.errors import TransferFailed
 from tidekv.transports.nixl.transport import NixlTransport
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 15.0
 LINE_BYTES_MAX = 1 << 26
 """Maximum length of a line, which may hold a prompt."""
@@ -114,8 +114,13 @@ class PrefillProcess:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 ready = msgspec.json.decode(await self._call(self._order), type=PrefillReady)
-        except BaseException:
+        except BaseException as error:
             await self._end()
+            if isinstance(error, TimeoutError):
+                raise TransferFailed(
+                    f"the prefill worker did not start within {START_TIMEOUT_S:g} s: the machine is too busy, or "
+                    "has too little memory"
+                ) from error
             raise
         self.address = ready.address
         return self

@@ -13,6 +13,8 @@ from rich.text import Text
 from tidekv.engine.trace.top import Sample, scrape, show
 from tidekv.states.errors import InvalidRequest
 
+POLL_S = 1.0
+"""Maximum seconds of a poll."""
 CLOSE_S = 5.0
 """Maximum seconds that closing a view waits for its last poll."""
 
@@ -25,6 +27,10 @@ class LiveView:
         """Set after every successful poll; the waiting caller clears it."""
         self._interval_s = interval_s
         self._address: str | None = None
+        self._before: Sample | None = None
+        self._before_s = 0.0
+        self._looking = threading.Lock()
+        """Held for a poll, so that an earlier one cannot replace the picture of the last one."""
         self._picture: RenderableType = Text("no engine is running yet", style="dim")
         self._wake = threading.Event()
         self._is_closing = False
@@ -43,8 +49,15 @@ class LiveView:
         self._thread.join(CLOSE_S)
 
     def watch(self, address: str | None) -> None:
-        """Poll the metrics at this address from now on. None stops polling; the last picture stays."""
-        self._address = address
+        """Poll the metrics at this address from now on.
+
+        None polls once more, so that the picture that stays is that of now, and stops. It blocks for up to twice
+        POLL_S: call it while the engine still serves metrics, and not on its event loop.
+        """
+        if address is None:
+            self._look()
+        with self._looking:
+            self._address, self._before = address, None
         if address is not None:
             self._wake.set()
 
@@ -53,22 +66,21 @@ class LiveView:
         return Group(progress, self._picture)
 
     def _follow(self) -> None:
-        before: Sample | None = None
-        before_s = 0.0
-        seen = ""
         while True:
             self._wake.wait(self._interval_s)
             self._wake.clear()
             if self._is_closing:
                 return
-            address = self._address
-            if address is None:
-                continue
+            self._look()
+
+    def _look(self) -> None:
+        with self._looking:
+            if self._address is None:
+                return
             try:
-                now, now_s = scrape(address, timeout_s=1.0), time.monotonic()
+                now, now_s = scrape(self._address, timeout_s=POLL_S), time.monotonic()
             except InvalidRequest:
-                continue  # The engine has just ended or is busy: the next poll decides.
-            same = before if seen == address else None
-            self._picture = show(now, same, now_s - before_s)
-            before, before_s, seen = now, now_s, address
+                return  # The engine has just ended or is busy: the next poll decides.
+            self._picture = show(now, self._before, now_s - self._before_s)
+            self._before, self._before_s = now, now_s
             self.looked.set()

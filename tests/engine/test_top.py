@@ -99,12 +99,30 @@ async def test_live_view_follows_one_engine_and_then_another(make_pair) -> None:
                 for _ in range(2):
                     view.looked.clear()
                     assert await asyncio.to_thread(view.looked.wait, 10)
+                words = printed(view.below(Text("progress")))
+                assert words.startswith("progress")
+                assert re.search(rf"READY +│ +{number + 1} ", words), words
                 for request in ready:
                     await pair.engine.finish(request)
-                view.watch(None)
+                await asyncio.to_thread(view.watch, None)
             words = printed(view.below(Text("progress")))
-            assert words.startswith("progress")
-            assert re.search(rf"READY +│ +{number + 1} ", words), words
+            assert re.search(rf"ready +│ +{number + 1} ", words), words
+
+
+async def test_live_view_ends_in_the_last_state_of_its_engine(make_pair) -> None:
+    with LiveView(interval_s=600) as view:
+        async with make_pair(metrics_listen="127.0.0.1:0") as pair:
+            view.watch(pair.engine.metrics_address)
+            assert await asyncio.to_thread(view.looked.wait, 10)
+            for number in range(3):
+                await pair.engine.finish(await pair.restore(f"r{number}", PROMPT))
+            await pair.engine.wait_settled()
+            assert not re.search(r"ready +│ +3 ", printed(view.below(Text(""))))
+            await asyncio.to_thread(view.watch, None)
+        # The engine is gone, and its final counts stay.
+        words = printed(view.below(Text("")))
+        assert re.search(r"ready +│ +3 ", words), words
+        assert re.search(r"READY +│ +0 ", words), words
 
 
 async def test_live_view_looks_at_once_where_an_engine_begins(make_pair) -> None:
@@ -136,3 +154,6 @@ def test_run_with_live_shows_the_engine_below_its_progress() -> None:
     assert "generated tokens equal" in done.output
     assert "tokens by source" in done.output
     assert re.search(r"pool +┃ +┃ owned +┃ pinned +┃ evictable", done.output), done.output
+    # The last picture has all four requests of both conversations, and none that still holds pages.
+    last = done.output[done.output.rindex("restores") :]
+    assert re.search(r"ready +│ +4 ", last), done.output
