@@ -124,11 +124,16 @@ class Siblings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One namespace at a place. `page_bytes` is None if the place does not store it."""
+    """One namespace at a place. `page_bytes` is None if the place does not store it, `label` empty without one.
+
+    `written_s` are the times of the oldest and the newest write, in seconds since 1970; None if they are not known.
+    """
 
     namespace: bytes
     page_bytes: int | None
     pages: int
+    label: bytes = field(default=b"", compare=False)
+    written_s: tuple[float, float] | None = field(default=None, compare=False)
 
 
 @runtime_checkable
@@ -140,6 +145,14 @@ class Census(Protocol):
 
     def listed(self) -> AsyncIterator[Sequence[bytes]]:
         """Return the page keys of the engine's namespace, in parts; needs a pool. Pages may be removed meanwhile."""
+
+
+@runtime_checkable
+class Labels(Protocol):
+    """An engine that keeps a label beside its namespace, for tools: see `tidekv.backends.storage.label`."""
+
+    async def set_label(self, label: bytes) -> None:
+        """Store the label of the engine's namespace unless it has one; needs a pool. Raises StorageFailed."""
 
 
 def check_namespace(namespace: bytes) -> None:

@@ -85,6 +85,9 @@ class PageService(Protocol):
     async def probe(self) -> None:
         """Write and read a page."""
 
+    async def set_label(self, label: bytes) -> None:
+        """Store the label of the namespace unless it has one; a server that may drop any value keeps none."""
+
     def stored(self) -> AsyncIterator[Sequence[bytes]]:
         """Yield the keys of the namespace as the server lists them, in parts."""
 
@@ -150,6 +153,15 @@ class RemoteStorage:
                 self._registered = self._envelope is not None
 
         self._registered = True
+        await self._calls.run(body)
+
+    async def set_label(self, label: bytes) -> None:
+        """Store the label of the namespace on the server; see Labels."""
+        self._ready()
+
+        async def body(_: Call) -> None:
+            await self._service.set_label(label)
+
         await self._calls.run(body)
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:

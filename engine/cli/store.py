@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Annotated, Final
@@ -15,7 +16,7 @@ from tidekv.states.errors import StorageFailed
 if TYPE_CHECKING:
     from tidekv.engine.cli.store_tools import OpenStore, Place
 
-WIDTH_UNSEEN: Final = 120
+WIDTH_UNSEEN: Final = 240
 
 store_app = typer.Typer(
     help="Inspect storage: file:/path, redis://host, s3://bucket, mooncake://host, or what a package adds.",
@@ -35,24 +36,37 @@ def register(app: typer.Typer) -> None:
 
 @store_app.command("ls")
 def list_namespaces(uri: Uri, options: Options = None) -> None:
-    """List the namespaces of a store, with the size and the number of their pages."""
+    """List the namespaces of a store: model, dtype, layout, page size, pages, and when they were written.
+
+    Model, dtype and layout come from a label that engines store; a store of an earlier version shows "unknown".
+    """
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
+    from tidekv.backends.storage.label import read_label
     from tidekv.engine.cli.store_tools import Place, holdings_of
 
     found = asyncio.run(holdings_of(Place(uri, options)))
+    console = Console()
+    # Output that is not a terminal is not truncated. On one, the beginning of a namespace is enough for --namespace.
+    digits = 16 if console.is_terminal else None
+    console = console if console.is_terminal else Console(width=WIDTH_UNSEEN)
     table = Table()
     table.add_column("namespace", no_wrap=True)
-    for column in ("page", "pages", "together"):
+    for column in ("model", "dtype", "layout"):
+        table.add_column(column)
+    for column in ("page", "pages", "together", "written"):
         table.add_column(column, justify="right")
+    now_s = time.time()
     for one in found:
         size = "?" if one.page_bytes is None else _size(one.page_bytes)
         together = "?" if one.page_bytes is None else _size(one.page_bytes * one.pages)
-        table.add_row(one.namespace.hex(), size, f"{one.pages:,}", together)
-    console = Console()
-    # Output that is not a terminal is not truncated.
-    console = console if console.is_terminal else Console(width=WIDTH_UNSEEN)
+        label = read_label(one.label)
+        known = ("unknown",) * 3 if label is None else (label.model or "(no name)", label.dtype, label.layout)
+        written = "unknown" if one.written_s is None else _ages(*one.written_s, now_s=now_s)
+        # Text, since a model's name may have the brackets of rich's markup.
+        table.add_row(one.namespace.hex()[:digits], *map(Text, known), size, f"{one.pages:,}", together, written)
     console.print(table if found else "no namespace")
 
 
@@ -105,15 +119,33 @@ def verify(uri: Uri, options: Options = None, namespace: Namespace = None, page_
 
 
 @store_app.command("gc")
-def collect(uri: Uri, options: Options = None, namespace: Namespace = None, page_bytes: PageBytes = None) -> None:
-    """Read every page of a namespace, and remove the damaged ones."""
-    from tidekv.engine.cli.store_tools import clean
+def collect(
+    uri: Uri,
+    options: Options = None,
+    namespace: Namespace = None,
+    page_bytes: PageBytes = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
+    ] = False,
+) -> None:
+    """Read every page of a namespace, and remove the damaged ones. Prints each with the reason.
+
+    Whole pages stay: engines evict them by themselves if they need the room.
+    """
+    from tidekv.engine.cli.store_tools import check
 
     async def run() -> None:
         async with _one(_place(uri, options), namespace, page_bytes) as store:
             with _progress("gc", store.pages) as advance:
-                checked, gone = await clean(store, advance)
-            print(f"{checked.whole:,} pages whole, {len(checked.damaged):,} damaged, {gone:,} removed")
+                checked = await check(store, advance)
+            damaged = checked.damaged
+            gone = dict(zip(damaged, await store.storage.delete(list(damaged)), strict=True)) if not dry_run else {}
+        for key, cause in damaged.items():
+            done = "would remove" if dry_run else "removed" if gone[key] else "gone already"
+            print(f"{done} {key.hex()}: {cause}")
+        causes = ", ".join(f"{cause}: {count:,}" for cause, count in Counter(damaged.values()).most_common())
+        found = f"{checked.whole:,} pages whole, {len(damaged):,} damaged" + (f" ({causes})" if causes else "")
+        print(f"{found}, nothing removed" if dry_run else f"{found}, {sum(gone.values()):,} removed")
 
     asyncio.run(run())
 
@@ -172,6 +204,19 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=total)
         yield lambda pages: progress.advance(task, pages)
+
+
+def _ages(oldest_s: float, newest_s: float, *, now_s: float) -> str:
+    """Return how long ago the oldest and the newest page were written."""
+    oldest, newest = _age(now_s - oldest_s), _age(now_s - newest_s)
+    return f"{oldest} ago" if oldest == newest else f"{oldest} to {newest} ago"
+
+
+def _age(seconds: float) -> str:
+    for unit, length_s in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
 
 
 def _size(size_bytes: int) -> str:

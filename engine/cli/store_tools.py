@@ -159,13 +159,6 @@ async def check(store: OpenStore, advance: Advance) -> Checked:
     return checked
 
 
-async def clean(store: OpenStore, advance: Advance) -> tuple[Checked, int]:
-    """Read every page, and remove the damaged ones; returns the number removed."""
-    checked = await check(store, advance)
-    gone = await store.storage.delete(list(checked.damaged)) if checked.damaged else []
-    return checked, sum(gone)
-
-
 async def copy(source: OpenStore, target: OpenStore, advance: Advance) -> Copied:
     """Copy every intact page that the target does not have yet."""
     copied = Copied()

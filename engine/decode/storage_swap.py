@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tidekv.backends.keys.chain import component_namespace, storage_namespace
 from tidekv.backends.storage.base import Siblings
+from tidekv.backends.storage.label import Label, label_of, set_label
 from tidekv.engine.log import engine_log
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
@@ -236,6 +237,7 @@ class StorageInUse:
         await storage.register(parts.host.memory, parts.host.page, namespace=namespace, poller=poller)
         component_pages: dict[str, Storage] = {}
         try:
+            await self._label(storage, label_of(parts.identity, "", **place))
             for name, pools in parts.components.items():
                 if pools.host is None:
                     continue
@@ -249,11 +251,18 @@ class StorageInUse:
                 await component_pages[name].register(
                     pools.host.memory, pools.host.page, namespace=theirs, poller=poller
                 )
+                await self._label(component_pages[name], label_of(parts.identity, name, **place))
         except BaseException:
             for engine in component_pages.values():
                 await engine.close()
             raise
         return component_pages
+
+    async def _label(self, storage: Storage, label: Label) -> None:
+        try:
+            await set_label(storage, label)
+        except StorageFailed as failed:
+            LOG.warning("storage has no label of what it holds", storage=storage.uri, cause=str(failed))
 
     def _tell(self, *, available: bool) -> None:
         if self._runtime.is_open:

@@ -31,6 +31,7 @@ from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.keys.prompt_keys import PromptKeys
 from tidekv.backends.page_layout import same_pages
 from tidekv.backends.storage.base import Siblings, leading
+from tidekv.backends.storage.label import Label, label_of, set_label
 from tidekv.engine.log import engine_log
 from tidekv.states.errors import InvalidConfig, StorageFailed, TidekvError
 from tidekv.states.pages.page_pool import PagePool
@@ -156,6 +157,7 @@ class PromptStore:
         self._prompt_keys = PromptKeys(PageKeys(device.layout.page_size, bigrams=bigram_keys))
         identity = with_components(device.layout.identity(model), components)
         self._namespace = storage_namespace(identity, rank=rank, ranks=ranks)
+        self._label_of = partial(label_of, identity, rank=rank, ranks=ranks)
         self._changed = asyncio.Event()
         self._tasks = OwnedTasks("prompt store")
         self._breaker = CircuitBreaker()
@@ -165,6 +167,7 @@ class PromptStore:
     async def start(self, poller: Poller) -> None:
         """Open storage and the copiers. Raises InvalidConfig, StorageFailed; `close` then releases what was opened."""
         await self._full.start(self._namespace, poller)
+        await _label(self._storage, self._label_of())
         for name, kind in self._components.items():
             if not isinstance(self._storage, Siblings):
                 raise InvalidConfig(
@@ -173,6 +176,7 @@ class PromptStore:
                 )
             kind.storage = self._storage.sibling()
             await kind.start(component_namespace(self._namespace, name), poller)
+            await _label(kind.storage, self._label_of(name))
 
     async def wait_stored(self) -> None:
         """Wait until each prompt finished so far is stored or given up. Unbounded: the caller sets the deadline."""
@@ -395,3 +399,10 @@ async def _settled(copy: asyncio.Future[None]) -> None:
         copy.exception()
         raise cancelled
     copy.result()
+
+
+async def _label(storage: Storage, label: Label) -> None:
+    try:
+        await set_label(storage, label)
+    except StorageFailed as failed:
+        LOG.warning("storage has no label of what it holds", storage=storage.uri, cause=str(failed))

@@ -33,7 +33,8 @@ from tidekv.backends.storage.calls import Call, Calls
 from tidekv.backends.storage.file.batch_io import Threads
 from tidekv.backends.storage.file.file_store import FileStore
 from tidekv.backends.storage.file.options import FileOptions, read_file_options
-from tidekv.backends.storage.file.schema import file_holdings
+from tidekv.backends.storage.file.schema import file_holdings, write_label
+from tidekv.backends.storage.file.segments import namespace_directory
 from tidekv.backends.storage.stats import StorageCounters
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.types import PageIds, PoolMemory
@@ -64,6 +65,7 @@ class FileStorage:
             workers=worker_threads(options.threads, "tidekv-file-storage"),
         )
         self._registered = False
+        self._namespace = b""
         self._file_store: FileStore | None = None
         # Stores whose directory was lost. Reads may still be running there, so they are closed at the end.
         self._lost: list[FileStore] = []
@@ -92,6 +94,17 @@ class FileStorage:
                 self._registered = self._file_store is not None
 
         self._registered = True
+        await self._calls.run(body)
+        self._namespace = namespace
+
+    async def set_label(self, label: bytes) -> None:
+        """Store the label of the namespace as a file beside its segments; see Labels."""
+        self._ready()
+
+        async def body(_: Call) -> None:
+            directory = namespace_directory(self._options.root, self._namespace)
+            await asyncio.get_running_loop().run_in_executor(self._threads.workers, write_label, directory, label)
+
         await self._calls.run(body)
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:

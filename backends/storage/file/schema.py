@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from tidekv.backends.storage.file.segments import FILE_MODE, SLOTS_PER_SEGMENT_M
 from tidekv.states.errors import InvalidConfig, StorageFailed
 
 SCHEMA_VERSION: Final = 1
+LABEL_NAME: Final = "label.json"
 _LOCK_PAUSE_S: Final = 0.005
 
 _TABLES: Final = """
@@ -124,7 +126,34 @@ def file_holdings(root: Path) -> list[Holding]:
             ).fetchall()
     except sqlite3.Error as error:
         raise StorageFailed(f"{path} cannot be read: {error}") from error
-    return [Holding(namespace=digest, page_bytes=page_bytes, pages=pages) for digest, page_bytes, pages in rows]
+    return [_holding(root, *row) for row in rows]
+
+
+def _holding(root: Path, digest: bytes, page_bytes: int, pages: int) -> Holding:
+    directory = namespace_directory(root, digest)
+    label, times = b"", []
+    # An engine at work may remove a segment between its listing and its stat.
+    with contextlib.suppress(OSError):
+        label = (directory / LABEL_NAME).read_bytes()
+    for file in directory.glob("*.seg"):
+        with contextlib.suppress(OSError):
+            times.append(file.stat().st_mtime)
+    written_s = (min(times), max(times)) if times and pages else None
+    return Holding(namespace=digest, page_bytes=page_bytes, pages=pages, label=label, written_s=written_s)
+
+
+def write_label(directory: Path, label: bytes) -> None:
+    """Store the label of a namespace in its directory, unless there is one. Raises StorageFailed. Blocks."""
+    target = directory / LABEL_NAME
+    if target.exists():
+        return
+    # Renamed into place, so that no reader sees a part of it. Engines that do this at once write the same.
+    part = target.with_suffix(f".{os.getpid()}-{threading.get_native_id()}")
+    try:
+        part.write_bytes(label)
+        part.replace(target)
+    except OSError as error:
+        raise StorageFailed(f"{target} cannot be written: {error.strerror or error}") from error
 
 
 def rebuild(path: Path, *, busy_timeout_s: float) -> int:

@@ -165,6 +165,9 @@ class MooncakePages:
             raise StorageFailed(self.trouble)
         return causes
 
+    async def set_label(self, label: bytes) -> None:
+        """Store nothing: the master may evict any key."""
+
     async def holdings(self) -> list[Holding]:
         """Count the master's keys by namespace; it does not return their lengths."""
 

@@ -198,6 +198,10 @@ class RedisPages:
         async with self._probing:
             self.pages = await asyncio.get_running_loop().run_in_executor(self._threads, try_all)
 
+    async def set_label(self, label: bytes) -> None:
+        """Store the label of the namespace unless it has one."""
+        await self._on_worker(lambda worker: worker.link.call(b"SET", self._names + b"label", label, b"NX"))
+
     async def stored(self) -> AsyncIterator[Sequence[bytes]]:
         """Yield the keys of the namespace; keys that are added meanwhile may be missed."""
         seen: set[bytes] = set()
@@ -245,7 +249,9 @@ class RedisPages:
                             size = link.call(b"GET", name)
                             pages = RedisIndex(name.removesuffix(b"meta") + b"index").count(link)
                             page_bytes = int(size) if isinstance(size, bytes) and size.isdigit() else None
-                            found.append(Holding(namespace=namespace, page_bytes=page_bytes, pages=pages))
+                            label = link.call(b"GET", name.removesuffix(b"meta") + b"label")
+                            label = label if isinstance(label, bytes) else b""
+                            found.append(Holding(namespace, page_bytes, pages, label=label))
                 return sorted(found, key=lambda one: one.namespace)
             finally:
                 link.close()

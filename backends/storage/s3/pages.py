@@ -174,6 +174,14 @@ class S3Pages:
             raise StorageFailed("the server does not give back what was written just now")
         await self._link.delete([name])
 
+    async def set_label(self, label: bytes) -> None:
+        """Store the label of the namespace unless it has one."""
+        try:
+            if await self._link.get(f"{self._prefix}/label") is None:
+                await self._link.put(f"{self._prefix}/label", label)
+        except ServerTrouble as trouble:
+            raise StorageFailed(f"the label cannot be stored: {trouble}") from trouble
+
     async def stored(self) -> AsyncIterator[Sequence[bytes]]:
         """Yield the keys of the namespace as the server lists them."""
         parts = self._link.list(f"{self._prefix}/p/")
@@ -197,16 +205,24 @@ class S3Pages:
         await self._connect()
         found = []
 
-        def count(prefix: str) -> int:
-            return sum(len(part) for part in self._link.list(f"{prefix}/p/"))
+        def count(prefix: str) -> tuple[int, tuple[float, float] | None]:
+            pages, times = 0, []
+            for part in self._link.list(f"{prefix}/p/"):
+                pages += len(part)
+                if part:
+                    # The bounds of a part, not its pages: a store may have millions.
+                    written = [found["last_modified"].timestamp() for found in part]
+                    times += [min(written), max(written)]
+            return pages, (min(times), max(times)) if times else None
 
         for below in await self._on_thread(lambda: self._link.below(self._options.prefix)):
             prefix = below.rstrip("/")
             if (namespace := as_namespace(prefix.rpartition("/")[2])) is not None:
                 size = await self._link.get(f"{prefix}/meta")
                 page_bytes = int(bytes(size)) if size is not None and bytes(size).isdigit() else None
-                pages = await asyncio.get_running_loop().run_in_executor(self._threads, count, prefix)
-                found.append(Holding(namespace=namespace, page_bytes=page_bytes, pages=pages))
+                label = await self._link.get(f"{prefix}/label")
+                pages, written_s = await asyncio.get_running_loop().run_in_executor(self._threads, count, prefix)
+                found.append(Holding(namespace, page_bytes, pages, label=bytes(label or b""), written_s=written_s))
         return found
 
     async def close(self) -> None:
