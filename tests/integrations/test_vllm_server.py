@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,44 @@ async def test_a_pair_survives_kills_of_both_ends(tmp_path: Path) -> None:
     options = ("--connector", "tidekv", "--conversations", 4, "--turns", 4, "--tokens", "600:1400", "--parallel", 2)
     figures = await serve(tmp_path / "figures", *options, "--at", "1:kill:prefill-0", "--at", "2:kill:decode-0")
     assert figures["metrics"][COUNT.format("restore_tokens_l3")] > 0, "decode found nothing in storage after its kill"
+
+
+async def test_tensor_parallel_servers_hand_over_in_pairs(tmp_path: Path) -> None:
+    options = ("--connector", "tidekv", "--conversations", 3, "--turns", 3, "--tokens", "300:900", "--parallel", 2)
+    figures = await serve(tmp_path / "figures", *options, "--ranks", 2, "--at", "2:reset:decode-0")
+    assert figures["metrics"][COUNT.format("restore_tokens_transfer")] > 0
+    assert figures["metrics"][COUNT.format("restore_tokens_l2")] > 0
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="there is no redis-server here")
+async def test_a_pair_survives_kills_of_its_storage(tmp_path: Path) -> None:
+    options = ("--connector", "tidekv", "--conversations", 4, "--turns", 5, "--tokens", "300:1100", "--parallel", 2)
+    events = (
+        "--at",
+        "1:kill:storage",
+        "--at",
+        "2:freeze:storage",
+        "--at",
+        "3:reset:decode-0",
+        "--at",
+        "4:restart:decode-0",
+    )
+    figures = await serve(tmp_path / "figures", *options, "--storage", "redis", *events)
+    assert figures["metrics"][COUNT.format("restore_tokens_l3")] > 0
+
+
+async def test_the_published_router_serves_through_two_pairs_and_survives_kills(tmp_path: Path) -> None:
+    options = ("--connector", "tidekv", "--conversations", 4, "--turns", 4, "--tokens", "300:900", "--parallel", 2)
+    servers = ("--prefill", 2, "--decode", 2, "--router", "round_robin")
+    events = ("--at", "1:kill:prefill-0", "--at", "2:kill:decode-1")
+    figures = await serve(tmp_path / "figures", *options, *servers, *events)
+    assert figures["metrics"][COUNT.format("restore_tokens_transfer")] > 0
+
+
+@pytest.mark.parametrize("model", [("--window", 256), ("--latent", 576)])
+async def test_models_with_windows_and_with_latent_attention_are_handed_over(
+    tmp_path: Path, model: tuple[str, int]
+) -> None:
+    options = ("--connector", "tidekv", "--conversations", 3, "--turns", 3, "--tokens", "300:900", "--parallel", 2)
+    figures = await serve(tmp_path / "figures", *options, *model)
+    assert figures["metrics"][COUNT.format("restore_tokens_transfer")] > 0
