@@ -68,16 +68,23 @@ def conversations(
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of each server.")] = 1,
     window: Annotated[int | None, typer.Option(help="Serve a Gemma 3 with sliding windows of this size.")] = None,
-    latent: Annotated[int | None, typer.Option(help="Serve a DeepSeek V2 with MLA of this size; vLLM: 576.")] = None,
+    latent: Annotated[
+        int | None,
+        typer.Option(
+            help="Serve a DeepSeek V2 with MLA of this size; vLLM: 576. Needs --reference nixl-quiet --turns 1."
+        ),
+    ] = None,
+    reference: Annotated[str, typer.Option(help="The variant whose tokens are the right ones.")] = "single",
     dtype: Annotated[str, typer.Option(help="bfloat16 uses AMX where the processor has it.")] = "float32",
     seed: Annotated[int, typer.Option(help="The conversations are the same for the same seed.")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
-    """Serve multi-turn conversations, compare every token with one server, and print a table.
+    """Serve multi-turn conversations, compare every token with one server or --reference, and print a table.
 
     The exit code is 1 if an answer is wrong or lost. Logs of the servers stay in build/vllm_pair.
     """
     chosen = [VARIANTS[name] for name in connector or VARIANTS if _known(name)]
+    _known(reference)
     first, _, last = tokens.partition(":")
     load = Load(
         conversations=conversations,
@@ -107,13 +114,13 @@ def conversations(
     folder = _run_folder()
 
     async def compare() -> list[Figures]:
-        # A single server with room for everything answers first; its tokens are the reference.
-        async with running(VARIANTS["single"], options, folder / "single") as cluster:
-            reference = await cluster.serve(_undisturbed(load), expected=None)
+        # Servers with room for everything answer first; their tokens are the reference.
+        async with running(VARIANTS[reference], options, folder / "reference") as cluster:
+            right = await cluster.serve(_undisturbed(load), expected=None)
         found = []
         for variant in chosen:
-            if variant.name == "single" and not events and not aborts:
-                found.append(reference)
+            if variant.name == reference and not events and not aborts:
+                found.append(right)
                 continue
             print(f"serving: {variant.title}", file=sys.stderr)
             async with running(
@@ -126,7 +133,7 @@ def conversations(
                 on_redis=on_redis,
                 router_policy=router,
             ) as cluster:
-                found.append(await cluster.serve(load, expected=reference.outcome.answers, events=events))
+                found.append(await cluster.serve(load, expected=right.outcome.answers, events=events))
         return found
 
     figures = asyncio.run(compare())

@@ -147,9 +147,15 @@ async def test_the_published_router_serves_through_two_pairs_and_survives_kills(
     assert figures["metrics"][COUNT.format("restore_tokens_transfer")] > 0
 
 
-@pytest.mark.parametrize("model", [("--window", 256), ("--latent", 576)])
+# In vLLM 0.32 a plain server with CPU_MLA gives a token another KV in a prefill than in a decode step, and a prefix
+# another rotary part in prompts of other lengths. Tokens are therefore compared with those of another pair, for prompts
+# that are sent whole and one at a time.
+LATENT = ("--latent", 576, "--reference", "nixl-quiet", "--turns", 1, "--parallel", 1)
+
+
+@pytest.mark.parametrize("model", [("--window", 256), LATENT], ids=["window", "latent"])
 async def test_models_with_windows_and_with_latent_attention_are_handed_over(
-    tmp_path: Path, model: tuple[str, int]
+    tmp_path: Path, model: tuple[str | int, ...]
 ) -> None:
     options = ("--connector", "tidekv", "--conversations", 3, "--turns", 3, "--tokens", "300:900", "--parallel", 2)
     figures = await serve(tmp_path / "figures", *options, *model)
