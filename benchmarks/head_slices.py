@@ -2,7 +2,7 @@
 
 Two processes, NIXL over shared memory; KV of 128 x 2 bytes per head and token, pages of 16 tokens, 16 layers. Each row
 transfers the same bytes in three ways, in turns: whole pages between ranks with as many heads, as with equal numbers of
-ranks; through the staging ring, if prefill has more heads; and as stretches of the slice within each token.
+ranks; through the staging ring of the end with more heads; and as stretches of the slice within each token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.nixl_child import NixlChild, NumpyPool
+from benchmarks.nixl_child import Add, Done, NixlChild, NumpyPool, Write
 from tidekv.backends.copies.slice_moves import SliceCopier
 from tidekv.engine.poller import PollerThread
 from tidekv.states.types import PageIds, PoolMemory, Segment, page_ids
@@ -25,7 +25,7 @@ from tidekv.transports.base import PeerMemory
 from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.prefill.room_writer import RoomSettings
 from tidekv.transports.slices import Cut, exchange_of
-from tidekv.transports.staging import BeginCopy, StagedExchange, StagingRing, gathered
+from tidekv.transports.staging import BeginCopy, Slots, StagedExchange, StagingRing, gathered, scattered
 
 PAGE_SIZE = 16
 HEAD_BYTES = 256
@@ -116,6 +116,71 @@ class Pair:
         self.child.end()
 
 
+class ScatterPair:
+    """A prefill rank with `ours` heads in a process of its own, and a decode rank with more, `theirs`, and its ring."""
+
+    def __init__(self, ours: int, theirs: int, pages: int) -> None:
+        self.ours, self.theirs, self.pages = ours, theirs, pages
+        self.region = np.zeros(RING_BYTES, np.uint8)
+        self.pool = NumpyPool(2 * pages, piece_bytes(theirs))
+
+    async def start(self) -> None:
+        """Start both ends, and let the child add the slots of our ring as its peer's pages."""
+        self.child = await NixlChild.spawn(pages=2 * self.pages, pieces=piece_bytes(self.ours), seed=1)
+        self.poller = PollerThread()
+        self.poller.start()
+        self.copier = SliceCopier()
+        self.transport = NixlTransport("bench")
+        await self.transport.start(poller=self.poller)
+        segment = Segment(self.region.ctypes.data, RING_BYTES, RING_BYTES, 1)
+        self.ring = StagingRing(PoolMemory(segments=(segment,), page_count=1))
+        await self.transport.register(self.pool.memory, self.ring.memory)
+        row, step = self.ours * HEAD_BYTES, self.theirs * HEAD_BYTES
+        cuts = [Cut(piece, piece, PAGE_SIZE, row, 0, row, 0, step) for piece in range(PIECES)]
+        way = scattered(self.ring.memory, cuts, ours=self.child.ready.memory, theirs=self.pool.memory)
+        assert way is not None
+        self.way = way
+        self.scatter = self.copier.copying(way.copy.theirs, way.copy.ours)
+        answer = await self.child.ask(Add(self.transport.instance, self.transport.metadata(), way.send.theirs))
+        assert isinstance(answer, Done), answer
+
+    async def write(self) -> float:
+        """Return the seconds until all pages are in place: a batch is copied while the child writes the next ones."""
+        sources, targets = (page_ids(np.random.permutation(2 * self.pages)[: self.pages].tolist()) for _ in range(2))
+        step = self.way.batch_pages
+        written: list[tuple[Slots, PageIds]] = []
+        copies: list[asyncio.Future[None]] = []
+
+        async def copy_first() -> None:
+            answer = await self.child.answer()
+            assert isinstance(answer, Done), answer
+            slots, pages = written.pop(0)
+            copy = self.scatter(slots.pages, pages)
+            copy.add_done_callback(lambda _: self.ring.give_back(slots))
+            copies.append(copy)
+
+        began_s = time.perf_counter()
+        for first in range(0, self.pages, step):
+            if len(written) == RoomSettings().writes_in_flight_max:
+                await copy_first()
+            pages = targets[first : first + step]
+            slots = await self.ring.take(self.way.slot_bytes, len(pages), timeout_s=60.0)
+            assert slots is not None
+            self.child.tell(Write(sources[first : first + step].tolist(), slots.pages.tolist()))
+            written.append((slots, pages))
+        while written:
+            await copy_first()
+        await asyncio.gather(*copies)
+        return time.perf_counter() - began_s
+
+    async def close(self) -> None:
+        """Stop both ends."""
+        self.child.end()
+        await self.transport.close()
+        await self.copier.close()
+        await self.poller.close()
+
+
 async def measure(pages: int, rounds: int) -> Table:
     """Measure all rows; equal and unequal ends take turns, so that a busy machine slows all of them."""
     table = Table(
@@ -134,14 +199,21 @@ async def measure(pages: int, rounds: int) -> Table:
         equal, unequal = Pair(count, count, pages), Pair(ours, theirs, pages)
         await equal.start()
         await unequal.start()
+        scattering = ScatterPair(ours, theirs, pages) if theirs > ours else None
+        if scattering is not None:
+            await scattering.start()
         times: dict[str, list[float]] = {"equal": [], "staged": [], "stretches": []}
         for _ in range(rounds):
             times["equal"].append(await equal.write(staged=False))
             times["stretches"].append(await unequal.write(staged=False))
             if unequal.staged is not None:
                 times["staged"].append(await unequal.write(staged=True))
+            if scattering is not None:
+                times["staged"].append(await scattering.write())
         await equal.close()
         await unequal.close()
+        if scattering is not None:
+            await scattering.close()
         speeds = {name: size / statistics.median(of) / 1e9 for name, of in times.items() if of}
         row = [f"{ours} → {theirs}", f"{size / 1e6:.1f}", f"{speeds['equal']:.2f}"]
         for name in ("staged", "stretches"):
