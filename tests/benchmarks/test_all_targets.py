@@ -259,7 +259,8 @@ def test_cost_against_work_is_drawn_beside_n_log_n() -> None:
     points = [(10.0, 1.0), (100.0, 10.0), (1000.0, 100.0)]
     figure = plots.plot_scaling({"index": points, "engine": points})
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["index", "engine"]
-    measured, allowed = figure.axes[0].lines
+    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    measured, allowed = lines["measured"], lines["n log n"]
     assert measured.get_ydata().tolist() == [1, 10, 100]
     assert np.allclose(allowed.get_ydata(), [1, 20, 300])
 

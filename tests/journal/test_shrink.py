@@ -53,11 +53,11 @@ def test_journal_of_a_broken_core_is_reduced_to_the_few_events_that_break_it(sim
 def test_what_is_left_of_components_is_left_in_the_short_journal_too(simulate, monkeypatch, tmp_path) -> None:
     keep, planted = ComponentRestore.keep, []
 
-    def broken(self: ComponentRestore, request, left, node) -> None:  # type: ignore[no-untyped-def]
+    def broken(self: ComponentRestore, request, left, node, **further) -> None:  # type: ignore[no-untyped-def]
         if left and request.request_id.endswith("7"):
             planted.append(left)
             raise BrokenInvariant("planted")
-        keep(self, request, left, node)
+        keep(self, request, left, node, **further)
 
     monkeypatch.setattr(ComponentRestore, "keep", broken)
 

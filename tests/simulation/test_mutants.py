@@ -65,8 +65,8 @@ def a_load_forgets_to_unlock(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def pages_are_published_before_their_copy(patch: pytest.MonkeyPatch) -> None:
-    def begin_copy(self: Loads, first: int, nodes: list[Node], pages: PageIds, *, tier: str) -> Load:
-        load = original(self, first, nodes, pages, tier=tier)
+    def begin_copy(self: Loads, first: int, nodes: list[Node], pages: PageIds, *, tier: str, by_layer: bool) -> Load:
+        load = original(self, first, nodes, pages, tier=tier, by_layer=by_layer)
         for node in load.nodes:
             self._state.index.set_load(node, None)
         return load
