@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["HandedOver", "PrefillThread"]
 
 FINAL = (RoomOutcome.RECEIVED, RoomOutcome.ABORTED, RoomOutcome.CLOSED)
-"""Outcomes after which decode does not ask for the same prompt again."""
+"""Outcomes after which decode does not ask for the same prompt again, unless it aborted since it lost the link."""
 STOP_S = 60.0
 """Maximum seconds that `stop` waits for a turn of the peer's loop."""
 
@@ -278,7 +278,7 @@ class PrefillThread:
                     break
                 outcome = await self._send(room, handed)
                 cause = handed.stopped or room.cause or ""
-                if outcome in FINAL:
+                if outcome in FINAL and not (outcome is RoomOutcome.ABORTED and room.lost_link):
                     break
         except EngineClosed:
             pass  # The peer is being closed, which the cause reports.

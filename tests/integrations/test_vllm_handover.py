@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support.vllm_contract import BLOCK, DIM, HEADS, LAYERS, KVConnectorRole, configs_of, upon_contract
 from tests.support.vllm_handover import ENGINE, HandoverVllm, request_of
+from tests.support.waits import LIMIT_S
 from tidekv.engine.integrations.vllm.handover.jobs import HANDOVER_COUNTS
 from tidekv.engine.integrations.vllm.handover.settings import HandoverSettings, read_handover
 from tidekv.states.errors import InvalidConfig
@@ -213,6 +215,31 @@ def test_pages_posted_before_a_preemption_are_never_sent(start: Start) -> None:
     decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
     decode.step_until(lambda: decode.loaded)
     assert decode.holds("d", PROMPT)
+
+
+def test_a_prompt_is_sent_in_a_second_room_if_decode_took_a_slow_prefill_for_dead(start: Start) -> None:
+    engine = {**ENGINE, "peer": {"silence_s": 2.0, "heartbeat_s": 0.5}}
+    prefill, decode = start("kv_producer"), start("kv_consumer", engine=engine)
+    address = prefill.scheduler._handover_scheduler._prefill.address
+    params = {"do_remote_prefill": True, "prefill": address, "room": "chosen"}
+    decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
+    prefill.add(to_prefill(room="chosen"), PLACES)
+    prefill.step({"p": 2 * BLOCK})
+    decode.step()
+    thread = prefill.worker._worker._prefill._thread
+    until_s = time.monotonic() + LIMIT_S
+    while not thread.statistics()["rooms_sending"]:
+        assert time.monotonic() < until_s, "decode did not ask for the prompt"
+    # Nothing of prefill runs: decode dials again and has the room aborted, since its blocks are to be written again.
+    thread._loop.post(lambda: time.sleep(3.0))
+    time.sleep(4.0)
+    prefill.compute("p", chunk=BLOCK)
+    prefill.finish("p")
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("d", PROMPT)
+    assert not decode.invalid
+    prefill.step_until(lambda: prefill.freed)
+    assert prefill.counts == {"sends_received": 1}
 
 
 def test_what_prefill_aborts_decode_computes(start: Start) -> None:

@@ -59,6 +59,8 @@ class Room:
         self.tokens = next((promise.tokens for _, promise in promises if promise.tokens is not None), None)
         self.key_seed = first.key_seed
         self.outcome: RoomOutcome | None = None
+        self.lost_link = False
+        """Whether a link of it was lost: decode aborts such a room, and may open another one for the request."""
         self.aborted = asyncio.Event()
         self.room_writers = [RoomWriter(self, send_context, peer, promise) for peer, promise in promises]
         self._send_context = send_context
@@ -255,6 +257,7 @@ class Room:
 
     def abort(self, room_writer: RoomWriter[Room], link: base.Link) -> None:
         """End the room for a decode rank's Abort; Drained is sent on `link` when nothing of its part is in flight."""
+        self.lost_link = self.lost_link or link is not room_writer.peer.link
         room_writer.send_drained_on(link)
         self._fail_others(room_writer, "another decode rank aborted the room")
         self.end(RoomOutcome.ABORTED, "decode aborted the room")
@@ -275,6 +278,7 @@ class Room:
         """Write nothing more, since a link is lost, but keep the room until its lease ends: decode may dial again and
         abort it.
         """
+        self.lost_link = True
         instance = next((each.peer.hello.instance for each in self.room_writers if each.peer.is_lost), "decode")
         self._stop(f"the link to {instance} is lost", is_aborted=True)
 
