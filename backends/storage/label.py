@@ -1,4 +1,4 @@
-"""Label of a namespace: what its pages are of, kept beside them for people who look at a store.
+"""Label of a namespace: what its pages are of, kept beside them for `tidekv store ls`.
 
 The namespace is a digest of these properties, from which they cannot be read. Nothing but tools reads a label, so a
 store without one works as well.

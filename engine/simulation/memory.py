@@ -52,7 +52,7 @@ class SimulatedPool:
         self._writers: dict[int, tuple[object, int]] = {}
         self._readers: dict[int, int] = {}
         self._users: dict[int, str] = {}
-        """Pages that a caller who has begun early may write to."""
+        """Pages that a caller with an early READY may write to."""
         self._layers: dict[int, tuple[int, int]] = {}
         """Tag and number of leading layers in place, of pages that are written layer by layer."""
 

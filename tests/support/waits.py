@@ -10,6 +10,8 @@ LIMIT_S = 120.0
 """Seconds that a wait in a test may take: far longer than it needs on a busy machine."""
 PATIENT = {"query_deadline_s": 60.0, "prefetch_base_s": 60.0, "peer_silence_s": 10.0}
 """Deadlines of an engine that a busy machine does not reach, for tests that are not about deadlines."""
+PATIENT_GROUP = {"silence_s": 30.0, "vote_timeout_s": 60.0, "hold_s": 60.0, "form_timeout_s": LIMIT_S}
+"""Limits of a `RankGroup` whose ranks share a busy machine."""
 
 
 @asynccontextmanager

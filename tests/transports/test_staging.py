@@ -1,4 +1,4 @@
-"""The staging ring: slots have one owner, nobody overtakes, and a wait has a deadline."""
+"""The staging ring: slots have one owner, waits end in order, and a wait has a deadline."""
 
 from __future__ import annotations
 
@@ -322,14 +322,20 @@ async def test_an_abort_frees_slots_of_decode_once_every_writer_has_drained(worl
     assert decode.ring.used_bytes == 0
 
 
-async def test_drained_is_reported_only_after_copies_that_had_begun(world, two_to_one) -> None:
-    prefills, decode = await two_to_one()
+async def rooms_whose_copies_wait(prefills, decode):  # type: ignore[no-untyped-def]
+    """Rooms of all prefill ranks for one page, whose copies from decode's ring have begun and do not end."""
     decode.copies.may_run.clear()
     promised(prefills, decode, pages=1)
     rooms = [await prefill.room("r1") for prefill in prefills]
     for room in rooms:
         await room.send([0], start_token=0)
     await decode.copies.begun.wait()
+    return rooms
+
+
+async def test_drained_is_reported_only_after_copies_that_had_begun(world, two_to_one) -> None:
+    prefills, decode = await two_to_one()
+    rooms = await rooms_whose_copies_wait(prefills, decode)
     decode.receiver.abort("r1", 0)
     for room in rooms:
         await room.received()
@@ -343,12 +349,7 @@ async def test_drained_is_reported_only_after_copies_that_had_begun(world, two_t
 
 async def test_the_death_of_a_writer_is_reported_after_its_copies_and_frees_its_slots(world, two_to_one) -> None:
     prefills, decode = await two_to_one()
-    decode.copies.may_run.clear()
-    promised(prefills, decode, pages=1)
-    rooms = [await prefill.room("r1") for prefill in prefills]
-    for room in rooms:
-        await room.send([0], start_token=0)
-    await decode.copies.begun.wait()
+    await rooms_whose_copies_wait(prefills, decode)
     for prefill in prefills:
         world.network.kill(prefill.transport.instance)
     await decode.wait(events.RoomFailed)

@@ -68,7 +68,7 @@ class DecodeRoom:
             if rank_link in writers:
                 rank_link.number, self.writers = self.writers, self.writers + 1
             else:
-                # No pages, and no further ones: those who write nothing are asked for nothing.
+                # No pages, and no further ones: ranks that write nothing are asked for nothing.
                 rank_link.waiting = [
                     _without_pages(message) for message in rank_link.waiting if isinstance(message, wire.Promise)
                 ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.support.configs import engine_config
-from tests.support.waits import LIMIT_S, PATIENT
+from tests.support.waits import LIMIT_S, PATIENT, PATIENT_GROUP
 from tidekv import (
     ComponentPools,
     DecodeEngine,
@@ -105,10 +105,7 @@ async def instance(storage: str | None = None) -> AsyncIterator[list[Rank]]:
                 rank=rank,
                 ranks=RANKS,
                 address=address,
-                silence_s=30.0,
-                vote_timeout_s=60.0,
-                hold_s=60.0,
-                form_timeout_s=LIMIT_S,
+                **PATIENT_GROUP,
             ),
         )
         entered += [peer, engine]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.configs import engine_config
-from tests.support.waits import LIMIT_S, PATIENT
+from tests.support.waits import LIMIT_S, PATIENT, PATIENT_GROUP
 from tidekv import (
     ComponentPools,
     DecodeEngine,
@@ -162,10 +162,7 @@ async def instance(model: str, over: str, folder: Path) -> AsyncIterator[Instanc
             rank=number,
             ranks=count,
             address=address,
-            silence_s=30.0,
-            vote_timeout_s=60.0,
-            hold_s=60.0,
-            form_timeout_s=LIMIT_S,
+            **PATIENT_GROUP,
         )
         engine = DecodeEngine(
             engine_config(**PATIENT, prefetch="wait_complete", prefetch_threshold_tokens=0),

@@ -1,4 +1,4 @@
-"""Early READY in the core: when layers are reported, what a fault does, and who may still write to which pages."""
+"""Early READY in the core: reports of layers, effects of a fault, and which pages the caller may still write to."""
 
 from __future__ import annotations
 
