@@ -2,20 +2,23 @@
 
 The code that runs is the real one: the bell, and how the polling thread takes what is new. Its lock and its queue are
 stand-ins that stop before each of their calls, each of which is one step under the interpreter's lock, until it is that
-thread's turn. All orders are gone through, depth first: each run repeats a prefix and continues with a runnable thread.
+worker's turn. All orders are gone through, depth first: each run repeats a prefix and continues with a runnable worker.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from greenlet import getcurrent, greenlet
 
 from tidekv.engine.poller import PollerThread, Wakeup, _Flight
+
+if TYPE_CHECKING:
+    import threading
 
 RUNS_MAX = 20_000
 TIMEOUTS_MAX = 2
@@ -24,70 +27,41 @@ TIMEOUTS_MAX = 2
 RINGER, SLEEPER = 0, 1
 
 
-class Unwound(BaseException):
-    """The run is over before this thread is."""
-
-
 class Schedule:
-    """Two threads of which one runs at a time, in a given order; records which could have run instead."""
+    """Two workers of which one runs at a time, in a given order; records which could have run instead.
+
+    They are greenlets: a switch is a call, so the machine's own scheduler and locks have no part in it.
+    """
 
     def __init__(self, order: list[int]) -> None:
         self.order = order
         self.choices: list[list[int]] = []
         self.is_stuck = False
-        self._errors: list[BaseException] = []
-        self._turns = [threading.Semaphore(0), threading.Semaphore(0)]
-        self._back = threading.Semaphore(0)
-        self._can_run: list[Callable[[], bool] | None] = [lambda: True, lambda: True]
+        self._who = RINGER
+        self._scheduler = getcurrent()
+        self._can_run: list[Callable[[], bool]] = [lambda: True, lambda: True]
 
     def step(self, can_run: Callable[[], bool] = lambda: True) -> None:
-        """Called by a thread before each step: waits for its turn, which comes only while it can run."""
-        who = int(threading.current_thread().name)
-        self._can_run[who] = can_run
-        self._back.release()
-        self._wait(who)
+        """Called by a worker before each step: returns at its turn, which comes only while it can run."""
+        self._can_run[self._who] = can_run
+        self._scheduler.switch()
 
     def run(self, *works: Callable[[], None]) -> None:
         """Run both to their end, or until neither can go on."""
-        threads = [
-            threading.Thread(target=self._work, args=(who, work), name=str(who)) for who, work in enumerate(works)
-        ]
-        for thread in threads:
-            thread.start()
-        while any(self._can_run):
-            able = [who for who in (RINGER, SLEEPER) if (asks := self._can_run[who]) is not None and asks()]
+        workers = [greenlet(work) for work in works]
+        while live := [who for who in (RINGER, SLEEPER) if not workers[who].dead]:
+            able = [who for who in live if self._can_run[who]()]
             if not able:
                 self.is_stuck = True
-                break
+                for who in live:
+                    workers[who].throw()
+                return
             at = len(self.choices)
             self.choices.append(able)
             if at == len(self.order):
                 self.order.append(able[0])
-            who = self.order[at]
-            self._turns[who].release()
-            self._back.acquire()
-        self._can_run = [None, None]
-        for thread, turn in zip(threads, self._turns, strict=True):
-            turn.release()
-            thread.join()
-        for error in self._errors:
-            raise error
-
-    def _work(self, who: int, work: Callable[[], None]) -> None:
-        try:
-            self._wait(who)
-            work()
-        except Unwound:
-            return
-        except BaseException as error:
-            self._errors.append(error)
-        self._can_run[who] = None
-        self._back.release()
-
-    def _wait(self, who: int) -> None:
-        self._turns[who].acquire()
-        if self.is_stuck:
-            raise Unwound
+            self._who = self.order[at]
+            workers[self._who].switch()
 
 
 class StepLock:
@@ -147,7 +121,7 @@ class Nothing:
 def one_run(
     order: list[int], *, items: int, pause_s: float, ring: Callable[[Wakeup, Callable[[], None]], None]
 ) -> Schedule:
-    """The loop's thread submits so many, the polling thread takes them, in this order and however it goes on."""
+    """The loop's side submits so many, the polling side takes them, in this order and however it goes on."""
     schedule = Schedule(order)
     poller = PollerThread()
     queue = poller._new = StepQueue()
@@ -182,7 +156,7 @@ def ring_and_put(wakeup: Wakeup, put: Callable[[], None]) -> None:
 def all_runs(
     *, items: int, pause_s: float, ring: Callable[[Wakeup, Callable[[], None]], None] = put_and_ring
 ) -> tuple[int, int]:
-    """Go through every order; how many there are, and in how many neither thread could go on."""
+    """Go through every order; how many there are, and in how many neither could go on."""
     order: list[int] = []
     runs = stuck = 0
     while True:
@@ -190,7 +164,7 @@ def all_runs(
         runs += 1
         stuck += schedule.is_stuck
         assert runs < RUNS_MAX, "there are more orders than were meant to be gone through"
-        # The last place where the other thread could have run and has not done so yet.
+        # The last place where the other worker could have run and has not done so yet.
         order, choices = schedule.order, schedule.choices
         while order and (len(choices[len(order) - 1]) < 2 or order[-1] == SLEEPER):
             order.pop()
