@@ -102,7 +102,7 @@ async def test_another_loop_is_refused_and_changes_nothing(make_pair) -> None:
 class Refusing(LoopbackTransport):
     """A transport that takes no memory."""
 
-    async def register(self, memory: object) -> None:
+    async def register(self, *memories: object) -> None:
         raise InvalidConfig("no memory today")
 
 

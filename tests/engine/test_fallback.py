@@ -77,7 +77,12 @@ async def in_storage_only(pair, storage: FaultyStorage) -> None:
 async def test_storage_faults_are_made_good_by_prefill(make_pair, fault: str, from_storage: int) -> None:
     storage = FaultyStorage(open_storage("memory:?capacity=64MiB"))
     async with make_pair(
-        storage=storage, fetch_run_pages=4, query_deadline_s=0.05, prefetch_base_s=0.05, close_deadline_s=5.0
+        storage=storage,
+        fetch_run_pages=4,
+        prefetch="timeout",
+        query_deadline_s=0.05,
+        prefetch_base_s=0.05,
+        close_deadline_s=5.0,
     ) as pair:
         await in_storage_only(pair, storage)
         storage.fault = fault

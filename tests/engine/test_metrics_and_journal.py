@@ -123,7 +123,8 @@ async def run_with_faults(pair: Any, storage: MoodyStorage) -> None:
 async def test_every_counter_follows_from_the_journal(make_pair, tmp_path: Path) -> None:
     path = tmp_path / "run.journal"
     storage = MoodyStorage(open_storage("memory:?capacity=64MiB"))
-    limits = {"query_deadline_s": 0.05, "prefetch_base_s": 0.05, "fetch_run_pages": 16, "close_deadline_s": 5.0}
+    limits = {"prefetch": "timeout", "query_deadline_s": 0.05, "prefetch_base_s": 0.05}
+    limits |= {"fetch_run_pages": 16, "close_deadline_s": 5.0}
     # The speed of this machine must not determine what is fetched.
     limits["fetch_deadline_share"] = 0.0
     async with make_pair(

@@ -54,7 +54,7 @@ async def test_a_slow_disk_delays_only_who_reads_from_it(
     async with (
         asyncio.timeout(LIMIT_S),
         prefill_over_nixl() as prefill,
-        decode_over_nixl([prefill.address], storage=storage, prefetch_base_s=LIMIT_S) as decode,
+        decode_over_nixl([prefill.address], storage=storage, prefetch="timeout", prefetch_base_s=LIMIT_S) as decode,
     ):
         await in_storage_only(decode, stored)
         storage.gate.close_gate()
@@ -79,7 +79,7 @@ async def test_who_reads_from_a_disk_that_hangs_is_served_by_prefill(
     async with (
         asyncio.timeout(LIMIT_S),
         prefill_over_nixl() as prefill,
-        decode_over_nixl([prefill.address], storage=storage, prefetch_base_s=0.1) as decode,
+        decode_over_nixl([prefill.address], storage=storage, prefetch="timeout", prefetch_base_s=0.1) as decode,
     ):
         await in_storage_only(decode, stored)
         storage.gate.close_gate()

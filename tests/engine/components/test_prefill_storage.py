@@ -63,7 +63,7 @@ async def pair(
         storage=storage() if writes else None,
     )
     engine = DecodeEngine(
-        engine_config(**PATIENT, prefetch="wait_complete", prefetch_threshold_tokens=0),
+        engine_config(**PATIENT, prefetch_threshold_tokens=0),
         device=device,
         host=HostPool.allocate(FULL, 48),
         components=ours,

@@ -165,7 +165,7 @@ async def instance(model: str, over: str, folder: Path) -> AsyncIterator[Instanc
             **PATIENT_GROUP,
         )
         engine = DecodeEngine(
-            engine_config(**PATIENT, prefetch="wait_complete", prefetch_threshold_tokens=0),
+            engine_config(**PATIENT, prefetch_threshold_tokens=0),
             device=device,
             host=HostPool.allocate(full, 1000),
             components=ours,
