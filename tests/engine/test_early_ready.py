@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 import pytest
 
+from tests.support.fault_hooks import LayerGate
 from tidekv import InvalidRequest, LayersLost, RequestFailed
-from tidekv.backends.copies import cpu_moves
 from tidekv.engine.decode.values import ReadyRequest
 from tidekv.states.commands import ReportEarly
 
@@ -17,33 +16,9 @@ PROMPT = list(range(100, 142))  # Ten pages of four tokens and a tail of two.
 LAYERS = 2
 
 
-class Gate:
-    """Holds copies by layer before each layer but the first, on the thread of the copies; may fail one."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened = [threading.Event() for _ in range(LAYERS)]
-        self.opened[0].set()
-        self.fails = False
-        copy = cpu_moves._GroupMover.layer_to_device
-
-        def held(mover: Any, host_pages: Any, device_pages: Any, runs: Any, layer: int) -> None:
-            self.opened[layer].wait(60)
-            if self.fails:
-                raise ZeroDivisionError("a bug of the copy")
-            copy(mover, host_pages, device_pages, runs, layer)
-
-        monkeypatch.setattr(cpu_moves._GroupMover, "layer_to_device", held)
-
-    def open(self, *, fails: bool = False) -> None:
-        """Let the copy go on to its end, or fail there."""
-        self.fails = fails
-        for event in self.opened:
-            event.set()
-
-
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    return Gate(monkeypatch)
+def gate(monkeypatch: pytest.MonkeyPatch) -> LayerGate:
+    return LayerGate(LAYERS, patch=monkeypatch.setattr)
 
 
 async def on_host(pair: Any) -> None:
@@ -79,12 +54,12 @@ async def with_reference(pair: Any) -> None:
         row.zero_()
 
 
-async def test_the_caller_uses_the_first_layer_while_the_second_is_on_its_way(make_pair, gate: Gate) -> None:
+async def test_the_caller_uses_the_first_layer_while_the_second_is_on_its_way(make_pair, gate: LayerGate) -> None:
     async with make_pair() as pair:
         await on_host(pair)
         gate.open()
         await with_reference(pair)
-        gate.opened[1].clear()
+        gate.close()
         ready = await begin(pair)
         await ready.wait_layer(0)
         assert ready.layers_in_place == 1
@@ -105,7 +80,7 @@ async def test_the_caller_uses_the_first_layer_while_the_second_is_on_its_way(ma
         await pair.assert_nothing_held()
 
 
-async def test_room_grown_before_ready_is_the_callers_and_counted(make_pair, gate: Gate) -> None:
+async def test_room_grown_before_ready_is_the_callers_and_counted(make_pair, gate: LayerGate) -> None:
     async with make_pair(growth_reserve_pages=2) as pair:
         await on_host(pair)
         ready = await begin(pair)
@@ -119,7 +94,7 @@ async def test_room_grown_before_ready_is_the_callers_and_counted(make_pair, gat
         await pair.assert_nothing_held()
 
 
-async def test_a_request_without_the_option_waits_for_all_layers(make_pair, gate: Gate) -> None:
+async def test_a_request_without_the_option_waits_for_all_layers(make_pair, gate: LayerGate) -> None:
     async with make_pair() as pair:
         await on_host(pair)
         ready = await pair.restore("plain", PROMPT)
@@ -128,7 +103,7 @@ async def test_a_request_without_the_option_waits_for_all_layers(make_pair, gate
         await pair.finish(ready, PROMPT, [1])
 
 
-async def test_a_failed_layer_raises_once_and_the_restore_goes_on_by_prefill(make_pair, gate: Gate) -> None:
+async def test_a_failed_layer_raises_once_and_the_restore_goes_on_by_prefill(make_pair, gate: LayerGate) -> None:
     async with make_pair() as pair:
         await on_host(pair)
         ready = await begin(pair)
@@ -147,7 +122,7 @@ async def test_a_failed_layer_raises_once_and_the_restore_goes_on_by_prefill(mak
         await pair.assert_nothing_held()
 
 
-async def test_a_deadline_between_layers_is_a_loss_and_then_the_failure(make_pair, gate: Gate) -> None:
+async def test_a_deadline_between_layers_is_a_loss_and_then_the_failure(make_pair, gate: LayerGate) -> None:
     async with make_pair() as pair:
         await on_host(pair)
         ready = await begin(pair, deadline_s=0.3)
@@ -162,7 +137,7 @@ async def test_a_deadline_between_layers_is_a_loss_and_then_the_failure(make_pai
         await pair.assert_nothing_held()
 
 
-async def test_an_abort_after_the_failure_ends_the_use(make_pair, gate: Gate) -> None:
+async def test_an_abort_after_the_failure_ends_the_use(make_pair, gate: LayerGate) -> None:
     async with make_pair() as pair:
         await on_host(pair)
         ready = await begin(pair, deadline_s=0.3)
@@ -174,7 +149,7 @@ async def test_an_abort_after_the_failure_ends_the_use(make_pair, gate: Gate) ->
 
 
 @pytest.mark.parametrize("by", ["abort", "cancel"])
-async def test_an_abort_between_layers_gives_everything_back(make_pair, gate: Gate, by: str) -> None:
+async def test_an_abort_between_layers_gives_everything_back(make_pair, gate: LayerGate, by: str) -> None:
     async with make_pair() as pair:
         await on_host(pair)
         restore = asyncio.create_task(begin(pair))
@@ -200,7 +175,7 @@ async def test_an_abort_between_layers_gives_everything_back(make_pair, gate: Ga
         await pair.assert_nothing_held()
 
 
-async def test_the_end_of_the_engine_ends_the_wait(make_pair, gate: Gate) -> None:
+async def test_the_end_of_the_engine_ends_the_wait(make_pair, gate: LayerGate) -> None:
     async with make_pair(close_deadline_s=5.0) as pair:
         await on_host(pair)
         ready = await begin(pair)
@@ -211,7 +186,7 @@ async def test_the_end_of_the_engine_ends_the_wait(make_pair, gate: Gate) -> Non
         await waiting
 
 
-async def test_a_layer_that_does_not_exist_is_refused(make_pair, gate: Gate) -> None:
+async def test_a_layer_that_does_not_exist_is_refused(make_pair, gate: LayerGate) -> None:
     async with make_pair() as pair:
         await on_host(pair)
         ready = await begin(pair)
@@ -223,7 +198,7 @@ async def test_a_layer_that_does_not_exist_is_refused(make_pair, gate: Gate) -> 
         await pair.finish(ready, PROMPT, [1])
 
 
-async def test_with_checksums_no_layer_is_reported_before_all_are_verified(make_pair, gate: Gate) -> None:
+async def test_with_checksums_no_layer_is_reported_before_all_are_verified(make_pair, gate: LayerGate) -> None:
     async with make_pair(page_checksums=True) as pair:
         await on_host(pair)
         ready = await begin(pair)

@@ -10,9 +10,10 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tidekv.backends.base import Pollable, Poller
+from tidekv.backends.copies import cpu_moves
 from tidekv.engine.poller import PollerThread, StreamDrive
 from tidekv.transports.base import Ended, Stream, Turn
 
@@ -216,3 +217,53 @@ class GatedStorage:
         """See `Storage.register`. The gate exists from now on."""
         self.gate = GatedPoller(poller)
         await self._inner.register(pool, buffer_of, namespace=namespace, poller=self.gate)
+
+
+class LayerGate:
+    """Holds copies by layer before each layer but the first, on the thread of the copies, or lets them fail there.
+
+    It covers all copiers of the process: use one gate at a time. `patch` is `setattr`, or that of a test's monkeypatch.
+    """
+
+    def __init__(self, layer_count: int, *, patch: Callable[[object, str, object], None] = setattr) -> None:
+        self.layers = [threading.Event() for _ in range(layer_count)]
+        """For each layer, set if copies may go on to it."""
+        self.before_layer: Callable[[int], None] = _pass
+        """Called on the thread of the copies before each layer that is not held; an exception fails the copy."""
+        copy = cpu_moves._GroupMover.layer_to_device
+
+        # Any: the arguments of the mover, passed on.
+        def held(mover: Any, host_pages: Any, device_pages: Any, runs: Any, layer: int) -> None:
+            self.layers[layer].wait(_GATE_S)
+            self.before_layer(layer)
+            copy(mover, host_pages, device_pages, runs, layer)
+
+        patch(cpu_moves._GroupMover, "layer_to_device", held)
+        self.close()
+
+    def close(self, first: int = 1) -> None:
+        """Hold copies before layer `first`, and let layers before it pass."""
+        self.before_layer = _pass
+        for layer, opened in enumerate(self.layers):
+            if layer < first:
+                opened.set()
+            else:
+                opened.clear()
+
+    def open(self, *, fails: bool = False) -> None:
+        """Let the copies go on to their end, or fail at their next layer."""
+        self.before_layer = _fail if fails else _pass
+        for opened in self.layers:
+            opened.set()
+
+
+_GATE_S = 120.0
+"""Maximum seconds for which a copy is held; a test that forgets to open the gate still ends."""
+
+
+def _pass(layer: int) -> None:
+    """Do nothing before a layer."""
+
+
+def _fail(layer: int) -> None:
+    raise ZeroDivisionError("a bug of the copy")

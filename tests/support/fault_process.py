@@ -58,6 +58,10 @@ class Turn(Message, frozen=True, kw_only=True):
     output: list[int]
 
 
+class EarlyTurn(Turn, frozen=True, kw_only=True):
+    """Begin a turn with its first layer, and hold copies before the next one. Answered by Begun."""
+
+
 class Settle(Message, frozen=True, kw_only=True):
     """Wait until nothing is in flight except operations that wait for the test. Answered by Done."""
 
@@ -90,6 +94,12 @@ class Served(Message, frozen=True, kw_only=True):
     wrong: list[int]
 
 
+class Begun(Message, frozen=True, kw_only=True):
+    """The caller has the first `layers` layers; the others are held."""
+
+    layers: int
+
+
 class Failed(Message, frozen=True, kw_only=True):
     """Failure of a request."""
 
@@ -104,7 +114,20 @@ class Closed(Message, frozen=True, kw_only=True):
 
 
 AnyMessage: TypeAlias = (
-    Halt | Open | AskCounts | Turn | Settle | Ready | Done | Halted | Counts | Served | Failed | Closed
+    Halt
+    | Open
+    | AskCounts
+    | Turn
+    | EarlyTurn
+    | Settle
+    | Ready
+    | Done
+    | Halted
+    | Counts
+    | Served
+    | Begun
+    | Failed
+    | Closed
 )
 M = TypeVar("M", bound=Message)
 Order = TypeVar("Order", bound=msgspec.Struct)

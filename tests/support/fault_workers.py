@@ -10,7 +10,8 @@ import asyncio
 import msgspec
 
 from tests.support import fault_process as said
-from tests.support.fault_hooks import GatedPoller, GatedStorage
+from tests.support.fault_hooks import GatedPoller, GatedStorage, LayerGate
+from tidekv.backends.copies.pieces import layer_count
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import pack_tokens
@@ -107,7 +108,9 @@ async def serve_decode(line: said.Line, order: DecodeOrder) -> None:
             telling = group.create_task(_tell_halts(line, storage.gate))
             line.say(said.Ready())
             async for message in line:
-                if isinstance(message, said.Turn):
+                if isinstance(message, said.EarlyTurn):
+                    group.create_task(_begin_early(line, engine, device, message))
+                elif isinstance(message, said.Turn):
                     group.create_task(_take_turn(line, engine, kv, message))
                 elif isinstance(message, said.AskCounts):
                     line.say(said.Counts(counts=_core_counts(engine)))
@@ -133,6 +136,18 @@ async def _take_turn(line: said.Line, engine: DecodeEngine, kv: SyntheticKV, tur
     wrong = kv.verify(ready.pages[: len(digests)].tolist(), digests)
     await finish_turn(engine, kv, ready, turn.tokens, turn.output)
     line.say(said.Served(request_id=turn.request_id, sources=dict(ready.sources), wrong=wrong))
+
+
+async def _begin_early(line: said.Line, engine: DecodeEngine, device: DevicePool, turn: said.EarlyTurn) -> None:
+    layers = layer_count(device)
+    LayerGate(layers)
+    ready = await engine.restore(
+        DecodeRequest(
+            request_id=turn.request_id, tokens=turn.tokens, prefill=turn.prefill, send_prompt=True, early=True
+        )
+    )
+    await ready.wait_layer(0)
+    line.say(said.Begun(layers=layers if ready.layers_in_place is None else ready.layers_in_place))
 
 
 async def finish_turn(
