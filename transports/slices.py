@@ -83,17 +83,17 @@ def partition(hello: wire.Hello, *, kind: str, heads: int) -> HeadPartition:
     A group with as many heads as the pages is distributed as they are; `kv_heads_total` counts the heads of the pages.
     Raises InvalidConfig.
     """
-    check_stages(ranks=hello.ranks, stages=hello.stages)
+    check_stages(ranks=hello.ranks // hello.contexts, stages=hello.stages)
     is_like_pages = (kind, heads) == (hello.identity.kind, hello.identity.kv_heads)
     total = hello.kv_heads_total if is_like_pages else 0
-    return partition_of(ranks=hello.ranks // hello.stages, heads=heads, kind=kind, total=total)
+    return partition_of(ranks=hello.width, heads=heads, kind=kind, total=total)
 
 
 def total_of(hello: wire.Hello) -> int:
     """Number of KV heads of the sender's model, as far as its ranks determine it."""
     if hello.kv_heads_total or hello.identity.kind == "mla":
         return hello.kv_heads_total or hello.identity.kv_heads
-    return hello.identity.kv_heads * hello.ranks // hello.stages
+    return hello.identity.kv_heads * hello.width
 
 
 def cuts_of(
@@ -138,7 +138,7 @@ def record_cuts_of(
     """
     there, here = records
     (_, their_place), (_, our_place) = _place_of(decode), _place_of(prefill)
-    widths = decode.ranks // decode.stages, prefill.ranks // prefill.stages
+    widths = decode.width, prefill.width
     for theirs, ours in zip(groups_of(there), groups_of(here), strict=True):
         layers = layer_slice_of(_layers_of(decode, theirs.layers), _layers_of(prefill, ours.layers))
         if layers is None:
@@ -340,4 +340,6 @@ def _layers_of(hello: wire.Hello, layers: int) -> StageLayers:
 
 
 def _place_of(hello: wire.Hello) -> tuple[int, int]:
-    return stage_of(hello.rank, ranks=hello.ranks, stages=hello.stages)
+    """The stage of a rank, and its number there. The ranks of all contexts hold the same layers and heads."""
+    ranks = hello.ranks // hello.contexts
+    return stage_of(hello.rank % ranks, ranks=ranks, stages=hello.stages)

@@ -77,8 +77,8 @@ class PrefillPeer:
 
     With `components` (sliding windows and state snapshots of the model), decode requests, for each component, the part
     of its tail at the prompt's end that decode does not have. `room.component_pages` lists these parts;
-    `await room.send_tail(name, pages)` sends one. All of them must be sent before `finish`, which otherwise raises.
-    Decode workers must have the same components.
+    `await room.send_component_pages(name, pages)` sends one. All of them must be sent before `finish`, which otherwise
+    raises. Decode workers must have the same components.
 
     With `storage`, the full pages of each finished prompt are written through to it, under the keys that decode workers
     of the same model and layout use: what prefill computed, all of them hit. That needs the prompt's tokens: they come
@@ -113,6 +113,8 @@ class PrefillPeer:
         ranks: int = 1,
         kv_heads_total: int = 0,
         stages: int = 1,
+        contexts: int = 1,
+        stripe_pages: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Check the arguments and open nothing. Raises InvalidConfig.
@@ -129,6 +131,10 @@ class PrefillPeer:
         `kv_heads_total`: KV heads of the model, needed if there are more ranks than heads; 0 means the sum of the heads
         of all ranks. `stages`: number of pipeline stages that the ranks form, counted stage by stage; if decode has
         another number, all stages of each end must have equally many layers.
+
+        `contexts`: number of context-parallel groups that the ranks form, counted context by context, each with all
+        stages. Every rank holds, and sends, a part of each prompt's pages: stripes of `stripe_pages` pages in turns, or
+        with 0 one run of pages (`room.held`). Not with `storage`.
         """
         checked(model, Text, "model", InvalidConfig)
         checked(listen, Text, "listen", InvalidConfig)
@@ -139,8 +145,14 @@ class PrefillPeer:
         checked(bigram_keys, bool, "bigram_keys", InvalidConfig)
         checked(rank, Count, "rank", InvalidConfig)
         checked(kv_heads_total, Count, "kv_heads_total", InvalidConfig)
-        for name, count in (("ranks", ranks), ("stages", stages)):
+        checked(stripe_pages, Count, "stripe_pages", InvalidConfig)
+        for name, count in (("ranks", ranks), ("stages", stages), ("contexts", contexts)):
             checked(count, PositiveCount, name, InvalidConfig)
+        if contexts > 1 and storage is not None:
+            raise InvalidConfig(
+                f"a prefill peer of {contexts} contexts holds a part of each prompt, and cannot write prompts to"
+                " storage: let the decode workers store them, or use contexts=1"
+            )
         if settings is not None:
             checked(settings, RoomSettings, "settings", InvalidConfig)
         if store_settings is not None:
@@ -198,6 +210,8 @@ class PrefillPeer:
             ranks=ranks,
             kv_heads_total=kv_heads_total,
             stages=stages,
+            contexts=contexts,
+            stripe_pages=stripe_pages,
             settings=settings,
             hashing=self._checksum_thread,
             staging=None if self._staging is None else self._staging.staging,

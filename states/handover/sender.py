@@ -18,6 +18,9 @@ pages that cover it, for a state one snapshot. Decode requests the positions tha
 requests nothing. Prefill has component pages only after it has computed the whole prompt, so it hands them over at
 once. They are written in parts, and reported when the last part is in place.
 
+A context-parallel rank holds a part of the pages (`tidekv.states.handover.context_parts`). It takes over and writes
+only those; its cursors and chunks pass over the others, so a chunk reports the pages of its range that this rank holds.
+
 Ownership: prefill's pages stay with its engine, which keeps them until decode has received the room or the room is
 drained; decode's pages stay with decode's request. This module performs no I/O and knows no time.
 """
@@ -25,13 +28,17 @@ drained; decode's pages stay with decode's request. This module performs no I/O 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from tidekv.states.components.specs import ComponentPages
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
+from tidekv.states.handover.context_parts import EVERY_PAGE, ContextPart
 from tidekv.states.types import PageIds, page_ids
+
+ELSEWHERE = -1
+"""In place of the id of a page that another context-parallel rank holds."""
 
 
 class ComponentRequest(msgspec.Struct, frozen=True):
@@ -45,7 +52,7 @@ class ComponentRequest(msgspec.Struct, frozen=True):
 
 
 class ComponentPart(msgspec.Struct, frozen=True):
-    """One write: pages of one component at positions from `first` on, prefill's and decode's."""
+    """One write: pages of one component, prefill's and decode's; `first` is the position of the first of them."""
 
     component: str
     first: int
@@ -63,10 +70,13 @@ class ComponentReady(msgspec.Struct, frozen=True):
 class _ComponentTransfer(msgspec.Struct):
     """Progress of one component: `posted` pages are being written or in place, `landed` pages are in place.
 
-    `checksums` has those of the landed parts, by their first position.
+    `positions` are those of the requested pages that this rank holds, `theirs` their destinations. `checksums` has
+    those of the landed parts, by their first position.
     """
 
     requested: ComponentPages
+    positions: list[int]
+    theirs: PageIds
     ours: PageIds | None = None
     posted: int = 0
     landed: int = 0
@@ -75,14 +85,14 @@ class _ComponentTransfer(msgspec.Struct):
 
     @property
     def is_landed(self) -> bool:
-        return self.landed == len(self.requested.pages)
+        return self.landed == len(self.theirs)
 
 
 class SenderComponents:
     """Component pages of one room, at the sending side."""
 
-    def __init__(self, requested: Iterable[ComponentPages], *, page_count: int) -> None:
-        """Take over the requests for a prompt of `page_count` pages.
+    def __init__(self, requested: Iterable[ComponentPages], *, page_count: int, part: ContextPart = EVERY_PAGE) -> None:
+        """Take over the requests for a prompt of `page_count` pages, of which this rank holds `part`.
 
         Raises RemoteProtocolError if they contradict each other or the prompt.
         """
@@ -98,7 +108,9 @@ class SenderComponents:
                 )
             if len(set(one.pages)) != count:
                 raise RemoteProtocolError(f"decode names a page of component {name!r} twice: one content would be lost")
-            self._component_pages[name] = _ComponentTransfer(one)
+            positions = part.held(range(one.first, one.first + count), page_count)
+            theirs = page_ids(one.pages[at - one.first] for at in positions)
+            self._component_pages[name] = _ComponentTransfer(one, positions, theirs)
 
     @property
     def requested(self) -> dict[str, ComponentRequest]:
@@ -110,17 +122,13 @@ class SenderComponents:
 
     @property
     def unsent(self) -> list[str]:
-        """Components whose pages were requested and have not been handed over yet."""
-        return [
-            name
-            for name, transfer in self._component_pages.items()
-            if transfer.requested.pages and transfer.ours is None
-        ]
+        """Components whose pages were requested of this rank and have not been handed over yet."""
+        return [name for name, transfer in self._component_pages.items() if transfer.theirs and transfer.ours is None]
 
     @property
     def pages_unlanded(self) -> int:
         """Number of requested pages that are not in place."""
-        return sum(len(transfer.requested.pages) - transfer.landed for transfer in self._component_pages.values())
+        return sum(len(transfer.theirs) - transfer.landed for transfer in self._component_pages.values())
 
     @property
     def are_landed(self) -> bool:
@@ -128,7 +136,7 @@ class SenderComponents:
         return all(transfer.is_landed for transfer in self._component_pages.values())
 
     def send(self, component: str, pages: PageIds) -> None:
-        """Hand over a component's pages: one for each requested position.
+        """Hand over a component's pages: one for each requested position that this rank holds.
 
         A repetition changes nothing, nor do pages of a component that was not requested. Raises InvalidRequest, and
         then changes nothing.
@@ -140,10 +148,11 @@ class SenderComponents:
         requested = transfer.requested
         if not requested.pages:
             return
-        if len(pages) != len(requested.pages):
+        if len(pages) != len(transfer.theirs):
+            part = "" if len(transfer.theirs) == len(requested.pages) else f", {len(transfer.theirs)} of this rank"
             raise InvalidRequest(
                 f"{len(pages)} pages of component {component!r} were given; decode requests {len(requested.pages)}, at"
-                f" positions [{requested.first}, {requested.first + len(requested.pages)})"
+                f" positions [{requested.first}, {requested.first + len(requested.pages)}){part}"
             )
         if transfer.ours not in (None, pages):
             raise InvalidRequest(f"other pages of component {component!r} were sent before")
@@ -161,8 +170,8 @@ class SenderComponents:
         for name, transfer in self._component_pages.items():
             if transfer.ours is not None and transfer.posted < len(transfer.ours):
                 part = slice(transfer.posted, transfer.posted + pages_max)
-                first = transfer.requested.first + transfer.posted
-                ours, theirs = transfer.ours[part], transfer.requested.pages[part]
+                first = transfer.positions[transfer.posted]
+                ours, theirs = transfer.ours[part], transfer.theirs[part]
                 transfer.posted += len(ours)
                 return ComponentPart(name, first, ours, theirs)
         return None
@@ -188,7 +197,9 @@ SPANS_MAX = 1024
 
 
 class WriteJob(msgspec.Struct, frozen=True):
-    """One write for a span: `our_pages` over `their_pages`, pages [first, first + len(our_pages)) of the prompt."""
+    """One write for a span: `our_pages` over `their_pages`, the pages of the prompt from `first` on that this rank
+    holds. Without pages nothing is written: other ranks hold the pages that the job passes over.
+    """
 
     span: int
     first: int
@@ -199,7 +210,8 @@ class WriteJob(msgspec.Struct, frozen=True):
 class ChunkReady(msgspec.Struct, frozen=True):
     """A report for decode: pages [first, first + count) of the prompt are in place for this span.
 
-    `checksums` are those that `SenderRoom.settle` was given for the pages, joined.
+    They are in place as far as this rank holds them. `checksums` are those that `SenderRoom.settle` was given for the
+    pages, joined.
     """
 
     span: int
@@ -252,12 +264,16 @@ class SenderRoom:
         page_size: int,
         pages: PageIds,
         component_pages: Iterable[ComponentPages] = (),
+        part: ContextPart = EVERY_PAGE,
     ) -> None:
-        """Take over a promise. Raises RemoteProtocolError if it contradicts itself."""
+        """Take over a promise; this rank holds `part` of the pages. Raises RemoteProtocolError if it contradicts
+        itself.
+        """
         self.prompt_tokens = prompt_tokens
         self.decode_prefix_len = decode_prefix_len
         self.page_size = page_size
         self.page_count = -(-prompt_tokens // page_size)
+        self.part = part
         self.finished = False
         self.stopped: str | None = None
         self.in_flight = 0
@@ -276,7 +292,7 @@ class SenderRoom:
                 f"decode gave {len(pages)} pages for what it did not promise,"
                 f" which is {self.page_count - decode_prefix_len // page_size}"
             )
-        self.component_pages = SenderComponents(component_pages, page_count=self.page_count)
+        self.component_pages = SenderComponents(component_pages, page_count=self.page_count, part=part)
 
     @property
     def is_drained(self) -> bool:
@@ -295,25 +311,31 @@ class SenderRoom:
     @property
     def pages_unlanded(self) -> int:
         """Number of requested pages that are not in place, those of components included."""
-        requested = sum(len(span.pages) for span in self._spans.values())
+        requested = sum(len(self._held(span.first, span.end)) for span in self._spans.values())
         return requested - self.pages_landed + self.component_pages.pages_unlanded
 
     @property
     def computed_pages(self) -> int:
-        """Number of leading prompt pages that prefill has handed over."""
+        """Number of leading prompt pages that prefill has handed over, or passed over as those of other ranks."""
         return len(self._ours)
 
     @property
     def computed(self) -> PageIds:
-        """The handed over pages, from the first page of the prompt on; a new list."""
+        """The handed over pages, from the first page of the prompt on, `ELSEWHERE` for those of other ranks; a new
+        list.
+        """
         return self._ours[:]
 
     def remember(self, pages: PageIds, *, start_token: int, end_token: int | None = None) -> None:
         """Take pages over: prefill has computed tokens [start_token, end_token), by default to the end of `pages`.
 
-        Chunks follow the order of the prompt; repeating one changes nothing. A page that is not full is left to the
-        next chunk, unless it ends the prompt. Raises InvalidRequest, and then changes nothing.
+        With context parallelism `pages` are those that this rank holds of these tokens, and `end_token` is required:
+        pages of other ranks are passed over. Chunks follow the order of the prompt; repeating one changes nothing. A
+        page that is not full is left to the next chunk, unless it ends the prompt. Raises InvalidRequest, and then
+        changes nothing.
         """
+        if self.part.contexts > 1:
+            pages = self._with_others(pages, start_token, end_token)
         reach = min(start_token + len(pages) * self.page_size, self.prompt_tokens)
         end_token = reach if end_token is None else end_token
         first = start_token // self.page_size
@@ -401,14 +423,19 @@ class SenderRoom:
         if self.stopped is not None:
             return None
         for span in self._spans.values():
-            first, end = span.cursor, min(self._writable_end(span), span.cursor + pages_max)
+            first, end = span.cursor, self._writable_end(span)
             if first < end:
+                # The pages of other ranks cost nothing, so a write reaches over them to its full size.
+                held = self._held(first, end)
+                if len(held) > pages_max:
+                    held, end = held[:pages_max], held[pages_max]
                 span.cursor = end
                 span.ended = self.finished and end == span.end
                 span.posted.append(_Posted(first, end - first, span.ended, landed=False))
                 self.in_flight += 1
-                theirs = span.pages[first - span.first : end - span.first]
-                return WriteJob(span.number, first, self._ours[first:end], theirs)
+                return WriteJob(
+                    span.number, first, _picked(self._ours, held, first=0), _picked(span.pages, held, first=span.first)
+                )
         # Full pages first: component pages delay only the last chunk of span 0.
         part = self.component_pages.next_part(pages_max=pages_max)
         self.in_flight += part is not None
@@ -472,6 +499,27 @@ class SenderRoom:
             raise RemoteProtocolError(f"decode names a page twice in span {number}: one content would be lost")
         self._spans[number] = _Span(number, first, pages, cursor=first)
 
+    def _held(self, first: int, end: int) -> Sequence[int]:
+        """The pages of the prompt in [first, end) that this rank holds."""
+        return range(first, end) if self.part.contexts == 1 else self.part.held(range(first, end), self.page_count)
+
+    def _with_others(self, pages: PageIds, start_token: int, end_token: int | None) -> PageIds:
+        """The pages of these tokens, with a placeholder for each that another rank holds. Raises InvalidRequest."""
+        if end_token is None or not 0 <= start_token <= end_token <= self.prompt_tokens:
+            raise InvalidRequest(
+                f"tokens [{start_token}, {end_token}) of a prompt of {self.prompt_tokens} tokens cannot be sent by a"
+                " context-parallel rank, which must name the end of the tokens that were computed"
+            )
+        numbers = range(start_token // self.page_size, -(-end_token // self.page_size))
+        held = self._held(numbers.start, numbers.stop)
+        if len(held) != len(pages):
+            raise InvalidRequest(
+                f"{len(pages)} pages were given for tokens [{start_token}, {end_token}); context {self.part.context} of"
+                f" {self.part.contexts} holds {len(held)} of these"
+            )
+        ours = iter(pages)
+        return page_ids(next(ours) if self.part.holds(at, self.page_count) else ELSEWHERE for at in numbers)
+
     def _writable_end(self, span: _Span) -> int:
         """The end of the pages that can be written now."""
         return min(span.end, len(self._ours))
@@ -481,3 +529,10 @@ class SenderRoom:
         assert span.cursor == span.first, "a span is refused before any of its pages is written"
         del self._spans[span.number]
         self._refusals.append(SpanRefused(span.number, f"prefill sent only {len(self._ours)} pages of this room"))
+
+
+def _picked(pages: PageIds, numbers: Sequence[int], *, first: int) -> PageIds:
+    """The pages with these ascending numbers, in a list that begins with number `first`."""
+    if isinstance(numbers, range):
+        return pages[numbers.start - first : numbers.stop - first]
+    return page_ids(pages[number - first] for number in numbers)

@@ -39,6 +39,8 @@ PREFILLS = {
     "mla 4": Instance(ranks=4, heads=1, total=1, kind="mla"),
     "window 2": Instance(ranks=2, heads=2, total=4, window_tokens=10),
     "mla window 2": Instance(ranks=2, heads=1, total=1, kind="mla", window_tokens=10),
+    "2 contexts": Instance(ranks=2, heads=4, total=4, contexts=2),
+    "2 contexts of 2": Instance(ranks=4, heads=2, total=4, contexts=2, stripe_pages=1, window_tokens=10),
 }
 PROMPT = list(range(7, 7 + 30))
 
@@ -72,6 +74,11 @@ def prefills() -> Iterator[dict[str, str]]:
         ("window 2", Instance(ranks=4, heads=1, total=4, window_tokens=10)),
         ("window 2", Instance(ranks=1, heads=4, total=4, window_tokens=10)),
         ("mla window 2", Instance(ranks=4, heads=1, total=1, kind="mla", window_tokens=10)),
+        ("2 contexts", Instance(ranks=1, heads=4, total=4)),
+        ("2 contexts", Instance(ranks=2, heads=2, total=4)),
+        ("2 contexts of 2", Instance(ranks=1, heads=4, total=4, window_tokens=10)),
+        ("2 contexts of 2", Instance(ranks=2, heads=2, total=4, window_tokens=10)),
+        ("2 contexts of 2", Instance(ranks=4, heads=1, total=4, window_tokens=10)),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value.ranks} x {value.heads}",
 )

@@ -35,7 +35,7 @@ FIRST_TOKEN = 11
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """A model on several ranks, each with `heads` of `total`.
+    """A model on several ranks, each with `heads` of `total`; with `contexts`, each of a part of the pages.
 
     With `window_tokens` it also has a window, with heads distributed over the ranks like those of the pages.
     """
@@ -49,6 +49,8 @@ class Instance(msgspec.Struct, frozen=True):
     page_size: int = 4
     dtype: str = "float16"
     window_tokens: int = 0
+    contexts: int = 1
+    stripe_pages: int = 0
 
     def layout(self) -> KVLayout:
         """Return the layout of one rank."""
@@ -74,8 +76,9 @@ class Instance(msgspec.Struct, frozen=True):
 
     def pages_of(self, rank: int, pool: DevicePool) -> HeadPages:
         """Return the expected content of a rank's pool, for its pages or its window."""
-        held = partition_of(ranks=self.ranks, heads=self.heads, kind=self.kind, total=self.total)
-        return HeadPages(pool, pool.groups[0].layout, first=held.first(rank), total=self.total)
+        width = self.ranks // self.contexts
+        held = partition_of(ranks=width, heads=self.heads, kind=self.kind, total=self.total)
+        return HeadPages(pool, pool.groups[0].layout, first=held.first(rank % width), total=self.total)
 
 
 class SlicedPrefill:
@@ -95,12 +98,16 @@ class SlicedPrefill:
             raise InvalidRequest("send the request with send_prompt=True")
         digests = prompt_digests(room.tokens, self._page_size)
         async with self._turn:
-            pages = page_ids(range(len(digests)))
-            self._pages.fill(pages, digests)
-            for first in range(0, len(pages), CHUNK_PAGES):
-                await room.send(pages[first : first + CHUNK_PAGES], start_token=first * self._page_size)
+            # Pages of another context have the content of an earlier prompt here.
+            pages = page_ids(room.held(range(len(digests))))
+            if pages:
+                self._pages.fill(pages, [digests[at] for at in pages])
+            for first in range(0, len(digests), CHUNK_PAGES):
+                chunk = room.held(range(first, min(first + CHUNK_PAGES, len(digests))))
+                end_token = min((first + CHUNK_PAGES) * self._page_size, room.prompt_tokens)
+                await room.send(chunk, start_token=first * self._page_size, end_token=end_token)
             for name, asked in room.component_pages.items():
-                tail = page_ids(range(asked.first, asked.first + asked.page_count))
+                tail = page_ids(room.held(range(asked.first, asked.first + asked.page_count)))
                 if tail:
                     self._windows[name].fill(tail, [component_digest(name, digests[at]) for at in tail])
                 await room.send_component_pages(name, tail)
@@ -123,6 +130,8 @@ async def _serve(instances: Sequence[Instance], pipe: Connection) -> None:
                     rank=rank,
                     ranks=instance.ranks,
                     kv_heads_total=instance.total,
+                    contexts=instance.contexts,
+                    stripe_pages=instance.stripe_pages,
                 )
                 await stack.enter_async_context(peer)
                 of_ranks.append(peer.address)

@@ -6,6 +6,7 @@ The table in docs/ranks.md has what is tested here.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import time
 from contextlib import AsyncExitStack
@@ -80,6 +81,7 @@ class Rank:
     pools: RankPools
     end: Receiver | Sender
     staging: object = None
+    extends: int = 0
     staged: int = 0
     """Pages that prefill has sent through its staging rings."""
     events: list[events.AnyEvent] = field(default_factory=list)
@@ -96,7 +98,7 @@ class Rank:
         sent = [each for each in self.events if isinstance(each, events.PromiseSent)]
         ended = [each for each in self.events if isinstance(each, events.ChunkLanded) and each.last]
         aux = [each for each in self.events if isinstance(each, events.AuxLanded)]
-        return bool(sent) and len(ended) == len(aux) == sent[0].ranks
+        return bool(sent) and len(ended) == sent[0].ranks * (1 + self.extends) and len(aux) == sent[0].ranks
 
     async def ended(self) -> None:
         while not (self.is_done() or self.failure()):
@@ -112,10 +114,15 @@ async def hand_over(
     of_decode: Model | None = None,
     named: int | None = None,
     staging_bytes: int = 8 * 1024,
+    contexts: int = 1,
+    stripe_pages: int = 0,
+    extend: bool = False,
 ) -> list[Rank]:
     """Hand one prompt over; returns the decode ranks. The last page of the prompt is not full.
 
     `named` is the number of prefill ranks that the request names, if not all. Rings are small: writes wait for them.
+    With more than one of `contexts`, prefill has so many times the ranks. With `extend`, decode also asks for its first
+    page, which it had promised.
     """
     network = LoopbackNetwork()
     async with AsyncExitStack() as stack, asyncio.timeout(LIMIT_S):
@@ -125,8 +132,10 @@ async def hand_over(
         stack.push_async_callback(copier.close)
 
         async def start(end: str, place: Place) -> Rank:
+            number, count = place.rank, place.tp * place.pp
+            place = dataclasses.replace(place, rank=number % count)
             pools = RankPools(of_decode or model if end == "decode" else model, place)
-            transport = LoopbackTransport(f"{end}-{place.rank}", network)
+            transport = LoopbackTransport(f"{end}-{number}", network)
             await transport.start(poller=None)  # type: ignore[arg-type]  # Loopback polls nothing.
             stack.push_async_callback(transport.close)
             memory = {of.name: of.device.memory for of in pools.components}
@@ -140,15 +149,15 @@ async def hand_over(
                 "component_memory": memory,
                 "identity": with_components(pools.device.layout.identity("m"), pools.components),
                 "clock": time.monotonic,
-                "rank": place.rank,
-                "ranks": place.tp * place.pp,
+                "rank": number,
+                "ranks": count * contexts if end == "prefill" else count,
                 "stages": place.pp,
                 "kv_heads_total": model.kv_heads_total,
                 "hashing": hashing,
                 "staging": Staging(ring, copier) if staging_bytes else None,
             }
             if end == "prefill":
-                rank.end = Sender(transport, **common)
+                rank.end = Sender(transport, contexts=contexts, stripe_pages=stripe_pages, **common)
                 await rank.end.start("prefill:0")
             else:
                 rank.end = Receiver(
@@ -159,7 +168,7 @@ async def hand_over(
             stack.push_async_callback(rank.end.close)
             return rank
 
-        prefills = [await start("prefill", Place(*prefill, rank)) for rank in range(prefill[0] * prefill[1])]
+        prefills = [await start("prefill", Place(*prefill, rank)) for rank in range(prefill[0] * prefill[1] * contexts)]
         decodes = [await start("decode", Place(*decode, rank)) for rank in range(decode[0] * decode[1])]
         tails = {
             name: first for name, first in TAILS.items() if decodes[0].pools.pool(name) is not decodes[0].pools.device
@@ -174,6 +183,9 @@ async def hand_over(
                 pages=page_ids(THEIRS[1:]),
                 component_pages=[ComponentPages(name, at, page_ids(THEIRS[at:])) for name, at in tails.items()] or None,
             )
+            if extend:
+                rank.extends = 1
+                rank.end.extend("r1", 0, 1, 0, page_ids(THEIRS[:1]))
         serving = [asyncio.ensure_future(_serve(rank, list(tails))) for rank in prefills]
         await asyncio.gather(*(rank.ended() for rank in decodes))
         if not any(rank.failure() for rank in decodes):
@@ -189,14 +201,15 @@ async def hand_over(
 
 
 async def _serve(rank: Rank, tails: list[str]) -> None:
-    rank.pools.fill("full", OURS, DIGESTS)
-    for name in tails:
-        rank.pools.fill(name, OURS, DIGESTS)
     room = await rank.end.room("r1")
-    await room.send(OURS[:3], start_token=0)
-    await room.send(OURS[3:], start_token=12)
+    # What another context holds is not in this rank's pool: a page of it would be seen as wrong.
+    held = room.held(range(len(OURS)))
+    for name in ("full", *tails) if held else ():
+        rank.pools.fill(name, [OURS[at] for at in held], [DIGESTS[at] for at in held])
+    await room.send([OURS[at] for at in held if at < 3], start_token=0, end_token=12)
+    await room.send([OURS[at] for at in held if at >= 3], start_token=12, end_token=PROMPT_TOKENS)
     for name, request in room.component_pages.items():
-        await room.send_component_pages(name, OURS[request.first :])
+        await room.send_component_pages(name, [OURS[at] for at in held if at >= request.first])
     await room.finish(first_token=1)
 
 
@@ -221,6 +234,33 @@ async def test_every_byte_is_handed_over_or_the_pair_is_refused_by_name(
     if refusal is None and name == "MHA":
         # The end with more heads copies.
         assert bool(ranks[0].staged) == (decode[0] != prefill[0])
+
+
+CONTEXTS = [(2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (7, 0)]
+"""Numbers of context-parallel prefill parts, and pages of their stripes."""
+
+
+@pytest.mark.parametrize("name", ["MHA", "MLA", "layer groups", "window", "state with channels"])
+@pytest.mark.parametrize(("contexts", "stripe_pages"), CONTEXTS)
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [((1, 1), (1, 1)), ((2, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 1), (2, 1))]
+)
+async def test_context_parallel_prefill_ranks_hand_over_every_byte(
+    prefill: tuple[int, int], decode: tuple[int, int], contexts: int, stripe_pages: int, name: str
+) -> None:
+    ranks = await hand_over(
+        MODELS[name], prefill, decode, contexts=contexts, stripe_pages=stripe_pages, extend=contexts == 2
+    )
+    for rank in ranks:
+        assert rank.failure() == ""
+        first = 0 if contexts == 2 else 1
+        assert rank.pools.wrong("full", THEIRS[first:], DIGESTS[first:]) == []
+        for pools in rank.pools.components:
+            first = TAILS[pools.name]
+            assert rank.pools.wrong(pools.name, THEIRS[first:], DIGESTS[first:]) == []
+        assert rank.end.statistics()["pages_damaged"] == 0
+    if name == "MHA" and prefill[0] != decode[0]:
+        assert ranks[0].staged
 
 
 def table() -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from tidekv.states import events
+from tidekv.states.errors import LinkClosed
 from tidekv.transports.control import wire
 
 
@@ -220,6 +222,65 @@ async def test_a_lost_writer_fails_the_room_and_is_drained_by_its_death(make_ran
     decode.receiver.abort("r1", 0)
     await decode.wait(events.RoomDrained, count=2)
     assert {event.rank for event in decode.of(events.RoomDrained)} == {0, 1}
+
+
+async def contexts_of(world, *, stripes: tuple[int, ...] = (1, 1), ranks: int = 2) -> list:
+    """Prefill ranks that hold every other page each; `stripes` has the `stripe_pages` of each of them."""
+    return [
+        await world.prefill(
+            f"prefill:{at + 1}", name=f"prefill-{at}", rank=at, ranks=ranks, contexts=2, stripe_pages=stripe, heads=4
+        )
+        for at, stripe in enumerate(stripes)
+    ]
+
+
+async def test_pages_of_a_lost_context_are_not_taken_for_written(world) -> None:
+    ranks = Ranks(world, [await world.decode(heads=4)], await contexts_of(world))
+    (decode,) = ranks.decodes
+    ranks.promise("r1", tokens=16)
+    rooms = await asyncio.gather(*(prefill.room("r1") for prefill in ranks.prefills))
+    assert [room.held(range(4)) for room in rooms] == [[0, 2], [1, 3]]
+    # The first context is done; the second has sent the first of its two pages.
+    await rooms[0].send([5, 7], start_token=0, end_token=16)
+    await rooms[0].finish(first_token=1)
+    await rooms[1].send([6], start_token=0, end_token=8)
+    await decode.wait(events.ChunkLanded, rank=0, last=True)
+    await decode.wait(events.ChunkLanded, rank=1)
+    assert [(event.first, event.count, event.last) for event in decode.of(events.ChunkLanded, rank=1)] == [
+        (0, 2, False)
+    ]
+    assert world.same(decode, ranks.prefills[0], [(10, 5), (12, 7)])
+    assert world.same(decode, ranks.prefills[1], [(11, 6)])
+    world.network.kill(ranks.prefills[1].transport.instance)
+    failed = await decode.wait(events.RoomFailed)
+    assert ranks.prefills[1].address in failed.cause and not failed.settled
+    decode.receiver.abort("r1", 0)
+    await decode.wait(events.RoomDrained, count=2)
+    assert {event.rank for event in decode.of(events.RoomDrained)} == {0, 1}
+    assert await rooms[0].received() == "aborted"
+
+
+async def test_contexts_that_divide_prompts_differently_are_refused_by_name(world) -> None:
+    ranks = Ranks(world, [await world.decode(heads=4)], await contexts_of(world, stripes=(1, 2)))
+    ranks.promise("r1")
+    failed = await ranks.decodes[0].wait(events.RoomFailed)
+    assert failed.settled and "stripe_pages (of prefill at prefill:1 and prefill:2)" in failed.cause
+
+
+async def test_a_request_that_names_one_context_of_two_is_refused(world) -> None:
+    ranks = Ranks(world, [await world.decode(heads=4)], await contexts_of(world))
+    ranks.address = ranks.prefills[0].address
+    ranks.promise("r1")
+    failed = await ranks.decodes[0].wait(events.RoomFailed)
+    assert failed.settled and "rank (at prefill:1)" in failed.cause
+
+
+async def test_a_decode_worker_has_no_contexts(decode, world) -> None:
+    prefill = await world.prefill()
+    hello = msgspec.structs.replace(decode.hello(), ranks=2, contexts=2)
+    link = await decode.dial(prefill.address, hello)
+    with pytest.raises(LinkClosed, match="contexts of decode"):
+        await decode.receive(link)
 
 
 async def test_an_unreachable_rank_fails_the_room_before_any_rank_was_promised_it(make_ranks) -> None:

@@ -36,6 +36,8 @@ def make_hello(
     heartbeat_s: float = 0.0,
     checksums: Literal["none", "required", "offered"] = "none",
     staging: PoolMemory | None = None,
+    contexts: int = 1,
+    stripe_pages: int = 0,
 ) -> wire.Hello:
     """Return our Hello. `memory`, that of components and `staging` must be registered with the transport already.
 
@@ -58,6 +60,8 @@ def make_hello(
         heartbeat_s=heartbeat_s,
         checksums=checksums,
         staging=staging,
+        contexts=contexts,
+        stripe_pages=stripe_pages,
     )
 
 
@@ -72,9 +76,10 @@ async def receive_hello(link: base.Link) -> wire.Hello:
 def check_hello(ours: wire.Hello, theirs: wire.Hello) -> None:
     """Raise PeerMismatch with the first field that differs, RemoteProtocolError for invalid memory or ranks."""
     _must_equal("version", ours.version, theirs.version)
-    if theirs.ranks % theirs.stages or not theirs.rank < theirs.ranks:
+    if theirs.ranks % (theirs.stages * theirs.contexts) or not theirs.rank < theirs.ranks:
         raise RemoteProtocolError(
-            f"peer announces itself as rank {theirs.rank} of {theirs.ranks} in {theirs.stages} stages"
+            f"peer announces itself as rank {theirs.rank} of {theirs.ranks} in {theirs.stages} stages and"
+            f" {theirs.contexts} contexts"
         )
     try:
         slices.partition(theirs, kind=theirs.identity.kind, heads=theirs.identity.kv_heads)
@@ -160,7 +165,7 @@ def _check_channels(ours: wire.Hello, theirs: wire.Hello, name: str) -> bool:
     """Require records that the ranks of both ends can exchange. Returns whether they are divided by their channels."""
     of = f" of component {name!r}"
     here, there = (components.components_of(hello)[name].channels for hello in (ours, theirs))
-    widths = [hello.ranks // hello.stages for hello in (ours, theirs)]
+    widths = [ours.width, theirs.width]
     if widths[0] == widths[1]:
         _must_equal(f"channels{of}", here, there)
         return False

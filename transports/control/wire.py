@@ -19,7 +19,7 @@ from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProto
 from tidekv.states.types import Identity, PageIds, PoolMemory
 from tidekv.transports.control import frames
 
-VERSION = 7
+VERSION = 8
 FRAME_BYTES_MAX = 8 * 1024 * 1024
 HELLO_BYTES_MAX = 1024 * 1024
 """Maximum size of a frame before the Hello is accepted: a Hello of 10,000 registered regions fits."""
@@ -95,7 +95,9 @@ class Hello(Message, frozen=True, tag="hello"):
     which prefill keeps a room that decode does not name; the shorter one of both ends applies, and decode must ping
     more often. `heartbeat_s` is the sender's ping interval in seconds; 0: it only answers pings. `checksums` is what
     the sender does about checksums of pages: decode requires them or not, prefill offers them or cannot compute them.
-    `staging` is decode's staging ring, one segment of one page; None: it has none.
+    `staging` is decode's staging ring, one segment of one page; None: it has none. With more than one `contexts`, the
+    ranks of prefill are counted context by context, each with all stages, and hold parts of every prompt's pages: see
+    `tidekv.states.handover.context_parts`, also for `stripe_pages`.
     """
 
     version: Count
@@ -113,6 +115,18 @@ class Hello(Message, frozen=True, tag="hello"):
     heartbeat_s: Seconds = 0.0
     checksums: Literal["none", "required", "offered"] = "none"
     staging: PoolMemory | None = None
+    contexts: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 1
+    stripe_pages: Count = 0
+
+    @property
+    def context(self) -> int:
+        """The context of the rank."""
+        return self.rank * self.contexts // self.ranks
+
+    @property
+    def width(self) -> int:
+        """Number of tensor-parallel ranks of each stage."""
+        return self.ranks // (self.stages * self.contexts)
 
     def __post_init__(self) -> None:
         given, named = sorted(self.components), [component.name for component in self.identity.components]

@@ -16,6 +16,7 @@ import msgspec
 
 from tidekv.states import events
 from tidekv.states.errors import RemoteProtocolError
+from tidekv.states.handover.context_parts import part_of
 from tidekv.states.handover.receiver import ReceiverRoom
 from tidekv.transports.control import wire
 from tidekv.transports.decode.page_checks import Destinations, InOrder
@@ -52,6 +53,7 @@ class DecodeRoom:
             requested = [each.component for each in promise.component_pages or () if each.pages]
             rank_link.state = ReceiverRoom(first=first, count=count, component_pages=requested)
             rank_link.destinations = Destinations(
+                page_count=-(-promise.prompt_tokens // page_size),
                 spans={0: (first, wire.unpack_pages(promise.pages or b""))},
                 component_pages={
                     each.component: (each.first, wire.unpack_pages(each.pages))
@@ -67,6 +69,11 @@ class DecodeRoom:
         for rank_link in self.rank_links:
             if rank_link in writers:
                 rank_link.number, self.writers = self.writers, self.writers + 1
+                hello = rank_link.link.theirs
+                assert hello is not None, "a room is promised once all its links are open"
+                rank_link.destinations.part = part_of(
+                    hello.rank, ranks=hello.ranks, contexts=hello.contexts, stripe_pages=hello.stripe_pages
+                )
             else:
                 # No pages, and no further ones: ranks that write nothing are asked for nothing.
                 rank_link.waiting = [

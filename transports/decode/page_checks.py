@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from tidekv.states.errors import RemoteProtocolError
-from tidekv.states.types import PageIds
+from tidekv.states.handover.context_parts import EVERY_PAGE, ContextPart
+from tidekv.states.types import PageIds, page_ids
 from tidekv.transports.control import wire
 
 if TYPE_CHECKING:
@@ -32,12 +33,15 @@ OTHER_MESSAGES_MAX = 16
 
 
 class Destinations(msgspec.Struct):
-    """The pages here that one prefill rank was asked to write."""
+    """The pages here that one prefill rank was asked to write: of those named, the ones that it holds (`part`)."""
 
+    page_count: int
+    """Pages of the prompt."""
     spans: dict[int, tuple[int, PageIds]]
     """First page of the prompt, and pages, of each span."""
     component_pages: dict[str, tuple[int, PageIds]]
     """First position, and pages, of each component."""
+    part: ContextPart = EVERY_PAGE
 
     @property
     def messages_max(self) -> int:
@@ -46,25 +50,36 @@ class Destinations(msgspec.Struct):
         pages = sum(len(pages) for _, pages in requested)
         return 2 * pages + 2 * len(self.spans) + len(self.component_pages) + OTHER_MESSAGES_MAX
 
-    def reported(self, message: wire.AnyMessage) -> PageIds | None:
-        """Return the pages that a message reports as in place. None if there are none, or if they were not
-        requested.
+    def reported(self, message: wire.AnyMessage) -> dict[int, int] | None:
+        """Return the pages, by position, that a message reports as in place. None if there are none, or if they were
+        not requested.
         """
         match message:
             case wire.Chunk(span=span, first=first, count=count):
-                return self.part("full", span, first, count)
+                return self._held("full", span, first, first + count)
             case wire.ComponentSent(component=component) if component in self.component_pages:
-                return self.component_pages[component][1]
+                first, pages = self.component_pages[component]
+                return self._held(component, 0, first, first + len(pages))
         return None
 
-    def part(self, component: str, span: int, first: int, count: int) -> PageIds | None:
-        """Return `count` pages from position `first` on, of a span or a component. None if not all were requested."""
+    def written(self, component: str, span: int, first: int, count: int) -> PageIds | None:
+        """Return the first `count` pages from position `first` on that the rank writes, of a span or a component. None
+        if not all were requested.
+        """
+        pages = self._held(component, span, first, None)
+        return page_ids(pages.values())[:count] if pages is not None and len(pages) >= count else None
+
+    def _held(self, component: str, span: int, first: int, end: int | None) -> dict[int, int] | None:
+        """The pages at positions [first, end), by default to the end; None if not all were requested."""
         requested = self.spans.get(span) if component == "full" else self.component_pages.get(component)
         if requested is None:
             return None
         begin, pages = requested
-        is_within = begin <= first and first + count <= begin + len(pages)
-        return pages[first - begin :][:count] if is_within else None
+        last = begin + len(pages)
+        end = last if end is None else end
+        if not begin <= first <= end <= last:
+            return None
+        return {at: pages[at - begin] for at in self.part.held(range(first, end), self.page_count)}
 
 
 class DamagedPage(msgspec.Struct, frozen=True):
@@ -92,7 +107,7 @@ class PageChecks:
     def begin(self, destinations: Destinations, message: wire.AnyMessage) -> asyncio.Future[bytes] | None:
         """Begin to hash the pages that a message reports; None if it reports none, or pages that were not requested."""
         pages, name = destinations.reported(message), _component_of(message) or "full"
-        return self._begins[name](pages) if pages and name in self._begins else None
+        return self._begins[name](page_ids(pages.values())) if pages and name in self._begins else None
 
 
 class InOrder:
@@ -159,9 +174,8 @@ def damaged_page(destinations: Destinations, message: wire.AnyMessage, hashed: b
     if message.checksums == hashed:
         return None
     at = next(at for at in range(len(pages)) if message.checksums[at * size :][:size] != hashed[at * size :][:size])
-    name = _component_of(message)
-    first = message.first if isinstance(message, wire.Chunk) else destinations.component_pages[name][0]
-    return DamagedPage(name, first + at, pages[at])
+    position, page = list(pages.items())[at]
+    return DamagedPage(_component_of(message), position, page)
 
 
 def _component_of(message: wire.AnyMessage) -> str:

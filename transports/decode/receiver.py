@@ -497,9 +497,14 @@ class Receiver:
         try:
             for rank_link in room.rank_links:
                 _check_place(rank_link)
+            _check_contexts(room.rank_links)
             exchanges = {rank_link: self._exchanges[rank_link.link] for rank_link in room.rank_links}
             assert self._ours is not None
-            if missing := components.missing_of(self._ours, exchanges.values()):
+            written: dict[int, list[dict[str, base.Exchange]]] = {}
+            for rank_link, exchange in exchanges.items():
+                written.setdefault(_hello_of(rank_link).context, []).append(exchange)
+            # Each context writes pages of its own, so the ranks of each hold all heads and layers of ours.
+            if missing := next(filter(None, (components.missing_of(self._ours, of) for of in written.values())), ""):
                 raise PeerMismatch(field=f"ranks ({missing})", ours=self._ranks, theirs=len(exchanges))
             wire.check_name(room.key.request_id)
         except TidekvError as error:
@@ -644,11 +649,30 @@ class Receiver:
 
 def _check_place(rank_link: RankLink) -> None:
     """Raise PeerMismatch unless the rank at this address is the expected one."""
-    theirs = rank_link.link.theirs
-    assert theirs is not None
+    theirs = _hello_of(rank_link)
     if rank_link.place != (theirs.rank, theirs.ranks):
         wanted, found = ("{} of {}".format(*place) for place in (rank_link.place, (theirs.rank, theirs.ranks)))
         raise PeerMismatch(field=f"rank (at {rank_link.link.address})", ours=wanted, theirs=found)
+
+
+def _check_contexts(rank_links: list[RankLink]) -> None:
+    """Raise PeerMismatch unless all prefill ranks divide prompts in the same way: no page would be written otherwise,
+    or another twice.
+    """
+    first = _hello_of(rank_links[0])
+    for rank_link in rank_links[1:]:
+        theirs = _hello_of(rank_link)
+        for name in ("contexts", "stripe_pages"):
+            one, other = getattr(first, name), getattr(theirs, name)
+            if one != other:
+                at = f"{rank_links[0].link.address} and {rank_link.link.address}"
+                raise PeerMismatch(field=f"{name} (of prefill at {at})", ours=one, theirs=other)
+
+
+def _hello_of(rank_link: RankLink) -> wire.Hello:
+    theirs = rank_link.link.theirs
+    assert theirs is not None, "a room is promised once all its links are open"
+    return theirs
 
 
 def _log_of(rank_link: RankLink) -> Any:  # Any: a logger of structlog, see `engine_log`.

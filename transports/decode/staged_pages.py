@@ -100,7 +100,7 @@ class StagedPages:
         if slots is None:
             raise RemoteProtocolError(f"ticket {message.ticket} has no slots, and is said to be written")
         way = self._ways.get(rank_link.link, {}).get(message.component)
-        pages = rank_link.destinations.part(message.component, message.span, message.first, slots.length)
+        pages = rank_link.destinations.written(message.component, message.span, message.first, slots.length)
         if rank_link.has_ended or way is None or pages is None or slots.slot_bytes != way.slot_bytes:
             self._staging.ring.give_back(slots)
             if rank_link.has_ended:

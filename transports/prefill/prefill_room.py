@@ -94,6 +94,12 @@ class Room:
         """The pages sent so far, from the prompt's first page on."""
         return self._state.computed
 
+    def held(self, pages: Iterable[int]) -> list[int]:
+        """Those of these pages of the prompt, by number, that this prefill rank holds: all, unless it is
+        context-parallel.
+        """
+        return self._send_context.part.held(pages, self._state.page_count)
+
     @property
     def component_pages(self) -> dict[str, ComponentRequest]:
         """The pages that decode requests of each component, by name; empty without components.
@@ -128,9 +134,10 @@ class Room:
         """Hand over computed pages: ids of our pool for the tokens from `start_token` on, a multiple of the page size.
 
         Send every page of the prompt, from token 0, in order, chunk by chunk; pages that decode has are remembered and
-        not written. `end_token` is the end of the computed tokens, if the last page is not full. Returns when the
-        wanted pages were posted. If the room has ended it does nothing: check `aborted`. Raises InvalidRequest, and
-        then nothing is sent.
+        not written. `end_token` is the end of the computed tokens, if the last page is not full. A context-parallel
+        rank sends the same tokens as the others, with `end_token`, and of their pages those that it holds (`held`),
+        which may be none. Returns when the wanted pages were posted. If the room has ended it does nothing: check
+        `aborted`. Raises InvalidRequest, and then nothing is sent.
         """
         ids = page_ids(pages)
         _check_ours(ids, self._send_context.memory, "")
@@ -143,10 +150,10 @@ class Room:
     async def send_component_pages(self, component: str, pages: Iterable[int] | PageIds) -> None:
         """Hand over the requested pages of a component, after the whole prompt is computed and before `finish`.
 
-        `pages` are ids of our pool of this component, one for each position that `component_pages` names; for a
-        recurrent state the one record after the last token. Returns when they were posted. Does nothing if decode
-        requests none of them or the room has ended. Raises InvalidRequest for an unknown component or other pages than
-        requested, and then nothing is sent.
+        `pages` are ids of our pool of this component, one for each position that `component_pages` names and this rank
+        holds (`held`); for a recurrent state the one record after the last token. Returns when they were posted. Does
+        nothing if decode requests none of them or the room has ended. Raises InvalidRequest for an unknown component or
+        other pages than requested, and then nothing is sent.
         """
         ids = page_ids(pages)
         if (memory := self._send_context.component_memory.get(component)) is not None:

@@ -18,6 +18,7 @@ import msgspec
 
 from tidekv.states.components.specs import Component, ComponentPages
 from tidekv.states.errors import LinkClosed, PrefillCause, RemoteProtocolError, TidekvError
+from tidekv.states.handover.context_parts import EVERY_PAGE, ContextPart
 from tidekv.states.handover.sender import ComponentPart, SenderRoom, WriteJob
 from tidekv.states.types import PageIds, PoolMemory, page_ids
 from tidekv.states.validation import ByteCount, Options, PositiveCount, Seconds
@@ -158,12 +159,15 @@ class SendContext(Generic[RoomT]):
         on_finish: Callable[[RoomT], None],
         on_written: Callable[[float], None],
         staging: StagingRing | None = None,
+        part: ContextPart = EVERY_PAGE,
     ) -> None:
         self.transport = transport
         self.memory = memory
         self.component_memory = component_memory
         self.page_size = page_size
         self.rank = rank
+        self.part = part
+        """The pages of every prompt that this rank holds."""
         self.clock = clock
         self.settings = settings
         self.tasks = tasks
@@ -217,6 +221,7 @@ class RoomWriter(Generic[RoomT]):
             page_size=send_context.page_size,
             pages=self._destination(promise),
             component_pages=self._component_pages(promise),
+            part=send_context.part,
         )
 
     def advance(self) -> None:
@@ -228,8 +233,9 @@ class RoomWriter(Generic[RoomT]):
             job = self.state.next_job(pages_max=pages_max)
             if job is None:
                 break
-            if self.peer.target is None or _pool_of(job) not in self.peer.target.handles:
-                # Nothing of this pool goes to this rank: the job counts as landed, so the room ends as at the others.
+            if self.peer.target is None or _pool_of(job) not in self.peer.target.handles or not job.our_pages:
+                # Nothing of this pool goes to this rank, or another context holds the pages: the job counts as landed,
+                # so the room ends as at the others.
                 self.state.settle(job, landed=True)
                 continue
             write = self._write(self.peer.target, job)

@@ -22,10 +22,12 @@ from tidekv.states.errors import (
     EngineClosed,
     InvalidConfig,
     LinkClosed,
+    PeerMismatch,
     PrefillCause,
     RemoteProtocolError,
     TransferFailed,
 )
+from tidekv.states.handover.context_parts import part_of
 from tidekv.states.types import Identity, PoolMemory
 from tidekv.transports import base
 from tidekv.transports.control import handshake, wire
@@ -79,6 +81,8 @@ class Sender:
         ranks: int = 1,
         kv_heads_total: int = 0,
         stages: int = 1,
+        contexts: int = 1,
+        stripe_pages: int = 0,
         rooms_max: int = 4096,
         settings: RoomSettings | None = None,
         component_memory: Mapping[str, PoolMemory] | None = None,
@@ -111,6 +115,8 @@ class Sender:
         self._ranks = ranks
         self._kv_heads_total = kv_heads_total
         self._stages = stages
+        self._contexts = contexts
+        self._stripe_pages = stripe_pages
         self._rooms_max = rooms_max
         self._hashing = hashing
         self._staging = staging
@@ -121,6 +127,7 @@ class Sender:
             component_memory=self._component_memory,
             page_size=identity.page_size,
             rank=rank,
+            part=part_of(rank, ranks=ranks, contexts=contexts, stripe_pages=stripe_pages),
             clock=clock,
             settings=settings or RoomSettings(),
             tasks=self._tasks,
@@ -243,6 +250,8 @@ class Sender:
             ranks=self._ranks,
             kv_heads_total=self._kv_heads_total,
             stages=self._stages,
+            contexts=self._contexts,
+            stripe_pages=self._stripe_pages,
             component_memory=self._component_memory,
             checksums="none" if self._hashing is None else "offered",
         )
@@ -250,6 +259,10 @@ class Sender:
             link.send(ours)
             theirs = await self._receive_hello(link)
             handshake.check_hello(ours, theirs)
+            if theirs.contexts > 1:
+                raise PeerMismatch(
+                    field="contexts of decode, which has every page on each rank", ours=1, theirs=theirs.contexts
+                )
             self._transport.check_metadata(theirs.instance, theirs.metadata)
             target = await make_target(
                 self._transport, ours=ours, theirs=theirs, hashing=self._hashing, staging=self._staging
