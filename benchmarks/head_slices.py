@@ -50,7 +50,7 @@ class Pair:
     def __init__(self, ours: int, theirs: int, pages: int) -> None:
         self.ours, self.theirs, self.pages = ours, theirs, pages
         self.count = min(ours, theirs)
-        self.region = np.zeros(RING_BYTES, np.uint8)
+        self.region = np.full(RING_BYTES, 0, np.uint8)
         self.pool = NumpyPool(2 * pages, piece_bytes(ours), seed=1)
         self.staged: tuple[PeerMemory, BeginCopy, StagingRing, StagedExchange] | None = None
 
@@ -121,7 +121,7 @@ class ScatterPair:
 
     def __init__(self, ours: int, theirs: int, pages: int) -> None:
         self.ours, self.theirs, self.pages = ours, theirs, pages
-        self.region = np.zeros(RING_BYTES, np.uint8)
+        self.region = np.full(RING_BYTES, 0, np.uint8)
         self.pool = NumpyPool(2 * pages, piece_bytes(theirs))
 
     async def start(self) -> None:

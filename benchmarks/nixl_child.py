@@ -87,12 +87,14 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class NumpyPool:
-    """A pool in plain memory: per piece one array [page_count, piece_bytes]; random bytes if there is a seed."""
+    """A pool in plain memory: per piece one array [page_count, piece_bytes]; random bytes if there is a seed, otherwise
+    zeros. All of it is touched, so that no write is charged for the first use of a page of memory.
+    """
 
     def __init__(self, pages: int, pieces: tuple[int, ...], *, seed: int | None = None) -> None:
         random = np.random.default_rng(seed)
         self.pieces = [
-            np.zeros((pages, size), np.uint8) if seed is None else random.integers(0, 256, (pages, size), np.uint8)
+            np.full((pages, size), 0, np.uint8) if seed is None else random.integers(0, 256, (pages, size), np.uint8)
             for size in pieces
         ]
         self.memory = PoolMemory(
