@@ -27,6 +27,8 @@ class StorageStatistics:
     """Content of an engine, and its counters since it was opened. Counts are pages, except those in bytes.
 
     `misses` and `failures` count by cause: why a requested page was not read, why a given page was not stored.
+    `converted` of the hits were not there as this rank stores them, and were read from pages of another number of
+    ranks; these are among the misses, too.
     """
 
     uri: str
@@ -41,6 +43,7 @@ class StorageStatistics:
     calls_in_flight: int
     misses: Mapping[str, int] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
+    converted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,16 @@ class Siblings(Protocol):
 
     def sibling(self) -> Storage:
         """Make another engine of the same place and options; its owner registers a pool with it, and closes it."""
+
+
+@runtime_checkable
+class Neighbors(Siblings, Protocol):
+    """An engine that knows which namespaces its place has, so that pages of other numbers of ranks are found there."""
+
+    async def have_namespaces(self, namespaces: Sequence[bytes]) -> list[bool]:
+        """Return which of these namespaces were ever opened at the place; needs a pool of its own, and costs no more
+        than a few look-ups. Raises StorageFailed.
+        """
 
 
 @dataclass(frozen=True, slots=True)

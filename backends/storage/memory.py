@@ -1,8 +1,12 @@
-"""The `memory:` engine: pages in this process's memory, for tests and small set-ups. Lost when it is closed."""
+"""The `memory:` engine: pages in this process's memory, for tests and small set-ups.
+
+An engine and its siblings share a place: the pages of each namespace, which are lost when the last of them is closed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,13 +55,29 @@ def open_memory(*, authority: str, path: str, options: Mapping[str, object]) -> 
     return MemoryStorage(capacity_bytes=capacity)
 
 
-class MemoryStorage:
-    """Pages in a dict, at most `capacity_bytes` of them; the least recently used is evicted first."""
+_Pages = OrderedDict[bytes, _Stored]
 
-    def __init__(self, *, capacity_bytes: int) -> None:
+
+class _Place:
+    """The pages of an engine and its siblings."""
+
+    def __init__(self) -> None:
+        self.namespaces: dict[bytes, _Pages] = {}
+        self.engines = 0
+        """Engines that are not closed."""
+        # Held for each page: engines of the same namespace have threads of their own.
+        self.lock = threading.Lock()
+
+
+class MemoryStorage:
+    """Pages in a dict, at most `capacity_bytes` of a namespace; the least recently used is evicted first."""
+
+    def __init__(self, *, capacity_bytes: int, place: _Place | None = None) -> None:
+        self._place = place or _Place()
+        self._place.engines += 1
         self.uri = f"memory:?capacity={capacity_bytes}"
         self._capacity_bytes = capacity_bytes
-        self._pages: OrderedDict[bytes, _Stored] = OrderedDict()
+        self._pages: _Pages = OrderedDict()
         self._counts = StorageCounters()
         self._calls = Calls(self.uri)
         # One thread, so that calls take effect one after the other and no page is copied on the loop.
@@ -77,6 +97,7 @@ class MemoryStorage:
         if pool.page_bytes > self._capacity_bytes:
             raise InvalidConfig(f"memory: capacity {self._capacity_bytes} holds no page of {pool.page_bytes} bytes")
         self._buffer_of, self._page_bytes, self._page_count = buffer_of, pool.page_bytes, pool.page_count
+        self._pages = self._place.namespaces.setdefault(namespace, self._pages)
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
         """Return which keys are there; see Storage."""
@@ -103,7 +124,10 @@ class MemoryStorage:
             return ""
 
         def get_all(call: Call) -> list[str]:
-            return [get_one(key, page) if call.may_start() else "late" for key, page in zip(keys, pages, strict=True)]
+            return [
+                self._locked(get_one, key, page) if call.may_start() else "late"
+                for key, page in zip(keys, pages, strict=True)
+            ]
 
         async def body(call: Call) -> list[bool]:
             return self._counts.got(await self._on_thread(call, get_all), self._page_bytes)
@@ -127,7 +151,10 @@ class MemoryStorage:
             return ""
 
         def put_all(call: Call) -> list[str]:
-            return [put_one(key, page) if call.may_start() else "late" for key, page in zip(keys, pages, strict=True)]
+            return [
+                self._locked(put_one, key, page) if call.may_start() else "late"
+                for key, page in zip(keys, pages, strict=True)
+            ]
 
         async def body(call: Call) -> list[bool]:
             return self._counts.put(await self._on_thread(call, put_all), self._page_bytes)
@@ -149,15 +176,21 @@ class MemoryStorage:
         self._ready()
 
         def clear_all(_: Call) -> list[str]:
-            forgotten = [""] * len(self._pages)
-            self._pages.clear()
+            with self._place.lock:
+                forgotten = [""] * len(self._pages)
+                self._pages.clear()
             return forgotten
 
         return len(await self._calls.run(lambda call: self._on_thread(call, clear_all)))
 
     def sibling(self) -> MemoryStorage:
-        """Make another engine with the same capacity; see Siblings."""
-        return MemoryStorage(capacity_bytes=self._capacity_bytes)
+        """Make another engine of the same place with the same capacity; see Siblings."""
+        return MemoryStorage(capacity_bytes=self._capacity_bytes, place=self._place)
+
+    async def have_namespaces(self, namespaces: Sequence[bytes]) -> list[bool]:
+        """Return which namespaces the place has; see Neighbors."""
+        self._ready()
+        return [namespace in self._place.namespaces for namespace in namespaces]
 
     async def probe(self) -> None:
         """Check that the engine is open: memory does not fail."""
@@ -183,10 +216,15 @@ class MemoryStorage:
                 yield Verdict(key=key, ok=not cause, cause=cause)
 
     async def close(self) -> None:
-        """Wait for the calls that run, and drop everything; see Storage."""
+        """Wait for the calls that run; the last engine of the place drops its pages. See Storage."""
+        is_open = not self._calls.closed
         await self._calls.drain()
         self._thread.shutdown()
-        self._pages.clear()
+        if is_open:
+            self._place.engines -= 1
+            if not self._place.engines:
+                self._place.namespaces.clear()
+                self._pages.clear()
 
     def statistics(self) -> StorageStatistics:
         """Return what the engine holds, and its counters."""
@@ -204,6 +242,10 @@ class MemoryStorage:
         if self._buffer_of is None:
             raise InvalidRequest(f"{self.uri} has no pool yet; register one first")
         return self._buffer_of
+
+    def _locked(self, work: Callable[[bytes, int], str], key: bytes, page: int) -> str:
+        with self._place.lock:
+            return work(key, page)
 
     async def _on_thread(self, call: Call, work: _Work) -> list[str]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, call)

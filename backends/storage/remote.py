@@ -94,6 +94,9 @@ class PageService(Protocol):
     async def verify(self, keys: Sequence[bytes]) -> list[str]:
         """Read pages into memory of its own; a cause for each that is not whole."""
 
+    async def have_namespaces(self, namespaces: Sequence[bytes]) -> list[bool]:
+        """Return which namespaces were ever opened on the server; none if it does not record them."""
+
     async def holdings(self) -> list[Holding]:
         """Return the namespaces on the server; needs no `open`."""
 
@@ -268,6 +271,15 @@ class RemoteStorage:
     def sibling(self) -> RemoteStorage:
         """Make another engine of the same server, with its own connections and capacity; see Siblings."""
         return RemoteStorage(self.uri, self._make_service, self._limits)
+
+    async def have_namespaces(self, namespaces: Sequence[bytes]) -> list[bool]:
+        """Ask the server; see Neighbors."""
+        self._ready()
+
+        async def body(_: Call) -> list[bool]:
+            return await self._service.have_namespaces(namespaces)
+
+        return await self._calls.run(body)
 
     async def holdings(self) -> list[Holding]:
         """Return the namespaces on the server; see Census."""

@@ -33,7 +33,7 @@ from tidekv.backends.storage.calls import Call, Calls
 from tidekv.backends.storage.file.batch_io import Threads
 from tidekv.backends.storage.file.file_store import FileStore
 from tidekv.backends.storage.file.options import FileOptions, read_file_options
-from tidekv.backends.storage.file.schema import file_holdings, write_label
+from tidekv.backends.storage.file.schema import file_holdings, file_namespaces, write_label
 from tidekv.backends.storage.file.segments import namespace_directory
 from tidekv.backends.storage.stats import StorageCounters
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
@@ -195,6 +195,17 @@ class FileStorage:
     def sibling(self) -> FileStorage:
         """Make another engine of the same directory; both share its capacity. See Siblings."""
         return FileStorage(self._options)
+
+    async def have_namespaces(self, namespaces: Sequence[bytes]) -> list[bool]:
+        """Ask the index; see Neighbors."""
+        self._ready()
+
+        async def body(_: Call) -> set[bytes]:
+            root = self._options.root
+            return await asyncio.get_running_loop().run_in_executor(self._threads.index, file_namespaces, root)
+
+        found = await self._calls.run(body)
+        return [namespace in found for namespace in namespaces]
 
     async def listed(self) -> AsyncIterator[Sequence[bytes]]:
         """Return the keys of this namespace; see Census."""

@@ -129,6 +129,16 @@ def file_holdings(root: Path) -> list[Holding]:
     return [_holding(root, *row) for row in rows]
 
 
+def file_namespaces(root: Path) -> set[bytes]:
+    """Return the digests of the namespaces of a directory. Blocks, and changes nothing. Raises StorageFailed."""
+    path = root / "index.sqlite"
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            return {digest for (digest,) in db.execute("SELECT digest FROM namespaces")}
+    except sqlite3.Error as error:
+        raise StorageFailed(f"{path} cannot be read: {error}") from error
+
+
 def _holding(root: Path, digest: bytes, page_bytes: int, pages: int) -> Holding:
     directory = namespace_directory(root, digest)
     label, times = b"", []

@@ -168,6 +168,10 @@ class MooncakePages:
     async def set_label(self, label: bytes) -> None:
         """Store nothing: the master may evict any key."""
 
+    async def have_namespaces(self, namespaces: Sequence[bytes]) -> list[bool]:
+        """Return that none is known: the store records objects only."""
+        return [False] * len(namespaces)
+
     async def holdings(self) -> list[Holding]:
         """Count the master's keys by namespace; it does not return their lengths."""
 

@@ -233,6 +233,18 @@ class RedisPages:
         causes, self.pages = await self._on_worker(read)
         return causes
 
+    async def have_namespaces(self, namespaces: Sequence[bytes]) -> list[bool]:
+        """Ask for the size of pages that each namespace was opened with."""
+
+        def ask(worker: Worker) -> list[bool]:
+            names = [f"{self._options.prefix}:{namespace.hex()}:meta".encode() for namespace in namespaces]
+            return [
+                isinstance(length, int) and length > 0
+                for length in worker.link.batch([(b"STRLEN", name) for name in names])
+            ]
+
+        return await self._on_worker(ask) if namespaces else []
+
     async def holdings(self) -> list[Holding]:
         """Look up the page sizes of all namespaces, on a separate connection."""
 

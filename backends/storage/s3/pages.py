@@ -200,6 +200,18 @@ class S3Pages:
             raise StorageFailed(self.trouble)
         return causes
 
+    async def have_namespaces(self, namespaces: Sequence[bytes]) -> list[bool]:
+        """Ask for the size of pages that each namespace was opened with; each costs a request."""
+        found = [False] * len(namespaces)
+
+        async def ask(at: int) -> None:
+            name = f"{self._options.prefix}/{namespaces[at].hex()}/meta"
+            found[at] = await self._link.size(name) is not None
+
+        for first in range(0, len(namespaces), self._options.connections):
+            await all_settled(ask(at) for at in range(first, min(first + self._options.connections, len(namespaces))))
+        return found
+
     async def holdings(self) -> list[Holding]:
         """Look up the page sizes of all namespaces, and count their pages."""
         await self._connect()
