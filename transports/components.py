@@ -24,12 +24,11 @@ def components_of(hello: wire.Hello) -> dict[str, ComponentIdentity]:
     return {component.name: component for component in hello.identity.components}
 
 
-def hello_of(hello: wire.Hello, name: str) -> wire.Hello:
-    """Return the Hello as if this component were all that its sender has."""
-    component = components_of(hello)[name]
+def pages_of(identity: Identity, component: ComponentIdentity) -> Identity:
+    """Return the identity of the pages or records of a component, as if they were all that there is."""
     first, *others = component.groups
-    identity = Identity(
-        model=hello.identity.model,
+    return Identity(
+        model=identity.model,
         kind=first.kind,
         dtype=first.dtype,
         page_size=component.page_size,
@@ -39,8 +38,13 @@ def hello_of(hello: wire.Hello, name: str) -> wire.Hello:
         page_bytes=sum(component.piece_bytes),
         piece_bytes=component.piece_bytes,
         groups=tuple(others),
-        bigram_keys=hello.identity.bigram_keys,
+        bigram_keys=identity.bigram_keys,
     )
+
+
+def hello_of(hello: wire.Hello, name: str) -> wire.Hello:
+    """Return the Hello as if this component were all that its sender has."""
+    identity = pages_of(hello.identity, components_of(hello)[name])
     return msgspec.structs.replace(hello, identity=identity, memory=hello.components[name], components={})
 
 

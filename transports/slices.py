@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -31,6 +31,33 @@ from tidekv.states.handover.head_slices import (
 from tidekv.states.types import Identity, PoolMemory, Segment
 from tidekv.transports.base import Exchange
 from tidekv.transports.control import wire
+
+
+class Holder(Protocol):
+    """The properties of a rank that decide which layers and heads it holds: those of a Hello, or of a rank that has
+    stored pages.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def stages(self) -> int: ...
+
+    @property
+    def contexts(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def kv_heads_total(self) -> int: ...
+
+    @property
+    def identity(self) -> Identity: ...
 
 
 class Cut(NamedTuple):
@@ -77,32 +104,30 @@ def groups_of(identity: Identity) -> list[Group]:
     return groups
 
 
-def partition(hello: wire.Hello, *, kind: str, heads: int) -> HeadPartition:
+def partition(holder: Holder, *, kind: str, heads: int) -> HeadPartition:
     """Return the partition of the heads of a group, of which this rank holds `heads`, over the ranks of a stage.
 
     A group with as many heads as the pages is distributed as they are; `kv_heads_total` counts the heads of the pages.
     Raises InvalidConfig.
     """
-    check_stages(ranks=hello.ranks // hello.contexts, stages=hello.stages)
-    is_like_pages = (kind, heads) == (hello.identity.kind, hello.identity.kv_heads)
-    total = hello.kv_heads_total if is_like_pages else 0
-    return partition_of(ranks=hello.width, heads=heads, kind=kind, total=total)
+    check_stages(ranks=holder.ranks // holder.contexts, stages=holder.stages)
+    is_like_pages = (kind, heads) == (holder.identity.kind, holder.identity.kv_heads)
+    total = holder.kv_heads_total if is_like_pages else 0
+    return partition_of(ranks=holder.width, heads=heads, kind=kind, total=total)
 
 
-def total_of(hello: wire.Hello) -> int:
-    """Number of KV heads of the sender's model, as far as its ranks determine it."""
-    if hello.kv_heads_total or hello.identity.kind == "mla":
-        return hello.kv_heads_total or hello.identity.kv_heads
-    return hello.identity.kv_heads * hello.width
+def total_of(holder: Holder) -> int:
+    """Number of KV heads of the holder's model, as far as its ranks determine it."""
+    if holder.kv_heads_total or holder.identity.kind == "mla":
+        return holder.kv_heads_total or holder.identity.kv_heads
+    return holder.identity.kv_heads * holder.width
 
 
-def cuts_of(
-    *, decode: wire.Hello, prefill: wire.Hello, pages: tuple[Identity, Identity] | None = None
-) -> Iterator[Cut]:
+def cuts_of(*, decode: Holder, prefill: Holder, pages: tuple[Identity, Identity] | None = None) -> Iterator[Cut]:
     """Yield what a prefill rank writes to a decode rank of each page; nothing if they have nothing in common.
 
     "Ours" is the prefill rank. `pages` are the identities of the pages, decode's and prefill's, if they are not those
-    of the Hellos. Both ends must have been checked. Raises PeerMismatch if the heads cannot be partitioned over these
+    of the holders. Both ends must have been checked. Raises PeerMismatch if the heads cannot be partitioned over these
     ranks.
     """
     there, here = pages or (decode.identity, prefill.identity)
@@ -126,8 +151,8 @@ def cuts_of(
 
 def record_cuts_of(
     *,
-    decode: wire.Hello,
-    prefill: wire.Hello,
+    decode: Holder,
+    prefill: Holder,
     records: tuple[Identity, Identity],
     channels: tuple[tuple[int, ...], ...],
 ) -> Iterator[Cut]:
@@ -185,6 +210,17 @@ def exchange_of(cuts: list[Cut], *, ours: PoolMemory, theirs: PoolMemory) -> Exc
             theirs, [(cut.theirs, cut.their_start, cut.their_step, cut.row_bytes, cut.rows) for cut in cuts]
         ),
     )
+
+
+def pieces_of(memory: PoolMemory, pieces: tuple[int, ...]) -> PoolMemory:
+    """Return a pool whose pages are one segment each as a pool of their pieces, which have these sizes."""
+    (page,) = memory.segments
+    starts = itertools.accumulate(pieces, initial=page.address)
+    segments = tuple(
+        msgspec.structs.replace(page, address=start, piece_bytes=size)
+        for start, size in zip(starts, pieces, strict=False)
+    )
+    return msgspec.structs.replace(memory, segments=segments)
 
 
 def as_held_by(
@@ -275,7 +311,7 @@ def _sizes_of_layers(
     return own[:start] + sizes[source : source + count] + own[start + count :]
 
 
-def _share_between(decode: wire.Hello, prefill: wire.Hello, theirs: Group, ours: Group) -> HeadSlice | None:
+def _share_between(decode: Holder, prefill: Holder, theirs: Group, ours: Group) -> HeadSlice | None:
     """Return the heads of a group that this prefill rank writes to this decode rank; None: none.
 
     Raises PeerMismatch.
@@ -335,11 +371,11 @@ def _rows_of(memory: PoolMemory, rows: list[tuple[int, int, int, int, int]]) -> 
     return msgspec.structs.replace(memory, segments=tuple(segments))
 
 
-def _layers_of(hello: wire.Hello, layers: int) -> StageLayers:
-    return StageLayers(stage=_place_of(hello)[0], stages=hello.stages, layers=layers)
+def _layers_of(holder: Holder, layers: int) -> StageLayers:
+    return StageLayers(stage=_place_of(holder)[0], stages=holder.stages, layers=layers)
 
 
-def _place_of(hello: wire.Hello) -> tuple[int, int]:
+def _place_of(holder: Holder) -> tuple[int, int]:
     """The stage of a rank, and its number there. The ranks of all contexts hold the same layers and heads."""
-    ranks = hello.ranks // hello.contexts
-    return stage_of(hello.rank % ranks, ranks=ranks, stages=hello.stages)
+    ranks = holder.ranks // holder.contexts
+    return stage_of(holder.rank % ranks, ranks=ranks, stages=holder.stages)

@@ -17,9 +17,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeAlias
 
+import msgspec
+
 from tidekv.states.types import PageIds, PoolMemory, Segment, page_ids
 from tidekv.transports.base import Exchange
-from tidekv.transports.slices import Cut, exchange_of
+from tidekv.transports.slices import Cut, exchange_of, pieces_of
 
 BATCH_BYTES = 4 * 1024 * 1024
 """Bytes of a write through the ring: several are under way at once, so that one is copied while another is sent."""
@@ -196,13 +198,10 @@ def scattered(ring: PoolMemory, cuts: list[Cut], *, ours: PoolMemory, theirs: Po
 
 def _slots_of(ring: PoolMemory, pieces: list[int]) -> PoolMemory:
     """Return a ring as pages with these pieces, one after another: page n is slot n."""
-    slot_bytes, address = sum(pieces), ring.segments[0].address
+    slot_bytes = sum(pieces)
     count = ring.page_bytes // slot_bytes
-    segments = []
-    for piece in pieces:
-        segments.append(Segment(address=address, piece_bytes=piece, stride_bytes=slot_bytes, page_count=count))
-        address += piece
-    return PoolMemory(segments=tuple(segments), page_count=count, kind=ring.kind, device=ring.device)
+    slot = Segment(ring.segments[0].address, slot_bytes, slot_bytes, count)
+    return pieces_of(msgspec.structs.replace(ring, segments=(slot,), page_count=count), tuple(pieces))
 
 
 def _are_dense_here(cuts: list[Cut]) -> bool:

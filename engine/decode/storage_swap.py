@@ -10,12 +10,14 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from tidekv.backends.keys.chain import component_namespace, storage_namespace
-from tidekv.backends.storage.base import Siblings
+from tidekv.backends.storage.base import Neighbors, Siblings
 from tidekv.backends.storage.label import Label, label_of, set_label
+from tidekv.engine.converted_storage import ConvertedStorage
 from tidekv.engine.log import engine_log
+from tidekv.engine.ranks.group import place_of
+from tidekv.engine.stored_layouts import RankLayout, other_layouts
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
 from tidekv.states.validation import short
@@ -64,16 +66,26 @@ def check_storage(storage: object) -> None:
         raise InvalidConfig(f"storage must be a URI or a storage engine, not {short(storage)}")
 
 
+class Opened(NamedTuple):
+    """Engines of a storage that was opened: for full pages, and by component."""
+
+    full: Storage | None
+    component_pages: dict[str, Storage]
+
+
 class StorageInUse:
     """The storage engine, if any, and the former ones that are not closed yet."""
 
     def __init__(self, parts: Engine, first: Storage | None) -> None:
         self.current: Storage | None = None
+        """The engine that calls go to: the given one, or one that reads other layouts by way of it."""
         self.component_pages: dict[str, Storage] = {}
         """By component, the engines of components that have host pages."""
         self.retired: list[Storage] = []
         self._runtime = parts
         self._first = first
+        self._given = first
+        """The storage in use as the caller knows it."""
         self._lock = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -87,8 +99,7 @@ class StorageInUse:
         """
         if self._first is not None:
             opening = self._begin_register(self._first)
-            component_pages = await _opened(self._first, opening, asyncio.get_running_loop().time() + START_S)
-            self._use(self._first, component_pages)
+            self._use(self._first, await _opened(self._first, opening, asyncio.get_running_loop().time() + START_S))
             at_s = self._runtime.driver.clock()
             self._runtime.front.post(
                 events.StorageChanged(at_s=at_s, available=True, component_pages=bool(self._runtime.components))
@@ -107,11 +118,11 @@ class StorageInUse:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         async with self._turn(deadline_s):
             old = self.current
-            if storage is not None and storage is old:
+            if storage is not None and old is not None and storage is self._given:
                 raise InvalidRequest(f"{storage.uri} is attached already")
-            component_pages = await self._prepare(old, storage, deadline_s)
+            opened = await self._prepare(old, storage, deadline_s)
             left = [] if old is None else [old, *self.component_pages.values()]
-            self._use(storage, component_pages)
+            self._use(storage, opened)
             if storage is not None:
                 self._tell(available=True)
             for engine in left:
@@ -146,22 +157,20 @@ class StorageInUse:
         finally:
             self._lock.release()
 
-    def _use(self, storage: Storage | None, component_pages: dict[str, Storage]) -> None:
-        self.current = storage
-        self.component_pages = component_pages
-        self._runtime.executor.use(storage, component_pages)
+    def _use(self, given: Storage | None, opened: Opened) -> None:
+        self._given = given
+        self.current, self.component_pages = opened
+        self._runtime.executor.use(*opened)
 
-    async def _prepare(self, old: Storage | None, new: Storage | None, deadline_s: float) -> dict[str, Storage]:
-        """Open the new storage and drain the old one; on an error, close the new one. Returns the engines of components
-        of the new one.
-        """
+    async def _prepare(self, old: Storage | None, new: Storage | None, deadline_s: float) -> Opened:
+        """Open the new storage and drain the old one; on an error, close the new one."""
         parts = self._runtime
         is_told = False
-        component_pages: dict[str, Storage] = {}
+        opened = Opened(None, {})
         opening = None if new is None else self._begin_register(new)
         try:
             if new is not None and opening is not None:
-                component_pages = await _opened(new, opening, deadline_s)
+                opened = await _opened(new, opening, deadline_s)
             if old is not None:
                 is_told = True
                 self._tell(available=False)
@@ -177,7 +186,7 @@ class StorageInUse:
                 except Exception as failure:
                     error.add_note(f"and closing {new.uri} raised {failure!r}")
             raise
-        return component_pages
+        return opened
 
     async def _drain(self, old: Storage, deadline_s: float) -> None:
         """Wait until nothing uses the old storage, or until the deadline."""
@@ -222,22 +231,19 @@ class StorageInUse:
             for engine in engines:
                 self.retired.remove(engine)
 
-    def _begin_register(self, storage: Storage) -> asyncio.Task[dict[str, Storage]]:
+    def _begin_register(self, storage: Storage) -> asyncio.Task[Opened]:
         """Open a storage in its own task: a store that hangs may not even settle when it is cancelled."""
         return asyncio.get_running_loop().create_task(self._register(storage), name=f"opening {storage.uri}")
 
-    async def _register(self, storage: Storage) -> dict[str, Storage]:
+    async def _register(self, storage: Storage) -> Opened:
         """Open a storage for full pages, and one for each component."""
         parts = self._runtime
         assert parts.host is not None
-        group = parts.rank_group
-        place = {} if group is None else {"rank": group.rank, "ranks": group.ranks}
-        namespace = storage_namespace(parts.identity, **place)
-        poller = parts.storage_poller
-        await storage.register(parts.host.memory, parts.host.page, namespace=namespace, poller=poller)
+        layout = RankLayout(parts.identity, **place_of(parts.rank_group))
+        full: Storage = storage
         component_pages: dict[str, Storage] = {}
         try:
-            await self._label(storage, label_of(parts.identity, "", **place))
+            full = await self._open(storage, layout, "", parts.host)
             for name, pools in parts.components.items():
                 if pools.host is None:
                     continue
@@ -247,16 +253,27 @@ class StorageInUse:
                         " see tidekv.backends.storage.base.Siblings"
                     )
                 component_pages[name] = storage.sibling()
-                theirs = component_namespace(namespace, name)
-                await component_pages[name].register(
-                    pools.host.memory, pools.host.page, namespace=theirs, poller=poller
-                )
-                await self._label(component_pages[name], label_of(parts.identity, name, **place))
+                component_pages[name] = await self._open(component_pages[name], layout, name, pools.host)
+            for engine in (full, *component_pages.values()):
+                if isinstance(engine, ConvertedStorage):
+                    await engine.look()
         except BaseException:
-            for engine in component_pages.values():
+            # The caller closes the storage itself, which an engine in front of it does, too.
+            for engine in (*component_pages.values(), *([] if full is storage else [full])):
                 await engine.close()
             raise
-        return component_pages
+        return Opened(full, component_pages)
+
+    async def _open(self, storage: Storage, layout: RankLayout, component: str, host: HostPool) -> Storage:
+        """Open one engine; return it, or one that reads other layouts by way of it."""
+        poller = self._runtime.storage_poller
+        await storage.register(host.memory, host.page, namespace=layout.namespace(component), poller=poller)
+        number, slices = layout.slice(component)
+        await self._label(storage, label_of(layout.identity, component, rank=number, ranks=slices))
+        layouts, copies = other_layouts(layout, component), layout.ranks // slices
+        if copies == 1 and not (layouts and isinstance(storage, Neighbors)):
+            return storage
+        return ConvertedStorage(storage, host=host, layouts=layouts, copies=copies, poller=poller)
 
     async def _label(self, storage: Storage, label: Label) -> None:
         try:
@@ -273,7 +290,7 @@ class StorageInUse:
             )
 
 
-async def _opened(storage: Storage, opening: asyncio.Task[dict[str, Storage]], deadline_s: float) -> dict[str, Storage]:
+async def _opened(storage: Storage, opening: asyncio.Task[Opened], deadline_s: float) -> Opened:
     """Wait until a storage is open. Raises errors of opening it, StorageFailed at the deadline."""
     try:
         await asyncio.wait({opening}, timeout=max(deadline_s - asyncio.get_running_loop().time(), 0.0))
@@ -285,12 +302,13 @@ async def _opened(storage: Storage, opening: asyncio.Task[dict[str, Storage]], d
     return opening.result()
 
 
-async def _close_unused(storage: Storage, opening: asyncio.Task[dict[str, Storage]]) -> None:
+async def _close_unused(storage: Storage, opening: asyncio.Task[Opened]) -> None:
     """Close a storage that is no longer needed, once opening it has ended."""
     opening.cancel()
     await asyncio.wait({opening})
-    component_pages = {} if opening.cancelled() or opening.exception() else opening.result()
-    for engine in (*component_pages.values(), storage):
+    opened = Opened(storage, {}) if opening.cancelled() or opening.exception() else opening.result()
+    for engine in (*opened.component_pages.values(), opened.full):
+        assert engine is not None
         await engine.close()
 
 

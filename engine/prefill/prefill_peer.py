@@ -190,6 +190,8 @@ class PrefillPeer:
                 bigram_keys=bigram_keys,
                 rank=rank,
                 ranks=ranks,
+                stages=stages,
+                kv_heads_total=kv_heads_total,
             )
         # Decode workers may require checksums of pages; those in GPU memory would have to be copied to be hashed.
         memories = (device.memory, *(pools.device.memory for pools in components))

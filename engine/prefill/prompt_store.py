@@ -26,13 +26,13 @@ from tidekv.backends.component_pools import with_components
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
-from tidekv.backends.keys.chain import component_namespace, storage_namespace
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.keys.prompt_keys import PromptKeys
 from tidekv.backends.page_layout import same_pages
 from tidekv.backends.storage.base import Siblings, leading
-from tidekv.backends.storage.label import Label, label_of, set_label
+from tidekv.backends.storage.label import label_of, set_label
 from tidekv.engine.log import engine_log
+from tidekv.engine.stored_layouts import RankLayout
 from tidekv.states.errors import InvalidConfig, StorageFailed, TidekvError
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
@@ -131,6 +131,8 @@ class PromptStore:
         bigram_keys: bool = False,
         rank: int = 0,
         ranks: int = 1,
+        stages: int = 1,
+        kv_heads_total: int = 0,
     ) -> None:
         """Check the arguments and open nothing. Raises InvalidConfig.
 
@@ -156,8 +158,7 @@ class PromptStore:
         }
         self._prompt_keys = PromptKeys(PageKeys(device.layout.page_size, bigrams=bigram_keys))
         identity = with_components(device.layout.identity(model), components)
-        self._namespace = storage_namespace(identity, rank=rank, ranks=ranks)
-        self._label_of = partial(label_of, identity, rank=rank, ranks=ranks)
+        self._layout = RankLayout(identity, rank, ranks, stages, kv_heads_total)
         self._changed = asyncio.Event()
         self._tasks = OwnedTasks("prompt store")
         self._breaker = CircuitBreaker()
@@ -166,8 +167,8 @@ class PromptStore:
 
     async def start(self, poller: Poller) -> None:
         """Open storage and the copiers. Raises InvalidConfig, StorageFailed; `close` then releases what was opened."""
-        await self._full.start(self._namespace, poller)
-        await _label(self._storage, self._label_of())
+        await self._full.start(self._layout.namespace(), poller)
+        await self._label(self._storage, "")
         for name, kind in self._components.items():
             if not isinstance(self._storage, Siblings):
                 raise InvalidConfig(
@@ -175,8 +176,8 @@ class PromptStore:
                     " see tidekv.backends.storage.base.Siblings"
                 )
             kind.storage = self._storage.sibling()
-            await kind.start(component_namespace(self._namespace, name), poller)
-            await _label(kind.storage, self._label_of(name))
+            await kind.start(self._layout.namespace(name), poller)
+            await self._label(kind.storage, name)
 
     async def wait_stored(self) -> None:
         """Wait until each prompt finished so far is stored or given up. Unbounded: the caller sets the deadline."""
@@ -207,6 +208,13 @@ class PromptStore:
                     stack.push_async_callback(self._ended, kind.copier.close(), "the copier")
                 if kind.storage is not None:
                     stack.push_async_callback(self._ended, kind.storage.close(), "storage")
+
+    async def _label(self, storage: Storage, component: str) -> None:
+        number, slices = self._layout.slice(component)
+        try:
+            await set_label(storage, label_of(self._layout.identity, component, rank=number, ranks=slices))
+        except StorageFailed as failed:
+            LOG.warning("storage has no label of what it holds", storage=storage.uri, cause=str(failed))
 
     @property
     def _kinds(self) -> tuple[StoredPages, ...]:
@@ -399,10 +407,3 @@ async def _settled(copy: asyncio.Future[None]) -> None:
         copy.exception()
         raise cancelled
     copy.result()
-
-
-async def _label(storage: Storage, label: Label) -> None:
-    try:
-        await set_label(storage, label)
-    except StorageFailed as failed:
-        LOG.warning("storage has no label of what it holds", storage=storage.uri, cause=str(failed))

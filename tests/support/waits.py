@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 LIMIT_S = 120.0
 """Seconds that a wait in a test may take: far longer than it needs on a busy machine."""
@@ -13,7 +14,7 @@ PATIENT = {"prefetch": "wait_complete", "query_deadline_s": 60.0, "peer_silence_
 
 With any other policy a request waits for the answer of storage only as long as recent answers took, 50 ms at most.
 """
-PATIENT_GROUP = {"silence_s": 30.0, "vote_timeout_s": 60.0, "hold_s": 60.0, "form_timeout_s": LIMIT_S}
+PATIENT_GROUP: dict[str, Any] = {"silence_s": 30.0, "vote_timeout_s": 60.0, "hold_s": 60.0, "form_timeout_s": LIMIT_S}
 """Limits of a `RankGroup` whose ranks share a busy machine."""
 
 

@@ -1,0 +1,90 @@
+"""Storage between instances of different numbers of ranks: what one wrote the other reads, byte for byte.
+
+The table in docs/ranks.md has what is tested here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.support.parallel_instances import PAGE_SIZE
+from tests.support.stored_instances import Open, instances
+from tests.transports.test_layout_pairs import MODELS
+from tidekv import open_storage
+
+TOKENS = list(range(50, 50 + 5 * PAGE_SIZE))
+OTHERS = [token + 1000 for token in TOKENS]
+PAIRS = list(itertools.product((1, 2, 4), repeat=2))
+
+
+def opener(kind: str, root: Path) -> Open:
+    if kind == "memory":
+        return open_storage("memory:?capacity=64MiB").sibling
+    return lambda: open_storage(f"file:{root}/l3?capacity=64MiB")
+
+
+def converted_pages(name: str, writer: int, reader: int) -> dict[str, int]:
+    """Pages that the ranks of the reader convert: none if those of the writer hold the same bytes."""
+    if writer == reader or name in ("MLA", "state without channels"):
+        return {}
+    if name == "MHA with copies" and 1 not in (writer, reader):
+        return {}
+    counts = {"": 5 * reader}
+    if "window" in name:
+        counts["window"] = 2 * reader
+    if MODELS[name].state is not None:
+        counts["state"] = reader
+    return counts
+
+
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
+@pytest.mark.parametrize("name", MODELS)
+async def test_what_prefill_ranks_wrote_decode_ranks_of_another_number_read(
+    tmp_path: Path, name: str, writer: int, reader: int
+) -> None:
+    open_one = opener("memory", tmp_path)
+    indivisible = name == "state without channels" and writer != reader
+    async with instances(MODELS[name], prefill=(writer, 1), decode=(writer, 1), prefill_storage=open_one) as first:
+        assert await first.serve("first", TOKENS) == {"transfer": len(TOKENS)}
+    async with instances(MODELS[name], prefill=(reader, 1), decode=(reader, 1), decode_storage=open_one) as second:
+        assert await second.serve("stored", TOKENS) == {"transfer" if indivisible else "l3": len(TOKENS)}
+        assert second.converted() == converted_pages(name, writer, reader)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(1, 2), (2, 1), (4, 1), (2, 4)])
+@pytest.mark.parametrize("name", ["MHA", "MLA", "window", "state with channels"])
+async def test_what_decode_ranks_wrote_decode_ranks_of_another_number_read(
+    tmp_path: Path, name: str, writer: int, reader: int
+) -> None:
+    open_one = opener("file", tmp_path)
+    async with instances(MODELS[name], prefill=(writer, 1), decode=(writer, 1), decode_storage=open_one) as first:
+        assert await first.serve("first", TOKENS) == {"transfer": len(TOKENS)}
+    async with instances(MODELS[name], prefill=(reader, 1), decode=(reader, 1), decode_storage=open_one) as second:
+        assert await second.serve("stored", TOKENS) == {"l3": len(TOKENS)}
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "source"), [((1, 2), (2, 2), "l3"), ((2, 2), (1, 2), "l3"), ((2, 1), (1, 2), "transfer")]
+)
+async def test_pages_are_converted_between_instances_of_as_many_stages(
+    tmp_path: Path, writer: tuple[int, int], reader: tuple[int, int], source: str
+) -> None:
+    open_one = opener("memory", tmp_path)
+    async with instances(MODELS["MHA"], prefill=writer, decode=writer, prefill_storage=open_one) as first:
+        assert await first.serve("first", TOKENS) == {"transfer": len(TOKENS)}
+    async with instances(MODELS["MHA"], prefill=reader, decode=reader, decode_storage=open_one) as second:
+        assert await second.serve("stored", TOKENS) == {source: len(TOKENS)}
+
+
+async def test_pages_that_other_ranks_write_after_the_start_are_found(tmp_path: Path) -> None:
+    open_one = opener("memory", tmp_path)
+    model = MODELS["window"]
+    async with instances(model, prefill=(1, 1), decode=(1, 1), decode_storage=open_one) as reader:
+        assert await reader.serve("own", TOKENS) == {"transfer": len(TOKENS)}
+        async with instances(model, prefill=(2, 1), decode=(2, 1), prefill_storage=open_one) as writer:
+            assert await writer.serve("theirs", OTHERS) == {"transfer": len(OTHERS)}
+        await reader.look()
+        assert await reader.serve("stored", OTHERS) == {"l3": len(OTHERS)}

@@ -1,0 +1,179 @@
+"""Prefill and decode instances of any numbers of ranks on one store, in one process; KV identifies its bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from tests.support.configs import engine_config
+from tests.support.parallel_instances import PAGE_SIZE, Model, Place, RankPools
+from tests.support.waits import LIMIT_S, PATIENT, PATIENT_GROUP
+from tidekv import DecodeEngine, DecodeRequest, HostPool, LoopbackTransport, PrefillPeer, RankGroup, ReadyRequest
+from tidekv.backends.keys.chain import pack_tokens
+from tidekv.backends.storage.base import Storage
+from tidekv.engine.converted_storage import ConvertedStorage
+from tidekv.engine.demo.synthetic import prompt_digests
+from tidekv.states.types import page_ids
+from tidekv.transports.loopback import LoopbackNetwork
+from tidekv.transports.prefill.prefill_room import Room
+
+HOST_PAGES = 32
+Open = Callable[[], Storage]
+
+
+class PrefillRank:
+    """One rank of a prefill instance, which serves one room at a time."""
+
+    def __init__(self, model: Model, place: Place, network: LoopbackNetwork, storage: Storage | None) -> None:
+        self.pools = RankPools(model, place)
+        self.served = asyncio.Event()
+        """Set after each room, when its pages were copied for storage."""
+        self.peer = PrefillPeer(
+            device=self.pools.device,
+            components=self.pools.components,
+            transport=LoopbackTransport(f"prefill-{place.rank}", network),
+            listen=f"prefill-{place.rank}",
+            on_room=self._serve,
+            storage=storage,
+            rank=place.rank,
+            ranks=place.tp * place.pp,
+            stages=place.pp,
+            kv_heads_total=model.kv_heads_total,
+        )
+
+    async def _serve(self, room: Room) -> None:
+        assert room.tokens is not None
+        self.served.clear()
+        digests = prompt_digests(room.tokens, PAGE_SIZE)
+        pages = list(range(len(digests)))
+        self.pools.fill("full", pages, digests)
+        await room.send(page_ids(pages), start_token=0)
+        for name, asked in room.component_pages.items():
+            tail = list(range(asked.first, asked.first + asked.page_count))
+            if tail:
+                self.pools.fill(name, tail, [digests[at] for at in tail])
+            await room.send_component_pages(name, page_ids(tail))
+        await room.finish(first_token=7)
+        await room.received()
+        self.served.set()
+
+
+class DecodeRank:
+    """One rank of a decode instance."""
+
+    def __init__(
+        self, model: Model, place: Place, network: LoopbackNetwork, storage: Storage | None, address: str, prefill: str
+    ) -> None:
+        self.pools = RankPools(model, place)
+        self.components = [
+            dataclasses.replace(pools, host=HostPool.allocate(pools.device.layout, HOST_PAGES))
+            for pools in self.pools.components
+        ]
+        self._prefill = prefill
+        group = RankGroup(
+            rank=place.rank,
+            ranks=place.tp * place.pp,
+            stages=place.pp,
+            address=address,
+            kv_heads_total=model.kv_heads_total,
+            **PATIENT_GROUP,
+        )
+        self.engine = DecodeEngine(
+            engine_config(**PATIENT, close_deadline_s=5.0, prefetch_threshold_tokens=0, page_checksums=True),
+            device=self.pools.device,
+            host=HostPool.allocate(self.pools.device.layout, HOST_PAGES),
+            components=self.components,
+            storage=storage,
+            transport=LoopbackTransport(f"decode-{place.rank}", network),
+            ranks=group if place.tp * place.pp > 1 else None,
+        )
+
+    async def restore(self, request_id: str, tokens: Sequence[int]) -> ReadyRequest:
+        """Restore, and compare every byte of the pages and of the components at the prompt's end."""
+        request = DecodeRequest(request_id=request_id, tokens=tokens, prefill=self._prefill, send_prompt=True)
+        ready = await self.engine.restore(request)
+        digests = prompt_digests(pack_tokens(tokens), PAGE_SIZE)
+        assert self.pools.wrong("full", ready.pages[: len(digests)].tolist(), digests) == []
+        for name, tail in ready.component_pages.items():
+            wanted = digests[tail.first : tail.first + len(tail.pages)]
+            assert self.pools.wrong(name, tail.pages[: len(wanted)].tolist(), wanted) == [], name
+        return ready
+
+
+class Instances:
+    """A prefill instance of `prefill` ranks, and a decode instance of `decode` ranks."""
+
+    def __init__(self, prefills: list[PrefillRank], decodes: list[DecodeRank]) -> None:
+        self.prefills = prefills
+        self.decodes = decodes
+
+    async def serve(self, request_id: str, tokens: Sequence[int]) -> dict[str, int]:
+        """Restore and finish on all ranks; returns the sources that brought tokens."""
+        readies = await asyncio.gather(*(member.restore(request_id, tokens) for member in self.decodes))
+        assert all(ready.sources == readies[0].sources for ready in readies)
+        await asyncio.gather(
+            *(member.engine.finish(ready) for member, ready in zip(self.decodes, readies, strict=True))
+        )
+        await asyncio.gather(*(member.engine.wait_settled() for member in self.decodes))
+        for member in self.prefills:
+            if readies[0].sources["transfer"]:
+                await member.served.wait()
+            await member.peer.wait_stored()
+        return {source: count for source, count in readies[0].sources.items() if count}
+
+    def converted(self) -> dict[str, int]:
+        """Pages that decode read from other layouts, by component; "" for full pages."""
+        counts: Counter[str] = Counter()
+        for member in self.decodes:
+            in_use = member.engine._runtime.storage_in_use
+            for name, storage in {"": in_use.current, **in_use.component_pages}.items():
+                counts[name] += storage.statistics().converted if storage else 0
+        return +counts
+
+    async def look(self) -> None:
+        """Look for other layouts, as a miss does that follows the last look by LOOK_S."""
+        for member in self.decodes:
+            in_use = member.engine._runtime.storage_in_use
+            for storage in (in_use.current, *in_use.component_pages.values()):
+                assert isinstance(storage, ConvertedStorage)
+                await storage.look()
+
+
+@asynccontextmanager
+async def instances(
+    model: Model,
+    *,
+    prefill: tuple[int, int],
+    decode: tuple[int, int],
+    prefill_storage: Open | None = None,
+    decode_storage: Open | None = None,
+) -> AsyncIterator[Instances]:
+    """Start two instances, (TP, PP) each; storage is opened for each rank."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = "{}:{}".format(*probe.getsockname())
+    network = LoopbackNetwork()
+    prefills = [
+        PrefillRank(model, Place(*prefill, rank), network, prefill_storage and prefill_storage())
+        for rank in range(prefill[0] * prefill[1])
+    ]
+    names = ",".join(f"prefill-{rank}" for rank in range(len(prefills)))
+    decodes = [
+        DecodeRank(model, Place(*decode, rank), network, decode_storage and decode_storage(), address, names)
+        for rank in range(decode[0] * decode[1])
+    ]
+    parts: list[PrefillPeer | DecodeEngine] = [
+        *(member.peer for member in prefills),
+        *(member.engine for member in decodes),
+    ]
+    lives = [AsyncExitStack() for _ in parts]
+    async with asyncio.timeout(LIMIT_S):
+        # Ranks enter and leave together.
+        await asyncio.gather(*(life.enter_async_context(part) for life, part in zip(lives, parts, strict=True)))
+        try:
+            yield Instances(prefills, decodes)
+        finally:
+            await asyncio.gather(*(life.aclose() for life in lives))
