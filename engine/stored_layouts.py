@@ -25,6 +25,7 @@ import msgspec
 from tidekv.backends.keys.chain import component_namespace, storage_namespace
 from tidekv.backends.layout import FULL, KVLayout, LayerGroup
 from tidekv.backends.page_layout import Layout, PageLayout
+from tidekv.backends.storage.label import Label, label_of
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.handover.head_slices import stage_of
 from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity
@@ -79,6 +80,11 @@ class RankLayout(msgspec.Struct, frozen=True):
         number, slices = self.slice(component)
         full = storage_namespace(self.identity, rank=number, ranks=slices)
         return component_namespace(full, component) if component else full
+
+    def label(self, component: str = "") -> Label:
+        """Return the label of what this rank stores. Raises InvalidConfig."""
+        number, slices = self.slice(component)
+        return label_of(self.identity, component, rank=number, ranks=slices)
 
     def cuts_from(self, writer: RankLayout, component: str = "") -> list[Cut]:
         """Return what this rank takes of each page that a rank of another width has stored; "ours" is the writer."""

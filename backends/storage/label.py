@@ -6,9 +6,12 @@ store without one works as well.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from tidekv.backends.storage.base import Labels, Storage
+from tidekv.states.errors import StorageFailed
 from tidekv.states.types import Identity
 
 LABEL_BYTES_MAX = 4096
@@ -55,10 +58,17 @@ def label_of(identity: Identity, component: str = "", *, rank: int = 0, ranks: i
     )
 
 
-async def set_label(storage: Storage, label: Label) -> None:
-    """Store the label of an engine's namespace unless it has one, if the engine keeps labels. Raises StorageFailed."""
-    if isinstance(storage, Labels):
+async def set_label(storage: Storage, label: Label, *, warn: Callable[..., object]) -> None:
+    """Store the label of an engine's namespace unless it has one, if the engine keeps labels.
+
+    A failure is passed to `warn`, a method of a structlog logger, and is no error: nothing but tools reads the label.
+    """
+    if not isinstance(storage, Labels):
+        return
+    try:
         await storage.set_label(msgspec.json.encode(label))
+    except StorageFailed as failed:
+        warn("storage has no label of what it holds", storage=storage.uri, cause=str(failed))
 
 
 def read_label(text: bytes) -> Label | None:

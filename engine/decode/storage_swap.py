@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tidekv.backends.storage.base import Neighbors, Siblings
-from tidekv.backends.storage.label import Label, label_of, set_label
+from tidekv.backends.storage.label import set_label
 from tidekv.engine.converted_storage import ConvertedStorage
 from tidekv.engine.log import engine_log
 from tidekv.engine.ranks.group import place_of
@@ -268,18 +268,11 @@ class StorageInUse:
         """Open one engine; return it, or one that reads other layouts by way of it."""
         poller = self._runtime.storage_poller
         await storage.register(host.memory, host.page, namespace=layout.namespace(component), poller=poller)
-        number, slices = layout.slice(component)
-        await self._label(storage, label_of(layout.identity, component, rank=number, ranks=slices))
-        layouts, copies = other_layouts(layout, component), layout.ranks // slices
+        await set_label(storage, layout.label(component), warn=LOG.warning)
+        layouts, copies = other_layouts(layout, component), layout.ranks // layout.slice(component)[1]
         if copies == 1 and not (layouts and isinstance(storage, Neighbors)):
             return storage
         return ConvertedStorage(storage, host=host, layouts=layouts, copies=copies, poller=poller)
-
-    async def _label(self, storage: Storage, label: Label) -> None:
-        try:
-            await set_label(storage, label)
-        except StorageFailed as failed:
-            LOG.warning("storage has no label of what it holds", storage=storage.uri, cause=str(failed))
 
     def _tell(self, *, available: bool) -> None:
         if self._runtime.is_open:

@@ -30,7 +30,7 @@ from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.keys.prompt_keys import PromptKeys
 from tidekv.backends.page_layout import same_pages
 from tidekv.backends.storage.base import Siblings, leading
-from tidekv.backends.storage.label import label_of, set_label
+from tidekv.backends.storage.label import set_label
 from tidekv.engine.log import engine_log
 from tidekv.engine.stored_layouts import RankLayout
 from tidekv.states.errors import InvalidConfig, StorageFailed, TidekvError
@@ -168,7 +168,7 @@ class PromptStore:
     async def start(self, poller: Poller) -> None:
         """Open storage and the copiers. Raises InvalidConfig, StorageFailed; `close` then releases what was opened."""
         await self._full.start(self._layout.namespace(), poller)
-        await self._label(self._storage, "")
+        await set_label(self._storage, self._layout.label(), warn=LOG.warning)
         for name, kind in self._components.items():
             if not isinstance(self._storage, Siblings):
                 raise InvalidConfig(
@@ -177,7 +177,7 @@ class PromptStore:
                 )
             kind.storage = self._storage.sibling()
             await kind.start(self._layout.namespace(name), poller)
-            await self._label(kind.storage, name)
+            await set_label(kind.storage, self._layout.label(name), warn=LOG.warning)
 
     async def wait_stored(self) -> None:
         """Wait until each prompt finished so far is stored or given up. Unbounded: the caller sets the deadline."""
@@ -208,13 +208,6 @@ class PromptStore:
                     stack.push_async_callback(self._ended, kind.copier.close(), "the copier")
                 if kind.storage is not None:
                     stack.push_async_callback(self._ended, kind.storage.close(), "storage")
-
-    async def _label(self, storage: Storage, component: str) -> None:
-        number, slices = self._layout.slice(component)
-        try:
-            await set_label(storage, label_of(self._layout.identity, component, rank=number, ranks=slices))
-        except StorageFailed as failed:
-            LOG.warning("storage has no label of what it holds", storage=storage.uri, cause=str(failed))
 
     @property
     def _kinds(self) -> tuple[StoredPages, ...]:

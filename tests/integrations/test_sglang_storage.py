@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from tests.support.configs import engine_config
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, HostPool, KVLayout, NixlTransport, PrefillPeer
 from tidekv.backends.keys.chain import pack_tokens, page_digests
+from tidekv.backends.storage.label import label_of, read_label
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.integrations.sglang.page_layouts import HostPages
@@ -181,6 +183,17 @@ def test_ranks_and_models_do_not_read_each_others_pages(backend: ModuleType, tmp
     other = {"uri": uri}  # The model's name is SGLang's own then.
     with opened(backend, uri, FakeHostPool("page_first", is_mla=False), extra_config=other) as storage:
         assert storage.batch_exists(keys) == 0
+
+
+def test_each_rank_labels_what_it_stores(backend: ModuleType, tmp_path: Path) -> None:
+    uri = f"file:{tmp_path}?capacity=16MB"
+    for rank in range(2):
+        with opened(backend, uri, FakeHostPool("page_first", is_mla=False), tp_rank=rank, tp_size=2) as storage:
+            layout = storage._store.layout
+    labels = [read_label(holding.label) for holding in asyncio.run(open_storage(uri).holdings())]
+    assert len(labels) == 2
+    for rank in range(2):
+        assert label_of(layout.identity("m"), rank=rank, ranks=2) in labels
 
 
 @pytest.mark.parametrize(

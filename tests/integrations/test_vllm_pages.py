@@ -15,6 +15,7 @@ import torch
 from tests.support.waits import LIMIT_S
 from tidekv import KVLayout
 from tidekv.backends.storage.base import Storage
+from tidekv.backends.storage.label import label_of, read_label
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.integrations.vllm.blocks import PagedBlocks
 from tidekv.engine.integrations.vllm.jobs import LoadEnded, LoadJob, SaveJob
@@ -148,6 +149,12 @@ def test_what_one_worker_saved_another_loads(worker: Callable[..., Worker]) -> N
     reader.load(0, 5, at=30, name="again")
     assert reader.settled() == {"load_pages_host": 5}, "host memory has them now"
     assert same(writer, reader, [(number, 30 + number) for number in range(5)])
+
+
+def test_a_worker_labels_what_it_stores(worker: Callable[..., Worker], uri: str) -> None:
+    worker()
+    (holding,) = asyncio.run(open_storage(uri).holdings())
+    assert read_label(holding.label) == label_of(LAYOUT.identity("m"))
 
 
 def test_what_is_read_out_may_be_overwritten_at_once(worker: Callable[..., Worker]) -> None:

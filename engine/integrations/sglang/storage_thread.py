@@ -16,8 +16,12 @@ from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.base import Storage, leading
+from tidekv.backends.storage.label import label_of, set_label
+from tidekv.engine.log import engine_log
 from tidekv.engine.thread.loop_thread import CLOSE_S, LoopThread
 from tidekv.states.types import page_ids
+
+LOG = engine_log("tidekv.sglang")
 
 BATCH_BYTES: Final = 64 << 20
 BATCH_PAGES_MAX: Final = 128
@@ -48,11 +52,13 @@ class StorageThread:
         self._pool = HostPool.allocate(layout, 2 * self._batch, pin=False)
         self._reading, self._writing = threading.Lock(), threading.Lock()
         self._loop = LoopThread("tidekv-shared-storage")
-        namespace = storage_namespace(layout.identity(model), rank=rank, ranks=ranks)
+        identity = layout.identity(model)
+        namespace = storage_namespace(identity, rank=rank, ranks=ranks)
         try:
             self._loop.call(
                 storage.register(self._pool.memory, self._pool.page, namespace=namespace, poller=self._loop.poller)
             )
+            self._loop.call(set_label(storage, label_of(identity, rank=rank, ranks=ranks), warn=LOG.warning))
         except BaseException:
             self.close()
             raise

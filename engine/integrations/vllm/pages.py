@@ -37,6 +37,7 @@ import torch
 
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
+from tidekv.backends.storage.label import label_of, set_label
 from tidekv.engine.integrations.storage_guard import StorageGuard
 from tidekv.engine.integrations.vllm.blocks import PagedBlocks
 from tidekv.engine.integrations.vllm.jobs import LoadEnded, LoadJob, SaveJob
@@ -217,11 +218,13 @@ class WorkerPages:
         self._turn, self._changed = asyncio.Lock(), asyncio.Event()
         self._writer = ThreadPoolExecutor(1, "tidekv-vllm-copy")
         self._loop = LoopThread("tidekv-vllm-pages")
-        namespace = storage_namespace(layout.identity(shared.model), rank=shared.rank, ranks=shared.ranks)
+        identity, rank, ranks = layout.identity(shared.model), shared.rank, shared.ranks
+        namespace = storage_namespace(identity, rank=rank, ranks=ranks)
         try:
             self._loop.call(
                 storage.register(self._host.memory, self._host.page, namespace=namespace, poller=self._loop.poller)
             )
+            self._loop.call(set_label(storage, label_of(identity, rank=rank, ranks=ranks), warn=LOG.warning))
         except BaseException:
             self.close()
             raise
