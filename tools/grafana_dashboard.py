@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import count
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -13,7 +13,7 @@ HERE = 'instance=~"$instance"'
 """Selector of the workers that are chosen at the top of the dashboard."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Panel:
     """One panel. `targets`: query and legend of each line."""
 
@@ -21,11 +21,16 @@ class Panel:
     description: str
     unit: str
     targets: list[tuple[str, str]]
+    _: KW_ONLY
     kind: str = "timeseries"
     width: int = 12
     stacked: bool = False
     limits: tuple[tuple[str, float], ...] = ()
     """Colors from these values on; green below them."""
+
+
+def _stat(title: str, description: str, unit: str, query: str, limits: tuple[tuple[str, float], ...] = ()) -> Panel:
+    return Panel(title, description, unit, [(query, "")], kind="stat", width=4, limits=limits)
 
 
 def _per_second(metric: str, label: str, *, only: str = "") -> list[tuple[str, str]]:
@@ -53,296 +58,248 @@ ENDED = f"rate(tidekv_requests_ended_total{{{HERE}}}[$__rate_interval])"
 FAILED = f'rate(tidekv_requests_ended_total{{{HERE}, outcome!="ready"}}[$__rate_interval])'
 USE = 'condition=~"free|owned|evictable|protected|draining"'
 
-ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
-    (
-        "Overview",
-        (
-            Panel(
-                title="Requests",
-                description="Requests per second that asked for a restore.",
-                unit="reqps",
-                targets=[(f"sum(rate(tidekv_requests_arrived_total{{{HERE}}}[$__rate_interval]))", "")],
-                kind="stat",
-                width=4,
-            ),
-            Panel(
-                title="Hit rate",
-                description="Share of prompt tokens restored from device, host or storage, which prefill did not send.",
-                unit="percentunit",
-                targets=[(HIT_RATE, "")],
-                kind="stat",
-                width=4,
-            ),
-            Panel(
-                title="Restore, p50",
-                description="Median time from arrival to READY.",
-                unit="s",
-                targets=[(_quantile(0.5, "tidekv_ready_seconds"), "")],
-                kind="stat",
-                width=4,
-                limits=(("orange", 0.5), ("red", 2)),
-            ),
-            Panel(
-                title="Restore, p99",
-                description="99th percentile of the time from arrival to READY.",
-                unit="s",
-                targets=[(_quantile(0.99, "tidekv_ready_seconds"), "")],
-                kind="stat",
-                width=4,
-                limits=(("orange", 1), ("red", 5)),
-            ),
-            Panel(
-                title="Failed restores",
-                description="Share of restores that ended in a failure. A failed cache tier alone fails no restore.",
-                unit="percentunit",
-                targets=[(f"(sum({FAILED}) or vector(0)) / sum({ENDED})", "")],
-                kind="stat",
-                width=4,
-                limits=(("orange", 0.001), ("red", 0.01)),
-            ),
-            Panel(
-                title="Device memory in use",
-                description="Share of device pages that cannot be had now: owned, draining, or cached and locked.",
-                unit="percentunit",
-                targets=[
-                    (
-                        f'sum(tidekv_pool_pages{{{HERE}, pool="device", condition=~"owned|draining|protected"}})'
-                        f' / sum(tidekv_pool_pages{{{HERE}, pool="device", condition="total"}})',
-                        "",
-                    )
-                ],
-                kind="stat",
-                width=4,
-                limits=(("orange", 0.8), ("red", 0.95)),
-            ),
+ROWS: dict[str, tuple[Panel, ...]] = {
+    "Overview": (
+        _stat(
+            "Requests",
+            "Requests per second that asked for a restore.",
+            "reqps",
+            f"sum(rate(tidekv_requests_arrived_total{{{HERE}}}[$__rate_interval]))",
+        ),
+        _stat(
+            "Hit rate",
+            "Share of prompt tokens restored from device, host or storage, which prefill did not send.",
+            "percentunit",
+            HIT_RATE,
+        ),
+        _stat(
+            "Restore, p50",
+            "Median time from arrival to READY.",
+            "s",
+            _quantile(0.5, "tidekv_ready_seconds"),
+            (("orange", 0.5), ("red", 2)),
+        ),
+        _stat(
+            "Restore, p99",
+            "99th percentile of the time from arrival to READY.",
+            "s",
+            _quantile(0.99, "tidekv_ready_seconds"),
+            (("orange", 1), ("red", 5)),
+        ),
+        _stat(
+            "Failed restores",
+            "Share of restores that ended in a failure. A failed cache tier alone fails no restore.",
+            "percentunit",
+            f"(sum({FAILED}) or vector(0)) / sum({ENDED})",
+            (("orange", 0.001), ("red", 0.01)),
+        ),
+        _stat(
+            "Device memory in use",
+            "Share of device pages that cannot be had now: owned, draining, or cached and locked.",
+            "percentunit",
+            f'sum(tidekv_pool_pages{{{HERE}, pool="device", condition=~"owned|draining|protected"}})'
+            f' / sum(tidekv_pool_pages{{{HERE}, pool="device", condition="total"}})',
+            (("orange", 0.8), ("red", 0.95)),
         ),
     ),
-    (
-        "Requests",
-        (
-            Panel(
-                title="Time to ready",
-                description="From arrival to READY, by quantile.",
-                unit="s",
-                targets=_quantiles("tidekv_ready_seconds", "outcome"),
-            ),
-            Panel(
-                title="Time in state",
-                description="Where restores wait: PREALLOC is memory, PREFETCH storage, LOCAL_RESTORE the copy, "
-                "TRANSFER prefill.",
-                unit="s",
-                targets=_quantiles("tidekv_state_seconds", "state"),
-            ),
-            Panel(
-                title="Requests by state",
-                description="Live requests. A growing PREALLOC means that device memory is short.",
-                unit="short",
-                targets=[(f"sum by (state) (tidekv_requests{{{HERE}}})", "{{state}}")],
-                stacked=True,
-            ),
-            Panel(
-                title="Restores by outcome",
-                description="Restores per second that are ready, or failed by cause (errors.md explains each cause).",
-                unit="reqps",
-                targets=_per_second("tidekv_requests_ended_total", "outcome"),
-            ),
+    "Requests": (
+        Panel(
+            "Time to ready", "From arrival to READY, by quantile.", "s", _quantiles("tidekv_ready_seconds", "outcome")
+        ),
+        Panel(
+            "Time in state",
+            "Where restores wait: PREALLOC is memory, PREFETCH storage, LOCAL_RESTORE the copy, TRANSFER prefill.",
+            "s",
+            _quantiles("tidekv_state_seconds", "state"),
+        ),
+        Panel(
+            "Requests by state",
+            "Live requests. A growing PREALLOC means that device memory is short.",
+            "short",
+            [(f"sum by (state) (tidekv_requests{{{HERE}}})", "{{state}}")],
+            stacked=True,
+        ),
+        Panel(
+            "Restores by outcome",
+            "Restores per second that are ready, or failed by cause (errors.md explains each cause).",
+            "reqps",
+            _per_second("tidekv_requests_ended_total", "outcome"),
         ),
     ),
-    (
-        "Sources",
-        (
-            Panel(
-                title="Hit rate",
-                description="Share of prompt tokens by each tier, and by all together.",
-                unit="percentunit",
-                targets=[
-                    (HIT_RATE, "all tiers"),
-                    (f"sum by (source) ({CACHED_TOKENS}) / scalar(sum({TOKENS}))", "{{source}}"),
-                ],
-            ),
-            Panel(
-                title="Tokens by source",
-                description="Prompt tokens per second of READY requests.",
-                unit="short",
-                targets=_per_second("tidekv_tokens_total", "source"),
-                stacked=True,
-            ),
-            Panel(
-                title="Bytes by source",
-                description="KV bytes per second of READY requests.",
-                unit="Bps",
-                targets=_per_second("tidekv_bytes_total", "source"),
-                stacked=True,
-            ),
-            Panel(
-                title="Pages promised, asked, extended, delivered, wasted",
-                description="What prefill was promised and asked for. Much that is wasted means rooms that were left.",
-                unit="short",
-                targets=_per_second("tidekv_pages_total", "what"),
-            ),
-            Panel(
-                title="Extends by cause",
-                description="Promises that were withdrawn, so that prefill sent more.",
-                unit="short",
-                targets=_per_second("tidekv_cuts_total", "cause"),
-            ),
-            Panel(
-                title="Device pages withheld by prefill",
-                description="Pages that requests of each prefill hold before READY, and its quarantine. "
-                "The quota is engine.admission.prefill_share.",
-                unit="short",
-                targets=[(f"sum by (prefill) (tidekv_prefill_pages{{{HERE}}})", "{{prefill}}")],
-            ),
+    "Sources": (
+        Panel(
+            "Hit rate",
+            "Share of prompt tokens by each tier, and by all together.",
+            "percentunit",
+            [
+                (HIT_RATE, "all tiers"),
+                (f"sum by (source) ({CACHED_TOKENS}) / scalar(sum({TOKENS}))", "{{source}}"),
+            ],
+        ),
+        Panel(
+            "Tokens by source",
+            "Prompt tokens per second of READY requests.",
+            "short",
+            _per_second("tidekv_tokens_total", "source"),
+            stacked=True,
+        ),
+        Panel(
+            "Bytes by source",
+            "KV bytes per second of READY requests.",
+            "Bps",
+            _per_second("tidekv_bytes_total", "source"),
+            stacked=True,
+        ),
+        Panel(
+            "Pages promised, asked, extended, delivered, wasted",
+            "What prefill was promised and asked for. Much that is wasted means rooms that were left.",
+            "short",
+            _per_second("tidekv_pages_total", "what"),
+        ),
+        Panel(
+            "Extends by cause",
+            "Promises that were withdrawn, so that prefill sent more.",
+            "short",
+            _per_second("tidekv_cuts_total", "cause"),
+        ),
+        Panel(
+            "Device pages withheld by prefill",
+            "Pages that requests of each prefill hold before READY, and its quarantine. "
+            "The quota is engine.admission.prefill_share.",
+            "short",
+            [(f"sum by (prefill) (tidekv_prefill_pages{{{HERE}}})", "{{prefill}}")],
         ),
     ),
-    (
-        "Memory",
-        (
-            Panel(
-                title="Device pages",
-                description="Evictable pages are cached and can be had at once; protected ones are locked or pinned.",
-                unit="short",
-                targets=_pages("tidekv_pool_pages", "condition", f'pool="device", {USE}'),
-                stacked=True,
-            ),
-            Panel(
-                title="Host pages",
-                description="Evictable pages are cached and can be had at once; protected ones are locked or pinned.",
-                unit="short",
-                targets=_pages("tidekv_pool_pages", "condition", f'pool="host", {USE}'),
-                stacked=True,
-            ),
-            Panel(
-                title="Evicted pages",
-                description="Pages per second that left the index, by tier.",
-                unit="short",
-                targets=_per_second("tidekv_evicted_pages_total", "tier"),
-            ),
-            Panel(
-                title="Pages evicted over a namespace's share",
-                description="Pages per second that a namespace lost because it was above engine.namespace_share.",
-                unit="short",
-                targets=_per_second("tidekv_evicted_over_share_pages_total", "instance"),
-            ),
+    "Memory": (
+        Panel(
+            "Device pages",
+            "Evictable pages are cached and can be had at once; protected ones are locked or pinned.",
+            "short",
+            _pages("tidekv_pool_pages", "condition", f'pool="device", {USE}'),
+            stacked=True,
+        ),
+        Panel(
+            "Host pages",
+            "Evictable pages are cached and can be had at once; protected ones are locked or pinned.",
+            "short",
+            _pages("tidekv_pool_pages", "condition", f'pool="host", {USE}'),
+            stacked=True,
+        ),
+        Panel(
+            "Evicted pages",
+            "Pages per second that left the index, by tier.",
+            "short",
+            _per_second("tidekv_evicted_pages_total", "tier"),
+        ),
+        Panel(
+            "Pages evicted over a namespace's share",
+            "Pages per second that a namespace lost because it was above engine.namespace_share.",
+            "short",
+            _per_second("tidekv_evicted_over_share_pages_total", "instance"),
         ),
     ),
-    (
-        "Storage and copies",
-        (
-            Panel(
-                title="Copies and calls to storage",
-                description="Duration by kind of call and quantile.",
-                unit="s",
-                targets=_quantiles("tidekv_call_seconds", "call"),
-            ),
-            Panel(
-                title="Failed copies and calls to storage",
-                description="Failures per second by kind of call. Restores go on by transfer.",
-                unit="short",
-                targets=_per_second("tidekv_calls_failed_total", "call"),
-            ),
-            Panel(
-                title="Circuit breaker of storage",
-                description="1 while storage is not used because its calls failed or were too slow.",
-                unit="bool",
-                targets=[(f"tidekv_storage_breaker_open{{{HERE}}}", "{{instance}}")],
-            ),
-            Panel(
-                title="Pages of storage declined by cause",
-                description="Pages that storage had and that were not fetched.",
-                unit="short",
-                targets=_per_second("tidekv_declined_pages_total", "cause"),
-            ),
+    "Storage and copies": (
+        Panel(
+            "Copies and calls to storage",
+            "Duration by kind of call and quantile.",
+            "s",
+            _quantiles("tidekv_call_seconds", "call"),
+        ),
+        Panel(
+            "Failed copies and calls to storage",
+            "Failures per second by kind of call. Restores go on by transfer.",
+            "short",
+            _per_second("tidekv_calls_failed_total", "call"),
+        ),
+        Panel(
+            "Circuit breaker of storage",
+            "1 while storage is not used because its calls failed or were too slow.",
+            "bool",
+            [(f"tidekv_storage_breaker_open{{{HERE}}}", "{{instance}}")],
+        ),
+        Panel(
+            "Pages of storage declined by cause",
+            "Pages that storage had and that were not fetched.",
+            "short",
+            _per_second("tidekv_declined_pages_total", "cause"),
         ),
     ),
-    (
-        "Windows and states",
-        (
-            Panel(
-                title="Pages of components by pool",
-                description="Pages of sliding windows and records of states. Empty without components.",
-                unit="short",
-                targets=[
-                    (
-                        f"sum by (component, pool, condition) (tidekv_component_pool_pages{{{HERE}, {USE}}})",
-                        "{{component}} {{pool}} {{condition}}",
-                    )
-                ],
-            ),
-            Panel(
-                title="Pages of components asked, loaded, cloned, backed up, left",
-                description="Pages per second by component. Empty without components.",
-                unit="short",
-                targets=[
-                    (
-                        f"sum by (component, what) (rate(tidekv_component_pages_total{{{HERE}}}[$__rate_interval]))",
-                        "{{component}} {{what}}",
-                    )
-                ],
-            ),
-            Panel(
-                title="Snapshots of states kept, evicted, used",
-                description="Snapshots, prompts and computations that they served, tokens saved, per second. Empty"
-                " without states.",
-                unit="short",
-                targets=[
-                    (
-                        f"sum by (component, what) (rate(tidekv_snapshots_total{{{HERE}}}[$__rate_interval]))",
-                        "{{component}} {{what}}",
-                    )
-                ],
-            ),
+    "Windows and states": (
+        Panel(
+            "Pages of components by pool",
+            "Pages of sliding windows and records of states. Empty without components.",
+            "short",
+            [
+                (
+                    f"sum by (component, pool, condition) (tidekv_component_pool_pages{{{HERE}, {USE}}})",
+                    "{{component}} {{pool}} {{condition}}",
+                )
+            ],
+        ),
+        Panel(
+            "Pages of components asked, loaded, cloned, backed up, left",
+            "Pages per second by component. Empty without components.",
+            "short",
+            [
+                (
+                    f"sum by (component, what) (rate(tidekv_component_pages_total{{{HERE}}}[$__rate_interval]))",
+                    "{{component}} {{what}}",
+                )
+            ],
+        ),
+        Panel(
+            "Snapshots of states kept, evicted, used",
+            "Snapshots, prompts and computations that they served, tokens saved, per second. Empty without states.",
+            "short",
+            [
+                (
+                    f"sum by (component, what) (rate(tidekv_snapshots_total{{{HERE}}}[$__rate_interval]))",
+                    "{{component}} {{what}}",
+                )
+            ],
         ),
     ),
-    (
-        "Process",
-        (
-            Panel(
-                title="Lag of the event loop",
-                description="How late the loop was while there was work. Above 50 ms something blocks it.",
-                unit="s",
-                targets=_quantiles("tidekv_loop_lag_seconds", "instance"),
-            ),
-            Panel(
-                title="CPU of the pollers",
-                description="Share of one core that each poller's thread uses.",
-                unit="percentunit",
-                targets=_per_second("tidekv_poller_cpu_seconds_total", "poller"),
-            ),
-            Panel(
-                title="Rules that raised",
-                description="Always zero. Anything else is a bug of tidekv: please report it with the journal.",
-                unit="short",
-                targets=_per_second("tidekv_raises_total", "rule"),
-            ),
-            Panel(
-                title="Votes of the ranks",
-                description="Time that ranks need to agree. Empty with one rank.",
-                unit="s",
-                targets=_quantiles("tidekv_vote_seconds", "instance"),
-            ),
-            Panel(
-                title="Events",
-                description="Events per second that the core took.",
-                unit="short",
-                targets=_per_second("tidekv_events_total", "type"),
-            ),
-            Panel(
-                title="Counters of the core",
-                description="What the core counts of its own, per second.",
-                unit="short",
-                targets=_per_second("tidekv_core_total", "what"),
-            ),
-            Panel(
-                title="Parts of the engine",
-                description="Numbers of DecodeEngine.statistics(), as they are.",
-                unit="short",
-                targets=[(f"tidekv_engine{{{HERE}}}", "{{instance}} {{part}} {{name}}")],
-                width=24,
-            ),
+    "Process": (
+        Panel(
+            "Lag of the event loop",
+            "How late the loop was while there was work. Above 50 ms something blocks it.",
+            "s",
+            _quantiles("tidekv_loop_lag_seconds", "instance"),
+        ),
+        Panel(
+            "CPU of the pollers",
+            "Share of one core that each poller's thread uses.",
+            "percentunit",
+            _per_second("tidekv_poller_cpu_seconds_total", "poller"),
+        ),
+        Panel(
+            "Rules that raised",
+            "Always zero. Anything else is a bug of tidekv: please report it with the journal.",
+            "short",
+            _per_second("tidekv_raises_total", "rule"),
+        ),
+        Panel(
+            "Votes of the ranks",
+            "Time that ranks need to agree. Empty with one rank.",
+            "s",
+            _quantiles("tidekv_vote_seconds", "instance"),
+        ),
+        Panel("Events", "Events per second that the core took.", "short", _per_second("tidekv_events_total", "type")),
+        Panel(
+            "Counters of the core",
+            "What the core counts of its own, per second.",
+            "short",
+            _per_second("tidekv_core_total", "what"),
+        ),
+        Panel(
+            "Parts of the engine",
+            "Numbers of DecodeEngine.statistics(), as they are.",
+            "short",
+            [(f"tidekv_engine{{{HERE}}}", "{{instance}} {{part}} {{name}}")],
+            width=24,
         ),
     ),
-)
+}
 ROW_HEIGHT, STAT_HEIGHT, PLOT_HEIGHT = 1, 4, 8
 LATER = ("Windows and states", "Process")
 """Rows that are collapsed at first."""
@@ -353,7 +310,7 @@ def dashboard() -> dict[str, object]:
     ids = count(1)
     placed: list[dict[str, object]] = []
     y = 0
-    for title, panels in ROWS:
+    for title, panels in ROWS.items():
         is_collapsed = title in LATER
         row: dict[str, object] = {
             "id": next(ids),
