@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -46,7 +48,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     left_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in (*FOLDERS, "src"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=left_out)
-    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"):
         shutil.copy(ROOT / name, copy / name)
     return copy
 
@@ -88,6 +90,18 @@ def test_the_wheel_holds_every_file_of_the_package_and_none_is_a_link(source: Pa
     assert set(held) == files_of(source)
     assert held["tidekv/engine/trace/timeline.html"] > 1000
     assert "tidekv/py.typed" in held
+
+
+@pytest.mark.slow
+def test_the_page_of_the_package_has_the_readme_and_no_link_that_needs_a_checkout(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        told = message_from_bytes(archive.read(name))
+    assert told["Description-Content-Type"] == "text/markdown"
+    page = told.get_payload()
+    assert isinstance(page, str) and "# tidekv" in page and "## Try it" in page and "import tidekv" in page
+    links = re.findall(r"\]\(([^)]*)\)", page) + re.findall(r"(?:src|srcset|href)=\"([^\"]*)\"", page)
+    assert [link for link in links if not link.startswith("https://")] == []
 
 
 @pytest.mark.slow
