@@ -149,6 +149,8 @@ class RaiseInjector:
         self._left = iter(raises)
         self._next = next(self._left)
         before = sys.gettrace()
+        # Python 3.12 traces opcodes only if a frame of the interpreter had asked for it before `settrace`.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._entered)
         try:
             return self._core.step(event)

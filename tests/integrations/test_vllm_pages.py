@@ -44,6 +44,10 @@ class Storehouse:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    # Since Python 3.12 `isinstance` with a protocol does not see what `__getattr__` returns.
+    async def set_label(self, label: bytes) -> None:
+        await self._inner.set_label(label)
+
     async def exists(self, *args: Any, **given: Any) -> list[bool]:
         return self.says or await self._call("exists", *args, **given)
 
