@@ -60,6 +60,8 @@ def main(arguments: list[str]) -> int:
         sys.exit(f"dev.py: tidekv needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     if not arguments or arguments[0] not in COMMANDS:
         print(usage(), file=sys.stderr)
+        if arguments and not arguments[0].startswith("-"):
+            print(f"\ndev.py: there is no command {arguments[0]!r}", file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     command, rest = arguments[0], arguments[1:]
     if command == "vllm":

@@ -55,7 +55,7 @@ def chosen_targets(names: Sequence[str]) -> list[Target]:
     unknown = [name for name in names if not any(_is_named(target, name) for target in TARGETS)]
     if unknown:
         groups = ", ".join(dict.fromkeys(target.group for target in TARGETS))
-        raise SystemExit(f"there is no target {', '.join(unknown)}; groups: {groups}; --list shows all")
+        raise SystemExit(f"bench: there is no target {unknown[0]!r}; allowed: {groups}; --list shows all")
     return chosen
 
 

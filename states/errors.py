@@ -9,6 +9,15 @@ VALUE_CHARACTERS_MAX: Final = 500
 """Maximum length of a value in the text of PeerMismatch."""
 
 
+def cause_of(error: BaseException) -> str:
+    """Return the cause of an error for the text of another, which names the file or address already.
+
+    Of an error of the operating system these are its words without the number and the names.
+    """
+    words = error.strerror if isinstance(error, OSError) else None
+    return words or str(error) or type(error).__name__
+
+
 class TidekvError(Exception):
     """Root of all errors of this package."""
 

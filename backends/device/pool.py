@@ -18,6 +18,7 @@ from tidekv.backends.memory import ALIGNMENT_BYTES, PageIndex, allocate_host_byt
 from tidekv.backends.page_layout import Layout, PageLayout
 from tidekv.states.errors import InvalidConfig, InvalidRequest, OutOfMemory
 from tidekv.states.types import PageIds, PoolMemory, Segment
+from tidekv.states.validation import unknown
 
 
 class PoolGroup:
@@ -165,7 +166,8 @@ class DevicePool:
         for group in self.groups:
             if group.name == name:
                 return group
-        raise InvalidConfig(f"device pool: no group {name!r}; it has {', '.join(group.name for group in self.groups)}")
+        names = [group.name for group in self.groups]
+        raise InvalidConfig(f"device pool: {unknown(name, names, 'group')}")
 
     def check_pages(self, pages: PageIds | npt.ArrayLike) -> PageIndex:
         """Return the page ids as an index array; InvalidRequest names the first that is not a page of this pool."""

@@ -12,6 +12,7 @@ from tidekv.backends.memory import PageIndex, allocate_host_bytes, check_page_co
 from tidekv.backends.page_layout import Layout, group_offsets
 from tidekv.states.errors import InvalidConfig, InvalidRequest, OutOfMemory
 from tidekv.states.types import PageIds, PoolMemory, Segment
+from tidekv.states.validation import unknown
 
 
 class HostPool:
@@ -71,8 +72,8 @@ class HostPool:
         for group, start in group_offsets(self.layout):
             if group.name == name:
                 return self.buffer[:, start : start + group.layout.page_bytes]
-        names = ", ".join(group.name for group in self.layout.groups)
-        raise InvalidConfig(f"host pool: no group {name!r}; it has {names}")
+        names = [group.name for group in self.layout.groups]
+        raise InvalidConfig(f"host pool: {unknown(name, names, 'group')}")
 
     def page(self, page: int) -> memoryview:
         """Return the bytes of one page, in place and writable."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final, Protocol
 from urllib.parse import unquote
 
-from tidekv.states.errors import InvalidConfig
-from tidekv.states.validation import short
+from tidekv.states.errors import InvalidConfig, cause_of
+from tidekv.states.validation import short, unknown
 
 _UNITS: Final = {
     "": 1,
@@ -20,6 +20,7 @@ _UNITS: Final = {
     **{unit: 1000 ** (power + 1) for power, unit in enumerate(("kb", "mb", "gb", "tb", "pb"))},
     **{unit: 1024 ** (power + 1) for power, unit in enumerate(("kib", "mib", "gib", "tib", "pib"))},
 }
+FORMS: Final = 'a JSON object such as {"capacity": "200GB"}, or @FILE with .json, .toml or .yaml'
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -94,7 +95,7 @@ def read_options(what: str, given: Mapping[str, object], allowed: Mapping[str, O
     """Check options by name and value; InvalidConfig names the wrong one and what is allowed."""
     for name in given:
         if name not in allowed:
-            raise InvalidConfig(f"{what} has no option {name!r}; it has {', '.join(sorted(allowed)) or 'none'}")
+            raise InvalidConfig(f"{what}: {unknown(name, sorted(allowed), 'option')}")
     values: dict[str, object] = {}
     for name, value in given.items():
         checked = allowed[name].read(value)
@@ -110,12 +111,12 @@ def read_extra_options(text: str) -> dict[str, object]:
     InvalidConfig names what cannot be read, and never repeats a value. Blocks: it may read a file.
     """
     if not text.startswith("@"):
-        return _table(_json(text, "the options"), "the options")
+        return _table(_json(text, f"the options must be {FORMS}"), "the options")
     path = Path(text[1:]).expanduser()
     try:
         content = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        cause = cause_of(error) if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InvalidConfig(f"options file {path} cannot be read: {cause}") from error
     if path.suffix == ".toml":
         try:
@@ -124,17 +125,15 @@ def read_extra_options(text: str) -> dict[str, object]:
             raise InvalidConfig(f"options file {path} is not valid TOML: {error}") from error
     if path.suffix in (".yaml", ".yml"):
         return _table(_yaml(content, path), f"options file {path}")
-    return _table(_json(content, f"options file {path}"), f"options file {path}")
+    known = "" if path.suffix == ".json" else "; files that end in .toml, .yaml or .yml are read as such"
+    return _table(_json(content, f"options file {path} is not valid JSON", known), f"options file {path}")
 
 
-def _json(text: str, what: str) -> object:
+def _json(text: str, wrong: str, advice: str = "") -> object:
     try:
         found: object = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InvalidConfig(
-            f'{what} must be a JSON object such as {{"capacity": "200GB"}}, or @file.json, @file.toml, @file.yaml: '
-            f"{error.msg} in line {error.lineno}, column {error.colno}"
-        ) from error
+        raise InvalidConfig(f"{wrong}: {error.msg} (at line {error.lineno}, column {error.colno}){advice}") from error
     return found
 
 
@@ -149,7 +148,7 @@ def _yaml(text: str, path: Path) -> object:
         found: object = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" in line {mark.line + 1}" if mark is not None else ""
+        where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
         raise InvalidConfig(
             f"options file {path} is not valid YAML: {getattr(error, 'problem', 'unreadable')}{where}"
         ) from error

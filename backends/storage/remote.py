@@ -6,9 +6,10 @@ The service knows one kind of server; everything else in the contract of base.py
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from tidekv.backends.base import Poller
 from tidekv.backends.storage.base import (
@@ -33,6 +34,7 @@ VERIFY_PAGES_MAX: Final = 64
 NO_SERVICE: Final = frozenset({"unreachable", "timeout", "refused"})
 """Causes that concern the server and not a page: after one of them nothing more of a call is started."""
 
+T = TypeVar("T")
 ChunkWork = Callable[[Sequence[bytes], PageIds], Awaitable[list[str]]]
 
 
@@ -156,7 +158,7 @@ class RemoteStorage:
                 self._registered = self._envelope is not None
 
         self._registered = True
-        await self._calls.run(body)
+        await self._run(body)
 
     async def set_label(self, label: bytes) -> None:
         """Store the label of the namespace on the server; see Labels."""
@@ -165,7 +167,7 @@ class RemoteStorage:
         async def body(_: Call) -> None:
             await self._service.set_label(label)
 
-        await self._calls.run(body)
+        await self._run(body)
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
         """Ask the server; a key without an answer in time counts as missing. See Storage."""
@@ -180,7 +182,7 @@ class RemoteStorage:
                     found[part] = await self._service.exists(keys[part])
 
         # No page is touched, so no caller has to wait for a slow server beyond the deadline.
-        asked = asyncio.get_running_loop().create_task(self._calls.run(body, timeout_s))
+        asked = asyncio.get_running_loop().create_task(self._run(body, timeout_s))
         self._asked.add(asked)
         asked.add_done_callback(self._answered)
         await asyncio.wait({asked}, timeout=timeout_s)
@@ -197,7 +199,7 @@ class RemoteStorage:
             causes = await self._in_chunks(call, self._service.get, keys, pages)
             return self._checked(causes, self._counts.got(causes, envelope.page_bytes))
 
-        return await self._calls.run(body, timeout_s)
+        return await self._run(body, timeout_s)
 
     async def put_from(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
         """Store pages; see Storage."""
@@ -213,7 +215,7 @@ class RemoteStorage:
             causes = [by_key[key] for key in keys]
             return self._checked(causes, self._counts.put(causes, envelope.page_bytes))
 
-        return await self._calls.run(body, timeout_s)
+        return await self._run(body, timeout_s)
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove keys; see Storage."""
@@ -223,7 +225,7 @@ class RemoteStorage:
         async def body(_: Call) -> list[bool]:
             return await self._service.delete(keys)
 
-        return await self._calls.run(body)
+        return await self._run(body)
 
     async def clear(self) -> int:
         """Remove every page of this namespace; see Storage."""
@@ -232,7 +234,7 @@ class RemoteStorage:
         async def body(_: Call) -> int:
             return await self._service.clear()
 
-        return await self._calls.run(body)
+        return await self._run(body)
 
     async def probe(self) -> None:
         """Write and read a page; see Storage."""
@@ -241,7 +243,7 @@ class RemoteStorage:
         async def body(_: Call) -> None:
             await self._service.probe()
 
-        await self._calls.run(body)
+        await self._run(body)
 
     async def verify(self) -> AsyncIterator[Verdict]:
         """Read and check every page; see Storage."""
@@ -252,7 +254,7 @@ class RemoteStorage:
                 async def body(_: Call, part: Sequence[bytes] = part) -> list[str]:
                     return await self._service.verify(part)
 
-                for key, cause in zip(part, await self._calls.run(body), strict=True):
+                for key, cause in zip(part, await self._run(body), strict=True):
                     # Gone since it was listed: not damage.
                     if cause != "missing":
                         yield Verdict(key=key, ok=not cause, cause=cause)
@@ -265,7 +267,7 @@ class RemoteStorage:
         async def following(_: Call) -> Sequence[bytes] | None:
             return await anext(stored, None)
 
-        while (keys := await self._calls.run(following)) is not None:
+        while (keys := await self._run(following)) is not None:
             yield keys
 
     def sibling(self) -> RemoteStorage:
@@ -287,7 +289,7 @@ class RemoteStorage:
         async def body(_: Call) -> list[Holding]:
             return await self._service.holdings()
 
-        return await self._calls.run(body)
+        return await self._run(body)
 
     async def close(self) -> None:
         """Wait for the calls that run, and disconnect; see Storage."""
@@ -308,6 +310,13 @@ class RemoteStorage:
             capacity_bytes=self._limits.capacity_bytes,
             calls_in_flight=len(self._calls),
         )
+
+    async def _run(self, body: Callable[[Call], Coroutine[object, object, T]], timeout_s: float = math.inf) -> T:
+        """Run a call to its end. A failure of the server names the storage: its own words may name another address."""
+        try:
+            return await self._calls.run(body, timeout_s)
+        except ServerTrouble as trouble:
+            raise StorageFailed(f"{self.uri}: {trouble}") from trouble
 
     async def _in_chunks(self, call: Call, work: ChunkWork, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         """Run a call chunk by chunk, as many at once as there are lanes; what is not started in time is late."""

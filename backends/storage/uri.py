@@ -21,7 +21,7 @@ from tidekv.backends.storage.options import read_extra_options
 from tidekv.backends.storage.redis.pages import open_redis, open_redis_tls
 from tidekv.backends.storage.s3.pages import open_s3
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.validation import Text, checked
+from tidekv.states.validation import Text, checked, unknown
 
 ENTRY_POINT_GROUP: Final = "tidekv.storage"
 
@@ -110,4 +110,4 @@ def _factory(scheme: str) -> StorageFactory:
             raise InvalidConfig(f"storage engine {scheme!r} ({entry.value}) cannot be loaded: {error}") from error
         return factory
     known = sorted({*BUILT_IN, *found.names})
-    raise InvalidConfig(f"there is no storage engine {scheme!r}; there are {', '.join(known)}")
+    raise unknown(scheme, known, "storage engine", InvalidConfig)

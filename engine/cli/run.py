@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tidekv.states.errors import InvalidConfig, TidekvError
+from tidekv.states.validation import checked
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +68,13 @@ def run(
 
     from tidekv.engine.demo import main_job
     from tidekv.engine.demo.blocks import TraceOptions
-    from tidekv.engine.demo.conversations import WorkloadOptions, agent_options, long_prompt_options, make_workload
+    from tidekv.engine.demo.conversations import (
+        Kind,
+        WorkloadOptions,
+        agent_options,
+        long_prompt_options,
+        make_workload,
+    )
     from tidekv.engine.demo.link import LARGE_MODEL
     from tidekv.engine.demo.model import check_installed
     from tidekv.engine.demo.report import report
@@ -107,7 +114,7 @@ def run(
             options = agent_options(agents=conversations, rounds=rounds, seed=seed)
         else:
             options = WorkloadOptions(
-                kind=kind,  # type: ignore[arg-type]  # The workload checks it.
+                kind=checked(kind, Kind, "--kind"),
                 conversations=conversations,
                 rounds=rounds,
                 seed=seed,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tidekv.engine.cli.torn import TornOk, refuse_without_events, tell_torn
-from tidekv.states.errors import InvalidRequest
+from tidekv.states.errors import InvalidRequest, cause_of
 
 NAME_COLUMNS = 60
 
@@ -67,5 +67,5 @@ def _write(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise InvalidRequest(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+        raise InvalidRequest(f"{str(path)!r} cannot be written: {cause_of(error)}") from error
     print(f"{path}: {len(content)} bytes")

@@ -131,7 +131,9 @@ def _section(
             kind(**{name: value})
             right[name] = value
         except InvalidConfig as error:
-            mistakes.append(Mistake(origins[path], f"{path}: {error}"))
+            # Most begin with the name of the option, of which the path is the longer form.
+            separator = " " if str(error).startswith(f"{name} ") else ": "
+            mistakes.append(Mistake(origins[path], f"{path}{separator}{str(error).removeprefix(f'{name} ')}"))
             origins[path] = DEFAULT
     if len(right) == len(options):
         # Each option is valid by itself, but not their combination.

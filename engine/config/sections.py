@@ -14,7 +14,7 @@ import msgspec
 from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.config.memory import Memory
 from tidekv.engine.config.sizes import parse_memory
-from tidekv.states.errors import InvalidConfig
+from tidekv.states.errors import InvalidConfig, cause_of
 from tidekv.states.validation import Options, PositiveCount, Seconds, Text, host_and_port
 
 
@@ -119,7 +119,8 @@ class TransportSection(Options, frozen=True, kw_only=True, forbid_unknown_fields
         try:
             secret = Path(self.secret_file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidConfig(f"transport.secret_file cannot be read: {error}") from error
+            file = self.secret_file
+            raise InvalidConfig(f"transport.secret_file {file} cannot be read: {cause_of(error)}") from error
         if not secret:
             raise InvalidConfig(f"transport.secret_file {self.secret_file} is empty")
         return secret

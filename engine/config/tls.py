@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 
 from tidekv.engine.config.sections import TransportSection
-from tidekv.states.errors import InvalidConfig
+from tidekv.states.errors import InvalidConfig, cause_of
 
 
 def listen_context(section: TransportSection) -> ssl.SSLContext | None:
@@ -56,12 +56,12 @@ def _load_certificate(context: ssl.SSLContext, section: TransportSection) -> Non
     try:
         context.load_cert_chain(section.tls_certificate, section.tls_key or None)
     except (OSError, ssl.SSLError) as error:
-        key = f" with tls_key {section.tls_key}" if section.tls_key else ""
-        raise InvalidConfig(f"tls_certificate {section.tls_certificate}{key} cannot be used: {error}") from error
+        files = section.tls_certificate + (f" with tls_key {section.tls_key}" if section.tls_key else "")
+        raise InvalidConfig(f"tls_certificate {files} cannot be used: {cause_of(error)}") from error
 
 
 def _load_authority(context: ssl.SSLContext, section: TransportSection) -> None:
     try:
         context.load_verify_locations(section.tls_authority)
     except (OSError, ssl.SSLError) as error:
-        raise InvalidConfig(f"tls_authority {section.tls_authority} cannot be used: {error}") from error
+        raise InvalidConfig(f"tls_authority {section.tls_authority} cannot be used: {cause_of(error)}") from error

@@ -39,7 +39,7 @@ from tidekv.engine.demo.blocks import (
     salted,
     text_seed,
 )
-from tidekv.states.errors import InvalidRequest
+from tidekv.states.errors import InvalidRequest, cause_of
 
 GZIP_MAGIC: Final = b"\x1f\x8b"
 LINE_BYTES_MAX: Final = 1 << 28
@@ -49,7 +49,7 @@ Record = TypeVar("Record")
 
 def trace_error(path: Path, line: int, what: str) -> InvalidRequest:
     """Return the error for one line of a recording; line 0 stands for the whole file."""
-    return InvalidRequest(f"trace {path}, line {line}: {what}" if line else f"trace {path}: {what}")
+    return InvalidRequest(f"trace {path}, line {line}: {what}" if line else f"trace {path} {what}")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -69,7 +69,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise trace_error(path, number + 1, f"the gzip stream is damaged or cut off ({error})") from error
     except OSError as error:
-        raise trace_error(path, number and number + 1, f"cannot be read ({error.strerror or error})") from error
+        raise trace_error(path, number and number + 1, f"cannot be read: {cause_of(error)}") from error
 
 
 def decode_line(decoder: msgspec.json.Decoder[Record], line: bytes, *, path: Path, number: int, wanted: str) -> Record:

@@ -24,7 +24,7 @@ from tidekv.engine.journal.format import (
     unseal,
 )
 from tidekv.engine.journal.segments import segment_numbers, segment_path
-from tidekv.states.errors import JournalDamaged, JournalRefused
+from tidekv.states.errors import JournalDamaged, JournalRefused, cause_of
 
 _DECODER = msgspec.json.Decoder(AnyLine)
 NOT_AS_WRITTEN = (
@@ -71,7 +71,7 @@ class JournalReader:
                 ) from None
             raise JournalRefused(f"there is no journal {str(self.path)!r}") from None
         except OSError as error:
-            raise JournalRefused(f"journal {str(self.path)!r} cannot be read: {error.strerror or error}") from error
+            raise JournalRefused(f"journal {str(self.path)!r} cannot be read: {cause_of(error)}") from error
         if not line:
             raise JournalRefused(f"{str(self.path)!r} is empty: no run was ever written to it")
         unsealed = unseal(line.removesuffix(b"\n"), 0)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
-from tidekv.states.errors import InvalidConfig
+from tidekv.states.errors import InvalidConfig, cause_of
 
 PREVIOUS = ".previous"
 FILE_MODE = 0o600
@@ -50,7 +50,7 @@ def place_of_run(path: str, *, instance: str, run: str) -> Path:
         if place.exists() or segment_numbers(place):
             _move_aside(place)
     except OSError as error:
-        raise InvalidConfig(f"journal {path!r} cannot be written: {error.strerror or error}") from error
+        raise InvalidConfig(f"journal {path!r} cannot be written: {cause_of(error)}") from error
     return place
 
 
@@ -83,7 +83,7 @@ class SegmentFiles:
             self._file = _open_own(first)
             self.write([run_line])
         except OSError as error:
-            raise InvalidConfig(f"journal {str(first)!r} cannot be written: {error.strerror or error}") from error
+            raise InvalidConfig(f"journal {str(first)!r} cannot be written: {cause_of(error)}") from error
 
     def begin_next(self) -> None:
         """Continue in a new file, with the next line as its first."""

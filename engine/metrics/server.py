@@ -16,7 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from tidekv.engine.log import engine_log
-from tidekv.states.errors import InvalidConfig, TidekvError
+from tidekv.states.errors import InvalidConfig, TidekvError, cause_of
 from tidekv.states.validation import host_and_port
 
 LOG = engine_log("tidekv.engine")
@@ -48,7 +48,7 @@ class MetricsServer:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._listener = socket.create_server(address[:2], family=family, backlog=CONNECTIONS_MAX)
         except OSError as error:
-            raise InvalidConfig(f"metrics cannot be served at {listen!r}: {error.strerror or error}") from error
+            raise InvalidConfig(f"metrics cannot be served at {listen!r}: {cause_of(error)}") from error
         self.address = f"{listen.rpartition(':')[0]}:{self._listener.getsockname()[1]}"
         """Address of the listening socket, with the port that the system chose."""
         self._open: dict[asyncio.Task[None], None] = {}

@@ -11,6 +11,7 @@ from random import Random
 from typing import Literal
 
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.validation import unknown
 
 FAULTS: dict[str, str] = {
     # Storage.
@@ -117,8 +118,9 @@ class Faults:
     ) -> None:
         """`without` names kinds that are drawn like all others but never strike, so the run is otherwise the same."""
         names = list(FAULTS) if chosen == "all" else [] if chosen == "none" else sorted(chosen)
-        if unknown := [name for name in (*names, *without) if name not in FAULTS]:
-            raise InvalidConfig(f"there is no fault {unknown[0]!r}; there are {', '.join(FAULTS)}")
+        for name in (*names, *without):
+            if name not in FAULTS:
+                raise unknown(name, FAULTS, "fault", InvalidConfig)
         if not with_lending:
             names = [name for name in names if name not in OF_LENDING]
         self._random = random

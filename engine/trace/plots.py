@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from tidekv.states.errors import InvalidConfig
+from tidekv.states.errors import InvalidConfig, cause_of
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -75,7 +75,7 @@ def save_plot(figure: Figure, path: Path, *, palette: PaletteName = "light") -> 
     try:
         figure.savefig(path, dpi=DPI)
     except OSError as error:
-        raise InvalidConfig(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+        raise InvalidConfig(f"{str(path)!r} cannot be written: {cause_of(error)}") from error
 
 
 def plot_rounds(rounds: Mapping[str, Sequence[Mapping[str, int]]], prompts: Sequence[int]) -> Figure:

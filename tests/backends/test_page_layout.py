@@ -123,7 +123,7 @@ def test_groups_are_views_of_the_same_pages(make) -> None:  # type: ignore[no-un
     assert not changed[: FULL.page_bytes + SCALES.page_bytes].any()
     assert changed[FULL.page_bytes + SCALES.page_bytes :].any()
     for place in (pool, host):
-        with pytest.raises(InvalidConfig, match="no group 'windows'; it has full, scales, draft, indexer"):
+        with pytest.raises(InvalidConfig, match="no group 'windows'; allowed: full, scales, draft, indexer"):
             place.group("windows")
 
 

@@ -111,7 +111,7 @@ def test_targets_are_chosen_by_name_group_and_measurement() -> None:
     assert {target.group for target in chosen(["sglang"])} == {"index", "keys"}
     assert {target.group for target in chosen(["scaling"])} == {"scaling"}
     assert len(chosen([])) == len(module("target_table").TARGETS)
-    with pytest.raises(SystemExit, match=r"no target index\.locks; groups: index, keys"):
+    with pytest.raises(SystemExit, match=r"no target 'index\.locks'; allowed: index, keys"):
         chosen(["index.locks", "keys"])
 
 

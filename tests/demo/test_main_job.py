@@ -111,13 +111,13 @@ async def test_a_prefill_worker_that_cannot_start_is_named(capfd: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--kind", "batch"], "kind must be chat or agents, not 'batch'"),
+        (["--kind", "batch"], "--kind must be chat or agents, not 'batch'"),
         (["--damage", "l4"], "there is no source to damage 'l4'; allowed: l1, l2, l3, transfer"),
         (["--l1-pages", "-1"], "--l1-pages must be a whole number, 0 or more, not '-1'"),
         (["--page-size", "0"], "--page-size must be a whole number, 1 or more, not '0'"),
         (["--rounds", "0"], "--rounds must be a whole number, 1 or more, not '0'"),
         (["--storage", "fil:/tmp"], "there is no storage engine 'fil'"),
-        (["--trace", "nowhere.jsonl"], "trace nowhere.jsonl: cannot be read"),
+        (["--trace", "nowhere.jsonl"], "trace nowhere.jsonl cannot be read: No such file or directory"),
         (["--trace", "nowhere.jsonl", "--length-scale", "fast"], "--length-scale must be a number or a fraction"),
         (["--trace", "nowhere.jsonl", "--length-scale", "2"], "length_scale must be above 0 and at most 1"),
     ],

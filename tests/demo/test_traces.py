@@ -285,7 +285,7 @@ def test_a_bad_session_is_named(tmp_path: Path, bad: Json, message: str) -> None
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"trace .*none\.jsonl: cannot be read \(No such file"):
+    with pytest.raises(InvalidRequest, match=r"trace .*none\.jsonl cannot be read: No such file"):
         read_trace(tmp_path / "none.jsonl")
     with pytest.raises(InvalidRequest, match="cannot be read"):
         read_trace(tmp_path)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import secrets
 import socket
 import ssl
@@ -39,6 +40,7 @@ from tidekv.states.errors import (
     RemoteProtocolError,
     TidekvError,
     TransferFailed,
+    cause_of,
 )
 from tidekv.states.validation import host_and_port
 from tidekv.transports.base import DialFailed, Link
@@ -334,7 +336,7 @@ class ControlListener:
                 port = listening.getsockname()[1]
         except OSError as error:
             self._close_sockets()
-            raise InvalidConfig(f"cannot listen on {address}: {error}") from error
+            raise InvalidConfig(f"cannot listen on {address}: {_words_of(error)}") from error
         self.address = format_address(host, port)
         for listening in self._sockets:
             loop.add_reader(listening.fileno(), self._accept_waiting, listening)
@@ -464,7 +466,7 @@ async def dial(address: str, options: ControlOptions) -> ControlLink:
                 f"{address} closed before the challenge: it has too many links, or refuses this address after offences",
             ) from error
         if isinstance(error, OSError):
-            raise DialFailed(_cause_of(error), f"cannot reach {address}: {error}") from error
+            raise DialFailed(_cause_of(error), f"cannot reach {address}: {_words_of(error)}") from error
         if isinstance(error, ValueError) and not isinstance(error, TidekvError):
             raise InvalidConfig(f"address {address!r} names no host: {error}") from error
         raise
@@ -600,6 +602,13 @@ def _cause_of(error: OSError) -> PrefillCause:
         case ssl.SSLError():
             return PrefillCause.MISCONFIGURED
     return PrefillCause.UNREACHABLE
+
+
+def _words_of(error: OSError) -> str:
+    """Return the system's words for an error: asyncio and `socket` add the address to them, each in its own form."""
+    if isinstance(error, (socket.gaierror, ssl.SSLError)) or error.errno is None:
+        return cause_of(error)
+    return os.strerror(error.errno)
 
 
 async def _wait_closed(writer: asyncio.StreamWriter) -> None:

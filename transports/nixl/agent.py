@@ -205,5 +205,5 @@ def _bindings() -> Any:  # NIXL has no type information.
     try:
         from nixl import _bindings
     except ImportError as error:
-        raise InvalidConfig(f"NIXL cannot be imported: {error}. Install nixl, or use another transport.") from error
+        raise InvalidConfig(f"NIXL cannot be imported ({error}): install nixl, or use another transport") from error
     return _bindings

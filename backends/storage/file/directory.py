@@ -20,7 +20,7 @@ from tidekv.backends.storage.file.records import BLOCK_BYTES, HEADER_BYTES, Geom
 from tidekv.backends.storage.file.schema import connect, join_namespace, opening, prepare, rebuild, set_aside
 from tidekv.backends.storage.file.segments import DIRECTORY_MODE, SLOTS_PER_SEGMENT_MAX, Segments, namespace_directory
 from tidekv.backends.storage.file.writer_locks import WriterLock
-from tidekv.states.errors import InvalidConfig, StorageFailed
+from tidekv.states.errors import InvalidConfig, StorageFailed, cause_of
 
 # Minimum number of segments of a directory, so that retiring one does not empty it.
 _SEGMENTS_MIN: Final = 8
@@ -46,7 +46,7 @@ class Directory:
                     self._writer.close()
                     raise
         except (OSError, sqlite3.Error) as error:
-            raise StorageFailed(f"storage directory {root} cannot be used: {error}") from error
+            raise StorageFailed(f"storage directory {root} cannot be used: {cause_of(error)}") from error
         self._identity = _identity(root / INDEX_FILE)
 
     def is_lost(self) -> bool:

@@ -21,7 +21,7 @@ from tidekv.backends.storage.file.options import FileOptions
 from tidekv.backends.storage.file.page_io import LATE, PageIO, ThreadIO
 from tidekv.backends.storage.file.page_verify import verify_stored
 from tidekv.backends.storage.stats import StorageCounters
-from tidekv.states.errors import StorageFailed
+from tidekv.states.errors import StorageFailed, cause_of
 from tidekv.states.types import PageIds, PoolMemory
 
 # Bytes that are looked up and read, or reserved, written and published, at once: with less, the event loop contends
@@ -222,7 +222,7 @@ class FileStore:
         try:
             await loop.run_in_executor(self._threads.index, self._place.try_out)
         except (OSError, sqlite3.Error) as error:
-            raise StorageFailed(f"{self._place.options.root} cannot be used: {error}") from error
+            raise StorageFailed(f"{self._place.options.root} cannot be used: {cause_of(error)}") from error
 
     def stored(self) -> Iterator[Sequence[tuple[bytes, int]]]:
         """Yield what the index has, in parts fit for `verify`."""

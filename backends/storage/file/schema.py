@@ -15,7 +15,7 @@ from typing import Final
 from tidekv.backends.storage.base import Holding
 from tidekv.backends.storage.file.records import BLOCK_BYTES, HEADER_BYTES, Geometry, keys_in, unpack_segment
 from tidekv.backends.storage.file.segments import FILE_MODE, SLOTS_PER_SEGMENT_MAX, namespace_directory, slot_of
-from tidekv.states.errors import InvalidConfig, StorageFailed
+from tidekv.states.errors import InvalidConfig, StorageFailed, cause_of
 
 SCHEMA_VERSION: Final = 1
 LABEL_NAME: Final = "label.json"
@@ -163,7 +163,7 @@ def write_label(directory: Path, label: bytes) -> None:
         part.write_bytes(label)
         part.replace(target)
     except OSError as error:
-        raise StorageFailed(f"{target} cannot be written: {error.strerror or error}") from error
+        raise StorageFailed(f"{target} cannot be written: {cause_of(error)}") from error
 
 
 def rebuild(path: Path, *, busy_timeout_s: float) -> int:

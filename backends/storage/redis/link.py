@@ -16,7 +16,7 @@ from glide_sync import ClusterScanCursor, GlideClient, GlideClusterClient
 
 from tidekv.backends.storage.redis.options import RedisOptions
 from tidekv.backends.storage.remote import ServerTrouble
-from tidekv.states.errors import InvalidConfig
+from tidekv.states.errors import InvalidConfig, cause_of
 
 SCAN_KEYS: Final = 1000
 
@@ -154,7 +154,7 @@ def _tls(options: RedisOptions) -> glide_sync.TlsAdvancedConfiguration:
             None if path is None else path.read_bytes() for path in (options.tls_ca, options.tls_cert, options.tls_key)
         )
     except OSError as error:
-        raise InvalidConfig(f"redis: a file of the tls_… options cannot be read: {error}") from error
+        raise InvalidConfig(f"redis: a file of the tls_… options cannot be read: {cause_of(error)}") from error
     return glide_sync.TlsAdvancedConfiguration(
         use_insecure_tls=options.tls_insecure or None,
         root_pem_cacerts=ca,

@@ -13,7 +13,7 @@ from obstore.store import S3Store
 
 from tidekv.backends.storage.remote import ServerTrouble
 from tidekv.backends.storage.s3.options import S3Options
-from tidekv.states.errors import InvalidConfig
+from tidekv.states.errors import InvalidConfig, cause_of
 
 if TYPE_CHECKING:
     from obstore import Bytes, ObjectMeta
@@ -40,7 +40,7 @@ class S3Link:
             if options.tls_ca is not None:
                 client["root_certificate"] = options.tls_ca.read_bytes()
         except OSError as error:
-            raise InvalidConfig(f"s3: the file of option tls_ca cannot be read: {error}") from error
+            raise InvalidConfig(f"s3: the file of option tls_ca cannot be read: {cause_of(error)}") from error
         given = {
             "endpoint": options.endpoint,
             "region": options.region,

@@ -23,6 +23,7 @@ from tidekv.engine.integrations.sglang.page_layouts import HostPages
 from tidekv.engine.integrations.sglang.storage_thread import StorageThread
 from tidekv.engine.log import engine_log
 from tidekv.states.errors import InvalidConfig, InvalidRequest, StorageFailed
+from tidekv.states.validation import unknown
 
 LOG = engine_log("tidekv.sglang")
 TIMEOUT_S: Final = 30.0
@@ -39,9 +40,8 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, object] | None = None) -> None:
         """Check the options. Storage is opened by `register_mem_pool_host`. Raises InvalidConfig."""
         given = dict(storage_config.extra_config or {})
-        unknown = sorted(set(given) - {*OURS, *LOADERS})
-        if unknown:
-            raise InvalidConfig(f"tidekv has no option {unknown[0]!r} for SGLang; it has {', '.join(OURS)}")
+        for name in sorted(set(given) - {*OURS, *LOADERS}):
+            raise InvalidConfig(f"extra config: {unknown(name, OURS, 'option')}")
         if not isinstance(given.get("uri"), str):
             raise InvalidConfig('extra config needs "uri", such as "file:/var/lib/tidekv?capacity=200GB"')
         if storage_config.pp_size != 1 or getattr(storage_config, "attn_cp_size", 1) != 1:

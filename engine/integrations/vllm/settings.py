@@ -15,6 +15,7 @@ from tidekv.backends.layout import DTYPES, KVLayout
 from tidekv.backends.storage.options import parse_size
 from tidekv.backends.storage.uri import split_uri
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.validation import unknown
 
 HINT: Final = "kv_connector_extra_config"
 # Backends of full-attention layers whose element row is K and V of one token and head, and of layers with a latent
@@ -71,9 +72,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 def read_settings(given: Mapping[str, object]) -> ConnectorSettings:
     """Parse the settings. Raises InvalidConfig, which names the wrong option."""
     names = ConnectorSettings.__struct_fields__
-    unknown = sorted(set(given) - set(names))
-    if unknown:
-        raise InvalidConfig(f"{HINT} has no option {unknown[0]!r}; it has {', '.join(names)}")
+    for name in sorted(set(given) - set(names)):
+        raise InvalidConfig(f"{HINT}: {unknown(name, names, 'option')}")
     if not isinstance(given.get("uri"), str):
         raise InvalidConfig(f'{HINT} needs "uri", such as "file:/var/lib/tidekv?capacity=200GB"')
     try:

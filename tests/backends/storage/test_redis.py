@@ -348,7 +348,7 @@ def test_wrong_uris_and_options_are_refused_by_name() -> None:
         ("redis://[::1", "cannot read the server"),
         ("redis://host/db", "by a number"),
         ("redis://host?connections=9", "an int from 1 to 4"),
-        ("redis://host?pool=9", "no option 'pool'; it has capacity"),
+        ("redis://host?pool=9", "no option 'pool'; allowed: capacity"),
         ("redis://host?tls_ca=/x", "need tls=true"),
         ("rediss://host?tls_cert=/x", "go together"),
         ("redis://host/3?cluster=yes", "no database but 0"),

@@ -52,7 +52,7 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
 
 def test_an_engine_of_another_package_is_opened_by_its_scheme(distribution: str) -> None:
     assert distribution not in sys.modules, "nothing is loaded before it is asked for"
-    with pytest.raises(InvalidConfig, match="there are attic, file, gone, memory"):
+    with pytest.raises(InvalidConfig, match="allowed: attic, file, gone, memory"):
         open_storage("elsewhere:")
     assert distribution not in sys.modules
     engine = open_storage("attic://host/shelf?capacity=1MB", {})
@@ -90,17 +90,18 @@ def test_options_are_read_from_text() -> None:
     assert open_storage("memory:", '{"capacity": 4096}').statistics().capacity_bytes == 4096
     with pytest.raises(InvalidConfig, match="given twice"):
         open_storage("memory:?capacity=1MB", '{"capacity": 4096}')
-    with pytest.raises(InvalidConfig, match="no option 'size'; it has capacity"):
+    with pytest.raises(InvalidConfig, match="no option 'size'; allowed: capacity"):
         open_storage("memory:", '{"size": 4096}')
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.json", '{"password": "s3cret"', "line 1, column"),
+        ("a.json", '{"password": "s3cret"', r"is not valid JSON: .* \(at line 1, column 22\)$"),
         ("a.json", '["password", "s3cret"]', "must be a table"),
+        ("a.conf", "password: s3cret", r"column 1\); files that end in \.toml, \.yaml or \.yml are read as such$"),
         ("a.toml", 'password = "s3cret', "is not valid TOML"),
-        ("a.yaml", 'password: "s3cret', "is not valid YAML"),
+        ("a.yaml", 'password: "s3cret', r"is not valid YAML: .* \(at line 1, column \d+\)$"),
         ("a.yaml", "- s3cret", "must be a table"),
         ("a.yaml", "1: s3cret", "must be a table"),
     ],

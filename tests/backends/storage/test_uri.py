@@ -59,10 +59,10 @@ def test_options_come_from_the_query_and_the_mapping() -> None:
     [
         ("", {}, "starts with a scheme"),
         ("/var/lib/kv", {}, "starts with a scheme"),
-        ("nothing:here", {}, "no storage engine 'nothing'; there are file, memory"),
+        ("nothing:here", {}, "no storage engine 'nothing'; allowed: file, memory"),
         ("memory:/path", {}, "names no place"),
         ("memory://host", {}, "names no place"),
-        ("memory:?size=3", {}, "no option 'size'; it has capacity"),
+        ("memory:?size=3", {}, "no option 'size'; allowed: capacity"),
         ("memory:?capacity=lots", {}, "option capacity must be a size of at least 1 bytes.*not 'lots'"),
         ("memory:?capacity=0", {}, "option capacity must be a size"),
         ("memory:?capacity=1&capacity=2", {}, "given twice"),
@@ -79,7 +79,11 @@ def test_options_come_from_the_query_and_the_mapping() -> None:
         ("file:/a?threads=2.5", {}, "an int from 1 to 64, not '2.5'"),
         ("file:/a", {"threads": 2.5}, "an int from 1 to 64, not 2.5"),
         ("file:/a", {"threads": True}, "an int from 1 to 64, not True"),
-        ("file:/a?cap=1", {}, "it has busy_timeout_s, capacity, chunk, inline, io, low_water, queue, segment, threads"),
+        (
+            "file:/a?cap=1",
+            {},
+            "allowed: busy_timeout_s, capacity, chunk, inline, io, low_water, queue, segment",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(text: str, options: dict[str, object], words: str) -> None:
@@ -95,7 +99,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **engines: str) -> None:
 def test_a_package_adds_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, tape="tidekv.backends.storage.memory:open_memory")
     assert type(open_storage("tape:?capacity=5")) is type(open_memory(authority="", path="", options={}))
-    with pytest.raises(InvalidConfig, match=r"there are file, memory, .*tape"):
+    with pytest.raises(InvalidConfig, match=r"allowed: file, memory, .*tape"):
         open_storage("drum:")
 
 

@@ -15,7 +15,7 @@ from tidekv.backends.storage.options import parse_size
 from tidekv.backends.storage.uri import split_uri
 from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.integrations.vllm.settings import HINT, check_shareable
-from tidekv.states.errors import InvalidConfig, InvalidRequest
+from tidekv.states.errors import InvalidConfig, InvalidRequest, cause_of
 from tidekv.states.validation import Options, PlainText, Seconds, Text, host_and_port
 
 WHERE: Final = f"{HINT}.handover"
@@ -76,7 +76,7 @@ class HandoverSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields
             with open(self.secret_file, encoding="utf-8") as file:
                 secret = file.read().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidConfig(f"{WHERE}.secret_file: {error}") from error
+            raise InvalidConfig(f"{WHERE}.secret_file: {self.secret_file} cannot be read: {cause_of(error)}") from error
         if not secret:
             raise InvalidConfig(f"{WHERE}.secret_file: {self.secret_file} is empty")
         return secret
