@@ -32,9 +32,11 @@ from tidekv import (
     DevicePool,
     EngineConfig,
     HostPool,
+    InvalidConfig,
     JournalOptions,
     MetricsOptions,
     NixlTransport,
+    StorageFailed,
     open_storage,
 )
 from tidekv.engine.demo.model import PagedModel
@@ -85,7 +87,10 @@ async def serve(
     journal: str,
 ) -> None:
     """Run the service until a signal arrives and the worker has drained."""
-    listener = socket.create_server((host, port))
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise InvalidConfig(f"cannot listen as --host and --port say: {error.strerror}") from error
     options = PrefillOptions(model=model, page_size=page_size, num_pages=4 * device_pages)
     prefill_worker = DistantPrefill(prefill) if prefill else PrefillChild(options)
     async with asyncio.TaskGroup() as tasks:
@@ -121,6 +126,10 @@ async def serve(
         keeping.cancel()
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def main(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on. 0 uses any free port.")] = 8000,
@@ -139,9 +148,16 @@ def main(
     options = dict(locals())
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(**options))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(**options))
+    except* (InvalidConfig, StorageFailed) as group:
+        # A wrong option is one line; everything else keeps its traceback.
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise SystemExit(f"examples.service: {error}") from None
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

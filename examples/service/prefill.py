@@ -11,14 +11,13 @@ import asyncio
 import os
 import signal
 import sys
-from functools import partial
 
 import msgspec
 import torch
 import uvloop
 
 from examples.service.model import load
-from tidekv import DevicePool, NixlTransport, PrefillPeer
+from tidekv import DevicePool, InvalidConfig, NixlTransport, PrefillPeer
 from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.model import PagedModel
 from tidekv.engine.demo.model_prefill import ModelPrefill
@@ -118,5 +117,8 @@ class DistantPrefill:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(partial(serve, msgspec.json.decode(sys.argv[1], type=PrefillOptions))())
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(msgspec.json.decode(sys.argv[1], type=PrefillOptions)))
+    except (InvalidConfig, msgspec.MsgspecError) as error:
+        sys.exit(f"examples.service.prefill: {error}")

@@ -8,7 +8,9 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,9 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+
+from tests.service.conftest import ROOT
+from tests.support.waits import LIMIT_S
 
 pytestmark = pytest.mark.nixl
 
@@ -220,6 +225,28 @@ def test_the_status_page_shows_the_machine_of_each_live_request(service, tmp_pat
     assert "tidekv-random-llama, ok" in done.stdout
     assert re.search(r"device: \d+ in use, \d+ pinned, \d+ evictable, \d+ draining, \d+ free", done.stdout)
     service.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--port", "PORT"], "cannot listen as --host and --port say: Address already in use"),
+        (["--model", "/nowhere"], "/nowhere is not a model directory: it has no config.json"),
+        (["--page-size", "0"], "layout: page_size must be an int from 1 to 65536, not 0"),
+        (["--storage", "tape:"], "there is no storage engine 'tape'; allowed: file, memory, "),
+        (["--journal", "/nowhere/j"], "journal '/nowhere/j' cannot be written: No such file or directory"),
+    ],
+)
+def test_a_wrong_option_is_one_line_of_each_process(options: list[str], text: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "examples.service", "--port", "0"]
+        command += [option.replace("PORT", port) for option in options]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[-1].startswith(f"examples.service: {text.replace('PORT', port)}")
+    assert all(line.startswith("examples.service.prefill: ") for line in lines[:-1]), done.stderr
 
 
 def test_sigterm_answers_what_was_accepted_and_refuses_what_comes(service, generate) -> None:
