@@ -192,4 +192,5 @@ def test_the_page_shows_each_answer_with_its_sources_and_first_token(serving, tm
         page.goto(f"{service.url}/status")
         page.wait_for_selector("#pools .bar")
         check_looks(page)
+        assert page.is_hidden("th.wide")
         service.wait_idle()
