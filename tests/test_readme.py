@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.waits import LIMIT_S
-from tools.data_path_picture import PALETTES, picture
+from tools.data_path_picture import pictures
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -38,8 +38,7 @@ def test_the_readme_stays_a_screen_and_its_program_short() -> None:
     assert len(README.splitlines()) <= 90
 
 
-@pytest.mark.parametrize("name", PALETTES)
+@pytest.mark.parametrize("name", pictures())
 def test_the_pictures_are_generated(name: str) -> None:
-    file = ROOT / "docs" / "images" / f"data-path-{name}.svg"
-    assert file.read_text() == picture(PALETTES[name])
-    assert f"docs/images/{file.name}" in README
+    assert (ROOT / "docs" / "images" / name).read_text() == pictures()[name]
+    assert f"docs/images/{name}" in README
