@@ -88,8 +88,12 @@ class FileIndex:
         self._erase = erase
         self._busy_timeout_s = busy_timeout_s
         self._in_a_hurry = threading.Event()
-        self._db = connect(root / INDEX_FILE, busy_timeout_s=min(busy_timeout_s, BUSY_SLICE_S))
         self._tick = ChangeTick(root)
+        try:
+            self._db = connect(root / INDEX_FILE, busy_timeout_s=min(busy_timeout_s, BUSY_SLICE_S))
+        except BaseException:
+            self._tick.close()
+            raise
         self._seen = -1
         self._data_version = -1
         # Filled on the event loop, emptied by the next change.

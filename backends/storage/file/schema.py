@@ -41,8 +41,13 @@ def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
     """Open an index for one thread. A commit does not wait for the disk: pages are verified when they are read."""
     # Transactions are explicit, hence no isolation level of the module's own.
     db = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
-    db.execute("PRAGMA journal_mode=WAL")
-    db.execute("PRAGMA synchronous=NORMAL")
+    try:
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+    except BaseException:
+        # The traceback keeps the connection, and with it the file, for as long as the caller keeps the error.
+        db.close()
+        raise
     return db
 
 

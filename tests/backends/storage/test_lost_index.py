@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tidekv.backends.storage.file import records, segments
+from tidekv.backends.storage.file.schema import connect
 from tidekv.states.errors import StorageFailed
 from tidekv.states.types import page_ids
 
@@ -88,6 +90,15 @@ async def test_a_damaged_index_that_somebody_uses_is_refused(files: Rig) -> None
     (files.root / "index.sqlite").write_bytes(b"not a database at all" * 1000)
     with pytest.raises(StorageFailed, match="damaged"):
         await files.open()
+
+
+def test_a_file_that_cannot_be_opened_as_an_index_is_closed_although_the_error_is_kept(tmp_path: Path) -> None:
+    index = tmp_path / "index.sqlite"
+    index.write_bytes(b"not a database at all" * 1000)
+    with pytest.raises(sqlite3.DatabaseError) as kept:
+        connect(index, busy_timeout_s=1.0)
+    open_files = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    assert str(index) not in open_files, kept
 
 
 async def test_an_index_of_another_version_is_refused(files: Rig) -> None:
