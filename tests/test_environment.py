@@ -71,6 +71,11 @@ def test_a_build_of_torch_that_does_not_fit_the_machine_is_named(packages: list[
     assert not any("build" in line for line in describe(packages, gpu=not gpu))
 
 
+def test_a_cpu_build_beside_triton_is_none_for_cuda() -> None:
+    triton = Package("triton", "3.9.0", "https://registry/triton.whl", False, 286_000_000)
+    assert not any("build" in line for line in describe([TORCH_CPU, triton], gpu=False))
+
+
 def test_a_python_without_pip_is_named_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "PIP", (sys.executable, "-m", "no_such_pip"))
     with pytest.raises(SystemExit, match=rf"{sys.executable} has no pip, .* python3-pip"):

