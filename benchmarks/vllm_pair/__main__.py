@@ -20,12 +20,12 @@ import typer
 from rich.console import Console
 
 from benchmarks.vllm_pair.cluster import STORAGE, Event, Figures, running
-from benchmarks.vllm_pair.conversations import Load
+from benchmarks.vllm_pair.conversations import Answers, Load, read_answers, write_answers
 from benchmarks.vllm_pair.model import ModelShape, make_model
 from benchmarks.vllm_pair.overhead import measure_overhead, overhead_table
 from benchmarks.vllm_pair.server import ROOT, ServerOptions
 from benchmarks.vllm_pair.table import first_token_table, totals_table
-from benchmarks.vllm_pair.variants import VARIANTS
+from benchmarks.vllm_pair.variants import VARIANTS, Variant
 from tidekv.states.errors import TidekvError
 
 BUILD = ROOT / "build" / "vllm_pair"
@@ -77,6 +77,17 @@ def conversations(
     reference: Annotated[str, typer.Option(help="The variant whose tokens are the right ones.")] = "single",
     dtype: Annotated[str, typer.Option(help="bfloat16 uses AMX where the processor has it.")] = "float32",
     seed: Annotated[int, typer.Option(help="The conversations are the same for the same seed.")] = 1,
+    alternate: Annotated[
+        bool,
+        typer.Option(
+            "--alternate",
+            help="Run the servers of all variants at once; they serve by turns, so that other load meets all of them.",
+        ),
+    ] = False,
+    answers_file: Annotated[
+        Path | None,
+        typer.Option("--answers", help="Tokens of the reference: read if there is such a file, written otherwise."),
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
     """Serve multi-turn conversations, compare every token with one server or --reference, and print a table.
@@ -113,16 +124,25 @@ def conversations(
     events = [Event.parse(text, [*servers, *([STORAGE] if on_redis else [])]) for text in at or ()]
     folder = _run_folder()
 
-    async def compare() -> list[Figures]:
+    async def right_answers() -> tuple[Answers, Figures | None]:
+        """Return the tokens of the reference, and its figures if it served now."""
+        known = None if answers_file is None else read_answers(answers_file, load, model=shape.name)
+        if known is not None:
+            return known, None
         # Servers with room for everything answer first; their tokens are the reference.
         async with running(VARIANTS[reference], options, folder / "reference") as cluster:
-            right = await cluster.serve(_undisturbed(load), expected=None)
-        found = []
-        for variant in chosen:
-            if variant.name == reference and not events and not aborts:
-                found.append(right)
-                continue
-            print(f"serving: {variant.title}", file=sys.stderr)
+            figures = await cluster.serve(_undisturbed(load), expected=None)
+        if answers_file is not None:
+            write_answers(answers_file, load, figures.outcome.answers, model=shape.name)
+        return figures.outcome.answers, figures
+
+    async def compare() -> list[Figures]:
+        right, figures = await right_answers()
+        alternation, start = (asyncio.Lock(), asyncio.Barrier(len(chosen))) if alternate else (None, asyncio.Barrier(1))
+
+        async def serve(variant: Variant) -> Figures:
+            if figures is not None and variant.name == reference and not (events or aborts or alternate):
+                return figures
             async with running(
                 variant,
                 options,
@@ -133,8 +153,18 @@ def conversations(
                 on_redis=on_redis,
                 router_policy=router,
             ) as cluster:
-                found.append(await cluster.serve(load, expected=right.outcome.answers, events=events))
-        return found
+                await start.wait()
+                print(f"serving: {variant.title}", file=sys.stderr)
+                served = await cluster.serve(load, expected=right, events=events, alternation=alternation)
+                # Servers end when all have served, so that their ends do not disturb others.
+                await start.wait()
+                return served
+
+        if not alternate:
+            return [await serve(variant) for variant in chosen]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(serve(variant)) for variant in chosen]
+        return [task.result() for task in tasks]
 
     figures = asyncio.run(compare())
     console = _console()

@@ -23,7 +23,8 @@ from benchmarks.vllm_pair.server import Server, ServerOptions, add_samples
 from benchmarks.vllm_pair.variants import Variant
 from tidekv.states.errors import InvalidConfig
 
-FREEZE_S: Final = 5.0
+FREEZE_S: Final = 12.0
+"""Longer than the lease for which prefill holds the blocks of a decode server that gives no sign of life."""
 SETTLE_S: Final = 90.0
 """Maximum seconds after the last answer for servers to release what finished and aborted requests held.
 
@@ -104,14 +105,24 @@ class Cluster:
     def route(self, client: Client) -> Route:
         """Return the route of requests through the servers."""
         if self.router is not None:
-            return OneServer(client, self.router)
+            return OneServer(client, self.router, tuple(self.servers.values()))
         if not self.prefills:
             return OneServer(client, self.decodes[0])
         pattern = PrefillAndDecode if self.variant.is_concurrent else PrefillThenDecode
         return pattern(client, self.prefills, self.decodes)
 
-    async def serve(self, load: Load, *, expected: Answers | None, events: Sequence[Event] = ()) -> Figures:
-        """Serve a load, and return its figures. Servers keep what is cached."""
+    async def serve(
+        self,
+        load: Load,
+        *,
+        expected: Answers | None,
+        events: Sequence[Event] = (),
+        alternation: asyncio.Lock | None = None,
+    ) -> Figures:
+        """Serve a load, by turns with others that share `alternation`, and return its figures.
+
+        Servers keep what is cached.
+        """
         client = Client()
         cpu_s = self._cpu_s()
         before = await self._decode_metrics()
@@ -125,7 +136,13 @@ class Cluster:
                         await _act(self.servers[event.server], event.action)
 
         try:
-            outcome = await run_load(load, self.route(client), expected=expected, action=act if events else None)
+            outcome = await run_load(
+                load,
+                self.route(client),
+                expected=expected,
+                action=act if events else None,
+                alternation=alternation,
+            )
             held = await self._held()
         finally:
             await client.close()

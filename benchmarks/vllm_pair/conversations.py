@@ -8,15 +8,18 @@ does not change later prompts.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Final
 from uuid import uuid4
 
 from benchmarks.vllm_pair.client import Answer, RequestLost
 from benchmarks.vllm_pair.routes import Route, complete_with_retries
+from tidekv.states.errors import InvalidConfig
 
 FIRST_WORD: Final = 4
 """Token ids below are special."""
@@ -64,6 +67,27 @@ class Load:
         return prompt
 
 
+def write_answers(file: Path, load: Load, answers: Answers, *, model: str) -> None:
+    """Write the answers of the reference, with the load and the model that they belong to."""
+    tokens = [[*place, list(answer)] for place, answer in answers.items()]
+    file.write_text(json.dumps({"of": _prompts_of(load, model), "answers": tokens}))
+
+
+def read_answers(file: Path, load: Load, *, model: str) -> Answers | None:
+    """Return the answers in a file; None if there is none. Raises InvalidConfig if they belong to other prompts."""
+    if not file.exists():
+        return None
+    read = json.loads(file.read_text())
+    if read["of"] != _prompts_of(load, model):
+        raise InvalidConfig(f"{file} has answers of {read['of']}, not of {_prompts_of(load, model)}; name another file")
+    return {(conversation, turn): tuple(answer) for conversation, turn, answer in read["answers"]}
+
+
+def _prompts_of(load: Load, model: str) -> dict[str, object]:
+    """Return what the right answers depend on."""
+    return {"model": model, **asdict(load), "aborts": 0.0, "parallel": 1}
+
+
 @dataclass
 class Outcome:
     """What became of a load: answers, seconds to the first token by turn, and what did not go as expected."""
@@ -77,34 +101,58 @@ class Outcome:
     seconds: float = 0.0
 
 
-async def run_load(load: Load, route: Route, *, expected: Answers | None, action: Action | None = None) -> Outcome:
+async def run_load(
+    load: Load,
+    route: Route,
+    *,
+    expected: Answers | None,
+    action: Action | None = None,
+    alternation: asyncio.Lock | None = None,
+) -> Outcome:
     """Serve all conversations, and compare each answer with `expected` unless it is None.
 
-    `action` is called before each turn, and amid it as soon as half of the conversations have been started.
+    `action` is called before each turn, and amid it as soon as half of the conversations have been started. Loads that
+    share `alternation` take turns: each serves one of its rounds, then the next load does.
     """
     outcome, loop = Outcome(), asyncio.get_running_loop()
-    started_s = loop.time()
     chance = random.Random(f"aborts {load.seed}")
     for turn in range(load.turns):
-        if action is not None:
-            await action(turn, "before")
-        gate, amid = asyncio.Semaphore(load.parallel), asyncio.Event()
-
-        async def one(conversation: int, turn: int, gate: asyncio.Semaphore, amid: asyncio.Event) -> None:
-            async with gate:
-                if conversation == load.conversations // 2:
-                    amid.set()
-                abort_s = chance.uniform(0, load.abort_s) if chance.random() < load.aborts else None
-                await _turn(load, route, outcome, conversation, turn, expected, abort_s=abort_s)
-
-        async with asyncio.TaskGroup() as group:
-            for conversation in range(load.conversations):
-                group.create_task(one(conversation, turn, gate, amid))
-            if action is not None:
-                await amid.wait()
-                await action(turn, "amid")
-    outcome.seconds = loop.time() - started_s
+        # The lock is fair: it goes to the load that has waited longest.
+        async with alternation or nullcontext():
+            started_s = loop.time()
+            await _round(load, route, outcome, turn, expected, action=action, chance=chance)
+            outcome.seconds += loop.time() - started_s
     return outcome
+
+
+async def _round(
+    load: Load,
+    route: Route,
+    outcome: Outcome,
+    turn: int,
+    expected: Answers | None,
+    *,
+    action: Action | None,
+    chance: random.Random,
+) -> None:
+    """Serve one turn of all conversations."""
+    if action is not None:
+        await action(turn, "before")
+    gate, amid = asyncio.Semaphore(load.parallel), asyncio.Event()
+
+    async def one(conversation: int) -> None:
+        async with gate:
+            if conversation == load.conversations // 2:
+                amid.set()
+            abort_s = chance.uniform(0, load.abort_s) if chance.random() < load.aborts else None
+            await _turn(load, route, outcome, conversation, turn, expected, abort_s=abort_s)
+
+    async with asyncio.TaskGroup() as group:
+        for conversation in range(load.conversations):
+            group.create_task(one(conversation))
+        if action is not None:
+            await amid.wait()
+            await action(turn, "amid")
 
 
 async def _turn(

@@ -1,12 +1,14 @@
 """What tidekv costs a server that has nothing to transfer: CPU when idle, and time and CPU of a decode step.
 
 A plain server and those of other variants run side by side. Idle CPU is measured on all at the same time, steps in
-alternating bursts, so that other load on the machine meets all.
+alternating short bursts, so that other load on the machine meets all. Two servers of the same program differ, too:
+a second plain server shows by how much.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -26,8 +28,8 @@ from benchmarks.vllm_pair.variants import VARIANTS
 PROMPT_TOKENS = 4
 OUTPUT_TOKENS = 24
 """Fewer than a page with the prompt: no page is looked up, saved or sent."""
-BURST = 20
-"""Requests of one half of a pair: their CPU time is a multiple of the kernel's resolution of 10 ms."""
+BURST = 8
+"""Requests of one half of a pair: their CPU time is some hundred times the kernel's resolution of 10 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,10 @@ async def measure_overhead(
 ) -> list[Cost]:
     """Measure the servers of these variants, each as if it were alone; the first one is the baseline."""
     async with AsyncExitStack() as stack:
-        clusters = [await stack.enter_async_context(running(VARIANTS[name], options, folder / name)) for name in names]
+        clusters = [
+            await stack.enter_async_context(running(VARIANTS[name], options, folder / f"{number}-{name}"))
+            for number, name in enumerate(names)
+        ]
         servers = [server for cluster in clusters for server in cluster.servers.values()]
         titles = [
             f"{cluster.variant.title}: {server.name}" for cluster in clusters for server in cluster.servers.values()
@@ -67,8 +72,8 @@ async def measure_overhead(
 
 
 def overhead_table(costs: Sequence[Cost]) -> Table:
-    """Medians of each server, and of the ratios of pairs to the first server."""
-    table = Table(title="Nothing to transfer: medians, and medians of the ratios by pair")
+    """Medians of each server, and of the ratios of pairs to the first server with their intervals of 95 %."""
+    table = Table(title="Nothing to transfer: medians, and medians of the ratios by pair (95 % interval)")
     for column in ("", "CPU when idle", "step, ms", "CPU of a step, ms", "step, ratio", "CPU of a step, ratio"):
         table.add_column(column, justify="right")
     first = costs[0]
@@ -111,5 +116,18 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
     ratios = sorted(one / other for one, other in zip(ours, theirs, strict=True) if other)
     if not ratios:
         return "-"
-    quarter = len(ratios) // 4
-    return f"{statistics.median(ratios):.3f} ({ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f})"
+    lowest, highest = median_interval(ratios)
+    return f"{statistics.median(ratios):.3f} ({lowest:.3f} to {highest:.3f})"
+
+
+def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
+    """Return the bounds between which the median of the distribution is, with 95 %: two of its ordered samples.
+
+    How many samples are below that median is a binomial count, whatever the distribution.
+    """
+    count, tail, rank = len(ordered), 0.0, 0
+    while (tail := tail + math.comb(count, rank) / 2**count) <= 0.025:
+        rank += 1
+    # With five samples or fewer no two of them reach 95 %.
+    first = max(0, rank - 1)
+    return ordered[first], ordered[count - 1 - first]

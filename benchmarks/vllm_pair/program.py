@@ -37,6 +37,8 @@ class Program(ABC):
     def __post_init__(self) -> None:
         # The port stays with the server over restarts, so that clients and peers find it again.
         self.port = self.port or free_port()
+        self.serving = asyncio.Event()
+        """Set from `wait_ready` on, until it is ended or killed."""
         self._earlier_cpu_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -95,6 +97,7 @@ class Program(ABC):
             async with asyncio.timeout(limit_s):
                 while self._process.poll() is None:
                     if await self.is_ready():
+                        self.serving.set()
                         return
                     await asyncio.sleep(0.5)
         ending = self._process.poll()
@@ -106,6 +109,7 @@ class Program(ABC):
         """Terminate it and wait for its end; kill what is left of it after END_S seconds. Idempotent."""
         if self._process is None:
             return
+        self.serving.clear()
         group = self._process.pid
         await self.before_end(group)
         with contextlib.suppress(ProcessLookupError):
@@ -121,6 +125,7 @@ class Program(ABC):
     async def kill(self) -> None:
         """Kill all its processes (SIGKILL)."""
         assert self._process is not None, f"{self.name} does not run"
+        self.serving.clear()
         await self.before_end(self._process.pid)
         self._kill(self._process.pid)
 

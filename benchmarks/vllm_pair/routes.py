@@ -23,11 +23,18 @@ from benchmarks.vllm_pair.server import Server
 
 RETRY_S: Final = 0.5
 RETRIES_S: Final = 180.0
-"""Seconds for which a lost request is retried: longer than a killed server takes to return."""
+"""Seconds for which a lost request is retried; those in which a killed server starts again are not counted.
+
+vllm-router takes some of them to find out that a server has returned.
+"""
 
 
 class Route(Protocol):
     """Serves a request of a conversation."""
+
+    @property
+    def servers(self) -> Sequence[Program]:
+        """The programs that a request needs."""
 
     async def complete(self, prompt: list[int], *, count: int, conversation: int, name: str) -> Answer:
         """Return the answer, with the time to its first token from the first request on. Raises RequestLost."""
@@ -39,6 +46,13 @@ class OneServer:
 
     client: Client
     server: Program
+    behind: Sequence[Program] = ()
+    """The servers behind a router."""
+
+    @property
+    def servers(self) -> Sequence[Program]:
+        """See Route."""
+        return (self.server, *self.behind)
 
     async def complete(self, prompt: list[int], *, count: int, conversation: int, name: str) -> Answer:
         """See Route."""
@@ -52,6 +66,11 @@ class PrefillThenDecode:
     client: Client
     prefills: Sequence[Server]
     decodes: Sequence[Server]
+
+    @property
+    def servers(self) -> Sequence[Program]:
+        """See Route."""
+        return (*self.prefills, *self.decodes)
 
     async def complete(self, prompt: list[int], *, count: int, conversation: int, name: str) -> Answer:
         """See Route."""
@@ -80,6 +99,11 @@ class PrefillAndDecode:
     prefills: Sequence[Server]
     decodes: Sequence[Server]
 
+    @property
+    def servers(self) -> Sequence[Program]:
+        """See Route."""
+        return (*self.prefills, *self.decodes)
+
     async def complete(self, prompt: list[int], *, count: int, conversation: int, name: str) -> Answer:
         """See Route. An error of prefill is not one of the request: decode computes what it does not get."""
         prefill = self.prefills[conversation % len(self.prefills)]
@@ -101,16 +125,21 @@ async def complete_with_retries(
     route: Route, prompt: list[int], *, count: int, conversation: int, name: str
 ) -> tuple[Answer, int]:
     """Return the answer and how often the request was sent again. Raises the last RequestLost after RETRIES_S."""
-    until_s, attempt = time.perf_counter() + RETRIES_S, 0
+    left_s, attempt = RETRIES_S, 0
     while True:
+        started_s = time.perf_counter()
         try:
             # A retry is a request of its own: connectors identify rooms by it.
             again = f"{name}-{attempt}" if attempt else name
             answer = await route.complete(prompt, count=count, conversation=conversation, name=again)
         except RequestLost:
-            if time.perf_counter() > until_s:
+            left_s -= time.perf_counter() - started_s
+            if attempt and left_s <= 0:
                 raise
             attempt += 1
             await asyncio.sleep(RETRY_S)
+            left_s -= RETRY_S
+            for server in route.servers:
+                await server.serving.wait()  # Its start has a limit, after which the whole run fails.
         else:
             return answer, attempt

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import random
 import shutil
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvicorn
@@ -24,9 +27,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route as Path_
 
-from benchmarks.vllm_pair.client import Client
+from benchmarks.vllm_pair import routes
+from benchmarks.vllm_pair.client import Answer, Client, RequestLost
 from benchmarks.vllm_pair.cluster import Event
-from benchmarks.vllm_pair.conversations import Load, run_load
+from benchmarks.vllm_pair.conversations import Load, read_answers, run_load, write_answers
+from benchmarks.vllm_pair.overhead import median_interval
 from benchmarks.vllm_pair.program import Program, ServerFailed
 from benchmarks.vllm_pair.redis_server import RedisServer
 from benchmarks.vllm_pair.routes import OneServer, PrefillThenDecode
@@ -85,7 +90,9 @@ async def serving(fake: FakeVllm) -> AsyncIterator[Any]:
         async with asyncio.TaskGroup() as group:
             group.create_task(server.serve(sockets=[bound]))
             try:
-                yield SimpleNamespace(url=f"http://127.0.0.1:{bound.getsockname()[1]}")
+                serves = asyncio.Event()
+                serves.set()
+                yield SimpleNamespace(url=f"http://127.0.0.1:{bound.getsockname()[1]}", serving=serves)
             finally:
                 server.should_exit = True
 
@@ -141,6 +148,30 @@ async def test_a_refused_request_is_sent_again_under_another_name() -> None:
     assert len(outcome.first_s[0]) == 2, "a request that was sent again has no time to its first token"
 
 
+async def test_a_request_waits_for_a_killed_server_however_long_it_takes_to_return(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Killed:
+        """A route whose server is away; it returns when the first request has been lost."""
+
+        def __init__(self) -> None:
+            self.server = Ends("one", Path())
+            self.servers = (self.server,)
+
+        async def complete(self, prompt: list[int], *, count: int, conversation: int, name: str) -> Answer:
+            if self.server.serving.is_set():
+                return Answer((1,), 0.1, 0.2)
+            asyncio.get_running_loop().call_later(0.05, self.server.serving.set)
+            raise RequestLost("no connection")
+
+    monkeypatch.setattr(routes, "RETRIES_S", 0.0)
+    monkeypatch.setattr(routes, "RETRY_S", 0.0)
+    async with happens("an answer"):
+        answer, retries = await routes.complete_with_retries(Killed(), [1], count=1, conversation=0, name="r")
+    assert answer.tokens == (1,)
+    assert retries == 1
+
+
 async def test_an_abort_closes_the_connection_and_the_request_follows_again() -> None:
     fake = FakeVllm(holds=True)
     load = Load(conversations=1, turns=1, first=20, last=20, output=4, aborts=1.0, abort_s=0.3)
@@ -148,6 +179,34 @@ async def test_an_abort_closes_the_connection_and_the_request_follows_again() ->
         outcome = await run_load(load, OneServer(client, server), expected=None)
     assert outcome.aborted == 1
     assert len(outcome.answers) == 1
+
+
+async def test_loads_that_alternate_serve_a_turn_each() -> None:
+    served: list[tuple[str, int]] = []
+
+    class Noted(OneServer):
+        async def complete(self, prompt: list[int], *, count: int, conversation: int, name: str) -> Answer:
+            served.append((str(self.server), len(prompt)))
+            await asyncio.sleep(0)
+            return Answer((1,) * count, 0.1, 0.2)
+
+    alternation = asyncio.Lock()
+    one, other = (Noted(cast(Client, None), cast(Program, name)) for name in ("one", "other"))
+    async with asyncio.TaskGroup() as group:
+        for route in (one, other):
+            group.create_task(run_load(LOAD, route, expected=None, alternation=alternation))
+    turns = [(name, tokens) for tokens in (20, 40, 60) for name in ("one", "other") for _ in range(3)]
+    assert served == turns
+
+
+def test_answers_are_read_again_for_the_same_prompts_only(tmp_path: Path) -> None:
+    file = tmp_path / "answers"
+    assert read_answers(file, LOAD, model="tiny") is None
+    answers = {(0, 0): (1, 2), (0, 1): (3, 4)}
+    write_answers(file, LOAD, answers, model="tiny")
+    assert read_answers(file, replace(LOAD, aborts=0.3, parallel=4), model="tiny") == answers
+    with pytest.raises(InvalidConfig, match="name another file"):
+        read_answers(file, replace(LOAD, seed=2), model="tiny")
 
 
 def test_samples_are_summed_by_name_and_by_source() -> None:
@@ -205,6 +264,16 @@ async def test_storage_is_killed_frozen_and_returns_empty(tmp_path: Path) -> Non
         await redis.end()
     assert redis.group is None
     assert not await redis.is_ready()
+
+
+def test_the_interval_of_a_median_holds_it_in_nineteen_of_twenty_cases() -> None:
+    assert median_interval([1.0, 2.0, 3.0]) == (1.0, 3.0)
+    chance = random.Random(1)
+    held = 0
+    for _ in range(1000):
+        lowest, highest = median_interval(sorted(chance.expovariate(1.0) for _ in range(30)))
+        held += lowest <= math.log(2) <= highest
+    assert 940 <= held <= 990
 
 
 class Ends(Program):
