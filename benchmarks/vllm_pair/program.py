@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -163,18 +163,18 @@ def _is_free(port: int) -> bool:
 
 def _group_cpu_s(group: int) -> float:
     """CPU seconds of the processes of a group, and of those that they have waited for."""
-    total = 0
+    return sum(sum(map(int, fields[11:15])) for fields in _processes(group)) / TICKS
+
+
+def _is_alive(group: int) -> bool:
+    """Whether a process of a group runs. One that has ended stays in its group until its parent has waited for it."""
+    return any(fields[0] != "Z" for fields in _processes(group))
+
+
+def _processes(group: int) -> Iterator[list[str]]:
+    """The fields of /proc's stat of the processes of a group, from the state on."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             fields = stat.read_text().rpartition(")")[2].split()
             if int(fields[2]) == group:
-                total += sum(map(int, fields[11:15]))
-    return total / TICKS
-
-
-def _is_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+                yield fields
