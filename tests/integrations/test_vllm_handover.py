@@ -261,7 +261,9 @@ def test_what_prefill_aborts_decode_computes(start: Start) -> None:
     assert decode.scheduler.get_num_new_matched_tokens(decode.requests["d"], BLOCK) == (0, False)
 
 
-def test_a_restore_that_is_aborted_is_reported_once(start: Start) -> None:
+def test_a_restore_that_is_aborted_is_reported_once_and_is_no_failure(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     decode, prefill = start("kv_consumer"), start("kv_producer")
     address = prefill.scheduler._handover_scheduler._prefill.address
     decode.add(request_of("d", PROMPT, {"do_remote_prefill": True, "prefill": address, "room": "r"}), [1, 2, 3, 4, 5])
@@ -276,6 +278,10 @@ def test_a_restore_that_is_aborted_is_reported_once(start: Start) -> None:
         decode.step()
     assert decode.loaded == ["d"]
     assert all((cache[[1, 2, 3, 4, 5]] == 7.0).all() for cache in decode.caches)
+    # The client has left: vLLM computes nothing, and no operator has to look for a fault.
+    assert not decode.invalid
+    assert not decode.counts
+    assert "not restored" not in caplog.text
 
 
 def test_without_prefill_decode_computes(start: Start) -> None:

@@ -157,6 +157,8 @@ class DecodeWorker:
         """Calls of the engine that have no outcome yet, by ticket."""
         self._rooms: dict[str, str] = {}
         """Rooms of the restores under way, by request; a room is the request's id within the engine."""
+        self._aborted: set[str] = set()
+        """Requests whose restore was aborted and has not ended."""
         self._loaded: set[str] = set()
         self._freed: set[str] = set()
         self._invalid: set[int] = set()
@@ -188,6 +190,7 @@ class DecodeWorker:
         """End a restore that is not needed any more; `take_finished` returns it when nothing writes for it."""
         room = self._rooms.get(request_id)
         if room is not None:
+            self._aborted.add(request_id)
             with suppress(EngineClosed):  # The engine's end fails every restore.
                 self._engine.abort(room)
 
@@ -263,6 +266,10 @@ class DecodeWorker:
         """Report a restore; after a failure with the blocks from the first one on that is not good."""
         self._rooms.pop(job.request_id, None)
         self._loaded.add(job.request_id)
+        if job.request_id in self._aborted:
+            # Its client has left: no failure, and nothing that vLLM would compute.
+            self._aborted.discard(job.request_id)
+            return
         if not cause:
             return
         LOG.warning("a prompt was not restored whole", request_id=job.request_id, good_tokens=good_tokens, cause=cause)
