@@ -48,7 +48,8 @@ async def test_conversations_with_few_blocks_read_no_wrong_byte(tmp_path: Path, 
     file = tmp_path / "figures"
     await program("churn", f"file:{tmp_path}/store?capacity=64MB", 7, file, *options)
     figures = json.loads(file.read_text())
-    loaded = figures["load_pages_host"] + figures["load_pages_storage"]
+    # Which of the two serves a page depends on the load of the machine; a count that is zero is not there.
+    loaded = sum(figures.get(name, 0) for name in ("load_pages_host", "load_pages_storage"))
     assert figures["save_pages_stored"] > 10
     assert loaded > 20
     assert figures["load_pages_missing"] > 0, "bytes in storage were damaged, and nobody noticed"
