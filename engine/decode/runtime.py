@@ -393,7 +393,7 @@ class Runtime:
         stop_s = max((1 - SETTLE_SHARE) * self.config.close_deadline_s, STOP_MIN_S)
         # Storage begins to close first, since that ends the calls that effects wait for.
         storages = [*self.storage_in_use.retired, *self.storage_in_use.component_pages.values()]
-        storages += [] if self.storage is None else [self.storage]
+        storages += [] if self.storage_in_use.current is None else [self.storage_in_use.current]
         closing_storages = [begin_close(storage) for storage in storages]
         if self.group is not None and not await self.group.close(timeout_s=stop_s / 4):
             LOG.error("cancelled commands did not end in time", after_s=stop_s / 4)
@@ -430,8 +430,8 @@ class Runtime:
 
     @property
     def storage(self) -> Storage | None:
-        """The storage in use; the engine closes it."""
-        return self.storage_in_use.current
+        """The storage in use, as the caller gave it; the engine closes it."""
+        return self.storage_in_use.given
 
     def check_open(self) -> None:
         """Raise EngineClosed if the engine takes no calls, InvalidRequest on another loop than its own."""
@@ -463,6 +463,7 @@ class Runtime:
 
     def statistics(self) -> dict[str, object]:
         """Return current values and totals since the start, by part."""
+        storage = self.storage_in_use.current
         return {
             "core": self.core.statistics(),
             "prefill_pages": dict(self.core.state.quota.held),
@@ -475,7 +476,7 @@ class Runtime:
                 name: msgspec.to_builtins(copier.statistics()) for name, copier in self.component_copiers.items()
             },
             "snapshots": self._count_snapshots(),
-            "storage": None if self.storage is None else msgspec.to_builtins(self.storage.statistics()),
+            "storage": None if storage is None else msgspec.to_builtins(storage.statistics()),
             "events": self.driver.events_taken,
             "events_illegal": self.driver.illegal_events,
             "effects_raised": self.executor.raised,
@@ -524,7 +525,7 @@ class Closable(Protocol):
 def begin_close(part: Closable) -> asyncio.Task[object]:
     """Begin to close a part before its turn; `close_in_order` takes the task in its place."""
     closing: asyncio.Task[object] = asyncio.ensure_future(part.close())
-    closing.set_name(f"closing {type(part).__name__}")
+    closing.set_name(f"closing {getattr(part, 'uri', type(part).__name__)}")
     return closing
 
 

@@ -84,8 +84,8 @@ class StorageInUse:
         self.retired: list[Storage] = []
         self._runtime = parts
         self._first = first
-        self._given = first
-        """The storage in use as the caller knows it."""
+        self.given = first
+        """The storage in use, as the caller gave it."""
         self._lock = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -118,7 +118,7 @@ class StorageInUse:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         async with self._turn(deadline_s):
             old = self.current
-            if storage is not None and old is not None and storage is self._given:
+            if storage is not None and old is not None and storage is self.given:
                 raise InvalidRequest(f"{storage.uri} is attached already")
             opened = await self._prepare(old, storage, deadline_s)
             left = [] if old is None else [old, *self.component_pages.values()]
@@ -158,7 +158,7 @@ class StorageInUse:
             self._lock.release()
 
     def _use(self, given: Storage | None, opened: Opened) -> None:
-        self._given = given
+        self.given = given
         self.current, self.component_pages = opened
         self._runtime.executor.use(*opened)
 

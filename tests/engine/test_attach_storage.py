@@ -297,7 +297,8 @@ async def test_a_store_that_hangs_is_replaced_and_its_calls_keep_their_pages_unt
             await pair.engine.attach_storage("memory:?capacity=1MiB", timeout_s=0.05)
             assert pair.engine.statistics()["storage"]["uri"].startswith("memory:")
             assert pair.engine._core.operations_in_flight == 1
-            assert pair.engine._runtime.storage_in_use.retired == [hung]
+            (retired,) = pair.engine._runtime.storage_in_use.retired
+            assert retired.storage is hung
             # The new one is used, and has what is put from now on.
             other = [token + 500 for token in PROMPT]
             await pair.finish(await pair.restore("r2", other), other, [1])
