@@ -47,7 +47,7 @@ def run(
     l2_pages: Annotated[int, typer.Option(help="Host pages; 0: chosen from the workload.", min=0)] = 0,
     storage: Annotated[str, typer.Option(help="Storage URI; empty: files in a temporary directory.")] = "",
     in_flight: Annotated[
-        int, typer.Option(help="Requests at work at once; 0: 3 generated, 16 recorded ones.", min=0)
+        int, typer.Option(help="Requests at work at once; 0: 3 generated, 16 recorded, 1 with long prompts.", min=0)
     ] = 0,
     compare: Annotated[bool, typer.Option(help="Run a second time without decode cache.")] = True,
     deployment: Annotated[
@@ -126,10 +126,12 @@ def run(
     failed = bool(result.failures)
     if trace is None and tiers.compare and deployment:
         options = long_prompt_options(seed=seed)
-        console.print(Text(f"\n{LARGE_MODEL.describe(result.layout)}"))
+        # One request at a time: two processes share few cores here, and a second one would wait for the first.
+        slow_tiers = replace(tiers, journal=None, l1_pages=0, l2_pages=0, in_flight_max=in_flight or 1)
+        constants = LARGE_MODEL.describe(result.layout)
+        console.print(Text(f"\n{constants} Requests at once: {slow_tiers.in_flight_max}."))
         with progress_bars(console, dict.fromkeys(names, turns(options)), view) as progress:
-            unlogged = replace(tiers, journal=None, l1_pages=0, l2_pages=0)
-            slow = finished(main_job.run_conversations(options, unlogged, deployment=LARGE_MODEL, progress=progress))
+            slow = finished(main_job.run_conversations(options, slow_tiers, deployment=LARGE_MODEL, progress=progress))
         console.print(report(slow, is_model=True, shows_saving=True))
         failed = failed or bool(slow.failures)
     if plot is not None:

@@ -96,7 +96,7 @@ def long_prompt_options(*, vocabulary: int = 512, seed: int = 1) -> WorkloadOpti
         conversations=4,
         rounds=4,
         groups=2,
-        system=Lengths(2048),
+        system=Lengths(4096),
         user=Lengths(40, 0.6, 4, 96),
         output=Lengths(12, 0.3, 8, 16),
         vocabulary=vocabulary,

@@ -17,8 +17,10 @@ from tidekv.engine.demo.conversations import (
     Workload,
     WorkloadOptions,
     agent_options,
+    long_prompt_options,
     make_workload,
 )
+from tidekv.engine.demo.link import LARGE_MODEL
 from tidekv.engine.demo.phase import reusable_tokens
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
@@ -145,3 +147,12 @@ def test_wrong_options_say_what_is_allowed(options: dict[str, object], message: 
         WorkloadOptions(**options)  # type: ignore[arg-type]  # Wrong values are the point.
     with pytest.raises(InvalidConfig, match="least <= median <= most"):
         Lengths(5, least=6)
+
+
+def test_long_prompts_take_the_link_of_the_deployment_for_long_and_are_mostly_known() -> None:
+    """The saving in `tidekv run` is that of the link: a busy machine makes computation slower, and not the link."""
+    said = run(make_workload(long_prompt_options()))
+    prompts = [prompt for prompt, _ in said.values()]
+    assert sorted(map(len, prompts))[len(prompts) // 2] / LARGE_MODEL.tokens_per_s > 0.4
+    systems = {tuple(prompt[:4096]) for prompt in prompts}
+    assert len(systems) * 4096 < 0.15 * sum(map(len, prompts))
