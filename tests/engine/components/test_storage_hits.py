@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waits import PATIENT
 from tidekv import InvalidConfig, Replayer, open_storage
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.storage.base import Storage
@@ -16,7 +17,7 @@ SIZE = 4
 PROMPT = list(range(100, 100 + 6 * SIZE))
 OUTPUT = list(range(500, 500 + 2 * SIZE + 1))
 KEPT = PROMPT + OUTPUT[:-1]
-FETCHES = {"prefetch_threshold_tokens": SIZE}
+FETCHES = {**PATIENT, "prefetch_threshold_tokens": SIZE}
 
 
 @pytest.mark.parametrize("uri", ["memory:", "file:"])
