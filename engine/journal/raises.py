@@ -173,6 +173,8 @@ class RaiseInjector:
         """Trace the instructions of a function of the core that was called."""
         if not _is_of_core(frame.f_code):
             return None
+        # Python 3.13 traces the opcodes of frames only that have a trace function when they ask for it.
+        frame.f_trace = self._at_instruction
         frame.f_trace_lines = False
         frame.f_trace_opcodes = True
         return self._at_instruction
