@@ -182,14 +182,12 @@ class ConvertedStorage:
 
     async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
         """Read pages as they are in the rank's own namespace; convert those that only other layouts have."""
-        started_s = time.monotonic()
+        call = Call(timeout_s)
         good = await self.storage.get_into(keys, pages, timeout_s=timeout_s)
         # A read that began before the close ends with what it has.
         if all(good) or not self._layouts or self._calls.closed:
             return good
-        return await self._calls.run(
-            lambda call: self._convert(call, keys, pages, good), timeout_s - (time.monotonic() - started_s)
-        )
+        return await self._calls.run(lambda call: self._convert(call, keys, pages, good), _left_s(call))
 
     async def put_from(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
         """Store pages in the rank's own namespace."""
