@@ -30,7 +30,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
-from typing import cast
+from typing import Final, cast
 
 from tidekv.states.errors import (
     InvalidConfig,
@@ -466,7 +466,8 @@ async def dial(address: str, options: ControlOptions) -> ControlLink:
                 f"{address} closed before the challenge: it has too many links, or refuses this address after offences",
             ) from error
         if isinstance(error, OSError):
-            raise DialFailed(_cause_of(error), f"cannot reach {address}: {_words_of(error)}") from error
+            cause = _cause_of(error)
+            raise DialFailed(cause, f"cannot reach {address}: {_words_of(error)}{_ADVICE.get(cause, '')}") from error
         if isinstance(error, ValueError) and not isinstance(error, TidekvError):
             raise InvalidConfig(f"address {address!r} names no host: {error}") from error
         raise
@@ -602,6 +603,14 @@ def _cause_of(error: OSError) -> PrefillCause:
         case ssl.SSLError():
             return PrefillCause.MISCONFIGURED
     return PrefillCause.UNREACHABLE
+
+
+# What to do, if only an operator can: a route that broke may come back by itself.
+_ADVICE: Final = {
+    PrefillCause.CONNECTION_REFUSED: "; start the program that listens there, or correct the address",
+    PrefillCause.UNKNOWN_HOST: "; correct the name, or make it known to this machine",
+    PrefillCause.MISCONFIGURED: "; check the certificates of both ends",
+}
 
 
 def _words_of(error: OSError) -> str:
