@@ -232,3 +232,18 @@ def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
     for module in re.findall(r"python -m ((?:tidekv|benchmarks|tools|tests|examples)[.\w]+)", text):
         path = ROOT / module.removeprefix("tidekv.").replace(".", "/")
         assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), f"{page.name}: {module}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_rows_of_tables_are_whole(page: Path) -> None:
+    """Each has the cells of its header: a row that goes on in the next line becomes two."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    cells = 0
+    for line in text.splitlines():
+        columns = re.sub(r"`[^`]*`", "", line).replace("\\|", "").count("|") - 1
+        if not line.startswith("|"):
+            assert not line.endswith("|"), line
+            cells = 0
+            continue
+        cells = cells or columns
+        assert line.endswith("|") and columns == cells, line
