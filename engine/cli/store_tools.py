@@ -114,9 +114,9 @@ async def choose(place: Place, *, namespace: str | None, page_bytes: int | None)
     meant = [one for one in found if one.namespace.hex().startswith((namespace or "").lower())]
     if len(meant) != 1:
         there = ", ".join(one.namespace.hex()[:16] + "…" for one in found) or "none"
+        wanted = "" if namespace is None else f" that begin with {namespace!r}"
         raise InvalidConfig(
-            f"{len(meant)} namespaces of {place.uri.partition('?')[0]} are meant by "
-            f"{'no --namespace' if namespace is None else '--namespace ' + namespace}; there are: {there}"
+            f"{place.uri.partition('?')[0]} has {len(meant)} namespaces{wanted}; choose one by --namespace: {there}"
         )
     size = page_bytes or meant[0].page_bytes
     if size is None:

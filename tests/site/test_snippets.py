@@ -48,7 +48,15 @@ RUN = {
     ): f"{OF_PAGES}::test_the_program_of_the_quick_start_prints_what_the_page_shows",
     ("docs/quickstart.md", "first"): f"{OF_PAGES}::test_the_program_of_the_quick_start_prints_what_the_page_shows",
     ("docs/quickstart.md", "python examples/pair"): "tests/service/test_pair_example.py::",
+    (
+        "docs/quickstart.md",
+        "python3 dev.py tidekv",
+    ): "tests/demo/test_sides.py::test_a_decode_worker_finds_a_prefill_worker_that_runs_already",
     ("docs/storage.md", "from tidekv import open_storage"): f"{HERE}::test_storage_is_opened",
+    (
+        "docs/storage.md",
+        "tidekv store",
+    ): "tests/backends/storage/test_store_command.py::test_the_lines_of_the_page_of_storage_work",
     ("docs/storage.md", "[project.entry"): f"{HERE}::test_the_entry_point_is_the_one_that_is_looked_up",
     ("docs/storage.md", "from collections.abc"): f"{HERE}::test_the_opener_of_another_package_is_a_function",
     ("docs/troubleshooting.md", "tidekv doctor"): f"{HERE}::test_commands_run",
@@ -69,13 +77,8 @@ NOT_RUN = {
     ): "It follows CUDA streams; tests/backends/test_copy_forms.py makes these calls on stand-ins.",
     ("docs/gpu.md", "python -m"): "It runs tests of this suite, and a benchmark that needs a GPU.",
     ("docs/quickstart.md", "git clone"): "The address of the repository is not known; tests/demo runs the same job.",
-    ("docs/quickstart.md", "python3 dev.py tidekv"): "It serves until it is stopped; tests/demo runs both commands.",
     ("docs/ranks.md", "engine ="): "It names other machines; tests/engine/ranks runs groups of ranks in processes.",
     ("docs/sglang.md", "--enable"): "These are arguments of SGLang's server, which has no build for this suite.",
-    (
-        "docs/storage.md",
-        "tidekv store",
-    ): "The lines have comments in columns; tests/backends/storage/test_store_command.py runs each.",
     ("docs/vllm-handover.md", "vllm serve"): "It needs servers of vLLM; .ci/vllm starts them with these arguments.",
     ("docs/vllm.md", ""): "It needs servers of vLLM; .ci/vllm starts them with these arguments.",
 }

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,9 @@ def tidekv(*words: str) -> Result:
     return result
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    """A directory with twenty pages in one namespace, three of them damaged, and two in another."""
-    root = tmp_path / "store"
+def fill_with_damage(root: Path) -> None:
+    """Store twenty pages, the first three of them damaged."""
     fill(f"file:{root}?capacity=1MB&io=threads", range(20))
-    fill(f"file:{root}?capacity=1MB&io=threads", range(2), namespace=OTHER)
     (segment, *_) = sorted((root / NAMESPACE.hex()[:32]).glob("*.seg"))
     slots = int.from_bytes(segment.read_bytes()[12:16], "little")
     geometry = Geometry(namespace=NAMESPACE, page_bytes=PAGE_BYTES, slots=slots)
@@ -78,6 +75,14 @@ def root(tmp_path: Path) -> Iterator[Path]:
         for slot in range(3):
             file.seek(geometry.page_offset(slot) + 100)
             file.write(b"damage")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A directory with twenty pages in one namespace, three of them damaged, and two in another."""
+    root = tmp_path / "store"
+    fill_with_damage(root)
+    fill(f"file:{root}?capacity=1MB&io=threads", range(2), namespace=OTHER)
     return root
 
 
@@ -177,8 +182,8 @@ def test_looking_at_a_store_never_makes_it_smaller(root: Path) -> None:
 
 def test_what_is_not_clear_is_refused_and_says_what_there_is(root: Path, tmp_path: Path) -> None:
     for words, said in (
-        (["verify", f"file:{root}"], "2 namespaces of .* no --namespace; there are: 6e6e6e6e6e6e6e6e…, 6f6f"),
-        (["verify", f"file:{root}", "--namespace", "abc"], "0 namespaces"),
+        (["verify", f"file:{root}"], "has 2 namespaces; choose one by --namespace: 6e6e6e6e6e6e6e6e…, 6f6f"),
+        (["verify", f"file:{root}", "--namespace", "abc"], "has 0 namespaces that begin with 'abc'; choose"),
         (["verify", "memory:"], "cannot list its namespaces; give --namespace and --page-bytes"),
         (["cp", f"file:{root}", f"file:{tmp_path / 'copy'}", "--namespace", "6e"], "set one: "),
         (["ls", "file:/dev/null", "--options", "{"], "must be a JSON object"),
@@ -205,3 +210,30 @@ def test_a_store_that_cannot_be_used_is_said(root: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(FileStorage, "probe", fail)
     said = tidekv("stat", f"file:{root}?io=threads", "--namespace", "6e")
     assert said.exit_code == 1 and "failed: the disk is gone" in said.stdout
+
+
+def test_the_lines_of_the_page_of_storage_work(tmp_path: Path) -> None:
+    """Each line runs as it is written, with stores of this machine in place of those that it names."""
+    text = (Path(__file__).resolve().parents[3] / "docs" / "storage.md").read_text()
+    lines = re.findall(r"^tidekv store .*$", text, re.MULTILINE)
+    root = tmp_path / "store"
+    fill_with_damage(root)
+    (tmp_path / "s3.toml").write_text('io = "threads"\n')
+    fill(f"file:{tmp_path / 'cache'}?capacity=1MB&io=threads", range(3))
+    here = {
+        "file:/var/lib/tidekv": f"file:{root}",
+        "redis://cache": f"file:{tmp_path / 'cache'}?capacity=1MB",
+        "s3://bucket/kv": f"file:{root}",
+        "@s3.toml": f"@{tmp_path / 's3.toml'}",
+    }
+    codes = {}
+    for line in lines:
+        program, group, command, *words = shlex.split(line, comments=True)
+        assert (program, group) == ("tidekv", "store")
+        done = CliRunner().invoke(app, ["store", command, *(here.get(word, word) for word in words)])
+        assert not isinstance(done.exception, Exception), line
+        codes[command] = done.exit_code
+    # Three pages are damaged until `gc` has removed them; the target of `cp` has these three.
+    assert codes == {"ls": 0, "stat": 0, "verify": 1, "gc": 0, "cp": 0}
+    assert read(f"file:{root}", range(20)) == [number not in range(3) for number in range(20)]
+    assert all(read(f"file:{tmp_path / 'cache'}", range(20)))
