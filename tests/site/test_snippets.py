@@ -1,4 +1,4 @@
-"""Every snippet of the README, the examples and docs/ is run by a test, or is listed here with the reason why not."""
+"""Every snippet of the README, of docs/ and the examples is run by a test, or checked by one with the reason why."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import tidekv
+from tests.support.snippets import ROOT, snippet, snippets
 from tests.support.waits import LIMIT_S
-from tidekv import DecodeEngine, DecodeRequest, DevicePool, KVLayout, LoopbackTransport, PrefillPeer, Room
+from tidekv import DecodeRequest, DevicePool, KVLayout, LoopbackTransport, PrefillPeer, Room
 from tidekv.backends.storage.uri import ENTRY_POINT_GROUP
 from tidekv.transports.loopback import LoopbackNetwork
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=16)
 
 # By page and the beginning of a snippet: the test that runs it. "" stands for all snippets of a page.
 HERE = "tests/site/test_snippets.py"
+CHECKED = "tests/site/test_checked_snippets.py"
 OF_PAGES = "tests/docs/test_pages.py"
 RUN = {
     ("README.md", "import asyncio"): "tests/test_readme.py::test_the_program_runs_when_pasted",
     ("docs/configuration.md", ""): f"{OF_PAGES}::test_the_file_and_the_snippet_of_the_configuration_work",
     ("docs/deployment.md", "tidekv doctor"): f"{HERE}::test_commands_run",
     ("docs/embedding.md", ""): "tests/service/test_embedding_guide.py::guide",
+    ("docs/gpu.md", "copy ="): f"{CHECKED}::test_a_forward_pass_follows_the_layers_of_a_copy",
     ("docs/how-it-works.md", ""): "tests/site/test_site.py::test_diagrams_are_in_the_page_light_and_dark",
     ("docs/journal.md", "{"): f"{HERE}::test_the_line_of_a_journal_is_one",
     ("docs/observability.md", "tidekv run"): f"{HERE}::test_commands_run",
@@ -60,44 +61,53 @@ RUN = {
     ("docs/storage.md", "[project.entry"): f"{HERE}::test_the_entry_point_is_the_one_that_is_looked_up",
     ("docs/storage.md", "from collections.abc"): f"{HERE}::test_the_opener_of_another_package_is_a_function",
     ("docs/troubleshooting.md", "tidekv doctor"): f"{HERE}::test_commands_run",
+    ("docs/vllm.md", "import httpx"): f"{CHECKED}::test_the_client_of_a_pair_hands_prefills_parameters_to_decode",
     (
         "examples/service/README.md",
         "python3 dev.py setup",
     ): "tests/service/test_chat.py::test_the_commands_of_the_readme_are_answered",
 }
-# The reason why it is not run, and what is tested in its place.
+# The reason why it is not run, and the test that checks its names, options and quoting.
 NOT_RUN = {
-    (
-        "README.md",
-        "python3 dev.py run",
-    ): "It downloads an environment and serves for minutes; tests/demo runs the same job.",
-    (
-        "docs/gpu.md",
-        "copy =",
-    ): "It follows CUDA streams; tests/backends/test_copy_forms.py makes these calls on stand-ins.",
-    ("docs/gpu.md", "python -m"): "It runs tests of this suite, and a benchmark that needs a GPU.",
-    ("docs/quickstart.md", "git clone"): "The address of the repository is not known; tests/demo runs the same job.",
-    ("docs/ranks.md", "engine ="): "It names other machines; tests/engine/ranks runs groups of ranks in processes.",
-    ("docs/sglang.md", "--enable"): "These are arguments of SGLang's server, which has no build for this suite.",
-    ("docs/vllm-handover.md", "vllm serve"): "It needs servers of vLLM; .ci/vllm starts them with these arguments.",
-    ("docs/vllm.md", ""): "It needs servers of vLLM; .ci/vllm starts them with these arguments.",
+    ("README.md", "python3 dev.py run"): (
+        "It downloads an environment and serves for minutes; tests/demo runs the same job.",
+        f"{CHECKED}::test_every_command_of_a_checkout_exists",
+    ),
+    ("docs/gpu.md", "python -m"): (
+        "It runs tests of this suite, and a benchmark that needs a GPU.",
+        f"{CHECKED}::test_the_commands_for_a_gpu_exist",
+    ),
+    ("docs/quickstart.md", "git clone"): (
+        "The address of the repository is not known; tests/demo runs the same job.",
+        f"{CHECKED}::test_every_command_of_a_checkout_exists",
+    ),
+    ("docs/ranks.md", "engine ="): (
+        "It names other machines; tests/engine/ranks runs groups of ranks in processes.",
+        f"{CHECKED}::test_an_engine_needs_what_the_page_of_ranks_gives_it",
+    ),
+    ("docs/sglang.md", "--enable"): (
+        "These are arguments of SGLang's server, which has no build for this suite.",
+        f"{CHECKED}::test_the_extra_config_of_sglang_is_read",
+    ),
+    ("docs/vllm-handover.md", "vllm serve"): (
+        "It needs servers of vLLM; .ci/vllm starts them with these arguments.",
+        f"{CHECKED}::test_servers_of_a_pair_get_settings_that_are_read",
+    ),
+    ("docs/vllm.md", "python3 -m venv"): (
+        "It downloads vLLM and starts servers of it; .ci/vllm does so with these arguments.",
+        f"{CHECKED}::test_the_environment_of_vllm_is_the_one_that_is_tested",
+    ),
+    ("docs/vllm.md", "pip install vllm-router"): (
+        "It downloads vLLM's router; .ci/vllm starts it with these arguments.",
+        f"{CHECKED}::test_the_router_gets_options_that_it_has",
+    ),
+    ("docs/vllm.md", "vllm serve"): (
+        "It needs a server of vLLM; .ci/vllm starts one with these arguments.",
+        f"{CHECKED}::test_the_connector_of_storage_gets_settings_that_are_read",
+    ),
 }
 # Commands of a block that test_commands_run leaves out, and the file that tests them.
 ELSEWHERE = {"tidekv run": "tests/demo/test_main_job.py", "tidekv top": "tests/engine/test_top.py"}
-
-
-def snippets() -> list[tuple[str, str]]:
-    """Page and text of every snippet."""
-    return [
-        (page.relative_to(ROOT).as_posix(), text)
-        for page in PAGES
-        for text in re.findall(r"^ *```\w*\n(.*?)^ *```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    ]
-
-
-def snippet(page: str, beginning: str) -> str:
-    (found,) = [text for name, text in snippets() if name == page and text.lstrip().startswith(beginning)]
-    return found
 
 
 def test_every_snippet_is_run_or_has_a_reason() -> None:
@@ -108,14 +118,14 @@ def test_every_snippet_is_run_or_has_a_reason() -> None:
         assert len(keys) == 1, f"{page}: run this snippet in a test, or give the reason why not:\n{text}"
         used.update(keys)
     assert used == set(listed), "these snippets are gone"
-    for reason in NOT_RUN.values():
+    for reason, _ in NOT_RUN.values():
         assert reason.endswith("."), reason
         for file in re.findall(r"tests/[\w/.]*\w", reason):
             assert (ROOT / file).exists(), reason
 
 
-@pytest.mark.parametrize("reference", sorted(set(RUN.values())))
-def test_the_test_that_runs_a_snippet_exists(reference: str) -> None:
+@pytest.mark.parametrize("reference", sorted({*RUN.values(), *(check for _, check in NOT_RUN.values())}))
+def test_the_test_that_runs_or_checks_a_snippet_exists(reference: str) -> None:
     file, _, name = reference.partition("::")
     assert re.search(rf"^(?:async )?def {name}", (ROOT / file).read_text(), re.MULTILINE), reference
 
@@ -238,12 +248,3 @@ def test_the_opener_of_another_package_is_a_function() -> None:
     names: dict[str, Any] = {}
     exec(compile(snippet("docs/storage.md", "from collections.abc"), "storage.md", "exec"), names)
     assert callable(names["open_attic"])
-
-
-def test_an_engine_needs_what_the_page_of_ranks_gives_it() -> None:
-    """The snippet of docs/ranks.md cannot run, but its names and options exist."""
-    names = {"DecodeEngine": DecodeEngine, "NixlTransport": tidekv.NixlTransport, "RankGroup": tidekv.RankGroup}
-    text = snippet("docs/ranks.md", "engine =").partition("\nready")[0]
-    names |= {"config": tidekv.EngineConfig(), "pool": DevicePool.allocate(LAYOUT, 8), "secret": "s"}
-    exec(compile(text, "ranks.md", "exec"), names)
-    assert isinstance(names["engine"], DecodeEngine)
