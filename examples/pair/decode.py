@@ -26,4 +26,7 @@ async def main(prefill: str) -> None:
             prompt += [*output, 5, 6, 7]  # The next turn begins with all of this one.
 
 
-asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000"))
+try:
+    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000"))
+except tidekv.TidekvError as error:
+    sys.exit(f"decode.py: {error}")

@@ -27,4 +27,9 @@ async def main(listen: str) -> None:
         await asyncio.Event().wait()
 
 
-asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000"))
+try:
+    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000"))
+except tidekv.TidekvError as error:
+    sys.exit(f"prefill.py: {error}")
+except KeyboardInterrupt:
+    print("ended")

