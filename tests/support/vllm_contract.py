@@ -209,7 +209,12 @@ class Vllm:
         self.caches = {name: stored[layer].transpose(1, 2) for layer, name in enumerate(NAMES)}
         self.scheduler = module.TidekvConnector(configs[0], KVConnectorRole.SCHEDULER, configs[1])
         self.worker = module.TidekvConnector(configs[0], KVConnectorRole.WORKER, configs[1])
-        self.worker.register_kv_caches(dict(reversed(self.caches.items())))
+        try:
+            self.worker.register_kv_caches(dict(reversed(self.caches.items())))
+        except BaseException:
+            # The scheduler's side has opened storage, and its caller gets no object to close.
+            self.close()
+            raise
         self.invalid: set[int] = set()
         self.counts: dict[str, int] = {}
 
