@@ -139,7 +139,7 @@ ROWS: dict[str, tuple[str, str, str]] = {
         "lower if failing calls are slow",
         "requests continue without storage",
     ),
-    "breaker_backoff_s": ("seconds until the first probe; doubled for each further one", "", "—"),
+    "breaker_backoff_s": ("seconds until the first probe; doubled for each further one until a call succeeds", "", "—"),
     "breaker_backoff_max_s": ("maximum seconds between probes", "", "—"),
 }
 """Effect with unit, reason to change it, and consequence of declined pages, for each policy."""

@@ -51,7 +51,7 @@ class StorageGuard:
 
     def _note(self, *, failed: bool) -> None:
         was_open = self._breaker.is_open
-        self._breaker.note(failed=failed, failures_max=FAILURES_MAX, backoff_s=BACKOFF_S)
+        self._breaker.note(failed=failed, failures_max=FAILURES_MAX, backoff_s=BACKOFF_S, backoff_max_s=BACKOFF_MAX_S)
         if self._breaker.is_open and not was_open and not self._closing:
             self._log.warning("storage is not used until a probe succeeds")
             self._tasks.spawn(self._probe(), name="probe")

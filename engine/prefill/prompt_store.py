@@ -89,9 +89,9 @@ class PromptStoreSettings(Options, frozen=True, kw_only=True):
     breaker_failures: Count = 8
     """Consecutive failures of storage after which nothing is stored until a probe succeeds. 0 disables the breaker."""
     breaker_backoff_s: Seconds = 1.0
-    """Time until the first probe."""
+    """Time until the first probe, if a call has succeeded since the last probe."""
     breaker_backoff_max_s: Seconds = 30.0
-    """Maximum time between probes: each waits twice as long as the one before, up to this."""
+    """Maximum time between probes: each waits twice as long as the one before, up to this, until a call succeeds."""
     close_wait_s: Seconds = 2.0
     """Maximum time that closing waits for prompts being stored, before it cancels them."""
 
@@ -356,7 +356,12 @@ class PromptStore:
         """Pass the result of a storage call to the breaker, and start probing if it opens."""
         was_open = self._breaker.is_open
         settings = self.settings
-        self._breaker.note(failed=failed, failures_max=settings.breaker_failures, backoff_s=settings.breaker_backoff_s)
+        self._breaker.note(
+            failed=failed,
+            failures_max=settings.breaker_failures,
+            backoff_s=settings.breaker_backoff_s,
+            backoff_max_s=settings.breaker_backoff_max_s,
+        )
         if self._breaker.is_open and not was_open:
             self.counts["store_breaker_opened"] += 1
             if not self._closing:

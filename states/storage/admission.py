@@ -367,7 +367,7 @@ class StorageAdmission:
         self._has_components = event.component_pages
         self._state.operations.pop(self.op, None)
         self.op = 0
-        self._breaker.close()
+        self._breaker.forget()
         self._throughput.forget()
         self.answer_time.forget()
         # Marks of stored pages are dropped when the next storage is attached, not when one is detached.
@@ -398,7 +398,12 @@ class StorageAdmission:
         """Count a call that has ended or is late, and start the back-off if the breaker opens."""
         settings = self._state.settings
         limit = settings.breaker_failures if self._state.storage_available else 0
-        self._breaker.note(failed=failed, failures_max=limit, backoff_s=settings.breaker_backoff_s)
+        self._breaker.note(
+            failed=failed,
+            failures_max=limit,
+            backoff_s=settings.breaker_backoff_s,
+            backoff_max_s=settings.breaker_backoff_max_s,
+        )
         if self._breaker.is_open and not self.op:
             self._wait()
             self._state.count("l3_breaker_opened")
@@ -423,7 +428,9 @@ class StorageAdmission:
         else:
             self._state.count("l3_breaker_closed")
             self.op = 0
-            self._state.renew_write_credit()
+            # Puts are due again. Copies to the host are not: they did not wait for storage, and a new credit at each
+            # closing would let a storage that fails every put cause copies without end.
+            self._state.write_due = True
 
     def _wait(self) -> None:
         self.op = self._state.start_operation(BreakerWait(self), deadline_s=self._breaker.backoff_s)

@@ -83,9 +83,9 @@ class StoragePolicy(Options, frozen=True, kw_only=True):
     circuit breaker.
     """
     breaker_backoff_s: Seconds = 1.0
-    """Time until the first probe of storage."""
+    """Time until the first probe of storage, if a call has succeeded since the last probe."""
     breaker_backoff_max_s: Seconds = 30.0
-    """Maximum time between probes: each waits twice as long as the one before, up to this."""
+    """Maximum time between probes: each waits twice as long as the one before, up to this, until a call succeeds."""
 
 
 class PolicyChanges(TypedDict, total=False):

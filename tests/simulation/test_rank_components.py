@@ -52,6 +52,13 @@ def test_copies_of_components_fail_on_one_rank_and_no_request_fails_by_that() ->
     assert not any("copy" in end or end == "internal error" for end in ends), ends
 
 
+def test_ranks_become_idle_although_storage_answers_probes_and_fails_every_put() -> None:
+    # Write-back to eight host pages. As long as each closing of the breaker allowed further copies to the host, this
+    # seed had tens of thousands of turns after its last request.
+    report = simulate_ranks(2424097, 4, 35, always_components=True)
+    assert sum(report.ends.values()) == 35 and report.turns < 2000
+
+
 @pytest.mark.parametrize("name", ["window", "state"])
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_a_component_that_one_rank_evicts_alone_is_named(name: str, tier: str, monkeypatch: pytest.MonkeyPatch) -> None:

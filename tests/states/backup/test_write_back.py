@@ -218,6 +218,36 @@ def test_a_short_host_is_not_copied_to_without_end() -> None:
     rig.core.check()
 
 
+def test_storage_that_answers_probes_and_fails_puts_is_tried_ever_less_and_causes_no_copies() -> None:
+    rig = back_rig(
+        host_pages=10, write_back_ahead=1.0, put_wait_s=0.0, breaker_failures=1, breaker_backoff_s=1.0,
+        breaker_backoff_max_s=16.0,
+    )  # fmt: skip
+    for number in range(3):
+        rig.make_ready(f"r{number}", bytes(range(16 * number, 16 * number + 5)))
+        rig.finish(f"r{number}", bytes(range(16 * number, 16 * number + 5)))
+    opened_at_s, copied, begun_s = list[float](), 0, rig.now_s
+    while rig.now_s < begun_s + 100.0:
+        while rig.pending:
+            opened = rig.core.statistics()["l3_breaker_opened"]
+            for copy in rig.take_all(commands.CopyToHost):
+                copied += len(copy.device_pages) * bool(opened_at_s)
+                rig.copied(copy)
+            for put in rig.take_all(commands.StorePages):
+                rig.step(events.PagesStored, op=put.op, stored=0, error="no room")
+            for probe in rig.take_all(commands.ProbeStorage):
+                rig.step(events.StorageProbed, op=probe.op)
+            if rig.core.statistics()["l3_breaker_opened"] > opened:
+                opened_at_s.append(rig.now_s - begun_s)
+            rig.take_all(commands.ReportFinished)
+            rig.take_all(commands.ForgetTokens)
+        rig.wait_until(rig.now_s + 0.5)
+    # A copy to the host does not depend on storage, so storage that can be called again is no reason for one.
+    assert copied == 0
+    assert opened_at_s == [0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 47.0, 63.0, 79.0, 95.0]
+    rig.core.check()
+
+
 def test_without_a_host_pool_nothing_is_looked_at() -> None:
     rig = back_rig(host_pages=0, write_back_ahead=1.0)
     turn(rig, "a", b"abcd")

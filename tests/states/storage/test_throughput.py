@@ -142,13 +142,13 @@ def test_puts_wait_while_fetches_take_long() -> None:
 def test_a_breaker_opens_at_the_limit_and_doubles_its_back_off() -> None:
     breaker = CircuitBreaker()
     for failed in (True, True, False, True, True):
-        breaker.note(failed=failed, failures_max=3, backoff_s=1.0)
+        breaker.note(failed=failed, failures_max=3, backoff_s=1.0, backoff_max_s=3.0)
     assert not breaker.is_open
-    breaker.note(failed=True, failures_max=3, backoff_s=1.0)
+    breaker.note(failed=True, failures_max=3, backoff_s=1.0, backoff_max_s=3.0)
     assert breaker.backoff_s == 1.0
     # What was under way does not open it again, nor close it.
-    breaker.note(failed=True, failures_max=3, backoff_s=5.0)
-    breaker.note(failed=False, failures_max=3, backoff_s=5.0)
+    breaker.note(failed=True, failures_max=3, backoff_s=5.0, backoff_max_s=9.0)
+    breaker.note(failed=False, failures_max=3, backoff_s=5.0, backoff_max_s=9.0)
     assert breaker.backoff_s == 1.0
     for backoff_s in (2.0, 3.0, 3.0):
         breaker.probed(failed=True, backoff_max_s=3.0)
@@ -156,12 +156,32 @@ def test_a_breaker_opens_at_the_limit_and_doubles_its_back_off() -> None:
     breaker.probed(failed=False, backoff_max_s=3.0)
     assert not breaker.is_open
     for _ in range(2):
-        breaker.note(failed=True, failures_max=3, backoff_s=1.0)
+        breaker.note(failed=True, failures_max=3, backoff_s=1.0, backoff_max_s=3.0)
     assert not breaker.is_open
+
+
+def test_a_probe_closes_a_breaker_and_only_a_call_that_succeeds_forgets_its_back_off() -> None:
+    breaker = CircuitBreaker()
+    for backoff_s in (1.0, 2.0, 3.0, 3.0):
+        # The service answers probes and fails calls.
+        breaker.note(failed=True, failures_max=1, backoff_s=1.0, backoff_max_s=3.0)
+        assert breaker.backoff_s == backoff_s
+        # A call that began before does not count.
+        breaker.note(failed=False, failures_max=1, backoff_s=1.0, backoff_max_s=3.0)
+        breaker.probed(failed=False, backoff_max_s=3.0)
+        assert not breaker.is_open
+    for failed in (False, True):
+        breaker.note(failed=failed, failures_max=1, backoff_s=1.0, backoff_max_s=3.0)
+    assert breaker.backoff_s == 1.0
+    breaker.probed(failed=True, backoff_max_s=3.0)
+    breaker.forget()
+    assert not breaker.is_open
+    breaker.note(failed=True, failures_max=1, backoff_s=1.0, backoff_max_s=3.0)
+    assert breaker.backoff_s == 1.0
 
 
 def test_a_breaker_without_a_limit_never_opens() -> None:
     breaker = CircuitBreaker()
     for _ in range(100):
-        breaker.note(failed=True, failures_max=0, backoff_s=1.0)
+        breaker.note(failed=True, failures_max=0, backoff_s=1.0, backoff_max_s=3.0)
     assert not breaker.is_open
