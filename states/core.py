@@ -98,7 +98,8 @@ class Core:
         self.offers = Offers(self.state, self.backups)
         self.lending = Lending(self.state, self.storage, self.rooms, self.offers)
         self.write_back = WriteBack(self.state, self.storage, self.backups)
-        self.lookahead = LookAhead(self.state, self.storage)
+        component_storage = None if self.component_pages is None else self.component_pages.storage
+        self.lookahead = LookAhead(self.state, self.storage, component_storage)
         self.early = EarlyReady(self.state, self.rooms)
         self.restore = Restore(
             self.state,
@@ -479,9 +480,7 @@ class Core:
         self.state.run_guarded(self.lending.hand_back)
 
     def work_ahead(self) -> None:
-        """Release look-ahead reads of planned requests, fetch ahead for waiting ones, back up pages next in line for
-        eviction.
-        """
+        """Release look-ahead reads of planned requests, fetch ahead for waiting ones, back up pages next to be evicted."""
         state = self.state
         while state.ahead_over:
             request, _ = state.ahead_over.popitem()
@@ -489,9 +488,8 @@ class Core:
         if state.ahead_due:
             state.ahead_due = False
             for request in self.queue.candidates(state.now_s) if state.settings.lookahead_pages_max else ():
-                state.run_guarded(
-                    partial(self.lookahead.start, request), recover=partial(self.lookahead.abandon, request)
-                )
+                abandon = partial(self.lookahead.abandon, request)
+                state.run_guarded(partial(self.lookahead.start, request), recover=abandon)
         if state.write_due:
             state.run_guarded(self.write_back.look)
 

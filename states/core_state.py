@@ -73,6 +73,7 @@ COUNTERS: Final = (
     "sent_back",
     "shared_transfer_pages",
     "shared_transfers_passed_on",
+    "component_pages_fetched_ahead",
     "component_pages_stored",
     "transitions_raised",
 )

@@ -54,13 +54,15 @@ continue without effect. They are divided once more if a fetch takes half as lon
 two throughputs is unknown, one plan at a time fetches an eighth of what storage has, or everything if nothing has
 been transferred yet, and half of the remaining pages are requested each time; other plans fetch nothing. So storage
 costs a request no more than it gains, however slow it is: `python3 dev.py bench policies` measures that on real
-processes. The time that prefill computes is part of its throughput. Restores of windows and states are not split,
-because their boundary determines the plan.
+processes. The time that prefill computes is part of its throughput. The pages of windows and states are not split:
+what storage has of them without a gap is fetched.
 
 **Look-ahead.** A request that waits for device memory has already looked up its pages in storage. If
 `lookahead_pages_max` is set, these pages are fetched to the host meanwhile and count as `l3`; reads that are
 still under way when the request is admitted continue as its own. Look-ahead requires that all pages in front of these
-are on the host, or that there are none.
+are on the host, or that there are none. The pages of windows and states that the end of the prompt needs are read ahead
+as well, before full pages, and count in the same bound: a request cannot be ready without them. What storage fails to
+deliver of them before the admission comes from prefill; `component_pages_fetched_ahead` counts what it delivered.
 """
 
 ROWS: dict[str, tuple[str, str, str]] = {

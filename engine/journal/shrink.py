@@ -22,6 +22,7 @@ from tidekv.engine.journal.recorder import Recorder
 from tidekv.engine.journal.replayer import Replayer
 from tidekv.states.backup.backups import Backup
 from tidekv.states.commands import Command, Operation, ReportReady
+from tidekv.states.components.look_ahead import ComponentAheadRead
 from tidekv.states.components.request_components import ComponentCopy
 from tidekv.states.components.specs import ComponentTable
 from tidekv.states.components.storage import ComponentRead, StoredComponentCopy
@@ -119,6 +120,8 @@ def _requests_of(operation: object) -> tuple[str, ...]:
         request = operation.fetch.component_pages.request
     elif isinstance(operation, ComponentCopy):
         request = operation.component_pages.request
+    elif isinstance(operation, ComponentAheadRead):
+        request = operation.read.request
     elif isinstance(operation, StorageQuery | Recomputation):
         request = operation.request
     return () if request is None else (request.request_id,)

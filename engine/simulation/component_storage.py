@@ -82,6 +82,7 @@ class SimulatedComponentStorage:
         if not command.positions or len(command.positions) != len(command.host_pages):
             raise Violation(f"{command} does not read as many records as it names")
         wanted = [tags[position] for position in command.positions]
+        world.component_pages.note_fetch(world.core, command)
         self._kept.lose_one(wanted)
         world.component_pages.pools["host", command.component].begin_write(command.host_pages, f"fetch {command.op}")
         delay = self._storage.delay("fetch_is_late", min(command.timeout_s, FETCH_S_MAX), "fetch_is_stuck")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tidekv.engine.simulation.memory import Contents
+    from tidekv.states import commands
     from tidekv.states.core import Core
     from tidekv.states.prefix.node import TierName
     from tidekv.states.settings import CoreSettings
@@ -66,6 +67,11 @@ class SimulatedComponents:
     def is_quiet(self) -> bool:
         """Whether nothing is being written or read."""
         return all(pool.is_quiet for pool in self.pools.values())
+
+    def note_fetch(self, core: Core, command: commands.FetchComponent) -> None:
+        """Count a read for a request that waits for device memory."""
+        request = core.request(command.request_id)
+        self.counts["components_read_ahead"] += request is not None and request.waits_for_admission
 
     def tags_of(self, namespace: str, tokens: bytes, whose: object) -> Tags:
         """Return the tags of a prompt's pages. The tag of a partial last page is unique to `whose`."""

@@ -60,6 +60,7 @@ class RankComponentStorage:
             return
         tags = self._tags(command.request_id)[command.component]
         wanted = [tags[position] for position in command.positions]
+        rank.component_pages.note_fetch(rank.core, command)
         error, who = tiers.error("storage_fails"), f"fetch {command.op}"
         pool = rank.component_pages.pools["host", command.component]
         pool.begin_write(command.host_pages, who)

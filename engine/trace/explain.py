@@ -126,11 +126,12 @@ def _plan(trace: RequestTrace, plan: Plan) -> list[str]:
 def _works(trace: RequestTrace) -> list[str]:
     lines = []
     for work in trace.works:
+        ahead = " ahead" if work.ahead else ""
         name = {
             "query": f"Asked storage for pages {_pages(work)}: it has {work.good}",
-            "fetch": f"Fetched pages {_pages(work)} from storage{' ahead' if work.ahead else ''}: {work.good} came",
+            "fetch": f"Fetched pages {_pages(work)} from storage{ahead}: {work.good} came",
             "copy": f"Copied pages {_pages(work)} from host to device",
-            "tail fetch": f"Fetched {work.count} pages of {work.component} from storage: {work.good} came",
+            "tail fetch": f"Fetched {work.count} pages of {work.component} from storage{ahead}: {work.good} came",
             "tail": f"Copied pages {_pages(work)} of {work.component} {work.cause}",
             "backup": f"Backed up pages {_pages(work)} to the host",
             "store": f"Put pages {_pages(work)} in storage: {work.good} were stored",

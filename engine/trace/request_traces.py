@@ -28,6 +28,7 @@ from tidekv.engine.trace.pool_use import PoolHistory
 from tidekv.engine.trace.request_trace import Plan, RequestTrace, Work
 from tidekv.states import commands, events
 from tidekv.states.backup.backups import STORE_DEADLINE_S, Backup
+from tidekv.states.components.look_ahead import ComponentAheadRead
 from tidekv.states.components.request_components import ComponentCopy
 from tidekv.states.components.storage import ComponentRead, StoredComponentCopy
 from tidekv.states.loads.loads import LoadCopy, LoadFetch
@@ -345,7 +346,8 @@ class RequestTraces:
 
     def _fetch_component(self, command: commands.FetchComponent, at_s: float, core: Core) -> None:
         first, count = command.positions[0], len(command.positions)
-        work = Work("tail fetch", first, count, at_s, component=command.component)
+        ahead = isinstance(core.state.operations.get(command.op), ComponentAheadRead)
+        work = Work("tail fetch", first, count, at_s, component=command.component, ahead=ahead)
         self._begin(command.op, work, [self._live[command.request_id]])
 
     def _copy(self, command: commands.CopyToDevice, at_s: float, core: Core) -> None:

@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING
 from tidekv.states.commands import CopyComponent
 from tidekv.states.components.snapshots import Snapshots
 from tidekv.states.components.specs import ComponentPages, ComponentTable
-from tidekv.states.components.storage import WITHOUT_COMPONENTS, WITHOUT_HOST, ComponentStorage, preempt
+from tidekv.states.components.storage import WITHOUT_COMPONENTS, WITHOUT_HOST, ComponentStorage, gap, preempt
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.events import CopyEnded
 from tidekv.states.request.request import ComponentFetch, Request, RequestComponents
@@ -186,14 +186,14 @@ class ComponentRestore:
             device = {}
         if not self._uses_host(request):
             host = {}
-        stored = self.storage.stored(request, name, first).difference(device, host)
-        tail = _gap(first, request.full_pages, {*device, *host, *stored})
-        fetched = page_ids(sorted(at for at in stored if at < tail))
+        here = {*device, *host}
+        fetched, tail = self.storage.to_fetch(request, name, first, here)
+        read = self.storage.read_ahead(request, name, fetched)
         landing = page_ids()
-        if fetched:
+        if fetched and read is None:
             taken = self.storage.take_host(request, name, len(fetched))
             if taken is None:
-                fetched, tail = page_ids(), _gap(first, request.full_pages, {*device, *host})
+                fetched, tail = page_ids(), gap(first, request.full_pages, here)
             else:
                 landing = taken
                 undo.callback(self._index.give_back, {name: taken}, "host")
@@ -224,8 +224,11 @@ class ComponentRestore:
         self._copy(component_pages, name, "device", of_device, targets, undo)
         if fetched:
             fetch = ComponentFetch(component_pages, name, fetched, page_ids(targets[at] for at in fetched))
-            fetch.host_pages = landing
-            self.storage.begin(request, fetch, undo)
+            if read is not None:
+                self.storage.adopt(request, fetch, read, undo)
+            else:
+                fetch.host_pages = landing
+                self.storage.begin(request, fetch, undo)
 
     def _copy(
         self,
@@ -425,8 +428,3 @@ class ComponentRestore:
         self._index.give_back({name: unused})
         component_pages.own[name] = without(component_pages.own[name], unused)
         component_pages.tables[name] = table + component_pages.tables[name][len(table) :]
-
-
-def _gap(first: int, end: int, here: set[int]) -> int:
-    """The first position in [first, end) that is missing; `end` if none is, but at least `first`."""
-    return next((at for at in range(first, end) if at not in here), max(first, end))

@@ -10,6 +10,8 @@ belong to this request only, and are copied from there to the request's device p
         ▼                       ▼
       the request starts over, without storage    (without host copies of components)
 
+A fetch may have begun before the plan, as a look-ahead read (`tidekv.states.components.look_ahead`).
+
 Ownership: the `ComponentFetch` owns the host pages in every stage; the request's `RequestComponents` owns the device
 pages. A fetch that is late, or whose request leaves, hands its host pages to a `LateFetch` operation, which frees them
 when the read ends. A copy in flight keeps its host pages and its device pages until it ends.
@@ -24,7 +26,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyComponent, FetchComponent
-from tidekv.states.request.request import ComponentFetch, ComponentStage, Request, RequestComponents
+from tidekv.states.request.request import (
+    ComponentAhead,
+    ComponentFetch,
+    ComponentStage,
+    Request,
+    RequestComponents,
+)
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import PageIds, page_ids
@@ -153,8 +161,8 @@ class ComponentStorage:
         pages = len(keys) // self._state.settings.key_bytes
         if first >= pages:
             return first
-        here = self._index.positions(namespace, keys, name, first) | positions_in(answer, first, pages)
-        return next((at for at in range(first, pages) if at not in here), pages)
+        here = self._index.positions(namespace, keys, name, first)
+        return gap(first, pages, here | positions_in(answer, first, pages))
 
     # --- The plan ---
 
@@ -164,6 +172,15 @@ class ComponentStorage:
             return set()
         answers = (entry for entry in request.stored_components if entry.component == name)
         return positions_in(next(answers, None), first, request.full_pages)
+
+    def to_fetch(self, request: Request, name: str, first: int, here: set[int]) -> tuple[PageIds, int]:
+        """The positions of a component to fetch if the caches have those of `here`, and the first that prefill sends.
+
+        `first` is the first position that the request needs.
+        """
+        stored = self.stored(request, name, first) - here
+        end = gap(first, request.full_pages, here | stored)
+        return page_ids(sorted(at for at in stored if at < end)), end
 
     def take_host(self, request: Request, name: str, count: int) -> PageIds | None:
         """Take host pages for a fetch of `count` pages; None if limits or the pool do not allow the whole fetch.
@@ -200,6 +217,41 @@ class ComponentStorage:
         undo.callback(self._storage.fetch_over, fetch)
         fetch.begun_at_s, fetch.queued_pages = state.now_s, self._storage.pages_in_flight
 
+    def read_ahead(self, request: Request, name: str, positions: PageIds) -> ComponentAhead | None:
+        """The look-ahead read of exactly these positions, if there is one that the request's plan may adopt."""
+        read = None if request.ahead is None else request.ahead.components.get(name)
+        return read if read is not None and read.positions == positions else None
+
+    def adopt(self, request: Request, fetch: ComponentFetch, read: ComponentAhead, undo: Rollback) -> None:
+        """Turn a look-ahead read into a fetch of the plan, which takes over its host pages. `undo` reverts it."""
+        state, component_pages = self._state, fetch.component_pages
+        # Registered before the first change, since `_disown` also handles a partial adoption.
+        undo.callback(self._disown, fetch, read, state.operations.get(read.op))
+        read.is_adopted = True
+        fetch.host_pages = read.host_pages
+        component_pages.fetches[fetch] = None
+        component_pages.copies += 1
+        if read.is_landed:
+            self._begin_copy(fetch)
+            return
+        # The read continues under its operation number; only the owner of the outcome changes.
+        fetch.op, fetch.begun_at_s, fetch.queued_pages = read.op, read.begun_at_s, read.queued_pages
+        operation = state.operations[fetch.op] = ComponentRead(self, self._storage, fetch)
+        deadline_s = self._deadline_s(request, self._storage.pages_in_flight)
+        state.set_deadline(operation, state.now_s + deadline_s, op=fetch.op)
+        self._storage.fetching[fetch] = len(fetch.positions)
+
+    def _disown(self, fetch: ComponentFetch, read: ComponentAhead, operation: Operation | None) -> None:
+        """Reverse an adoption in the step that made it: the read belongs to the look-ahead again."""
+        read.is_adopted = False
+        fetch.component_pages.fetches.pop(fetch, None)
+        self._storage.fetching.pop(fetch, None)
+        if operation is None:
+            self._state.operations.pop(fetch.op, None)
+        else:
+            # Restore the same object: its deadline is still in the heap and is matched by identity.
+            self._state.operations[read.op] = operation
+
     def _deadline_s(self, request: Request, count: int) -> float:
         return self._state.settings.prefetch_deadline_s(count, request.deadline_at_s - self._state.now_s)
 
@@ -218,6 +270,15 @@ class ComponentStorage:
             self.failed(fetch)
             return
         self._storage.note_throughput(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
+        self._begin_copy(fetch)
+        self._storage.fetch_over(fetch)
+        request = fetch.component_pages.request
+        assert request is not None, "a leaving request gives up its fetches"
+        state.dirty[request] = None
+
+    def _begin_copy(self, fetch: ComponentFetch) -> None:
+        """Start the copy of a fetch's pages, all of which are good, to the device."""
+        state = self._state
         with Rollback() as undo:
             copy = StoredComponentCopy(state, self, self._copy_of(fetch.component_pages), fetch)
             op = state.start_operation(copy, deadline_s=state.settings.copy_deadline_s)
@@ -235,10 +296,6 @@ class ComponentStorage:
             undo.keep()
         fetch.op = op
         fetch.stage = ComponentStage.COPYING
-        self._storage.fetch_over(fetch)
-        request = fetch.component_pages.request
-        assert request is not None, "a leaving request gives up its fetches"
-        state.dirty[request] = None
 
     def failed(self, fetch: ComponentFetch) -> None:
         """Free the host pages and let the request start over: nothing writes to them. Safe to call again."""
@@ -283,6 +340,11 @@ class ComponentStorage:
         self._storage.fetch_given_up(fetch, component=fetch.component)
         del fetch.component_pages.fetches[fetch]
         fetch.component_pages.copies -= 1
+
+
+def gap(first: int, end: int, here: set[int]) -> int:
+    """The first position in [first, end) that is missing; `end` if none is, but at least `first`."""
+    return next((at for at in range(first, end) if at not in here), max(first, end))
 
 
 def positions_in(answer: StoredComponent | None, first: int, end: int) -> set[int]:

@@ -18,6 +18,7 @@ from tidekv.states import events
 from tidekv.states.backup.backups import Backup
 from tidekv.states.backup.offers import Offer
 from tidekv.states.components.backups import ComponentBackup, ComponentPut
+from tidekv.states.components.look_ahead import ComponentAheadRead
 from tidekv.states.components.request_components import ComponentCopy
 from tidekv.states.components.storage import ComponentRead, StoredComponentCopy
 from tidekv.states.errors import BrokenInvariant
@@ -26,7 +27,7 @@ from tidekv.states.loads.look_ahead import AheadRead
 from tidekv.states.loads.shared_transfers import ShareWatch
 from tidekv.states.pages.page_pool import PagePool, PageState
 from tidekv.states.request.early_ready import EarlyUse, layers_in_place
-from tidekv.states.request.request import AheadRun, ComponentStage, Load, RequestComponents, Stage
+from tidekv.states.request.request import AheadRun, ComponentAhead, ComponentStage, Load, RequestComponents, Stage
 from tidekv.states.request.restore import LateRecomputation, Recomputation
 from tidekv.states.request.table import PROGRESS_GUARDS
 from tidekv.states.storage.admission import LateFetch, StorageQuery
@@ -121,6 +122,11 @@ def _loads_of(core: Parts) -> dict[Load, None]:
 
 def _runs_of(core: Parts) -> list[AheadRun]:
     return [run for request in core.state.requests.values() if request.ahead is not None for run in request.ahead.runs]
+
+
+def _component_reads_of(core: Parts) -> list[ComponentAhead]:
+    aheads = [request.ahead for request in core.state.requests.values() if request.ahead is not None]
+    return [read for ahead in aheads for read in ahead.components.values()]
 
 
 def _check_device_pages(core: Parts) -> None:
@@ -252,6 +258,8 @@ def _check_components(core: Parts) -> None:
             draining += left.component_pages.get(name, page_ids())
         for backup in backups:
             on_host += backup.fresh if backup.component == name else page_ids()
+        for read in _component_reads_of(core):
+            on_host += read.host_pages if read.component == name else page_ids()
         for late_fetch in late:
             on_host += late_fetch.host_pages if late_fetch.component == name else page_ids()
         _check_pages(components.device[name].account, owned, draining)
@@ -350,6 +358,7 @@ def _check_loads(core: Parts, loads: dict[Load, None]) -> None:
 
 def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
     backups, runs, offers = set(core.backups), set(_runs_of(core)), set(core.offers)
+    component_reads = _component_reads_of(core)
     for op, owner in core.state.operations.items():
         if isinstance(owner, StorageQuery | Recomputation):
             request = owner.request
@@ -374,6 +383,9 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
             run = owner.run
             _require(run in runs and run.op == op, "an operation belongs to a read ahead that does not refer to it")
             _require(not run.is_landed, "a read ahead has landed, but its operation is in flight")
+        elif isinstance(owner, ComponentAheadRead):
+            is_live = owner.read in component_reads and owner.read.op == op and not owner.read.is_landed
+            _require(is_live, "an operation belongs to a read of component pages that is over")
     _require(
         all(offer.has_copied and offer.follows in set(core.offers) for offer in offers), "an offer waits for nothing"
     )
@@ -389,17 +401,25 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
         "storage counts other loads than those that wait for a fetch",
     )
     reading = [run for run in runs if not run.is_landed]
+    reading_components = [read for read in component_reads if not read.is_landed]
     late = [owner for owner in core.state.operations.values() if isinstance(owner, LateFetch)]
     in_flight = sum(load.page_count for load in fetching) + sum(len(fetch.host_pages) for fetch in of_components)
     in_flight += sum(len(run.host_pages) for run in reading) + sum(len(fetch.host_pages) for fetch in late)
+    in_flight += sum(len(read.host_pages) for read in reading_components)
     storage = core.storage
-    _require(storage.ahead_in_flight == len(reading), f"{len(reading)} reads ahead are under way")
+    reads = len(reading) + len(reading_components)
+    _require(storage.ahead_in_flight == reads, f"{reads} reads ahead are under way, not {storage.ahead_in_flight}")
     _require(storage.pages_in_flight == in_flight, f"{in_flight} pages are fetched, not {storage.pages_in_flight}")
     taken = sum(request.ahead.taken for request in core.state.requests.values() if request.ahead is not None)
     _require(core.lookahead.pages == taken, f"{taken} host pages were taken ahead, not {core.lookahead.pages}")
     for run in reading:
         read = operations.get(run.op)
         _require(isinstance(read, AheadRead) and read.run is run, "a read ahead waits for an operation that is over")
+    for ahead in reading_components:
+        reader = operations.get(ahead.op)
+        is_its_own = isinstance(reader, ComponentAheadRead) and reader.read is ahead
+        _require(is_its_own, "a read of component pages ahead waits for an operation that is over")
+    _require(not any(read.is_adopted for read in component_reads), "an adopted read still belongs to the look-ahead")
     for load in core.loads:
         if load.stage in (Stage.FETCHING, Stage.COPYING):
             kind = LoadFetch if load.stage is Stage.FETCHING else LoadCopy

@@ -14,6 +14,8 @@ become loads of the plan (`tidekv.states.request.plan`), so no page is read twic
 released, and so is everything if the request leaves (aborted, failed, sent back): landed pages stay as ordinary cache,
 and a read under way keeps its host pages until it ends (`LateFetch`).
 
+Component pages of the prompt's end are read ahead by `tidekv.states.components.look_ahead`, within the same budget.
+
 Look-ahead changes neither the order of the queue nor the use of device pages. It takes host pages as far as eviction
 yields them. Pages it holds cannot be evicted until the request is admitted or gone; `lookahead_pages_max` bounds them.
 """
@@ -24,12 +26,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import FetchPages
+from tidekv.states.components.look_ahead import ComponentLookAhead
 from tidekv.states.request.request import Ahead, AheadRun, Request
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
+    from tidekv.states.components.storage import ComponentStorage
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.prefix.node import Node
@@ -65,9 +69,12 @@ class AheadRead:
 class LookAhead:
     """All look-ahead reads of a core."""
 
-    def __init__(self, state: CoreState, storage: StorageAdmission) -> None:
+    def __init__(self, state: CoreState, storage: StorageAdmission, components: ComponentStorage | None) -> None:
         self._state = state
         self._storage = storage
+        self._components: ComponentLookAhead | None = None
+        if state.components is not None and components is not None:
+            self._components = ComponentLookAhead(state, storage, state.components, components)
         self.pages = 0
         """Host pages held or under way for waiting requests."""
 
@@ -78,21 +85,26 @@ class LookAhead:
 
         After an exception, `abandon` releases what was begun.
         """
+        if request.query_op or not self._storage.is_usable or request.restore_limit:
+            return
+        if request.lent is not None:
+            # It does not wait for device memory.
+            return
+        if self._components is not None:
+            began = self._components.start(request, self._state.settings.lookahead_pages_max - self.pages)
+            if request.ahead is not None:
+                request.ahead.taken += began
+                self.pages += began
+        if request.ahead is None or request.ahead.pin is None:
+            self._start_pages(request)
+
+    def _start_pages(self, request: Request) -> None:
+        """Fetch full pages ahead."""
         state = self._state
         settings = state.settings
         left = settings.lookahead_pages_max - self.pages
         threshold = max(settings.prefetch_threshold_tokens, 1)
-        if (
-            request.ahead is not None
-            or request.query_op
-            or not request.stored_found
-            or left * settings.page_size < threshold
-        ):
-            return
-        if not self._storage.is_usable or request.restore_limit:
-            return
-        if request.lent is not None:
-            # It does not wait for device memory.
+        if not request.stored_found or left * settings.page_size < threshold:
             return
         match = state.index.match(request.namespace, request.keys)
         first = match.device_pages + match.host_pages
@@ -105,14 +117,20 @@ class LookAhead:
         allowed = self._storage.allowance(wanted, deadline_s)
         if allowed * settings.page_size < threshold:
             return
-        ahead = request.ahead = Ahead(first=first, attachment=state.index.tree.attachment)
+        if request.ahead is None:
+            request.ahead = Ahead(attachment=state.index.tree.attachment)
+        ahead = request.ahead
+        ahead.first = ahead.joined = first
         ahead.pin = state.index.pin(match.host_node)
         end = first + allowed
         while first < end and (pages := state.make_host_room(min(settings.fetch_run_pages, end - first))):
             self._fetch(request, ahead, first, pages, deadline_s)
             first += pages
         if not ahead.runs:
-            self.drop(request)
+            state.index.unpin(ahead.pin)
+            ahead.pin = None
+            if not ahead.components:
+                self.drop(request)
 
     def _fetch(self, request: Request, ahead: Ahead, first: int, count: int, deadline_s: float) -> None:
         state = self._state
@@ -229,11 +247,13 @@ class LookAhead:
         return list(request.ahead.runs) if request.ahead is not None and self._storage.is_usable else []
 
     def adopted(self, request: Request, count: int) -> None:
-        """Remove the first `count` runs, which are loads of the request's plan now."""
+        """Remove the first `count` runs, which are loads of the request's plan now, and the adopted component reads."""
         if request.ahead is not None:
             # `pages_in_flight` keeps counting their pages, now for a load.
             self._storage.ahead_in_flight -= sum(not run.is_landed for run in request.ahead.runs[:count])
             del request.ahead.runs[:count]
+            if self._components is not None:
+                self._components.adopted(request.ahead)
 
     def drop(self, request: Request) -> None:
         """Release everything that was fetched ahead for a request. Can be called again after an exception."""
@@ -242,6 +262,9 @@ class LookAhead:
         if ahead is None:
             return
         self._cut(ahead, 0)
+        for read in list(ahead.components.values()):
+            assert self._components is not None
+            self._components.give_up(read)
         if ahead.pin is not None:
             state.index.unpin(ahead.pin)
             ahead.pin = None
@@ -252,7 +275,7 @@ class LookAhead:
 
     def abandon(self, request: Request) -> None:
         """After an exception, continue as if storage had nothing for the request. Can be called again."""
-        request.stored_found = 0
+        request.stored_found, request.stored_components = 0, ()
         self.drop(request)
 
     def _cut(self, ahead: Ahead, at: int) -> None:

@@ -597,16 +597,46 @@ class AheadRun:
 class Ahead:
     """The look-ahead reads of one waiting request. `tidekv.states.loads.look_ahead` explains the fields."""
 
-    __slots__ = ("attachment", "first", "joined", "pin", "runs", "taken")
+    __slots__ = ("attachment", "components", "first", "joined", "pin", "runs", "taken")
 
-    def __init__(self, *, first: int, attachment: int) -> None:
-        self.first = first
-        self.joined = first
+    def __init__(self, *, attachment: int) -> None:
+        self.first = 0
+        self.joined = 0
         self.attachment = attachment
         self.pin: Receipt | None = None
+        """None as long as no full page is read ahead."""
         self.runs: list[AheadRun] = []
+        self.components: dict[str, ComponentAhead] = {}
         self.taken = 0
         """Pages that it uses of `lookahead_pages_max`."""
+
+
+class ComponentAhead:
+    """One look-ahead read of a component's pages. It owns `host_pages` until a fetch of the plan adopts it."""
+
+    __slots__ = (
+        "begun_at_s",
+        "component",
+        "host_pages",
+        "is_adopted",
+        "is_landed",
+        "op",
+        "positions",
+        "queued_pages",
+        "request",
+    )
+
+    def __init__(self, request: Request, component: str, positions: PageIds, host_pages: PageIds) -> None:
+        self.request = request
+        self.component = component
+        self.positions = positions
+        self.host_pages = host_pages
+        self.op = 0
+        self.is_landed = False
+        self.is_adopted = False
+        """Whether a fetch of the request's plan has taken it over."""
+        self.begun_at_s = 0.0
+        self.queued_pages = 0
 
 
 # --- Components ---

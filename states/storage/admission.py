@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome, PolicyChanged, StorageChanged
     from tidekv.states.handover.rooms import Rooms
-    from tidekv.states.request.request import AheadRun, ComponentFetch, Load, Request
+    from tidekv.states.request.request import AheadRun, ComponentAhead, ComponentFetch, Load, Request
 
 
 LATE = "late"
@@ -123,7 +123,7 @@ class LateFetch:
         self,
         state: CoreState,
         storage: StorageAdmission,
-        fetch: Load | ComponentFetch | AheadRun,
+        fetch: Load | ComponentFetch | AheadRun | ComponentAhead,
         *,
         component: str,
         cause: str,
@@ -350,7 +350,9 @@ class StorageAdmission:
         """Record that the load does not wait for a fetch any more."""
         self.pages_in_flight -= self.fetching.pop(load, 0)
 
-    def fetch_given_up(self, fetch: Load | ComponentFetch | AheadRun, *, component: str = "", cause: str = "") -> None:
+    def fetch_given_up(
+        self, fetch: Load | ComponentFetch | AheadRun | ComponentAhead, *, component: str = "", cause: str = ""
+    ) -> None:
         """Hand the host pages of a fetch to a `LateFetch` until the fetch ends: full pages, or those of a component."""
         self._state.operations[fetch.op] = LateFetch(self._state, self, fetch, component=component, cause=cause)
         self.pages_in_flight += len(fetch.host_pages)

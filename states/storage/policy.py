@@ -55,8 +55,8 @@ class StoragePolicy(Options, frozen=True, kw_only=True):
     take. 0 disables the limit.
     """
     lookahead_pages_max: Count = 0
-    """Maximum host pages, over all requests that wait for device memory, filled from storage before their admission.
-    0 disables the look-ahead.
+    """Maximum host pages, over all requests that wait for device memory, filled from storage before their admission,
+    those of components included. 0 disables the look-ahead.
     """
     write: WritePolicy = "through"
     """When pages are written to host memory and storage. "through": all pages of a finished request. "selective": all

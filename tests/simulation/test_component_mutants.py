@@ -11,7 +11,7 @@ import pytest
 
 from tidekv.engine.simulation import SimulationFailed, simulate
 from tidekv.engine.simulation.components import draw_components
-from tidekv.states.components import request_components
+from tidekv.states.components import storage
 from tidekv.states.components.backups import ComponentBackups
 from tidekv.states.components.component_tier import ComponentTier
 from tidekv.states.components.index import ComponentIndex
@@ -79,7 +79,7 @@ def pages_are_freed_while_a_copy_writes_to_them(patch: pytest.MonkeyPatch) -> No
 
 @mutant(r"KeyError|holds|is not the end of what is needed")
 def a_window_with_a_hole_is_taken_for_whole(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(request_components, "_gap", lambda first, end, here: max((at + 1 for at in here), default=first))
+    patch.setattr(storage, "gap", lambda first, end, here: max((at + 1 for at in here), default=first))
 
 
 @mutant(r"to which .* still writes|is being written by|which is free|holds \d+ instead of|holds garbage")

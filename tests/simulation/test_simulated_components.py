@@ -116,6 +116,31 @@ def test_tails_go_to_storage_and_come_from_there_whatever_happens() -> None:
         assert counters[name], counters
 
 
+def test_component_pages_are_read_ahead_whatever_happens() -> None:
+    done, counters = Counter[str](), Counter[str]()
+    wide = (
+        Component(name="window", kind="window", window_tokens=12, device_pages=30, host_pages=60),
+        Component(name="state", kind="state", device_pages=30, host_pages=60),
+    )
+    # Requests wait for device memory, and storage has what their ends need.
+    settings = msgspec.structs.replace(
+        settings_with(wide, device_pages=18, host_pages=20),
+        prefetch_threshold_tokens=0,
+        prefetch_base_s=0.1,
+        put_host_share=1.0,
+        lookahead_pages_max=1000,
+    )
+    slow = ("query_is_slow", "query_is_late", "query_is_stuck")
+    for seed in range(8):
+        report: Report = simulate(
+            seed, 80, [*(name for name in OF_STORAGE if name not in slow), "flush"], settings=settings
+        )
+        assert set(report.ends) == {"READY"}
+        done.update(report.component_pages)
+        counters.update(report.counters)
+    assert done["components_read_ahead"] > 30 and counters["component_pages_fetched_ahead"] > 30, (done, counters)
+
+
 class Tape:
     """Records the steps of one core, all in one turn."""
 

@@ -322,23 +322,6 @@ def test_a_raise_while_a_plan_from_storage_is_made_undoes_what_was_begun(
     settle_all(rig)
 
 
-def test_full_pages_are_read_ahead_and_component_pages_by_the_plan() -> None:
-    rig = rig_with(device_pages=9, lookahead_pages_max=8)
-    only_in_storage(rig)
-    big = ready_with(rig, "big", b"12345")
-    rig.answer(asked(rig), 8, component_pages=ALL)
-    assert rig.state("a") == "PREALLOC"
-    rig.fetched(rig.take(commands.FetchPages))
-    rig.nothing_else()
-    finish(rig, big, b"12345")
-    rig.copied(rig.take(commands.CopyToHost))
-    for copy in rig.take_all(commands.CopyComponent):
-        rig.copied(copy)
-    assert [fetch.component for fetch in rig.take_all(commands.FetchComponent)] == ["window", "state"]
-    assert rig.take(commands.SendPromise).promised_tokens == 8 and not rig.take_all(commands.FetchPages)
-    assert len(rig.take(commands.CopyToDevice).host_pages) == 8
-
-
 def test_a_recomputing_caller_begins_with_the_first_page_whatever_storage_has() -> None:
     rig = rig_with()
     only_in_storage(rig)

@@ -48,9 +48,23 @@ class ComponentsMachine(CoreMachine):
         device_pages=st.sampled_from((10, 20)),
         host_pages=st.sampled_from((0, 8, 20)),
         others=st.booleans(),
+        lookahead_pages_max=st.sampled_from((0, 5, 99)),
     )
-    def begin(self, components: tuple[Component, ...], device_pages: int, host_pages: int, others: bool) -> None:
-        self.rig = Rig(device_pages=device_pages, host_pages=host_pages, copy_run_pages=2, components=components)
+    def begin(
+        self,
+        components: tuple[Component, ...],
+        device_pages: int,
+        host_pages: int,
+        others: bool,
+        lookahead_pages_max: int,
+    ) -> None:
+        self.rig = Rig(
+            device_pages=device_pages,
+            host_pages=host_pages,
+            copy_run_pages=2,
+            components=components,
+            lookahead_pages_max=lookahead_pages_max,
+        )
         self.contents = Contents()
         self.device = SimulatedPool(self.rig.core.state.device)
         self.host = SimulatedPool(self.rig.core.state.host)

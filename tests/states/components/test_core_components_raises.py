@@ -25,7 +25,7 @@ def rig_with_past(*, host_windows: int = 16) -> Rig:
 
 def rig_with_storage() -> Rig:
     """The prompt with its component pages is only in storage."""
-    rig = rig_with(growth_reserve_pages=1, put_wait_s=50.0)
+    rig = rig_with(growth_reserve_pages=1, put_wait_s=50.0, lookahead_pages_max=100)
     leave(rig, PROMPT)
     rig.flush("l1")
     rig.flush("l2")
@@ -325,7 +325,45 @@ def last_fetch_ends_before_a_put_that_is_of_no_use(rig: Rig) -> Step:
     return lambda rig: rig.fetched(fetch)
 
 
+def read_ahead(rig: Rig) -> list[commands.FetchComponent]:
+    """Request "a" waits for device memory, and the component pages of its end are being read."""
+    restored(rig, "b", bytes(range(128, 154)))
+    answer(rig)(rig)
+    rig.fetched(rig.take(commands.FetchPages))
+    return rig.take_all(commands.FetchComponent)
+
+
+def an_answer_begins_reads_ahead(rig: Rig) -> Step:
+    restored(rig, "b", bytes(range(128, 154)))
+    return answer(rig)
+
+
+def a_read_ahead_fails(rig: Rig) -> Step:
+    fetch, *others = read_ahead(rig)
+    rig.pending += others
+    return lambda rig: rig.fetched(fetch, 1, error="lost")
+
+
+def a_plan_adopts_reads_ahead(rig: Rig) -> Step:
+    """One has landed, the other is under way."""
+    fetch, *others = read_ahead(rig)
+    rig.fetched(fetch)
+    rig.pending += others
+    return lambda rig: rig.abort("b")
+
+
+def an_abort_leaves_reads_ahead(rig: Rig) -> Step:
+    fetch, *others = read_ahead(rig)
+    rig.fetched(fetch)
+    rig.pending += others
+    return lambda rig: rig.abort("a")
+
+
 STORED_STORIES = [
+    an_answer_begins_reads_ahead,
+    a_read_ahead_fails,
+    a_plan_adopts_reads_ahead,
+    an_abort_leaves_reads_ahead,
     answer,
     answer_of_which_some_is_cached,
     answer_where_the_front_has_left,
@@ -369,3 +407,5 @@ def raise_everywhere(make_rig: Callable[[], Rig], story: Callable[[Rig], Step]) 
         rig.step(events.RetractedDropped, request_id="a")
         rig.settle()
         rig.expect_nothing_held()
+        storage = rig.core.storage
+        assert (storage.pages_in_flight, storage.ahead_in_flight, rig.core.lookahead.pages) == (0, 0, 0)
