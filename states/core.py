@@ -480,7 +480,7 @@ class Core:
         self.state.run_guarded(self.lending.hand_back)
 
     def work_ahead(self) -> None:
-        """Release look-ahead reads of planned requests, fetch ahead for waiting ones, back up pages next to be evicted."""
+        """Release look-ahead of planned requests, fetch ahead for waiting ones, back up pages next to be evicted."""
         state = self.state
         while state.ahead_over:
             request, _ = state.ahead_over.popitem()

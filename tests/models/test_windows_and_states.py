@@ -199,17 +199,25 @@ class Decode:
         """Answer a prompt; returns the sources and the tokens. `zero`: what was restored of that component is lost
         before the model sees it. `leaves`: the components of which something is kept.
         """
+        ready = await self.restore(prompt)
+        return await self.go_on(ready, prompt, output, zero=zero, leaves=leaves)
+
+    async def restore(self, prompt: list[int]) -> ReadyRequest:
         request_id = f"r{next(self.numbers)}"
-        ready = await self.engine.restore(
+        return await self.engine.restore(
             DecodeRequest(request_id=request_id, tokens=prompt, prefill=self.address, send_prompt=True)
         )
+
+    async def go_on(
+        self, ready: ReadyRequest, prompt: list[int], output: int, *, zero: str = "", leaves: tuple[str, ...] = ()
+    ) -> tuple[dict[str, int], list[int]]:
         if zero:
             for row in self.components[zero].device.rows:
                 row[ready.component_pages[zero].pages.tolist()] = 0
         self.engine.grow(ready, output)
         answer, left = await asyncio.to_thread(self._answer, ready, len(prompt), output)
         if zero:
-            await self.engine.abort(request_id)
+            await self.engine.abort(ready.request_id)
         else:
             await self.engine.finish(
                 ready, answer, component_pages={name: left[name] for name in left if name in leaves}
@@ -257,8 +265,14 @@ async def worker(name: str, folder: Path, *, nixl: bool = False) -> AsyncIterato
     prefill_pool, device = DevicePool.allocate(layouts.full, PAGES), DevicePool.allocate(layouts.full, PAGES)
     theirs, ours = pools_of(layouts, host=False), pools_of(layouts, host=True)
     prefill_model = on_pools(model, prefill_pool, theirs)
+    # Every room uses the same pages.
+    pages_of_prefill = asyncio.Lock()
 
     async def serve(room: Room) -> None:
+        async with pages_of_prefill:
+            await compute(room)
+
+    async def compute(room: Room) -> None:
         prompt = memoryview(room.tokens).cast("I").tolist()
         pages = list(range(-(-len(prompt) // SIZE)))
         window = room.component_pages.get("window")
@@ -326,15 +340,34 @@ async def check_every_tier(name: str, folder: Path, *, nixl: bool = False) -> No
         assert await restarted.ask(whole) == ({"l3": len(whole)}, second)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "bamba", "falcon_h1", "qwen3_next", "gemma3_windows", "mamba2"])
+MODELS = ["gemma3", "bamba", "falcon_h1", "qwen3_next", "gemma3_windows", "mamba2"]
+
+
+@pytest.mark.parametrize("name", MODELS)
 async def test_windows_and_states_from_every_tier_lead_to_the_tokens_of_one_process(name: str, tmp_path: Path) -> None:
     await check_every_tier(name, tmp_path)
 
 
 @pytest.mark.nixl
-@pytest.mark.parametrize("name", ["gemma3", "falcon_h1", "mamba2"])
+@pytest.mark.parametrize("name", MODELS)
 async def test_windows_and_states_over_nixl_lead_to_the_tokens_of_one_process(name: str, tmp_path: Path) -> None:
     await check_every_tier(name, tmp_path, nixl=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_users_of_one_system_prompt_share_its_transfer_and_get_the_tokens_of_one_process(
+    name: str, tmp_path: Path
+) -> None:
+    system = prompt_of(6 * SIZE, seed=5)
+    prompts = [[*system, *prompt_of(3, seed=10 + user)] for user in range(4)]
+    wanted = [in_one_process(name, prompt) for prompt in prompts]
+    async with worker(name, tmp_path) as decode:
+        # Three at once, the fourth one afterwards: the system prompt is transferred once.
+        readies = await asyncio.gather(*(decode.restore(prompt) for prompt in prompts[:3]))
+        for ready, prompt, answer in zip(readies, prompts, wanted, strict=False):
+            assert (await decode.go_on(ready, prompt, OUTPUT))[1] == answer
+        assert sum(ready.sources["transfer"] for ready in readies) == len(system) + 3 * 3
+        assert await decode.ask(prompts[3]) == ({"l1": len(system), "transfer": 3}, wanted[3])
 
 
 async def test_forty_pages_whose_last_snapshot_is_behind_the_thirty_second_are_restored(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,26 @@ async def test_a_prompt_that_is_all_in_storage_takes_its_record_from_there(worke
         # The window's three pages twice, since its end is that of both turns, and three records.
         assert counts["component_pages_stored"] == 2 * (3 + 1)
         made.expect_nothing_held()
+
+
+async def test_a_prompt_that_waits_for_memory_has_its_window_and_record_read_ahead(worker, tmp_path: Path) -> None:
+    journal = tmp_path / "run.journal"
+    async with worker(storage="memory:", journal=journal, lookahead_pages_max=64, **FETCHES) as made:
+        await made.answer("r1", PROMPT, OUTPUT)
+        await made.engine.flush(("l1", "l2"))
+        await made.restore("big", [7] * 44 * SIZE)
+        waiting = asyncio.create_task(made.restore("r2", KEPT))
+        # Three pages of the window, and the record.
+        await made.engine._calls.wait_until(lambda: made.core()["component_pages_fetched_ahead"] == 4)
+        assert not waiting.done()
+        await made.engine.abort("big")
+        ready = await waiting
+        assert ready.sources["l3"] == len(KEPT)
+        assert made.engine.statistics()["snapshots"]["state"]["hits_storage"] == 1
+        await made.engine.finish(ready)
+        await made.engine.wait_settled()
+        made.expect_nothing_held()
+    assert Replayer(journal).run().complete
 
 
 async def test_another_engine_on_the_same_directory_goes_on_where_the_first_one_ended(worker, tmp_path: Path) -> None:

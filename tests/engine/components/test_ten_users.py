@@ -46,7 +46,7 @@ FULL = KVLayout(num_layers=1, num_kv_heads=2, head_dim=4, dtype="float32", page_
 WINDOW = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32", page_size=SIZE)
 RECORD = KVLayout(num_layers=2, num_kv_heads=1, head_dim=12, dtype="float32", page_size=16, kind="mla")
 KINDS = {"none": (), "window": ("window",), "state": ("state",), "both": ("window", "state")}
-KINDS["no full layer"] = ("window", "state")
+KINDS |= {"no full layer": ("window", "state"), "records alone": ("state",)}
 AT_THE_END = {"window": 4, "state": 1}
 """Pages of each component at the end of a prompt: 64 tokens of a window are its last four pages."""
 OF_A_USER = {"window": 1, "state": 1}
@@ -133,7 +133,7 @@ class Instance:
 async def instance(model: str, over: str, folder: Path) -> AsyncIterator[Instance]:
     """A decode worker with storage in `folder`, and its prefill, of two ranks each if `over` says so."""
     count = 2 if over == "ranks" else 1
-    full = KVLayout.empty(page_size=SIZE) if model == "no full layer" else FULL
+    full = KVLayout.empty(page_size=SIZE) if model in ("no full layer", "records alone") else FULL
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = "{}:{}".format(*probe.getsockname())
     network = LoopbackNetwork()
