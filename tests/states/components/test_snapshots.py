@@ -152,6 +152,36 @@ def test_what_callers_leave_is_kept_where_the_policy_wants_it(
     rig.expect_nothing_held()
 
 
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({}, "declined"),
+        ({"prompt_end": True}, "kept_prompt_end"),
+        ({"output_end": True}, "kept_output_end"),
+        ({"prompt_end": True, "output_end": True}, "kept_prompt_end"),
+        ({"every_pages": 4}, "kept_interval"),
+        ({"branch_points": True}, "declined"),
+    ],
+)
+def test_a_snapshot_at_a_prompts_end_is_kept_as_that_or_as_the_end_of_an_output_of_no_page(
+    changes: dict[str, int], place: str
+) -> None:
+    policy = SnapshotPolicy(**{"prompt_end": False, "output_end": False, "branch_points": False, **changes})  # type: ignore[arg-type]  # Each is of its type.
+    rig = rig_of(policy)
+    leave(rig, "a", PROMPT, 8)
+    assert counts(rig) == {place: 1}
+
+
+def test_a_snapshot_that_a_caller_leaves_where_cached_prompts_part_is_kept_as_a_branch() -> None:
+    rig = rig_of(SnapshotPolicy(prompt_end=False, output_end=False, branch_points=True, per_request=1))
+    leave(rig, "a", PROMPT)
+    # Nothing parts after four pages yet.
+    leave(rig, "b", PROMPT + b"i", 4)
+    assert counts(rig) == {"declined": 1}
+    leave(rig, "c", PROMPT[:4] + b"xyz", 4)
+    assert counts(rig) == {"declined": 1, "kept_branch": 1} and kept(rig) == [4]
+
+
 def test_a_retracted_request_continues_from_its_end_whatever_the_policy_is() -> None:
     rig = rig_of(NONE)
     leave(rig, "a", PROMPT, 8)
