@@ -45,7 +45,7 @@ class Variant:
         """Return a server of this set-up; it is not started. `storage`: the URI of L3."""
         variables = {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(options.ranks)),  # Rank r adds r.
             "UCX_RCACHE_MAX_UNRELEASED": "1024",  # As vLLM sets it, unless a plugin has imported NIXL before.
         }
         if self.is_quiet:

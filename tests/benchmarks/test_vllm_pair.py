@@ -32,7 +32,7 @@ from benchmarks.vllm_pair.client import Answer, Client, RequestLost
 from benchmarks.vllm_pair.cluster import Event
 from benchmarks.vllm_pair.conversations import Load, read_answers, run_load, write_answers
 from benchmarks.vllm_pair.overhead import median_interval
-from benchmarks.vllm_pair.program import Program, ServerFailed
+from benchmarks.vllm_pair.program import Program, ServerFailed, _never_given, free_port
 from benchmarks.vllm_pair.redis_server import RedisServer
 from benchmarks.vllm_pair.routes import OneServer, PrefillThenDecode
 from benchmarks.vllm_pair.server import ServerOptions, add_samples, read_samples
@@ -259,6 +259,36 @@ async def test_storage_is_killed_frozen_and_returns_empty(tmp_path: Path) -> Non
         assert not await redis.is_ready()
         redis.start()
         await redis.wait_ready(60.0)
+def test_ports_of_servers_are_none_that_the_kernel_gives_away_and_none_is_returned_twice() -> None:
+    # A port for outgoing connections may be taken before its server binds it, minutes later or again after a kill.
+    lowest, highest = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    firsts = [free_port(3) for _ in range(300)]
+    ports = [first + at for first in firsts for at in range(3)]
+    assert len(set(ports)) == 900
+    if highest - lowest < 60_000:
+        assert not any(lowest <= first <= highest for first in firsts)
+
+
+def test_a_port_that_is_taken_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        taken = holder.getsockname()[1]
+        offered, choice = [taken, taken - 1], random.choice
+        monkeypatch.setattr(random, "choice", lambda among: offered.pop() if offered else choice(among))
+        first = free_port(2)
+    assert not offered
+    assert first not in (taken, taken - 1), "a row of ports has the one that is taken"
+
+
+def test_ranges_of_ports_outside_those_for_connections_are_found(tmp_path: Path) -> None:
+    setting = tmp_path / "range"
+    for given, outside in (("32768 60999", range(1024, 32768)), ("1024\t20000", range(20001, 65536))):
+        setting.write_text(given + "\n")
+        assert _never_given(setting) == outside
+    setting.write_text("1024 65535")
+    assert _never_given(setting) == range(1024, 65536), "there is none outside"
+
+
         assert redis.group not in (None, group)
     finally:
         await redis.end()
