@@ -24,7 +24,7 @@ from benchmarks.vllm_pair.conversations import Answers, Load, read_answers, writ
 from benchmarks.vllm_pair.model import ModelShape, make_model
 from benchmarks.vllm_pair.overhead import measure_overhead, overhead_table
 from benchmarks.vllm_pair.server import ROOT, ServerOptions
-from benchmarks.vllm_pair.table import first_token_table, totals_table
+from benchmarks.vllm_pair.table import first_token_table, progress_line, totals_table
 from benchmarks.vllm_pair.variants import VARIANTS, Variant
 from tidekv.states.errors import TidekvError
 
@@ -131,7 +131,7 @@ def conversations(
             return known, None
         # Servers with room for everything answer first; their tokens are the reference.
         async with running(VARIANTS[reference], options, folder / "reference") as cluster:
-            figures = await cluster.serve(_undisturbed(load), expected=None)
+            figures = await cluster.serve(_undisturbed(load), expected=None, progress=_print_progress)
         if answers_file is not None:
             write_answers(answers_file, load, figures.outcome.answers, model=shape.name)
         return figures.outcome.answers, figures
@@ -155,7 +155,9 @@ def conversations(
             ) as cluster:
                 await start.wait()
                 print(f"serving: {variant.title}", file=sys.stderr)
-                served = await cluster.serve(load, expected=right, events=events, alternation=alternation)
+                served = await cluster.serve(
+                    load, expected=right, events=events, alternation=alternation, progress=_print_progress
+                )
                 # Servers end when all have served, so that their ends do not disturb others.
                 await start.wait()
                 return served
@@ -201,6 +203,10 @@ def _run_folder() -> Path:
 
 def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 200)
+
+
+def _print_progress(figures: Figures) -> None:
+    print(progress_line(figures), file=sys.stderr)
 
 
 def _known(name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -118,10 +118,11 @@ class Cluster:
         expected: Answers | None,
         events: Sequence[Event] = (),
         alternation: asyncio.Lock | None = None,
+        progress: Callable[[Figures], None] | None = None,
     ) -> Figures:
         """Serve a load, by turns with others that share `alternation`, and return its figures.
 
-        Servers keep what is cached.
+        Servers keep what is cached. `progress` gets the figures so far after each turn.
         """
         client = Client()
         cpu_s = self._cpu_s()
@@ -135,6 +136,19 @@ class Cluster:
                     elif event.server in self.servers:
                         await _act(self.servers[event.server], event.action)
 
+        async def figures(outcome: Outcome) -> Figures:
+            after = await self._decode_metrics()
+            return Figures(
+                self.variant,
+                outcome,
+                {name: value - before.get(name, 0.0) for name, value in after.items()},
+                {role: spent - cpu_s[role] for role, spent in self._cpu_s().items()},
+            )
+
+        async def after_turn(outcome: Outcome) -> None:
+            if progress is not None:
+                progress(await figures(outcome))
+
         try:
             outcome = await run_load(
                 load,
@@ -142,18 +156,12 @@ class Cluster:
                 expected=expected,
                 action=act if events else None,
                 alternation=alternation,
+                after_turn=after_turn,
             )
             held = await self._held()
         finally:
             await client.close()
-        after = await self._decode_metrics()
-        return Figures(
-            self.variant,
-            outcome,
-            {name: value - before.get(name, 0.0) for name, value in after.items()},
-            {role: spent - cpu_s[role] for role, spent in self._cpu_s().items()},
-            held,
-        )
+        return replace(await figures(outcome), held=held)
 
     def _cpu_s(self) -> dict[str, float]:
         roles = {"prefill": self.prefills, "decode": self.decodes}

@@ -108,11 +108,13 @@ async def run_load(
     expected: Answers | None,
     action: Action | None = None,
     alternation: asyncio.Lock | None = None,
+    after_turn: Callable[[Outcome], Awaitable[None]] | None = None,
 ) -> Outcome:
     """Serve all conversations, and compare each answer with `expected` unless it is None.
 
     `action` is called before each turn, and amid it as soon as half of the conversations have been started. Loads that
-    share `alternation` take turns: each serves one of its rounds, then the next load does.
+    share `alternation` take turns: each serves one of its rounds, then the next load does. `after_turn` gets
+    the outcome so far.
     """
     outcome, loop = Outcome(), asyncio.get_running_loop()
     chance = random.Random(f"aborts {load.seed}")
@@ -122,6 +124,8 @@ async def run_load(
             started_s = loop.time()
             await _round(load, route, outcome, turn, expected, action=action, chance=chance)
             outcome.seconds += loop.time() - started_s
+            if after_turn is not None:
+                await after_turn(outcome)
     return outcome
 
 

@@ -58,6 +58,17 @@ def totals_table(figures: Sequence[Figures]) -> Table:
     return table
 
 
+def progress_line(one: Figures) -> str:
+    """Figures so far in one line: a long run that is ended has said how far it came."""
+    outcome = one.outcome
+    turn = max(outcome.first_s, default=0)
+    return (
+        f"{one.variant.name}: {len(outcome.answers)} answers ({len(outcome.wrong)} wrong, {len(outcome.lost)} lost) in "
+        f"{outcome.seconds:.0f} s, turn {turn}: {_quantiles(outcome.first_s.get(turn, []))} ms to the first token, "
+        f"{_from_prefill(one)} MiB from prefill"
+    )
+
+
 def _is_ours(name: str) -> bool:
     return name.startswith("vllm:tidekv_") and name.endswith("_total")
 

@@ -29,13 +29,14 @@ from starlette.routing import Route as Path_
 
 from benchmarks.vllm_pair import routes
 from benchmarks.vllm_pair.client import Answer, Client, RequestLost
-from benchmarks.vllm_pair.cluster import Event
-from benchmarks.vllm_pair.conversations import Load, read_answers, run_load, write_answers
+from benchmarks.vllm_pair.cluster import Event, Figures
+from benchmarks.vllm_pair.conversations import Load, Outcome, read_answers, run_load, write_answers
 from benchmarks.vllm_pair.overhead import median_interval
 from benchmarks.vllm_pair.program import Program, ServerFailed, _never_given, free_port
 from benchmarks.vllm_pair.redis_server import RedisServer
 from benchmarks.vllm_pair.routes import OneServer, PrefillThenDecode
 from benchmarks.vllm_pair.server import ServerOptions, add_samples, read_samples
+from benchmarks.vllm_pair.table import progress_line
 from benchmarks.vllm_pair.variants import VARIANTS
 from tests.support.waits import expected as happens
 from tidekv.states.errors import InvalidConfig
@@ -119,10 +120,16 @@ def test_prompts_grow_and_continue_with_the_answers() -> None:
 
 async def test_decode_gets_what_prefill_returned() -> None:
     prefill, decode = FakeVllm(), FakeVllm()
+    so_far: list[int] = []
+
+    async def after_turn(outcome: Outcome) -> None:
+        so_far.append(len(outcome.answers))
+
     async with serving(prefill) as one, serving(decode) as other, client_of() as client:
-        outcome = await run_load(LOAD, PrefillThenDecode(client, [one], [other]), expected=None)
+        outcome = await run_load(LOAD, PrefillThenDecode(client, [one], [other]), expected=None, after_turn=after_turn)
         again = await run_load(LOAD, OneServer(client, other), expected=outcome.answers)
     assert len(outcome.answers) == 9
+    assert so_far == [3, 6, 9]
     assert not outcome.lost
     assert not again.wrong
     assert all(body["max_tokens"] == 1 for body in prefill.seen)
@@ -228,6 +235,14 @@ def test_events_are_parsed_and_wrong_ones_refused() -> None:
         Event.parse("5:reset:storage", servers)
 
 
+def test_a_line_of_progress_has_answers_time_and_bytes_so_far() -> None:
+    outcome = Outcome({(0, 0): (1,), (0, 1): (2,)}, {0: [0.1], 1: [0.2, 0.4]}, wrong=[(0, 1)], seconds=7.4)
+    metrics = {"vllm:tidekv_restore_bytes_transfer_total": 3.0 * (1 << 20)}
+    assert progress_line(Figures(VARIANTS["tidekv"], outcome, metrics, {})) == (
+        "tidekv: 2 answers (1 wrong, 0 lost) in 7 s, turn 1: 300 / 400 ms to the first token, 3.0 MiB from prefill"
+    )
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_configures_vllm_for_both_roles(name: str, tmp_path: Path) -> None:
     for role in ("prefill", "decode"):
@@ -244,21 +259,6 @@ def test_ranks_of_prefill_listen_at_ports_in_a_row(tmp_path: Path) -> None:
     assert second == first + 1
 
 
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="there is no redis-server here")
-async def test_storage_is_killed_frozen_and_returns_empty(tmp_path: Path) -> None:
-    redis = RedisServer("storage", tmp_path)
-    try:
-        redis.start()
-        await redis.wait_ready(60.0)
-        group = redis.group
-        redis.signal(signal.SIGSTOP)
-        assert not await redis.is_ready()
-        redis.signal(signal.SIGCONT)
-        assert await redis.is_ready()
-        await redis.kill()
-        assert not await redis.is_ready()
-        redis.start()
-        await redis.wait_ready(60.0)
 def test_ports_of_servers_are_none_that_the_kernel_gives_away_and_none_is_returned_twice() -> None:
     # A port for outgoing connections may be taken before its server binds it, minutes later or again after a kill.
     lowest, highest = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
@@ -289,6 +289,21 @@ def test_ranges_of_ports_outside_those_for_connections_are_found(tmp_path: Path)
     assert _never_given(setting) == range(1024, 65536), "there is none outside"
 
 
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="there is no redis-server here")
+async def test_storage_is_killed_frozen_and_returns_empty(tmp_path: Path) -> None:
+    redis = RedisServer("storage", tmp_path)
+    try:
+        redis.start()
+        await redis.wait_ready(60.0)
+        group = redis.group
+        redis.signal(signal.SIGSTOP)
+        assert not await redis.is_ready()
+        redis.signal(signal.SIGCONT)
+        assert await redis.is_ready()
+        await redis.kill()
+        assert not await redis.is_ready()
+        redis.start()
+        await redis.wait_ready(60.0)
         assert redis.group not in (None, group)
     finally:
         await redis.end()
