@@ -10,7 +10,16 @@ from typing import Any  # vLLM's objects are not typed here.
 
 import pytest
 
-from tests.support.vllm_contract import BLOCK, DIM, HEADS, LAYERS, KVConnectorRole, configs_of, upon_contract
+from tests.support.vllm_contract import (
+    BLOCK,
+    DIM,
+    HEADS,
+    LAYERS,
+    KVConnectorRole,
+    SlidingWindowSpec,
+    configs_of,
+    upon_contract,
+)
 from tests.support.vllm_handover import ENGINE, HandoverVllm, request_of
 from tests.support.waits import LIMIT_S
 from tidekv.engine.integrations.vllm.handover.jobs import HANDOVER_COUNTS
@@ -379,12 +388,16 @@ def test_a_prompt_of_which_one_rank_loses_its_part_is_computed(start: Start) -> 
     assert decode.counts["restores_failed"] == 1
 
 
-def test_other_numbers_of_ranks_are_refused(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    prefill, decode = start("kv_producer", ranks=2), start("kv_consumer")
+@pytest.mark.parametrize(("of_prefill", "of_decode"), [(2, 1), (1, 2)])
+def test_other_numbers_of_ranks_are_refused(
+    start: Start, caplog: pytest.LogCaptureFixture, of_prefill: int, of_decode: int
+) -> None:
+    prefill, decode = start("kv_producer", ranks=of_prefill), start("kv_consumer", ranks=of_decode)
     decode.add(request_of("d", PROMPT, prefilled(prefill)), [1, 2, 3, 4, 5])
     decode.step_until(lambda: decode.loaded)
     assert decode.invalid == {1, 2, 3, 4, 5}
-    assert "prefill has 2 tensor-parallel ranks" in caplog.text
+    assert f"prefill has {of_prefill} tensor-parallel ranks" in caplog.text
+    assert f"and decode {of_decode}; start both with the same --tensor-parallel-size" in caplog.text
 
 
 def test_blocks_in_another_order_are_refused(start: Start, caplog: pytest.LogCaptureFixture) -> None:
@@ -407,7 +420,8 @@ def test_blocks_in_another_order_are_refused(start: Start, caplog: pytest.LogCap
         ({"listen": "127.0.0.1:0", "lese_s": 1}, {}, "lese_s"),
         ({"listen": "127.0.0.1:0", "engine": {"bigram_keys": True}}, {}, "bigram_keys"),
         ({"listen": "127.0.0.1:0", "engine": {"keep": True}}, {}, "keep"),
-        ({"listen": "127.0.0.1:0"}, {"groups": 2}, "several groups of KV"),
+        ({"listen": "127.0.0.1:0"}, {"groups": 2}, "in 2 groups .* --disable-hybrid-kv-cache-manager"),
+        ({"listen": "127.0.0.1:0"}, {"spec": SlidingWindowSpec()}, "KV of SlidingWindowSpec .* without this connector"),
         ({"listen": "127.0.0.1:65535"}, {"tensor_parallel_size": 2}, "port 65536"),
         (
             {"listen": "127.0.0.1:0", "engine": {"journal": {"path": "/no/such"}}},

@@ -17,6 +17,8 @@ from tidekv.backends.storage.uri import split_uri
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.validation import unknown
 
+KINDS: Final = {"FullAttentionSpec": "mha", "MLAAttentionSpec": "mla"}
+"""The kind of a page layout by vLLM's name of what a group of layers keeps."""
 HINT: Final = "kv_connector_extra_config"
 # Backends of full-attention layers whose element row is K and V of one token and head, and of layers with a latent
 # vector. Others pack a block in an order of their own, which is known of CPU_ATTN only (module cpu_attn).
@@ -148,9 +150,18 @@ def check_shareable(vllm_config: Any, kv_cache_config: Any) -> None:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in DRAFTS_WITHOUT_KV:
         raise InvalidConfig(f"KV of a draft model ({speculative.method}) cannot be shared; use none, or ngram")
-    if len(kv_cache_config.kv_cache_groups) != 1:
+    specs = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+    if len(specs) != 1:
         raise InvalidConfig(
-            "models with several groups of KV cannot be shared; only full attention or MLA in one group"
+            f"KV in {len(specs)} groups ({', '.join(specs) or 'none'}) cannot be shared; that of one group can. With "
+            "--disable-hybrid-kv-cache-manager vLLM keeps full attention and sliding windows in one group; serve other "
+            "models with several groups, such as those with Mamba layers, without this connector"
+        )
+    if specs[0] not in KINDS:
+        # Behind a window vLLM gives blocks to other requests while a prompt is still computed.
+        raise InvalidConfig(
+            f"KV of {specs[0]} cannot be shared, that of {' and '.join(KINDS)} can: serve this model without this "
+            "connector"
         )
 
 
@@ -173,9 +184,7 @@ def check_backends(names: set[str], layout: KVLayout) -> None:
 
 
 def _layout_of(spec: Any, num_layers: int, page_size: int | None) -> KVLayout:
-    kind = {"FullAttentionSpec": "mha", "MLAAttentionSpec": "mla"}.get(type(spec).__name__)
-    if kind is None:
-        raise InvalidConfig(f"KV of {type(spec).__name__} cannot be shared; only full attention and MLA")
+    kind = KINDS[type(spec).__name__]
     block_size = int(spec.block_size)
     page_size = block_size if page_size is None else page_size
     if page_size < 1 or page_size % block_size:

@@ -125,7 +125,7 @@ class Handover:
         if len(by_rank) != self.ranks:
             raise InvalidRequest(
                 f"prefill has {len(by_rank)} tensor-parallel ranks ({addresses}) and decode {self.ranks}; "
-                "only equal numbers hand over"
+                "start both with the same --tensor-parallel-size"
             )
         return by_rank[self.rank]
 
