@@ -67,6 +67,9 @@ def conversations(
         str | None, typer.Option(help="Put the published vllm-router with this policy in front, such as round_robin.")
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of each server.")] = 1,
+    decode_ranks: Annotated[
+        int | None, typer.Option(min=1, help="Tensor-parallel ranks of decode, if they are not --ranks.")
+    ] = None,
     window: Annotated[int | None, typer.Option(help="Serve a Gemma 3 with sliding windows of this size.")] = None,
     latent: Annotated[
         int | None,
@@ -150,6 +153,7 @@ def conversations(
                 prefills=prefill,
                 decodes=decode,
                 decode_kv_bytes=decode_bytes,
+                decode_ranks=decode_ranks,
                 on_redis=on_redis,
                 router_policy=router,
             ) as cluster:

@@ -198,14 +198,16 @@ async def running(
     prefills: int = 1,
     decodes: int = 1,
     decode_kv_bytes: int | None = None,
+    decode_ranks: int | None = None,
     on_redis: bool = False,
     router_policy: str | None = None,
 ) -> AsyncIterator[Cluster]:
     """Start the servers of a variant in `folder`, and end them when the block is left.
 
-    `on_redis`: storage is a redis-server, not files. `router_policy`: a vllm-router with this policy is in front.
+    `decode_kv_bytes`, `decode_ranks`: of decode servers, if not as in `options`. `on_redis`: storage is a redis-server,
+    not files. `router_policy`: a vllm-router with this policy is in front.
     """
-    decode_options = options if decode_kv_bytes is None else replace(options, kv_bytes=decode_kv_bytes)
+    decode_options = replace(options, kv_bytes=decode_kv_bytes or options.kv_bytes, ranks=decode_ranks or options.ranks)
     redis = RedisServer(STORAGE, folder) if on_redis else None
     storage = f"file:{folder / FILES}?capacity=4GB" if redis is None else redis.uri
     cluster = Cluster(
