@@ -224,8 +224,8 @@ class ReportReady(Command, frozen=True, kw_only=True):
 class ReportEarly(Operation, frozen=True, kw_only=True):
     """Hand the page table to a caller that begins with the first layers → EarlyUseEnded, unless ReportReady follows.
 
-    The first `layers` layers of all pages are in place. The caller may write to the prompt's last page behind the
-    prompt, and to `reserve`.
+    The first `layers` layers of all pages are in place, and all component pages. The caller may write to the prompt's
+    last page behind the prompt, to `reserve`, and to its own component pages.
     """
 
     request_id: str
@@ -233,6 +233,8 @@ class ReportEarly(Operation, frozen=True, kw_only=True):
     layers: int
     pages: PageIds
     reserve: PageIds
+    component_pages: tuple[ComponentTable, ...] | None = None
+    """As of ReportReady, whose tables have the same `pages`."""
 
 
 class ReportLayers(Command, frozen=True, kw_only=True):

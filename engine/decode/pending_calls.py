@@ -382,6 +382,7 @@ class PendingCalls:
             packed_tokens=live.prompt.packed,
             generation=command.generation,
             reserve=deque(command.reserve),
+            component_pages=ready_component_pages(command.component_pages),
         )
 
     def _renew(self, live: LiveCall, ready: ReadyRequest, command: commands.ReportReady | commands.ReportEarly) -> None:
@@ -389,6 +390,7 @@ class PendingCalls:
         fresh = self._ready_request(live, command)
         ready.pages, ready.reserve, ready.length = fresh.pages, fresh.reserve, fresh.length
         ready.first_token, ready.aux, ready.generation = fresh.first_token, fresh.aux, fresh.generation
+        ready.component_pages = fresh.component_pages
 
     def _tell_early(self, command: commands.ReportEarly) -> None:
         live = self._live[command.request_id]

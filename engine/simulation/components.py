@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tidekv.engine.simulation.memory import SimulatedPool, Violation
+from tidekv.engine.simulation.memory import GARBAGE, SimulatedPool, Violation
 from tidekv.states.components.specs import Component, ComponentPages, ComponentTable, SnapshotPolicy
 from tidekv.states.events import ComponentLeft
 from tidekv.states.pages.page_pool import PageState
@@ -107,11 +107,18 @@ class SimulatedComponents:
             self._require(tail.component, tail.pages, (PageState.OWNED, PageState.DRAINING), "a promise")
 
     def check_ready(
-        self, component_pages: tuple[ComponentTable, ...], prompt_tokens: int, tags: Tags, who: str
+        self,
+        component_pages: tuple[ComponentTable, ...],
+        prompt_tokens: int,
+        tags: Tags,
+        who: str,
+        *,
+        is_early: bool = False,
     ) -> None:
         """Raise a Violation unless every tail is complete, has the right content, and is either owned or shared.
 
-        Owned pages are written by the request; shared ones are cached and only read.
+        Owned pages are written by the request; shared ones are cached and only read. Before READY (`is_early`) they may
+        be pages that are about to be cached.
         """
         if [table.component for table in component_pages] != list(self.components):
             raise Violation(f"{who} is given the tails {component_pages} of the components {list(self.components)}")
@@ -124,10 +131,31 @@ class SimulatedComponents:
             pool.expect(table.pages, tags[table.component][table.first :], f"{who}, its {table.component}")
             self._require(table.component, table.own, (PageState.OWNED,), who)
             shared = [page for page in table.pages if page not in table.own]
-            self._require(table.component, shared, (PageState.CACHED,), who)
+            allowed = (PageState.CACHED, PageState.OWNED) if is_early else (PageState.CACHED,)
+            self._require(table.component, shared, allowed, who)
             if (shared and not component.is_shared) or len(set(table.own)) < component.live_pages(page_size):
                 raise Violation(f"{who} cannot generate with {table}")
             self.counts["components_shared"] += bool(shared)
+
+    # --- Callers that begin early ---
+
+    def begin_use(self, component_pages: tuple[ComponentTable, ...], who: str) -> None:
+        """Let a caller use its own pages. It updates records in place, and writes to pages that are in no table."""
+        for table in component_pages:
+            pool = self.pools["device", table.component]
+            pool.begin_use(table.own, who)
+            is_shared = self.components[table.component].is_shared
+            for page in table.own:
+                if not is_shared or page not in table.pages:
+                    pool.use_put(page, GARBAGE, who)
+
+    def end_use(self, component_pages: tuple[ComponentTable, ...], who: str, tags: Tags | None = None) -> None:
+        """End the use. With `tags` the caller has them at the end of the prompt: it takes back what it has written."""
+        for table in component_pages:
+            pool = self.pools["device", table.component]
+            if tags is not None and not self.components[table.component].is_shared:
+                pool.use_put(table.pages[-1], tags[table.component][-1], who)
+            pool.end_use(table.own, who)
 
     # --- Callers that compute ---
 

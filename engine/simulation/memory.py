@@ -69,6 +69,12 @@ class SimulatedPool:
             self._require_taken(page, who)
             del self._users[page]
 
+    def use_put(self, page: int, tag: int, who: str) -> None:
+        """Write a page in use at once."""
+        if self._users.get(page) != who:
+            raise Violation(f"{who} writes to {self.account.name} page {page}, which it does not use")
+        self.tags[page] = tag
+
     def put_layers(self, pages: PageIds, tags: list[int], layers: int) -> None:
         """Note that the first layers of pages under a write are in place."""
         for page, tag in zip(pages, tags, strict=True):
@@ -78,7 +84,9 @@ class SimulatedPool:
         """Raise a Violation unless the first layers of these pages hold these tags."""
         for at, (page, tag) in enumerate(zip(pages, tags, strict=True)):
             self._require_taken(page, who)
-            found, count = self._layers.get(page, (GARBAGE, 0)) if page in self._writers else (self.tags[page], layers)
+            # Layers of a copy that has failed stay in place, until the core hears of it and has them written again.
+            is_whole = self.tags[page] != GARBAGE
+            found, count = (self.tags[page], layers) if is_whole else self._layers.get(page, (GARBAGE, 0))
             if found != tag or count < layers:
                 raise Violation(
                     f"{self.account.name} page {page}, number {at} of {who}, has {count} layers of {found}, not"

@@ -6,7 +6,7 @@ Invariants between two steps, recomputed from scratch: the state of the core, an
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import msgspec
 from tidekv.engine.simulation.callers import SESSIONS, Caller, Client
 from tidekv.engine.simulation.component_storage import SimulatedComponentStorage
 from tidekv.engine.simulation.components import LiveComponents, SimulatedComponents
-from tidekv.engine.simulation.early_callers import EarlyCallers
+from tidekv.engine.simulation.early_callers import EarlyCaller, EarlyCallers
 from tidekv.engine.simulation.faults import Chosen, Faults
 from tidekv.engine.simulation.lending_callers import Blocks, LendingClient
 from tidekv.engine.simulation.memory import Contents, SimulatedPool, Violation
@@ -100,7 +100,7 @@ class World:
         self.storage = SimulatedStorage(self, random)
         self.component_storage = SimulatedComponentStorage(self, self.storage, random)
         self.copies = SimulatedCopies(self, random)
-        self.early_callers = EarlyCallers(self, seed) if early else None
+        self.early_callers = EarlyCallers(self, seed, Counter()) if early else None
         self.peers = [Peer(self, random, f"prefill-{number}") for number in range(3)]
         self.rooms_out = RoomsOut(self)
         self.frames = Frames(self, random)
@@ -436,6 +436,32 @@ class World:
         """End what a caller that has just aborted its request still uses of its pages."""
         if self.early_callers is not None:
             self.early_callers.aborted(caller)
+
+    # --- Used by callers that begin early ---
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.settings.page_size
+
+    def after(self, delay_s: float, action: Callable[..., None], *arguments: object) -> None:
+        """Schedule an action."""
+        self.schedule.after(delay_s, action, *arguments)
+
+    def early_caller(self, request_id: str) -> Caller:
+        """Return the caller of a live request."""
+        return self._callers[request_id]
+
+    @property
+    def may_abort(self) -> bool:
+        """Whether callers abort between layers."""
+        return self.faults.is_on("abort")
+
+    def abort_early(self, caller: EarlyCaller) -> None:
+        """Abort the request, unless it has ended."""
+        if self._callers.get(caller.request_id) is caller:
+            assert isinstance(caller, Caller)
+            caller.client.abort(caller)
 
     def _restored(self, command: commands.ReportRestored) -> None:
         caller = self._callers[command.request_id]

@@ -321,9 +321,11 @@ class ComponentRestore:
         component_pages = request.component_pages
         assert component_pages is not None and component_pages.lock is not None
         component_pages.remote = {}
+        # A caller that has begun already uses the pages of the table, so none of them is exchanged.
+        is_used = request.room is not None and request.room.user_op > 0
         for name, count in component_pages.joining.items():
             # After an exception, the table has the index's pages as far as they were entered.
-            self._enter(component_pages, name, component_pages.tables[name][:count])
+            self._enter(component_pages, name, component_pages.tables[name][:count], exchanges=not is_used)
         for name, taken in component_pages.snapshots.items():
             while taken:
                 snapshot = taken.pop()
@@ -418,13 +420,17 @@ class ComponentRestore:
             drop = partial(self._index.drop_host_pages_of, pin.full.node, component_pages.firsts)
             self._state.run_guarded(drop, recover=lambda: None)
 
-    def _enter(self, component_pages: RequestComponents, name: str, pages: PageIds) -> None:
-        """Move pages into the index; where the index has another page already, the request uses that from now on."""
+    def _enter(self, component_pages: RequestComponents, name: str, pages: PageIds, *, exchanges: bool) -> None:
+        """Move pages into the index. If the index has another page already, the request uses that from now on, or, if
+        it does not exchange pages, keeps its own.
+        """
         assert component_pages.lock is not None
         first, node = component_pages.firsts[name], component_pages.lock.full.node
         table, unused = self._index.insert("device", name, node, first, pages)
         # Update the ownership before giving pages back, so that a raise from here on loses no page.
         component_pages.own[name] = without(component_pages.own[name], without(pages, unused))
+        if not exchanges:
+            return
         self._index.give_back({name: unused})
         component_pages.own[name] = without(component_pages.own[name], unused)
         component_pages.tables[name] = table + component_pages.tables[name][len(table) :]

@@ -8,7 +8,7 @@ A *room* is one hand-over of one generation of a request. A *span* is a run of p
     received                        the same: the writers have finished
     left, no writer can be active   the request's pages become free at once, and the loads are reclaimed
     left, the caller may use them   quarantine, as below: a caller that has begun early (`ReportEarly`) may write to the
-                                    prompt's last page and to the reserve until its use has ended
+                                    prompt's last page, the reserve and its component pages until its use has ended
     left, a writer may be active    quarantine: a `Draining` holds the request's pages, which are *draining*; the nodes
                                     of its loads stay in the tree, in RECLAIMING, and their pages are draining,
                                     too. The quota of the prefill counts both
@@ -212,7 +212,8 @@ class Rooms:
             self._state.emit(SendAbort(request_id=request.request_id, generation=room.generation))
             room.is_aborted = True
         has_writer = not (settled or room.is_written)
-        # Only the component pages that prefill writes go with the room; the others leave with the request.
+        # The room keeps component pages that prefill, or a caller that has begun early, may write to. The others leave
+        # with the request.
         if not has_writer and not room.user_op:
             if request.component_pages is not None and self._state.components is not None:
                 self._state.components.give_back(request.component_pages.remote)
@@ -223,15 +224,16 @@ class Rooms:
         else:
             draining = self._draining.setdefault(room.key, Draining(room))
             if request.component_pages is not None and self._state.components is not None:
-                self._state.components.drain(request.component_pages.remote)
-                draining.component_pages.update(request.component_pages.give_up_remote())
-            held = request.own + request.reserve if room.user_op else request.own
+                held = request.component_pages
+                self._state.components.drain(held.own if room.user_op else held.remote)
+                draining.component_pages.update(held.give_up_own() if room.user_op else held.give_up_remote())
+            device_pages = request.own + request.reserve if room.user_op else request.own
             if not draining.charged:
-                pages = len(held) + (sum(load.page_count for load in room.lost) if has_writer else 0)
+                pages = len(device_pages) + (sum(load.page_count for load in room.lost) if has_writer else 0)
                 self._state.quota.charge(draining.prefill, pages)
                 draining.charged = pages
-            self._state.device.drain(held)
-            draining.pages = held
+            self._state.device.drain(device_pages)
+            draining.pages = device_pages
             draining.has_writer = has_writer
             if room.user_op:
                 request.reserve = page_ids()

@@ -10,12 +10,16 @@ itself stays in its state, with everything that it owns there, and becomes READY
 
 A fault takes the usual way: prefill is asked for the missing pages, or the request starts over in a new generation. The
 caller gets `ReportLayersLost` and begins again after the next report. It may have been writing meanwhile, to the last
-page of the prompt behind the prompt and to the reserve. If the request leaves its room, these pages go to the
-quarantine and stay there until the caller's use has ended (`EarlyUseEnded`) and prefill does not write to them any
-more. All other pages are only read by the caller, whose results are dropped after a loss.
+page of the prompt behind the prompt, to the reserve, and to its own component pages. If the request leaves its room,
+these pages go to the quarantine and stay there until the caller's use has ended (`EarlyUseEnded`) and prefill does not
+write to them any more. All other pages are only read by the caller, whose results are dropped after a loss.
+
+Component pages are in place before the first layer is reported. The caller updates the record of a state in place, so
+after a loss the record may not be that of the prompt's end any more. A request with a state therefore starts over, and
+then waits for all layers. Pages of a window are written only behind the prompt, and serve the next attempt.
 
 A request has one early READY at a time: none is reported while the caller may still use the pages of the last one. With
-components, lent pages, or pages that the caller computes, there is no early READY.
+lent pages, or pages that the caller computes, there is no early READY.
 """
 
 from __future__ import annotations
@@ -68,6 +72,7 @@ class EarlyReady:
     def __init__(self, state: CoreState, rooms: Rooms) -> None:
         self._state = state
         self._rooms = rooms
+        self._has_states = any(not component.is_shared for component in state.settings.components)
 
     def look(self, request: Request) -> None:
         """Report the layers that have arrived since the last report, or that layers were lost.
@@ -76,7 +81,12 @@ class EarlyReady:
         """
         layers = layers_in_place(request)
         if layers < request.layers:
-            self._lose(request, next((LOAD_CAUSES[load.cause] for load in request.loads if load.cause), ""))
+            cause = next((LOAD_CAUSES[load.cause] for load in request.loads if load.cause), "")
+            self._lose(request, cause)
+            if self._has_states:
+                # Once is enough: starting over for each failure could repeat the same one until the deadline.
+                request.early = False
+                self._state.preempted.setdefault(request, f"layers were lost: {cause}")
         elif layers > request.layers:
             if request.layers:
                 self._state.emit(
@@ -101,6 +111,7 @@ class EarlyReady:
                     layers=layers,
                     pages=state.index.device_path(request.lock.node) + request.own,
                     reserve=request.reserve,
+                    component_pages=None if request.component_pages is None else request.component_pages.early_table,
                 )
             )
             undo.keep()
@@ -130,7 +141,7 @@ def layers_in_place(request: Request) -> int:
     0 before the first token is known, and if the request has no early READY at all.
     """
     room = request.room
-    if room is None or request.component_pages is not None or request.lent is not None:
+    if room is None or request.waits_for_components or request.lent is not None:
         return 0
     if not room.ranks or len(room.aux_from) != room.ranks or not room.is_written:
         return 0

@@ -16,6 +16,8 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, TypeAlias
 
+import msgspec
+
 from tidekv.states.components.specs import ComponentTable
 from tidekv.states.types import PageIds, page_ids, without
 
@@ -719,10 +721,24 @@ class RequestComponents:
         self.own = {name: without(pages, remote.get(name, ())) for name, pages in self.own.items()}
         return remote
 
+    def give_up_own(self) -> dict[str, PageIds]:
+        """Remove all pages of the request and return them; the caller of this method owns them."""
+        own, self.own = self.own, {name: page_ids() for name in self.own}
+        self.remote = {}
+        return {name: pages for name, pages in own.items() if pages}
+
     @property
     def table(self) -> tuple[ComponentTable, ...]:
         """The page table of each component, for the request's caller."""
         return tuple(ComponentTable(name, self.firsts[name], self.tables[name], own) for name, own in self.own.items())
+
+    @property
+    def early_table(self) -> tuple[ComponentTable, ...]:
+        """The same for a caller that begins early: it must not write to the pages that are to join the index."""
+        return tuple(
+            msgspec.structs.replace(each, own=without(each.own, each.pages[: self.joining.get(each.component, 0)]))
+            for each in self.table
+        )
 
 
 class ComponentStage(enum.Enum):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tidekv.states.commands import Fallback, Recompute, ReportReady
+from tidekv.states.commands import CopyComponent, Fallback, Recompute, ReportReady
 from tidekv.states.events import Progressed, Recomputed
 from tidekv.states.prefix.node import MatchResult
 from tidekv.states.request.plan import Adoption, Plan, PlanFetches
@@ -250,6 +250,10 @@ class Restore:
                 self._fetches.load(request, plan, undo)
             if self._component_pages is not None:
                 self._component_pages.begin(request, plan, plan.host_node, undo)
+                if request.early:
+                    # Copies run one after the other, and the first layer is of no use without the component pages.
+                    given = state.out[commands_before:]
+                    state.out[commands_before:] = sorted(given, key=lambda one: not isinstance(one, CopyComponent))
             published = self._shared.publish(request, plan, undo)
             # Take the longer lock before releasing the shorter one: whichever call raises, the pages stay protected.
             lock = state.index.lock(plan.node if published is None else published.nodes[-1])

@@ -14,14 +14,16 @@ from tests.simulation.test_simulated_components import Tape
 from tidekv import Replayer
 from tidekv.engine.simulation import SimulationFailed, simulate
 from tidekv.engine.simulation.early_callers import draws_early
-from tidekv.engine.simulation.simulate import draw_settings
+from tidekv.engine.simulation.simulate import draw_settings, with_components
+from tidekv.states.components.request_components import ComponentRestore
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
 from tidekv.states.request import early_ready
 from tidekv.states.request.early_ready import EarlyReady
-from tidekv.states.request.request import Request, Room
+from tidekv.states.request.request import Request, RequestComponents, Room
 from tidekv.states.request.restore import Restore
 from tidekv.states.settings import CoreSettings
+from tidekv.states.types import page_ids, without
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 SEEDS_MAX = 60
@@ -43,9 +45,24 @@ def settings_of(seed: int) -> CoreSettings:
     return msgspec.structs.replace(drawn, host_pages=200, growth_reserve_pages=2, device_pages=48)
 
 
+def component_settings_of(seed: int) -> CoreSettings:
+    """The same, with components whose pools have room for several requests."""
+    drawn = with_components(settings_of(seed), seed, always=True)
+    roomy = tuple(
+        msgspec.structs.replace(each, device_pages=max(each.device_pages, 40), host_pages=100)
+        for each in drawn.components
+    )
+    return msgspec.structs.replace(drawn, components=roomy)
+
+
 @pytest.mark.parametrize("seed", range(1, 13))
 def test_a_run_with_all_faults_breaks_nothing(seed: int) -> None:
     simulate(seed, 100, settings=settings_of(seed), early=True)
+
+
+@pytest.mark.parametrize("seed", range(1, 17))
+def test_a_run_with_components_and_all_faults_breaks_nothing(seed: int) -> None:
+    simulate(seed, 100, settings=component_settings_of(seed), early=True)
 
 
 def test_without_faults_every_request_is_ready_and_no_layer_is_lost() -> None:
@@ -62,6 +79,15 @@ def test_every_way_through_an_early_ready_is_taken() -> None:
     for seed in range(12):
         done.update(simulate(seed, 150, faults, settings=settings_of(seed), early=True).early)
     assert done["begun"] > 200 and done["layers"] > 200, done
+    assert done["lost"] > 20 and done["aborted"] > 4 and done["ready before the caller has stopped"], done
+
+
+def test_every_way_through_an_early_ready_is_taken_with_components() -> None:
+    done = Counter[str]()
+    faults = ["copy_in_fails", "copy_in_is_late", "room_fails", "peer_crashes", "abort", "flush", "deadline"]
+    for seed in range(20):
+        done.update(simulate(seed, 150, faults, settings=component_settings_of(seed), early=True).early)
+    assert done["begun with components"] == done["begun"] > 200 and done["layers"] > 200, done
     assert done["lost"] > 20 and done["aborted"] > 4 and done["ready before the caller has stopped"], done
 
 
@@ -100,7 +126,7 @@ def a_layer_too_many_is_reported(patch: pytest.MonkeyPatch) -> None:
 def the_pages_of_prefill_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
     def in_place(request: Request) -> int:
         room = request.room
-        if room is None or request.component_pages is not None or not room.ranks:
+        if room is None or request.waits_for_components or not room.ranks:
             return 0
         return min((early_ready._layers_of(load) for load in request.loads), default=0)
 
@@ -151,6 +177,75 @@ def pages_are_exchanged_for_those_of_the_cache_at_ready(patch: pytest.MonkeyPatc
         original(self, request, event)  # type: ignore[arg-type]  # As the table calls it.
 
     patch.setattr(Restore, "commit", commit)
+
+
+# Bugs that need components.
+OF_COMPONENTS: dict[str, Mutant] = {}
+
+
+def component_mutant(plant: Mutant) -> Mutant:
+    OF_COMPONENTS[plant.__name__] = plant
+    return plant
+
+
+@component_mutant
+def component_pages_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    def in_place(request: Request) -> int:
+        room = request.room
+        if room is None or not room.ranks or len(room.aux_from) != room.ranks or not room.is_written:
+            return 0
+        return min((early_ready._layers_of(load) for load in request.loads), default=0)
+
+    patch.setattr(early_ready, "layers_in_place", in_place)
+
+
+@component_mutant
+def a_record_that_the_caller_has_updated_is_used_again(patch: pytest.MonkeyPatch) -> None:
+    original = EarlyReady.__init__
+
+    def init(self: EarlyReady, *arguments: object) -> None:
+        original(self, *arguments)  # type: ignore[arg-type]  # As the core calls it.
+        self._has_states = False
+
+    patch.setattr(EarlyReady, "__init__", init)
+
+
+@component_mutant
+def own_component_pages_do_not_wait_for_the_caller(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RequestComponents, "give_up_own", RequestComponents.give_up_remote)
+    original = Rooms.leave
+
+    def leave(self: Rooms, room: Room, *, settled: bool) -> None:
+        held = room.request.component_pages
+        if room.user_op and held is not None:
+            # What the caller may write leaves with the request, as without a caller that has begun.
+            assert self._state.components is not None
+            own = held.own
+            held.own = {name: without(pages, held.remote.get(name, ())) for name, pages in own.items()}
+            self._state.components.give_back(held.own)
+            held.own = {name: page_ids(held.remote.get(name, ())) for name in own}
+        original(self, room, settled=settled)
+
+    patch.setattr(Rooms, "leave", leave)
+
+
+@component_mutant
+def component_pages_are_exchanged_for_those_of_the_cache_at_ready(patch: pytest.MonkeyPatch) -> None:
+    original = ComponentRestore._enter
+
+    def enter(self: ComponentRestore, *arguments: object, exchanges: bool) -> None:
+        original(self, *arguments, exchanges=True)  # type: ignore[arg-type]
+
+    patch.setattr(ComponentRestore, "_enter", enter)
+
+
+@pytest.mark.parametrize("name", OF_COMPONENTS)
+def test_the_simulation_with_components_finds_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    OF_COMPONENTS[name](monkeypatch)
+    with pytest.raises(SimulationFailed):
+        for seed in range(SEEDS_MAX):
+            settings = msgspec.structs.replace(component_settings_of(seed), share_transfers=seed % 2 == 0)
+            simulate(seed, 120, settings=settings, early=True)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

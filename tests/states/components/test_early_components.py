@@ -1,0 +1,135 @@
+"""Early READY with components, in the core: what the first layer waits for, and what becomes of the caller's pages."""
+
+from __future__ import annotations
+
+from tests.support.component_stories import PROMPT, cached, device_pages, rig_with, state, window
+from tidekv.engine.simulation.rig import Rig
+from tidekv.states import commands, events
+from tidekv.states.components.specs import Component
+
+
+def on_host(*components: Component) -> Rig:
+    """A rig whose host memory has the prompt, its window and its record."""
+    rig = rig_with(*components, storage=False, growth_reserve_pages=1)
+    cached(rig, PROMPT)
+    rig.flush("l1")
+    return rig
+
+
+def begin(rig: Rig, request_id: str = "a") -> tuple[commands.CopyToDevice, commands.SendPromise]:
+    """Submit an early request. Prefill has sent its part, and the component pages are in place."""
+    rig.arrive(request_id, PROMPT, early=True)
+    copy, promise = rig.take(commands.CopyToDevice), rig.take(commands.SendPromise)
+    parts = rig.take_all(commands.CopyComponent)
+    assert parts
+    rig.serve(promise)
+    rig.step(events.LayersCopied, op=copy.op, layers=1)
+    for part in parts:
+        rig.nothing_else()
+        rig.copied(part)
+    return copy, promise
+
+
+def test_no_layer_is_reported_before_all_component_pages_are_in_place() -> None:
+    rig = on_host()
+    copy, _ = begin(rig)
+    early = rig.take(commands.ReportEarly)
+    assert early.layers == 1 and early.component_pages is not None
+    rig.copied(copy)
+    ready = rig.take(commands.ReportReady)
+    assert ready.component_pages is not None
+    assert [each.pages for each in ready.component_pages] == [each.pages for each in early.component_pages]
+
+
+def test_components_are_copied_before_the_full_pages() -> None:
+    rig = on_host()
+    given = rig.arrive("a", PROMPT, early=True)
+    copies = [type(one) for one in given if isinstance(one, commands.CopyToDevice | commands.CopyComponent)]
+    assert copies == [commands.CopyComponent, commands.CopyComponent, commands.CopyToDevice]
+
+
+def test_the_caller_may_not_write_to_window_pages_that_are_to_be_cached() -> None:
+    rig = on_host(window())
+    copy, _ = begin(rig)
+    early = rig.take(commands.ReportEarly)
+    assert early.component_pages is not None
+    (table,) = early.component_pages
+    # All three come from the host, and the request has the pages that it writes besides.
+    assert len(table.own) == 4 and set(table.own).isdisjoint(table.pages)
+    rig.copied(copy)
+    ready = rig.take(commands.ReportReady)
+    assert ready.component_pages == early.component_pages
+    assert device_pages(rig, "window")["cached"] == 3
+
+
+def test_window_pages_in_use_are_not_exchanged_for_those_that_another_request_has_cached() -> None:
+    rig = on_host(window())
+    copy, _ = begin(rig)
+    early = rig.take(commands.ReportEarly)
+    # Another request loads the window as well, and is ready first: its full pages are the load of the first one.
+    rig.arrive("b", PROMPT)
+    promise, part = rig.take(commands.SendPromise), rig.take(commands.CopyComponent)
+    rig.copied(part)
+    rig.serve(promise)
+    rig.copied(copy)
+    readies = {ready.request_id: ready for ready in rig.take_all(commands.ReportReady)}
+    assert early.component_pages is not None and readies["a"].component_pages is not None
+    assert readies["b"].component_pages is not None
+    assert readies["a"].component_pages[0].pages == early.component_pages[0].pages
+    assert readies["b"].component_pages[0].pages == early.component_pages[0].pages
+    rig.core.check()
+
+
+def test_after_a_loss_a_request_with_a_state_starts_over_on_another_record() -> None:
+    rig = on_host()
+    copy, _ = begin(rig)
+    early = rig.take(commands.ReportEarly)
+    rig.copied(copy, error="injected")
+    lost = rig.take(commands.ReportLayersLost)
+    assert lost.cause == "the copy from host to device failed"
+    abort = rig.take(commands.SendAbort)
+    assert rig.request("a").generation == lost.generation + 1
+    # The caller may still update the old record: nothing else gets it before it has stopped.
+    assert early.component_pages is not None
+    record = early.component_pages[1].pages[0]
+    assert rig.core.state.components is not None
+    of_state = rig.core.state.components.device["state"].account
+    assert of_state.condition(record).name == "DRAINING"
+    rig.drained(abort)
+    assert of_state.condition(record).name == "DRAINING"
+    rig.step(events.EarlyUseEnded, op=early.op)
+    assert of_state.condition(record).name in ("FREE", "OWNED")
+    # It waits for all layers now.
+    rig.serve(rig.take(commands.SendPromise))
+    assert not rig.take_all(commands.ReportEarly)
+    ready = rig.take(commands.ReportReady)
+    assert ready.component_pages is not None and ready.component_pages[1].pages[0] != record
+
+
+def test_after_a_loss_a_window_serves_again_in_the_same_room() -> None:
+    rig = on_host(window())
+    copy, _ = begin(rig)
+    early = rig.take(commands.ReportEarly)
+    rig.copied(copy, error="injected")
+    rig.take(commands.ReportLayersLost)
+    extend = rig.take(commands.SendExtend)
+    rig.step(events.EarlyUseEnded, op=early.op)
+    rig.chunk(extend)
+    ready = rig.take(commands.ReportReady)
+    assert ready.generation == early.generation
+    assert early.component_pages is not None and ready.component_pages is not None
+    assert ready.component_pages[0].pages == early.component_pages[0].pages
+
+
+def test_own_component_pages_wait_for_the_caller_after_an_abort() -> None:
+    rig = on_host(state())
+    copy, _ = begin(rig)
+    early = rig.take(commands.ReportEarly)
+    rig.abort("a")
+    assert device_pages(rig, "state")["draining"] == 1
+    rig.copied(copy)
+    assert device_pages(rig, "state")["draining"] == 1
+    rig.step(events.EarlyUseEnded, op=early.op)
+    assert device_pages(rig, "state")["draining"] == 0
+    rig.settle()
+    rig.expect_nothing_held()
