@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.configs import engine_config
+from tests.support.waits import PATIENT
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -33,7 +34,7 @@ async def test_bytes_sent_are_the_pages_of_the_delta(tmp_path) -> None:
     async with (
         PrefillPeer(device=prefill_pool, transport=sending, on_room=prefill.serve) as peer,
         DecodeEngine(
-            engine_config(prefetch_threshold_tokens=0, fetch_run_pages=8),
+            engine_config(prefetch_threshold_tokens=0, fetch_run_pages=8, **PATIENT),
             device=device,
             host=host,
             storage=open_storage(f"file:{tmp_path}?capacity=64MiB"),
