@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -119,6 +120,12 @@ def build_llama(shape: ModelShape) -> Llama:
     return model
 
 
+def cache_argument(model: Any) -> str:  # Any: `transformers` is optional and is not type-checked.
+    """Return the name of the cache among the arguments of a `transformers` model: `cache` from 5.24 on."""
+    names = signature(model.forward).parameters
+    return next(name for name in ("cache", "past_key_values", "cache_params") if name in names)
+
+
 def greedy(logits: torch.Tensor) -> Choice:
     """Choose the best token of logits of shape [vocab_size]; the first of several equal ones, as generate() does."""
     best = int(torch.argmax(logits))
@@ -193,7 +200,11 @@ class PagedModel:
         try:
             with torch.inference_mode():
                 out = self.model(
-                    input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+                    input_ids=ids,
+                    position_ids=positions,
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **{cache_argument(self.model): cache},
                 )
         finally:
             for hook in hooks:
@@ -241,8 +252,8 @@ class PagedModel:
                 input_ids=torch.tensor([[step.token] for step in steps], device=device),
                 attention_mask=mask[:, None, None, :],
                 position_ids=positions,
-                past_key_values=cache,
                 use_cache=True,
+                **{cache_argument(self.model): cache},
             )
         for layer in range(len(self.pool.k)):
             kept = cache.layers[layer]

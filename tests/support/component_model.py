@@ -21,6 +21,7 @@ from tests.support.group_model import CausalModel, PlainKV
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.page_layout import PageLayout
+from tidekv.engine.demo.model import cache_argument
 from tidekv.states.errors import InvalidConfig
 
 CacheLayer: TypeAlias = Any
@@ -203,11 +204,10 @@ def _cache_of_one_token(model: CausalModel) -> CacheLayer:
 def _run(model: CausalModel, tokens: Sequence[int], start: int, cache: CacheLayer) -> Any:  # Any: as CacheLayer.
     """Compute tokens from position `start` on with a cache; returns the model's output."""
     ids = torch.tensor([list(tokens)])
-    if "cache_params" in signature(model.forward).parameters:
-        # Models without attention have no positions, and another name for the cache.
-        return model(input_ids=ids, cache_params=cache, use_cache=True)
     positions = torch.arange(start, start + len(tokens))[None]
-    return model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    # Models without attention have no positions.
+    given = {"position_ids": positions} if "position_ids" in signature(model.forward).parameters else {}
+    return model(input_ids=ids, use_cache=True, **given, **{cache_argument(model): cache})
 
 
 def _is_sliding(layer: CacheLayer) -> bool:

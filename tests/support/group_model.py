@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from tidekv.backends.device.pool import PoolGroup
+from tidekv.engine.demo.model import cache_argument
 from tidekv.states.errors import InvalidConfig
 
 CausalModel: TypeAlias = Any
@@ -138,8 +139,8 @@ class GroupModel:
             out = self.model(
                 input_ids=torch.tensor([list(tokens)]),
                 position_ids=torch.arange(start, end)[None],
-                past_key_values=cache,
                 use_cache=True,
+                **{cache_argument(self.model): cache},
             )
         for layer in range(self.kv.layer_count):
             kept = cache.layers[layer]
