@@ -50,6 +50,12 @@ from tidekv.transports.tasks import OwnedTasks
 
 BATCH_DELAY_S = 0.002
 """Maximum seconds that a frame without urgency waits for further frames."""
+ADVICE: Final = {
+    PrefillCause.CONNECTION_REFUSED: "; start the program that listens there, or correct the address",
+    PrefillCause.UNKNOWN_HOST: "; correct the name, or make it known to this machine",
+    PrefillCause.MISCONFIGURED: "; check the certificates of both ends",
+}
+"""What to do about an address that cannot be reached. Other causes may pass by themselves."""
 
 
 class Outbox:
@@ -467,7 +473,7 @@ async def dial(address: str, options: ControlOptions) -> ControlLink:
             ) from error
         if isinstance(error, OSError):
             cause = _cause_of(error)
-            raise DialFailed(cause, f"cannot reach {address}: {_words_of(error)}{_ADVICE.get(cause, '')}") from error
+            raise DialFailed(cause, f"cannot reach {address}: {_words_of(error)}{ADVICE.get(cause, '')}") from error
         if isinstance(error, ValueError) and not isinstance(error, TidekvError):
             raise InvalidConfig(f"address {address!r} names no host: {error}") from error
         raise
@@ -603,14 +609,6 @@ def _cause_of(error: OSError) -> PrefillCause:
         case ssl.SSLError():
             return PrefillCause.MISCONFIGURED
     return PrefillCause.UNREACHABLE
-
-
-# What to do, if only an operator can: a route that broke may come back by itself.
-_ADVICE: Final = {
-    PrefillCause.CONNECTION_REFUSED: "; start the program that listens there, or correct the address",
-    PrefillCause.UNKNOWN_HOST: "; correct the name, or make it known to this machine",
-    PrefillCause.MISCONFIGURED: "; check the certificates of both ends",
-}
 
 
 def _words_of(error: OSError) -> str:
