@@ -7,10 +7,10 @@ import gc
 import os
 import random
 import sys
-import threading
 
 import pytest
 
+from tests.support.threads import thread_names, threads_left
 from tidekv import ReadyRequest, open_storage
 
 REQUESTS = 10_000
@@ -48,7 +48,7 @@ async def test_ten_thousand_aborts_leave_nothing_behind(make_pair, abort_at_rand
         device_pages=60, host_pages=60, storage=storage, fetch_run_pages=2, loop_stall_report_s=60.0
     ) as pair:
         await run_batch(pair, abort_at_random, source, 0, REQUESTS // 2)
-        tasks, threads, files = len(asyncio.all_tasks()), threading.active_count(), len(os.listdir("/proc/self/fd"))
+        tasks, threads, files = len(asyncio.all_tasks()), thread_names(), len(os.listdir("/proc/self/fd"))
         resident = resident_bytes()
         await run_batch(pair, abort_at_random, source, REQUESTS // 2, REQUESTS // 4)
         gc.collect()
@@ -57,7 +57,7 @@ async def test_ten_thousand_aborts_leave_nothing_behind(make_pair, abort_at_rand
         gc.collect()
         grown = sys.getallocatedblocks() - blocks
         assert len(asyncio.all_tasks()) == tasks
-        assert threading.active_count() == threads
+        assert threads_left(threads) == []
         assert len(os.listdir("/proc/self/fd")) == files
         # A leak of one small object in two aborts would be more.
         assert grown < REQUESTS // 8

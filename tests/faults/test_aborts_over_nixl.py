@@ -8,7 +8,6 @@ import gc
 import os
 import random
 import re
-import threading
 import tracemalloc
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.threads import thread_names, threads_left
 from tests.support.waits import LIMIT_S
 from tidekv import ReadyRequest, open_storage
 
@@ -77,7 +77,7 @@ async def test_five_hundred_aborts_leave_nothing_behind(
         # The two know each other from here on: most aborts shall find a transfer under way.
         await decode.serve("first", prompt(0, 20))
         await run(0, REQUESTS // 2)
-        tasks, threads, files = len(asyncio.all_tasks()), threading.active_count(), open_files()
+        tasks, threads, files = len(asyncio.all_tasks()), thread_names(), open_files()
         resident = resident_bytes()
         tracemalloc.start()
         await run(REQUESTS // 2, REQUESTS // 4)
@@ -86,7 +86,7 @@ async def test_five_hundred_aborts_leave_nothing_behind(
         grown = tracemalloc.get_traced_memory()[0] - traced
         tracemalloc.stop()
         assert len(asyncio.all_tasks()) <= tasks
-        assert threading.active_count() <= threads
+        assert threads_left(threads) == []
         assert open_files() == files
         # A leak of one page would be 16 KiB; of one small object a request, some ten KiB.
         assert grown < 128 * 1024
