@@ -192,7 +192,7 @@ def overhead(
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of bursts.")] = 15,
 ) -> None:
     """Measure what a connector costs a server with nothing to transfer: idle CPU, and a decode step."""
-    names = [name for name in connector or ("single", "tidekv-single", "tidekv") if _known(name)]
+    names = [name for name in connector or ("single", "single", "tidekv-timed") if _known(name)]
     options = ServerOptions(model=make_model(BUILD), kv_bytes=64 << 20, max_model_len=4096)
     costs = asyncio.run(measure_overhead(names, options, _run_folder(), idle_s=idle, pairs=pairs))
     _console().print(overhead_table(costs))

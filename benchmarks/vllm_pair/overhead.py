@@ -8,10 +8,11 @@ a second plain server shows by how much.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +24,16 @@ from benchmarks.vllm_pair.client import Client
 from benchmarks.vllm_pair.cluster import running
 from benchmarks.vllm_pair.conversations import FIRST_WORD
 from benchmarks.vllm_pair.server import Server, ServerOptions
-from benchmarks.vllm_pair.variants import VARIANTS
+from benchmarks.vllm_pair.variants import VARIANTS, calls_folder
 
 PROMPT_TOKENS = 4
 OUTPUT_TOKENS = 24
 """Fewer than a page with the prompt: no page is looked up, saved or sent."""
 BURST = 8
 """Requests of one half of a pair: their CPU time is some hundred times the kernel's resolution of 10 ms."""
+SIDES = ("scheduler", "worker")
+"""Of the connector, each in a process of its own: a step waits for both, one after the other."""
+CALLS = "its calls in a step, µs: " + " + ".join(SIDES)
 SPIN_S = 1.5
 """Seconds before a burst. After its last step vLLM's worker spins for one more, which slows other servers down."""
 
@@ -38,13 +42,16 @@ SPIN_S = 1.5
 class Cost:
     """Figures of one server. `idle_cpu`: CPU seconds per second; steps: by pair, in seconds.
 
-    `step_s` is of the fastest request of a burst, since other load only adds to it; `step_cpu_s` is of the whole burst.
+    `step_s` is of the fastest request of a burst, since other load only adds to it, and includes its share of the
+    request's way through the API: vLLM may deliver the tokens of several steps at once. `step_cpu_s` is of the whole
+    burst. `calls_s`: time in the connector's calls of a step, the median by side, if they are timed.
     """
 
     title: str
     idle_cpu: Sequence[float]
     step_s: Sequence[float]
     step_cpu_s: Sequence[float]
+    calls_s: Mapping[str, float]
 
 
 async def measure_overhead(
@@ -71,15 +78,24 @@ async def measure_overhead(
             for at in range(len(servers)) if number % 2 else reversed(range(len(servers))):
                 step[at].append(await _burst(client, servers[at]))
         return [
-            Cost(title, idle[at], [one[0] for one in step[at]], [one[1] for one in step[at]])
+            Cost(title, idle[at], [one[0] for one in step[at]], [one[1] for one in step[at]], read_calls(servers[at]))
             for at, title in enumerate(titles)
         ]
+
+
+def read_calls(server: Server) -> dict[str, float]:
+    """Return the median seconds in the connector's calls of a step, by side; of several workers the slowest."""
+    medians: dict[str, float] = {}
+    for path in calls_folder(server.folder, server.name).glob("*.json"):
+        side, median_s = path.name.partition("-")[0], statistics.median(json.loads(path.read_text()))
+        medians[side] = max(median_s, medians.get(side, 0.0))
+    return medians
 
 
 def overhead_table(costs: Sequence[Cost]) -> Table:
     """Medians of each server, and of the ratios of pairs to the first server with their intervals of 95 %."""
     table = Table(title="Nothing to transfer: medians, and medians of the ratios by pair (95 % interval)")
-    for column in ("", "CPU when idle", "step, ms", "CPU of a step, ms", "step, ratio", "CPU of a step, ratio"):
+    for column in ("", "CPU when idle", "step, ms", "CPU of a step, ms", "step, ratio", "CPU of a step, ratio", CALLS):
         table.add_column(column, justify="right")
     first = costs[0]
     for cost in costs:
@@ -90,6 +106,7 @@ def overhead_table(costs: Sequence[Cost]) -> Table:
             f"{1e3 * statistics.median(cost.step_cpu_s):.3f}",
             _ratio(cost.step_s, first.step_s),
             _ratio(cost.step_cpu_s, first.step_cpu_s),
+            " + ".join(f"{1e6 * cost.calls_s[side]:.0f}" for side in SIDES if side in cost.calls_s) or "-",
         )
     return table
 
@@ -113,7 +130,7 @@ async def _burst(client: Client, server: Server) -> tuple[float, float]:
     for number in range(BURST):
         prompt = [FIRST_WORD + number] * PROMPT_TOKENS
         answer = await client.complete(server.url, prompt, count=OUTPUT_TOKENS, request_id=f"o-{uuid4().hex[:8]}")
-        steps_s.append((answer.total_s - answer.first_s) / (OUTPUT_TOKENS - 1))
+        steps_s.append(answer.total_s / OUTPUT_TOKENS)
     return min(steps_s), (server.cpu_s() - before_cpu_s) / BURST / OUTPUT_TOKENS
 
 

@@ -31,13 +31,13 @@ from benchmarks.vllm_pair import routes
 from benchmarks.vllm_pair.client import Answer, Client, RequestLost
 from benchmarks.vllm_pair.cluster import Event, Figures
 from benchmarks.vllm_pair.conversations import Load, Outcome, read_answers, run_load, write_answers
-from benchmarks.vllm_pair.overhead import median_interval
+from benchmarks.vllm_pair.overhead import median_interval, read_calls
 from benchmarks.vllm_pair.program import Program, ServerFailed, _never_given, free_port
 from benchmarks.vllm_pair.redis_server import RedisServer
 from benchmarks.vllm_pair.routes import OneServer, PrefillThenDecode
 from benchmarks.vllm_pair.server import ServerOptions, add_samples, read_samples
 from benchmarks.vllm_pair.table import progress_line
-from benchmarks.vllm_pair.variants import VARIANTS
+from benchmarks.vllm_pair.variants import CALL_TIMES, VARIANTS
 from tests.support.waits import expected as happens
 from tidekv.states.errors import InvalidConfig
 
@@ -337,3 +337,13 @@ async def test_a_program_that_ends_is_reported_with_the_end_of_its_log(tmp_path:
     with pytest.raises(ServerFailed, match=r"(?s)one ended with 3; .*no luck"):
         await program.wait_ready(60.0)
     await program.end()
+
+
+def test_calls_of_a_step_are_those_of_the_slowest_worker(tmp_path: Path) -> None:
+    server = VARIANTS["tidekv-timed"].server("decode", 0, options=OPTIONS, folder=tmp_path, storage="memory:")
+    calls = Path(server.variables[CALL_TIMES])
+    for name, seconds in (("scheduler-1", [3, 1, 2]), ("worker-2", [1, 1, 9]), ("worker-3", [5, 4, 9])):
+        (calls / f"{name}.json").write_text(json.dumps(seconds))
+    assert read_calls(server) == {"scheduler": 2, "worker": 5}
+    plain = VARIANTS["single"].server("decode", 0, options=OPTIONS, folder=tmp_path / "plain", storage="memory:")
+    assert read_calls(plain) == {}
