@@ -43,8 +43,8 @@ UNSAMPLED = 0
 class PrefillWorker:
     """Sends vLLM's blocks to decode workers, from the memory in which vLLM computed them."""
 
-    def __init__(self, pool: DevicePool, order: BlockOrder, handover: Handover) -> None:
-        """Start. Raises what `PrefillPeer` raises as it is entered."""
+    def __init__(self, pool: DevicePool, order: BlockOrder, handover: Handover, counts: Counter[str]) -> None:
+        """Start, and add to `counts`. Raises what `PrefillPeer` raises as it is entered."""
         settings = handover.settings
         peer = PrefillPeer(
             device=pool,
@@ -55,7 +55,7 @@ class PrefillWorker:
             on_room=self._refuse_unknown,
         )
         self._thread = PrefillThread(peer, promise_timeout_s=settings.promise_timeout_s)
-        self._counts: Counter[str] = Counter()
+        self._counts = counts
         self._rooms: dict[str, str] = {}
         """Rooms by request, from the first send on until the request's blocks are free."""
         self._requests: dict[str, str] = {}
@@ -97,7 +97,7 @@ class PrefillWorker:
 
     def take_finished(self) -> set[str]:
         """Return the finished requests whose blocks nothing reads any more, each once."""
-        for ended in self._thread.poll():
+        for ended in self._thread.poll() if self._requests else ():
             self._requests.pop(ended.request_id)
             if ended.outcome is RoomOutcome.RECEIVED:
                 self._counts["sends_received"] += 1
@@ -114,11 +114,6 @@ class PrefillWorker:
         """Whether a room may still be read."""
         return bool(self._requests)
 
-    def take_counts(self) -> Counter[str]:
-        """Return the counts since the last call."""
-        counts, self._counts = self._counts, Counter()
-        return counts
-
     def close(self) -> None:
         """End all rooms and stop. Idempotent."""
         self._thread.close()
@@ -132,8 +127,8 @@ class PrefillWorker:
 class DecodeWorker:
     """Restores prompts into vLLM's blocks by a decode engine, and offers it what vLLM computed."""
 
-    def __init__(self, pool: DevicePool, order: BlockOrder, handover: Handover) -> None:
-        """Start. Raises what `DecodeEngine` raises as it starts."""
+    def __init__(self, pool: DevicePool, order: BlockOrder, handover: Handover, counts: Counter[str]) -> None:
+        """Start, and add to `counts`. Raises what `DecodeEngine` raises as it starts."""
         settings, layout = handover.settings, pool.layout
         self._handover = handover
         self._page_size, self._page_bytes = handover.block_size, layout.page_bytes
@@ -152,7 +147,7 @@ class DecodeWorker:
             storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
             transport=NixlTransport(name=f"{handover.name}-decode", secret=settings.secret(), dials=settings.dials),
         )
-        self._counts: Counter[str] = Counter()
+        self._counts = counts
         self._jobs: dict[int, RestoreJob | OfferJob] = {}
         """Calls of the engine that have no outcome yet, by ticket."""
         self._rooms: dict[str, str] = {}
@@ -210,11 +205,6 @@ class DecodeWorker:
         """Return the blocks that the last ended restores did not fill."""
         invalid, self._invalid = self._invalid, set()
         return invalid
-
-    def take_counts(self) -> Counter[str]:
-        """Return the counts since the last call."""
-        counts, self._counts = self._counts, Counter()
-        return counts
 
     def close(self) -> None:
         """Abort what is under way and stop. Idempotent."""
@@ -293,6 +283,8 @@ class HandoverWorker:
     def __init__(self, handover: Handover, vllm_config: Any) -> None:
         self._handover = handover
         self._vllm_config = vllm_config
+        self._counts: Counter[str] = Counter()
+        """Those of both ends since they were last taken."""
         self._prefill: PrefillWorker | None = None
         self._decode: DecodeWorker | None = None
 
@@ -319,9 +311,9 @@ class HandoverWorker:
             backend=f"{CPU_BACKEND} {_form(tensors[0])}" if backends == [CPU_BACKEND] else backends[0],
         )
         if handover.sends:
-            self._prefill = PrefillWorker(pool, order, handover)
+            self._prefill = PrefillWorker(pool, order, handover, self._counts)
         if handover.receives:
-            self._decode = DecodeWorker(pool, order, handover)
+            self._decode = DecodeWorker(pool, order, handover, self._counts)
 
     def before_forward(self, jobs: HandoverJobs) -> None:
         """End what reads blocks that this step may overwrite, and restores that are not needed any more."""
@@ -362,11 +354,9 @@ class HandoverWorker:
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call, by the names of `HANDOVER_COUNTS`."""
-        counts: Counter[str] = Counter()
-        for end in (self._prefill, self._decode):
-            if end is not None:
-                counts.update(end.take_counts())
-        return dict(counts)
+        counts = dict(self._counts)
+        self._counts.clear()
+        return counts
 
     def close(self) -> None:
         """Stop both ends. Idempotent."""
