@@ -378,6 +378,8 @@ class Agreement:
                 self._rooms[request_id, generation].leave(vote_vector)
             case commands.SendReceived(request_id=request_id, generation=generation):
                 self._rooms.pop((request_id, generation)).close(vote_vector)
+            case commands.ReportReady(request_id=request_id):
+                self._close_early(self._requests[request_id].early_op)
             case commands.ReportFailed(request_id=request_id) | commands.ReportDropped(request_id=request_id):
                 self._close_request(request_id)
             case commands.ReportFinished(request_id=request_id):
@@ -387,6 +389,13 @@ class Agreement:
                 self._operations[op] = ComponentVote(self._next(), vote_vector, command, self._core)
             case commands.Operation(op=op):
                 self._operations[op] = OperationVote(self._next(), vote_vector, command)
+                if isinstance(command, commands.ReportEarly):
+                    self._requests[command.request_id].early_op = op
+
+    def _close_early(self, op: int) -> None:
+        """Close the vote on an early READY if the core has ended it with READY: callers do not report its end then."""
+        if op in self._operations and op not in self._core.state.operations:
+            self._operations.pop(op).close(self._vote_vector)
 
     def _close_request(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)

@@ -45,8 +45,8 @@ def name_of(call: Call) -> CallName:
 def content_of(call: Call) -> int:
     """A digest of everything in a call that must be the same on all ranks."""
     if isinstance(call, events.RequestArrived):
-        plain = (call.prompt_tokens, call.namespace, call.prefills, call.priority, call.cache, call.can_recompute)
-        return zlib.crc32(call.keys, zlib.crc32(repr(plain).encode()))
+        prompt, how = (call.prompt_tokens, call.namespace, call.prefills), (call.priority, call.cache, call.early)
+        return zlib.crc32(call.keys, zlib.crc32(repr((*prompt, *how, call.can_recompute)).encode()))
     if isinstance(call, events.FinishRequested | events.RetractRequested):
         return zlib.crc32(call.keys, zlib.crc32(repr((call.tokens, call.component_pages)).encode()))
     return 0

@@ -44,36 +44,50 @@ def decode_end(value: int) -> tuple[int, str]:
 class OperationVote:
     """The end of an operation on all ranks: it ends with the last of them, and with the result of the worst.
 
-    The value is 0 until the operation has ended on this rank, then that of `encode_end`.
+    The value is 0 until the operation has ended on this rank, then that of `encode_end`. A copy by layer has a second
+    slot, the number of leading layers in place on this rank: a layer is in place once it is on every rank. A copy that
+    has ended well has all of them; one that has failed gets no more.
     """
 
-    __slots__ = ("kind", "number", "op", "slot")
+    __slots__ = ("is_over", "kind", "layers_slot", "number", "op", "slot")
 
     def __init__(self, number: int, vote_vector: VoteVector, command: Operation) -> None:
         self.number = number
         self.op = command.op
         self.kind = type(command)
         self.slot = vote_vector.open(self)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the item is closed after its decision."""
-        return True
+        by_layer = isinstance(command, commands.CopyToDevice) and command.by_layer
+        self.layers_slot = vote_vector.open(self) if by_layer else None
+        self.is_over = False
+        """Whether the operation has ended on all ranks: the item is closed then."""
 
     def receive(self, vote_vector: VoteVector, rank: int, event: Event) -> None:
-        """Take the outcome on this rank; only the first one counts."""
-        if not vote_vector.value(self.slot):
+        """Take the outcome on this rank, or layers of a copy; only the first outcome counts."""
+        if isinstance(event, events.LayersCopied):
+            assert self.layers_slot is not None, "only a copy by layer reports layers"
+            vote_vector.set(self.layers_slot, max(event.layers, vote_vector.value(self.layers_slot)))
+        elif not vote_vector.value(self.slot):
             count = next((getattr(event, name) for name in ("found", "good", "stored") if hasattr(event, name)), 0)
             if self.kind in COPIES:
                 # The fewest intact pages of all ranks count: every rank drops the same pages from host memory.
                 intact = getattr(event, "intact", None)
                 count = COUNT_MAX if intact is None else intact
-            vote_vector.set(self.slot, encode_end(count, rank, failed=has_failed(event)))
+            failed = has_failed(event)
+            vote_vector.set(self.slot, encode_end(count, rank, failed=failed))
+            if self.layers_slot is not None and not failed:
+                vote_vector.set(self.layers_slot, COUNT_MAX)
 
     def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
         """See `VoteItem`."""
-        count, error = decode_end(vote_vector.agreed(self.slot))
+        value = vote_vector.agreed(self.slot)
+        if not value:
+            layers = 0 if self.layers_slot is None else vote_vector.agreed(self.layers_slot)
+            return [events.LayersCopied(at_s=at_s, op=self.op, layers=layers)] if layers else []
+        self.is_over = True
+        count, error = decode_end(value)
         kind = self.kind
+        if kind is commands.ReportEarly:
+            return [events.EarlyUseEnded(at_s=at_s, op=self.op, error=error)]
         if kind is commands.QueryStorage:
             return [events.StorageAnswered(at_s=at_s, op=self.op, found=count, error=error)]
         if kind in (commands.FetchPages, commands.FetchComponent):
@@ -89,6 +103,8 @@ class OperationVote:
     def close(self, vote_vector: VoteVector) -> None:
         """See `VoteItem`."""
         vote_vector.close(self.slot)
+        if self.layers_slot is not None:
+            vote_vector.close(self.layers_slot)
 
 
 class RequestVote:
@@ -98,12 +114,14 @@ class RequestVote:
     of the second is the number of pages that all callers want.
     """
 
-    __slots__ = ("_reported", "_taken", "number", "request_id", "slots")
+    __slots__ = ("_reported", "_taken", "early_op", "number", "request_id", "slots")
 
     def __init__(self, number: int, vote_vector: VoteVector, request_id: str) -> None:
         self.number = number
         self.request_id = request_id
         self.slots = (vote_vector.open(self), vote_vector.open(self))
+        self.early_op = 0
+        """Operation of its last early READY; 0 if it had none."""
         self._taken = 0
         self._reported = 0
 
