@@ -35,7 +35,7 @@ class Campaign:
     component_pages: Counter[str] = field(default_factory=Counter)
     """Operations on components; with ranks, those of the first rank."""
     early: Counter[str] = field(default_factory=Counter)
-    """Counts of callers that began with the first layers of their prompts."""
+    """Counts of callers that began with the first layers of their prompts; with ranks, those of the first rank."""
     failures: dict[int, str] = field(default_factory=dict)
     """Text of the failure of each failed seed."""
 
@@ -80,9 +80,9 @@ def run_campaign(
             campaign.ends.update(outcome.ends)
             campaign.faults.update(outcome.faults)
             campaign.component_pages.update(outcome.component_pages)
+            campaign.early.update(outcome.early)
             if isinstance(outcome, Report):
                 campaign.counters.update(outcome.counters)
-                campaign.early.update(outcome.early)
         if progress is not None:
             progress()
     campaign.wall_s = time.perf_counter() - began_s

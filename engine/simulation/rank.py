@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tidekv.engine.simulation.components import LiveComponents, SimulatedComponents
+from tidekv.engine.simulation.early_callers import EarlyCaller, EarlyCallers
 from tidekv.engine.simulation.memory import SimulatedPool, Violation
 from tidekv.engine.simulation.rank_callers import (
     RankCaller,
@@ -58,6 +60,8 @@ class Group(Protocol):
     contents: Contents
     schedule: Schedule
     epoch: int
+    seed: int
+    with_faults: bool
 
     def hits(self, name: str, random: Random) -> bool:
         """Whether a fault strikes a rank now."""
@@ -98,6 +102,7 @@ class SimulatedRank:
         self.callers: dict[str, RankCaller] = {}
         self.world = world
         self._life = 0
+        self.early_counts: Counter[str] = Counter()
         self.stored: set[int] = set()
         """Tags of the pages in this rank's slice of storage, including those of components."""
         self._begin(0)
@@ -112,6 +117,7 @@ class SimulatedRank:
         tiers = RankTiers(self)
         component_storage = RankComponentStorage(self, tiers)
         self.rooms = RankRooms(self)
+        self.early_callers = EarlyCallers(self, f"{world.seed} {self.number} {epoch}", self.early_counts)
         self.records: dict[int, list[int]] = {}
         """Tags of the tokens that requests left, by serial."""
         self.in_flight = 0
@@ -134,6 +140,9 @@ class SimulatedRank:
             commands.SendAbort: self.rooms.abort,
             commands.SendReceived: self.rooms.received,
             commands.ReportReady: self._ready,
+            commands.ReportEarly: self.early_callers.begin,
+            commands.ReportLayers: self.early_callers.advance,
+            commands.ReportLayersLost: self.early_callers.lose,
             commands.ReportFailed: self._failed,
             commands.ReportDropped: self._dropped,
             commands.ReportFinished: lambda command: self._end(command.request_id, "finished"),
@@ -209,7 +218,9 @@ class SimulatedRank:
             world.ended(script, self.number, "ranks differ")
             return
         size = world.settings.page_size
-        self.callers[script.request_id] = RankCaller(script)
+        tags, tail = self.page_tags(script), self.component_pages.tags_of("", script.tokens, script.request_id)
+        full = len(script.tokens) // size
+        self.callers[script.request_id] = RankCaller(script, tags[:full], tags[full:], tail)
         serial = int(script.request_id[1:])
         self.receive(
             events.RequestArrived(
@@ -223,6 +234,7 @@ class SimulatedRank:
                 priority=script.priority,
                 cache=script.cache,
                 generation=serial << 16,
+                early=script.early,
             )
         )
         if self.number == 0 and script.flushes:
@@ -239,6 +251,7 @@ class SimulatedRank:
                     at_s=self.world.schedule.now_s, request_id=request_id, cause="cancelled by the caller"
                 )
             )
+            self.early_callers.aborted(caller)
 
     def _ready(self, command: commands.ReportReady) -> None:
         caller = self.callers[command.request_id]
@@ -246,6 +259,7 @@ class SimulatedRank:
         caller.pages, caller.reserve = command.pages[:], command.reserve[:]
         tags = self.tags(caller.script.tokens)
         self.device.expect(command.pages[: len(tags)], tags, command.request_id)
+        self.early_callers.ready(command)
         caller.component_pages = LiveComponents(command.component_pages or (), len(caller.script.tokens))
         check_components(self.component_pages, caller)
         self.after(self.delay(), self._generate, caller)
@@ -329,6 +343,31 @@ class SimulatedRank:
         rest = script.tokens[full:]
         tail = [self.world.contents.tag(f"tail {script.request_id}", rest)] if rest else []
         return self.tags(script.tokens) + tail
+
+    # --- Used by callers that begin early ---
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.world.settings.page_size
+
+    def early_caller(self, request_id: str) -> RankCaller:
+        """Return the caller of a live request."""
+        return self.callers[request_id]
+
+    def tell_now(self, event: events.Event) -> None:
+        """Pass a local event to the agreement."""
+        self.receive(event)
+
+    @property
+    def may_abort(self) -> bool:
+        """Whether callers abort between layers."""
+        return self.world.with_faults
+
+    def abort_early(self, caller: EarlyCaller) -> None:
+        """Abort the request, unless it has ended."""
+        if self.callers.get(caller.request_id) is caller:
+            self._give_up(caller.request_id)
 
     # --- Used by the tiers ---
 

@@ -13,16 +13,15 @@ from tidekv.states.settings import CoreSettings
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
-    from tidekv.engine.simulation.components import SimulatedComponents
+    from tidekv.engine.simulation.components import SimulatedComponents, Tags
     from tidekv.states.core import Core
     from tidekv.states.events import ComponentLeft
 
 
 def check_components(component_pages: SimulatedComponents, caller: RankCaller) -> None:
     """Raise a Violation unless a ready request has every tail at its prompt's end."""
-    script = caller.script
-    tags = component_pages.tags_of("", script.tokens, script.request_id)
-    component_pages.check_ready(caller.component_pages.tables, len(script.tokens), tags, script.request_id)
+    tables, tags = caller.component_pages.tables, caller.component_tags
+    component_pages.check_ready(tables, len(caller.tokens), tags, caller.request_id)
 
 
 def leave_components(
@@ -67,6 +66,7 @@ class Script:
         self.retracts = retracts
         self.cache = cache
         self.priority = priority
+        self.early = False
         self.deadline_at_s = float("inf")
         self.prefill_count = 1
         self.aborted_by = -1
@@ -82,8 +82,11 @@ class Script:
 class RankCaller:
     """The caller of one request on one rank."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, tags: list[int], tail: list[int], component_tags: Tags) -> None:
+        """`tags` are those of the prompt's full pages, `tail` that of a partial last one."""
         self.script = script
+        self.request_id, self.tokens = script.request_id, script.tokens
+        self.tags, self.tail, self.component_tags = tags, tail, component_tags
         self.output = script.output
         self.is_ready = False
         self.is_given_back = False

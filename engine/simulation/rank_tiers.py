@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tidekv.engine.simulation.memory import LAYERS
 from tidekv.states import commands, events
 
 if TYPE_CHECKING:
@@ -198,7 +199,8 @@ class RankTiers:
         source, target = (self._rank.host, self._rank.device) if to_device else (self._rank.device, self._rank.host)
         source_pages = command.host_pages if to_device else command.device_pages
         target_pages = command.device_pages if to_device else command.host_pages
-        self._copy(command.op, source, source_pages, target, target_pages)
+        by_layer = isinstance(command, commands.CopyToDevice) and command.by_layer
+        self._copy(command.op, source, source_pages, target, target_pages, by_layer=by_layer)
 
     def copy_component(self, command: commands.CopyComponent) -> None:
         """Copy pages of a component between its pools, or within the device pool."""
@@ -210,7 +212,14 @@ class RankTiers:
         self._copy(command.op, source, command.source_pages, target, command.target_pages)
 
     def _copy(
-        self, op: int, source: SimulatedPool, source_pages: PageIds, target: SimulatedPool, target_pages: PageIds
+        self,
+        op: int,
+        source: SimulatedPool,
+        source_pages: PageIds,
+        target: SimulatedPool,
+        target_pages: PageIds,
+        *,
+        by_layer: bool = False,
     ) -> None:
         who, failed = f"copy {op}", self.error("copy_fails")
         if source.account.name.startswith("host") and self._rank.hits("host_page_is_flipped"):
@@ -225,4 +234,23 @@ class RankTiers:
             target.end_write(target_pages, who, None if error else found)
             return events.CopyEnded(at_s=0.0, op=op, error=error, intact=intact)
 
-        self._rank.outcome(0.3 if self._rank.hits("copy_is_late") else self._rank.delay(), end)
+        # Layers arrive apart from each other, so that faults and aborts come between them.
+        slow = LAYERS * 3 if by_layer else 1
+        delay_s = 0.3 if self._rank.hits("copy_is_late") else self._rank.delay() * slow
+        self._rank.outcome(delay_s, end)
+        if not by_layer:
+            return
+
+        def layers_end(layers: int) -> None:
+            # With checksums nothing is reported before the end of a copy of which a page is damaged.
+            if source.intact(source_pages) is not None:
+                return
+            target.put_layers(target_pages, found, layers)
+            event = events.LayersCopied(at_s=0.0, op=op, layers=layers)
+            self._rank.receive(event)
+            if self._rank.hits("outcome_repeats"):
+                self._rank.after(self._rank.delay(), self._rank.receive, event)
+
+        # A copy that fails brings some of its layers, on this rank only.
+        for layers in range(1, self._rank.random.randint(1, LAYERS) if failed else LAYERS):
+            self._rank.after(delay_s * layers / LAYERS, layers_end, layers)

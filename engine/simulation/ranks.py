@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tidekv.engine.simulation.early_callers import EARLY_REQUESTS, draws_early
 from tidekv.engine.simulation.memory import Contents, Violation
 from tidekv.engine.simulation.rank import FAULTS, SimulatedRank
 from tidekv.engine.simulation.rank_callers import Script, draw_script
@@ -45,6 +46,8 @@ class RanksReport(msgspec.Struct, frozen=True):
     faults: dict[str, int]
     component_pages: dict[str, int]
     """Counts of operations on components, on the first rank."""
+    early: dict[str, int]
+    """What became of early READY, on the first rank."""
     digest: int
 
 
@@ -59,7 +62,14 @@ class RanksFailed(TidekvError):
 class RankGroupWorld:
     """All ranks of one instance, and the connections between them."""
 
-    def __init__(self, *, seed: int, ranks: int, requests: int, settings: CoreSettings, with_faults: bool) -> None:
+    def __init__(
+        self, *, seed: int, ranks: int, requests: int, settings: CoreSettings, with_faults: bool, early: bool = False
+    ) -> None:
+        """With `early`, callers begin with the first layers of their prompts."""
+        self.seed = seed
+        self.with_faults = with_faults
+        # A source of its own, so that everything else is what it was for the same seed.
+        self._early = Random(f"early scripts {seed}") if early else None
         self.random = Random(f"group {seed}")
         self.schedule = Schedule()
         self.contents = Contents()
@@ -119,6 +129,11 @@ class RankGroupWorld:
         self.scripts_live += 1
         self._serial += 1
         script = draw_script(self.random, self._serial, self.settings, len(self.ranks), self._written)
+        if self._early is not None:
+            script.early = self._early.random() < EARLY_REQUESTS
+            if self._early.random() < 0.4:
+                # Only pages that have left the device are copied by layer.
+                script.flushes = ("l1",)
         script.deadline_at_s = self.schedule.now_s + self.random.choice((0.05, 5.0, float("inf"), float("inf")))
         for rank in self.ranks:
             self.schedule.after(self.delay(rank), rank.submit, script, self.epoch)
@@ -277,15 +292,21 @@ def simulate_ranks(
     with_faults: bool = True,
     settings: CoreSettings | None = None,
     always_components: bool = False,
+    early: bool | None = None,
 ) -> RanksReport:
     """Serve requests on several ranks in virtual time, with faults of single ranks drawn from the seed.
 
-    Without `settings` those are drawn from the seed, too, and components with `always_components` in every seed. Raises
-    RanksFailed with what is needed to repeat the run.
+    Without `settings` those are drawn from the seed, too, and components with `always_components` in every seed. With
+    `early` callers begin with the first layers of their prompts; None draws that from the seed with the settings.
+    Raises RanksFailed with what is needed to repeat the run.
     """
     random = Random(f"settings {seed}")
     drawn = settings or with_components(draw_settings(random), seed, always=always_components)
-    world = RankGroupWorld(seed=seed, ranks=ranks, requests=requests, settings=drawn, with_faults=with_faults)
+    if early is None:
+        early = settings is None and draws_early(seed)
+    world = RankGroupWorld(
+        seed=seed, ranks=ranks, requests=requests, settings=drawn, with_faults=with_faults, early=early
+    )
     try:
         world.run(random.randint(1, 8))
     except Exception as error:
@@ -301,5 +322,6 @@ def simulate_ranks(
         ends=world.ends,
         faults=world.counts,
         component_pages=dict(sorted(world.ranks[0].component_pages.counts.items())),
+        early=dict(sorted(world.ranks[0].early_counts.items())),
         digest=world.digest,
     )

@@ -55,7 +55,7 @@ def test_copies_of_components_fail_on_one_rank_and_no_request_fails_by_that() ->
 def test_ranks_become_idle_although_storage_answers_probes_and_fails_every_put() -> None:
     # Write-back to eight host pages. As long as each closing of the breaker allowed further copies to the host, this
     # seed had tens of thousands of turns after its last request.
-    report = simulate_ranks(2424097, 4, 35, always_components=True)
+    report = simulate_ranks(2424097, 4, 35, always_components=True, early=False)
     assert sum(report.ends.values()) == 35 and report.turns < 2000
 
 
