@@ -88,7 +88,7 @@ class Arrivals:
             can_recompute=runtime.calls.last_resort is not None,
             lent_pages=() if lent_pages is None else tuple(lent_pages),
             held_pages=held_pages,
-            early=request.early and lent_pages is None and runtime.rank_group is None,
+            early=request.early and lent_pages is None,
         )
         # From here on the id is live and the event is posted: both or neither, even if a statement in between raises.
         try:

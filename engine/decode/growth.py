@@ -50,7 +50,7 @@ class Growth:
         needed = pages_needed(ready, tokens, page_size=self._page_size)
         # The first answer may be to growth posted before this request; a second one is not.
         for _ in range(2):
-            if needed <= len(ready.reserve):
+            if needed <= len(ready.reserve) or ready.layers_in_place is not None:
                 break
             answers = live.reserves_given
             self._front.post(self._event(ready, 0, wanted=needed - len(ready.reserve)))

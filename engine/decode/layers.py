@@ -68,8 +68,7 @@ class LayerProgress:
                 raise LayersLost(self._request_id, cause)
             if self._failure is not None:
                 raise self._failure
-            # The last layer is in place with the request's READY: from then on the pages can be given back.
-            if layer < min(self.in_place, self._layer_count - 1):
+            if layer < self.in_place:
                 return
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
@@ -99,7 +98,9 @@ class LayerProgress:
 
     def advance(self, layers: int) -> None:
         """Record that the first layers are in place."""
-        self.in_place = layers
+        # The last one is in place with READY: from then on the pages can be given back. With pipeline stages a stage of
+        # more layers may be further than this one's last.
+        self.in_place = min(layers, self._layer_count - 1)
         self._wake()
 
     def lose(self, cause: str) -> None:
@@ -108,15 +109,17 @@ class LayerProgress:
         self._lost = cause
         self._wake()
 
-    def complete(self, finish: Callable[..., None]) -> None:
+    def complete(self, finish: Callable[..., None], *, ends_use: bool) -> None:
         """Record READY. `finish(is_renewed=…)` updates the caller's request: now, or, if the caller has not stopped yet
-        after a loss, when it has. `is_renewed` tells whether the caller is to begin again.
+        after a loss, when it has. `is_renewed` tells whether the caller is to begin again. `ends_use`: READY of the
+        pages in use, by which the core has ended the use.
         """
         if self._lost is not None or self._has_raised:
             self._finish = finish
         else:
             self._complete(finish, is_renewed=not self._op)
-            # The core has ended the use with READY.
+        if ends_use:
+            # Its end is not reported: after the loss of a rank, another operation may have the number.
             self._op = 0
         self._wake()
 

@@ -351,7 +351,8 @@ class PendingCalls:
             self._complete(live, live.ready, command, is_renewed=False)
         else:
             assert live.ready.layers is not None, "a request without early READY is reported once"
-            live.ready.layers.complete(partial(self._complete, live, live.ready, command))
+            ends_use = live.ready.generation == command.generation
+            live.ready.layers.complete(partial(self._complete, live, live.ready, command), ends_use=ends_use)
         if not live.outcome.done():
             live.outcome.set_result(live.ready)
 

@@ -55,7 +55,8 @@ class DecodeRequest:
     """Send the tokens to prefill with the promise; needed if no router brings them there."""
     early: bool = False
     """Return from `restore` when the first layer of all pages is in place; `ReadyRequest.wait_layer` waits for each
-    further one. Windows and records are in place with the first layer. Without effect on an engine with ranks.
+    further one. Windows and records are in place with the first layer. With ranks, a layer is in place once all ranks
+    have it; the same on all ranks.
     """
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ when the core has taken all of its events; only then does the next one begin.
     FORMING ──all ranks are there──▶ VOTING ──a rank is lost──▶ ALONE ──nothing in flight──▶ FORMING, with an empty core
 
 In ALONE this rank votes with itself: every request fails, and the rank waits for all operations that still read or
-write their pages. PendingCalls raise RankLost until the group is formed again.
+write their pages, and for callers that have begun early. PendingCalls raise RankLost until the group is formed again.
 
 `Phase` is the state of one rank.
 """

@@ -18,6 +18,7 @@ from tidekv.engine.poller import PollerThread, StreamDrive
 from tidekv.transports.base import Ended, Stream, Turn
 
 if TYPE_CHECKING:
+    from tidekv.backends.device.pool import DevicePool
     from tidekv.backends.storage.base import BufferOf, Storage
     from tidekv.states.types import PoolMemory
 
@@ -222,20 +223,29 @@ class GatedStorage:
 class LayerGate:
     """Holds copies by layer before each layer but the first, on the thread of the copies, or lets them fail there.
 
-    It covers all copiers of the process: use one gate at a time. `patch` is `setattr`, or that of a test's monkeypatch.
+    It covers the copiers of one device pool or, without one, all of the process: use one such gate at a time. `patch`
+    is `setattr`, or that of a test's monkeypatch.
     """
 
-    def __init__(self, layer_count: int, *, patch: Callable[[object, str, object], None] = setattr) -> None:
+    def __init__(
+        self,
+        layer_count: int,
+        *,
+        device: DevicePool | None = None,
+        patch: Callable[[object, str, object], None] = setattr,
+    ) -> None:
         self.layers = [threading.Event() for _ in range(layer_count)]
         """For each layer, set if copies may go on to it."""
         self.before_layer: Callable[[int], None] = _pass
         """Called on the thread of the copies before each layer that is not held; an exception fails the copy."""
         copy = cpu_moves._GroupMover.layer_to_device
+        starts = None if device is None else {row.data_ptr() for row in device.rows}
 
         # Any: the arguments of the mover, passed on.
         def held(mover: Any, host_pages: Any, device_pages: Any, runs: Any, layer: int) -> None:
-            self.layers[layer].wait(_GATE_S)
-            self.before_layer(layer)
+            if starts is None or mover._rows[0].ctypes.data in starts:
+                self.layers[layer].wait(_GATE_S)
+                self.before_layer(layer)
             copy(mover, host_pages, device_pages, runs, layer)
 
         patch(cpu_moves._GroupMover, "layer_to_device", held)
