@@ -89,6 +89,8 @@ class RankDriver:
         self._channel = open_channel(group, self, settings=settings)
         self._tasks = OwnedTasks("rank driver")
         self._loop = asyncio.get_running_loop()
+        self._held: deque[Event] = deque()
+        """Posted while the core has not taken all of a turn."""
         self._openings: deque[Opening] = deque()
         self._in_turn = False
         self._is_voting = False
@@ -200,6 +202,14 @@ class RankDriver:
             LOG.warning(
                 "a prefill is out of reach of this rank", rank=self._group.rank, peer=event.writer, cause=event.cause
             )
+        if self._driver.is_caught_up:
+            self._receive(event)
+        else:
+            # The agreement does not know yet what the core makes of this turn: an abort would miss a request that
+            # arrives in it, and the end of an early use its operation.
+            self._held.append(event)
+
+    def _receive(self, event: Event) -> None:
         try:
             self._agreement.receive(event)
             self._heard()
@@ -337,6 +347,8 @@ class RankDriver:
         self._in_turn = False
         self._is_called = True
         self._loop.call_soon(self._begin_turn)
+        while self._held:
+            self._receive(self._held.popleft())
         self._heard()
         # Waiting for a core that is caught up could not end within the turn.
         self._calls.after_drain()

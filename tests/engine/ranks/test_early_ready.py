@@ -15,7 +15,7 @@ from tests.support.waits import expected
 from tidekv import DecodeRequest, LayersLost, OutOfPages, ReadyRequest, RequestFailed
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.demo.synthetic import prompt_digests
-from tidekv.states import events
+from tidekv.states import commands, events
 from tidekv.states.pages.page_pool import PageState
 
 LAYERS = 2
@@ -125,6 +125,8 @@ async def test_a_layer_is_reported_when_the_last_rank_has_it(
             assert ready.sources == {"l1": 0, "l2": 40, "l3": 0, "transfer": 2}
         await world.finish_all(members, readies)
         await world.settle(members)
+        # READY has closed the vote on the use.
+        assert [member.statistics()["slots"] for member in members] == [0, 0]
 
 
 async def test_a_layer_lost_on_one_rank_is_lost_on_all_and_prefill_sends_it(
@@ -178,6 +180,38 @@ async def test_an_abort_by_one_rank_between_layers_keeps_the_pages_of_the_others
             await readies[1].wait_layer(0)
         await world.settle(members)
         assert [state_of(member, page) for member in members] == [PageState.FREE] * 2
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_caller_that_leaves_as_soon_as_it_has_the_first_layer_gives_everything_back(
+    world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    async with world.instance(2) as members:
+        await on_host(world, members)
+        gates, calls = gates_of(members, monkeypatch), members[1].engine._calls
+        restores = [asyncio.create_task(begin(world, member)) for member in members]
+        tell = calls._tellers[commands.ReportEarly]
+
+        def tell_and_cancel(command: commands.ReportEarly) -> None:
+            # The call has its result, or would have it now, and the caller never sees it.
+            if at_once:
+                restores[1].cancel()
+            tell(command)
+            restores[1].cancel()
+
+        calls._tellers[commands.ReportEarly] = tell_and_cancel
+        with pytest.raises(asyncio.CancelledError):
+            await restores[1]
+        ready = await restores[0]
+        with pytest.raises(LayersLost, match="cancelled by the caller"):
+            await ready.wait_layer(1)
+        with pytest.raises(RequestFailed):
+            await ready.wait_layer(0)
+        for gate in gates:
+            gate.open()
+        async with expected("the end of everything", limit_s=30.0):
+            await world.settle(members)
+        assert [state_of(member, int(ready.pages[-1])) for member in members] == [PageState.FREE] * 2
 
 
 async def test_room_grown_before_ready_is_counted_on_all_ranks_and_nothing_beyond_the_reserve_is_requested(

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waits import expected
 from tidekv import Replayer
+from tidekv.engine.decode import driver
 from tidekv.states.errors import (
     InvalidRequest,
     PrefillCause,
     RequestFailed,
 )
+from tidekv.states.events import RequestArrived
+from tidekv.states.ranks.agreement import Decision
 from tidekv.states.types import PageIds
 
 
@@ -122,6 +126,32 @@ async def test_the_journal_of_each_rank_holds_the_same_events_and_replays(world,
         replayer = Replayer(tmp_path / f"rank-{rank}.jsonl")
         assert replayer.run().complete
         assert list(replayer.core.state.device.free_pages) == books[1]
+
+
+async def test_a_cancel_between_the_vote_on_an_arrival_and_its_step_ends_the_request_on_all(
+    world, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The core takes one event in each turn of the loop: the second arrival still waits for it when its caller is
+    # cancelled.
+    monkeypatch.setattr(driver, "TURN_S_MAX", -1.0)
+    async with world.instance(2) as members:
+        ranks = members[1].engine._runtime.ranks
+        follow = ranks._follow
+        calls = [[asyncio.create_task(member.restore(name, world.PROMPT)) for name in "ab"] for member in members]
+
+        def follow_and_cancel(decision: Decision) -> None:
+            follow(decision)
+            if sum(isinstance(event, RequestArrived) for event in decision.events) == 2:
+                calls[1][1].cancel()
+
+        ranks._follow = follow_and_cancel
+        with pytest.raises(asyncio.CancelledError):
+            await calls[1][1]
+        async with expected("the end of the request on rank 0", limit_s=30.0):
+            with pytest.raises(RequestFailed, match="cancelled by the caller"):
+                await calls[0][1]
+        await world.finish_all(members, [await calls[0][0], await calls[1][0]])
+        await world.settle(members)
 
 
 async def test_an_abort_on_one_rank_ends_the_request_on_all(world) -> None:
