@@ -220,6 +220,13 @@ class PendingCalls:
         """Undo `expect_flush`, if the event was not posted."""
         self._flushes.pop(call, None)
 
+    def fail_flushes(self, error: Exception) -> None:
+        """Fail all flushes: a rank is lost, which had to agree to them."""
+        for done in self._flushes.values():
+            if not done.done():
+                done.set_exception(error)
+        self._flushes.clear()
+
     def expect_offer(self, offer: int, pages: PageIds) -> asyncio.Future[OfferedPages]:
         """Return a future for the answer to an offer, which reads these pages; `unexpect_offer` takes it back."""
         self._check_not_ended()

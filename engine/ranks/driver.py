@@ -177,13 +177,16 @@ class RankDriver:
         return self._driver.is_caught_up and not self._in_turn and not has_news
 
     def post(self, event: Event) -> None:
-        """Take an event of this rank or a call of its callers into the next vote. Raises InvalidRequest, having changed
-        nothing, for calls that only rank 0 may make; any other exception breaks the engine.
+        """Take an event of this rank or a call of its callers into the next vote. Having changed nothing, raises
+        InvalidRequest for calls that only rank 0 may make, and RankLost for these while a rank is lost; any other
+        exception breaks the engine.
         """
         if self._phase is Phase.CLOSED:
             return
-        if isinstance(event, events.FlushRequested | events.PolicyChanged) and self._group.rank != LEADER:
-            raise InvalidRequest(f"flush and change_policy are for all ranks: call them on rank {LEADER} only")
+        if isinstance(event, events.FlushRequested | events.PolicyChanged):
+            if self._group.rank != LEADER:
+                raise InvalidRequest(f"flush and change_policy are for all ranks: call them on rank {LEADER} only")
+            self.check()
         if isinstance(event, events.RequestArrived):
             event = msgspec.structs.replace(
                 event, generation=event.generation + self._channel.epoch * EPOCH_GENERATIONS
@@ -444,6 +447,7 @@ class RankDriver:
         self._in_turn = self._is_voting = False
         self.lost = lost
         self._calls.drop_cause = str(lost)
+        self._calls.fail_flushes(lost)
         self._formed = self._loop.create_future()
         for refusal in self._agreement.go_solo():
             self._refuse(msgspec.structs.replace(refusal, cause=str(lost)))

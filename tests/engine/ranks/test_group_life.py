@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.support.waits import LIMIT_S
+from tests.support.waits import LIMIT_S, expected
 from tidekv.engine.decode import driver
 from tidekv.states.errors import (
     BrokenInvariant,
@@ -149,6 +149,21 @@ async def test_a_lost_rank_fails_requests_by_its_name_and_a_new_epoch_begins_emp
     await world.finish_all(members, readies)
     await world.settle(members)
     await asyncio.gather(*(member.life.aclose() for member in members))
+
+
+async def test_a_flush_that_not_all_ranks_have_agreed_on_ends_with_the_loss_of_a_rank(world) -> None:
+    async with world.instance(2, vote_timeout_s=5.0) as members:
+        await members[0].engine.wait_formed()
+        # Rank 1 ends without leaving, as a killed process does. The first flush is posted before rank 0 notices that.
+        await members[1].engine._runtime.ranks.close()
+        flushes = [asyncio.create_task(members[0].engine.flush()) for _ in range(2)]
+        async with expected("the end of the flushes", limit_s=30.0):
+            ends = await asyncio.gather(*flushes, return_exceptions=True)
+        assert [type(end) for end in ends] == [RankLost, RankLost]
+        with pytest.raises(RankLost, match="rank 1 is lost"):
+            await members[0].engine.flush()
+        with pytest.raises(RankLost, match="rank 1 is lost"):
+            members[0].engine.change_policy(breaker_failures=3)
 
 
 async def test_requests_that_all_had_agreed_on_just_before_a_loss_fail_as_well(
