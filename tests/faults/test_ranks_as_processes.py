@@ -65,6 +65,19 @@ async def test_processes_serve_with_faults_of_their_own_and_keep_the_same(ranks:
             assert served[0].sources["l1"] > 0
 
 
+async def test_callers_that_begin_early_get_the_same_layers_and_losses_on_all_processes() -> None:
+    async with instance(2, fault_rate=0.1) as members:
+        served = [await serve_all(members, Serve(seed, 60, early=True)) for seed in (1, 2, 3)]
+        for round_ in served:
+            assert len({one.books for one in round_}) == 1
+            assert all((one.sources, one.ends) == (round_[0].sources, round_[0].ends) for one in round_)
+            assert {cause for one in round_ for cause in one.causes} <= {"prefill failed"}
+        assert all(sum(round_[rank].begun_early for round_ in served) > 5 for rank in range(2)), served
+        assert all(sum(round_[rank].layers_lost for round_ in served) for rank in range(2)), served
+        # A copy fails on one rank at a time, and its layers are lost on both.
+        assert served[-1][0].faults.get("layer_fails", 0) + served[-1][1].faults.get("layer_fails", 0) > 0
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 async def test_agents_are_served_with_faults_of_one_rank_and_all_keep_the_same(ranks: int) -> None:
     async with instance(ranks, fault_rate=0.1, pages=1024) as members:
@@ -98,11 +111,12 @@ async def test_a_divergence_that_was_planted_on_one_rank_is_named_on_all(part: D
             assert any("ranks differ" in cause and f"in: {part}" in cause for cause in causes), causes
 
 
-async def test_a_killed_rank_is_named_and_all_serve_again_when_it_is_back() -> None:
+@pytest.mark.parametrize("early", [False, True])
+async def test_a_killed_rank_is_named_and_all_serve_again_when_it_is_back(early: bool) -> None:
     async with instance(2, fault_rate=0.0) as members:
         await serve_all(members, Serve(1, 20))
         for member in members:
-            member.tell(Serve(2, 1500, midway=40))
+            member.tell(Serve(2, 1500, midway=40, early=early))
         assert await members[0].hear() == Midway()
         assert members[1].process.pid is not None
         os.kill(members[1].process.pid, signal.SIGKILL)

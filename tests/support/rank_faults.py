@@ -5,16 +5,15 @@ Each rank has a seed of its own: with equal seeds, faults that show only between
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from tidekv.states.errors import StorageFailed
+from tidekv.states.errors import CopyFailed, StorageFailed
 
 if TYPE_CHECKING:
-    import asyncio
-
-    from tidekv.backends.copies.copier import PageCopier
+    from tidekv.backends.copies.copier import LayeredCopy, PageCopier
     from tidekv.backends.storage.base import Storage
     from tidekv.states.core import Core
     from tidekv.states.types import PageIds
@@ -64,7 +63,7 @@ class FailingStorage:
 
 
 class FailingCopier:
-    """Copies that occasionally cannot be started for lack of host memory."""
+    """Copies that occasionally cannot be started for lack of host memory, or lose their last layer."""
 
     def __init__(self, inner: PageCopier, faults: RankFaults) -> None:
         self._inner = inner
@@ -78,6 +77,21 @@ class FailingCopier:
         if self._faults.hits("copy_cannot_start", 0.5):
             raise MemoryError("injected: no staging memory on this rank")
         return self._inner.to_device(host_pages, device_pages)
+
+    def to_device_by_layer(
+        self, host_pages: PageIds, device_pages: PageIds, on_layers: Callable[[int], None]
+    ) -> LayeredCopy:
+        """Copy layer by layer; the last layer takes a while, so that callers begin before it, or fails."""
+        copy = self._inner.to_device_by_layer(host_pages, device_pages, on_layers)
+        copy.done = asyncio.ensure_future(_end_late(copy.done, fails=self._faults.hits("layer_fails")))
+        return copy
+
+
+async def _end_late(done: asyncio.Future[None], *, fails: bool) -> None:
+    await done
+    await asyncio.sleep(0.2)
+    if fails:
+        raise CopyFailed("injected: the last layer did not arrive on this rank")
 
 
 def plant(core: Core, part: Divergence) -> None:

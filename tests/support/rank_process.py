@@ -27,7 +27,7 @@ from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config.engine_config import EngineConfig, StorageOptions
 from tidekv.engine.decode.decode_engine import DecodeEngine
-from tidekv.engine.decode.values import DecodeRequest
+from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
 from tidekv.engine.demo.blocks import TraceOptions
 from tidekv.engine.demo.conversations import Transcripts, agent_options, make_workload
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
@@ -35,12 +35,13 @@ from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.demo.traces import read_trace
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.engine.ranks.group import RankGroup
-from tidekv.states.errors import EngineClosed, RankLost, RequestFailed, TidekvError
+from tidekv.states.errors import EngineClosed, LayersLost, RankLost, RequestFailed, TidekvError
+from tidekv.states.ranks.agreement import LEADER
 from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.prefill.prefill_room import Room
 
 START_S = 60.0
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", page_size=4)
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=8, dtype="float32", page_size=4)
 SESSIONS = 6
 PREFILL_PAGES = 8192
 """Enough for all prompts at once: waiting for pages could deadlock with a room of another rank."""
@@ -78,6 +79,8 @@ class Serve(msgspec.Struct, frozen=True, tag=True):
     first: int = 0
     midway: int = 0
     """Send `Midway` when so many requests have ended; 0: never."""
+    early: bool = False
+    """Whether the callers of every other request begin with its first layer; the device is flushed before each."""
 
 
 class Midway(msgspec.Struct, frozen=True, tag=True):
@@ -96,6 +99,9 @@ class Served(msgspec.Struct, frozen=True, tag=True):
     """Faults that struck this rank so far, by kind."""
     causes: list[str]
     """Distinct causes of failed requests."""
+    begun_early: int
+    """Requests whose callers got the first layer before the last one."""
+    layers_lost: int
 
 
 class Plant(msgspec.Struct, frozen=True, tag=True):
@@ -140,6 +146,7 @@ class RankWorker:
     """The engine and prefill peer in the process."""
 
     def __init__(self, plan: RankPlan) -> None:
+        self._rank = plan.rank
         self._prefill = plan.prefill
         self._device = DevicePool.allocate(LAYOUT, plan.device_pages)
         self._kv = SyntheticKV(self._device)
@@ -196,21 +203,38 @@ class RankWorker:
         ends: dict[str, int] = {}
         sources: dict[str, int] = {}
         causes: dict[str, None] = {}
-        wrong = 0
+        wrong = begun_early = layers_lost = 0
         gate = asyncio.Semaphore(work.concurrency)
+
+        async def wait_for_all_layers(ready: ReadyRequest) -> None:
+            nonlocal begun_early, layers_lost
+            begun_early += ready.layers_in_place is not None
+            layer = 0
+            while layer < LAYOUT.num_layers:
+                try:
+                    await ready.wait_layer(layer)
+                    layer += 1
+                except LayersLost:
+                    layers_lost += 1
+                    layer = 0
 
         async def one(number: int, tokens: bytes) -> None:
             nonlocal wrong
+            early = work.early and number % 2 == 0
             async with gate:
                 try:
+                    if early and self._rank == LEADER:
+                        await self.engine.flush(("l1",))
                     ready = await self.engine.restore(
                         DecodeRequest(
                             request_id=f"s{work.seed}-{work.first + number}",
                             tokens=tokens,
                             prefill=self._prefill,
                             send_prompt=True,
+                            early=early,
                         )
                     )
+                    await wait_for_all_layers(ready)
                     digests = prompt_digests(tokens, LAYOUT.page_size)
                     wrong += len(self._kv.verify(ready.pages[: len(digests)].tolist(), digests))
                     for tier, count in ready.sources.items():
@@ -235,7 +259,17 @@ class RankWorker:
             await self.engine.wait_settled()
         except EngineClosed as error:
             causes[str(error)] = None
-        return Served(ends, wrong, sources, self._books(), self._statistics(), self._faults.counts, list(causes))
+        return Served(
+            ends=ends,
+            wrong_pages=wrong,
+            sources=sources,
+            books=self._books(),
+            statistics=self._statistics(),
+            faults=self._faults.counts,
+            causes=list(causes),
+            begun_early=begun_early,
+            layers_lost=layers_lost,
+        )
 
     def _books(self) -> str:
         core = self.engine._core
