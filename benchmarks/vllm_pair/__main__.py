@@ -51,6 +51,7 @@ def conversations(
     tokens: Annotated[str, typer.Option(help="Tokens of the first and the last prompts.")] = "2000:5000",
     output: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 24,
     parallel: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 1,
+    copies: Annotated[int, typer.Option(min=1, help="Clients that send each prompt at the same time.")] = 1,
     prefill: Annotated[int, typer.Option(min=1, help="Prefill servers.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode servers.")] = 1,
     decode_share: Annotated[float, typer.Option(help="KV cache of decode, as a share of all conversations.")] = 0.33,
@@ -107,6 +108,7 @@ def conversations(
         last=int(last or first),
         output=output,
         parallel=parallel,
+        copies=copies,
         aborts=aborts,
         seed=seed,
     )
@@ -220,7 +222,7 @@ def _known(name: str) -> bool:
 
 
 def _undisturbed(load: Load) -> Load:
-    return Load(**{**asdict(load), "aborts": 0.0})
+    return Load(**{**asdict(load), "aborts": 0.0, "copies": 1})
 
 
 def _rounded(size: float) -> int:

@@ -33,7 +33,8 @@ Action = Callable[[int, str], Awaitable[None]]
 class Load:
     """The conversations. Prompts grow from `first` to `last` tokens; answers have `output` tokens each.
 
-    `aborts`: share of requests that the client aborts within `abort_s` seconds and then sends again.
+    `copies`: clients that send each prompt at the same time. `aborts`: share of requests that the client aborts within
+    `abort_s` seconds and then sends again.
     """
 
     conversations: int = 20
@@ -42,6 +43,7 @@ class Load:
     last: int = 5000
     output: int = 24
     parallel: int = 1
+    copies: int = 1
     aborts: float = 0.0
     abort_s: float = 0.4
     seed: int = 1
@@ -85,7 +87,7 @@ def read_answers(file: Path, load: Load, *, model: str) -> Answers | None:
 
 def _prompts_of(load: Load, model: str) -> dict[str, object]:
     """Return what the right answers depend on."""
-    return {"model": model, **asdict(load), "aborts": 0.0, "parallel": 1}
+    return {"model": model, **asdict(load), "aborts": 0.0, "parallel": 1, "copies": 1}
 
 
 @dataclass
@@ -177,19 +179,24 @@ async def _turn(
         name = f"c{conversation}-t{turn}-{uuid4().hex[:8]}"
         return complete_with_retries(route, prompt, count=load.output, conversation=conversation, name=name)
 
-    try:
-        if abort_s is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(abort_s):
-                    await serve()
-            outcome.aborted += 1
-        answer, retries = await serve()
-    except RequestLost as error:
-        outcome.lost[place] = str(error)
-        return
-    outcome.answers[place] = answer.tokens
-    outcome.retries += retries
-    if not retries:
-        outcome.first_s.setdefault(turn, []).append(answer.first_s)
-    if expected is not None and answer.tokens != expected[place]:
-        outcome.wrong.append(place)
+    async def one() -> None:
+        try:
+            answer, retries = await serve()
+        except RequestLost as error:
+            outcome.lost[place] = str(error)
+            return
+        outcome.answers[place] = answer.tokens
+        outcome.retries += retries
+        if not retries:
+            outcome.first_s.setdefault(turn, []).append(answer.first_s)
+        if expected is not None and answer.tokens != expected[place]:
+            outcome.wrong.append(place)
+
+    if abort_s is not None:
+        with suppress(TimeoutError, RequestLost):
+            async with asyncio.timeout(abort_s):
+                await serve()
+        outcome.aborted += 1
+    async with asyncio.TaskGroup() as group:
+        for _ in range(load.copies):
+            group.create_task(one())

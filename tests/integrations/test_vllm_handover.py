@@ -293,6 +293,94 @@ def test_a_restore_that_is_aborted_is_reported_once_and_is_no_failure(
     assert "not restored" not in caplog.text
 
 
+def test_an_equal_prompt_waits_and_gets_the_blocks_of_the_first_one(start: Start) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    params, other = prefilled(prefill, "p"), prefilled(prefill, "q")
+    assert decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5]) == len(PROMPT)
+    assert decode.add(request_of("e", PROMPT, other), OTHERS) is None
+    while not decode.loaded:
+        decode.step()
+        assert decode.loaded or decode.ask("e", OTHERS) is None
+    # vLLM's prefix cache has the first one's full blocks now.
+    assert decode.ask("e", [1, 2, 3, 4, 12], computed=4 * BLOCK) == 2
+    decode.step_until(lambda: "e" in decode.loaded)
+    assert decode.holds("d", PROMPT)
+    assert decode.holds("e", PROMPT)
+    assert decode.counts["restore_tokens_transfer"] == len(PROMPT) + 2
+    assert decode.counts["restore_tokens_l1"] == 4 * BLOCK
+    prefill.step_until(lambda: len(prefill.freed) == 2)
+    assert prefill.counts == {"sends_received": 2}
+
+
+@pytest.mark.parametrize("end", ["fails", "aborted"])
+def test_after_the_end_of_the_first_restore_an_equal_prompt_goes_on_by_itself(start: Start, end: str) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    params, other, third = (prefilled(prefill, name) for name in ("p", "q", "r"))
+    if end == "fails":
+        # Prefill does not have it any more.
+        prefill.worker._worker._prefill._thread.stop(params["room"], "a test")
+        prefill.step_until(lambda: prefill.freed)
+    decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
+    assert decode.add(request_of("e", PROMPT, other), OTHERS) is None
+    assert decode.add(request_of("f", PROMPT, third), OTHERS) is None
+    if end == "fails":
+        decode.step_until(lambda: decode.loaded)
+        assert decode.invalid == {1, 2, 3, 4, 5}
+    else:
+        decode.step()
+        decode.finish("d")
+    decode.invalid.clear()
+    # Neither waits for the other one: each has waited once.
+    assert decode.ask("e", OTHERS) == len(PROMPT)
+    assert decode.ask("f", [6, 7, 8, 9, 10]) == len(PROMPT)
+    decode.step_until(lambda: {"d", "e", "f"} <= {*decode.loaded})
+    assert decode.holds("e", PROMPT)
+    assert decode.holds("f", PROMPT)
+    assert not decode.invalid
+
+
+def test_a_prompt_waits_for_no_restore_that_could_end_later_than_its_own(start: Start) -> None:
+    decode, number = start("kv_consumer"), 0
+    params = {"do_remote_prefill": True, "prefill": "127.0.0.1:9", "room": "prefill-first:r"}
+
+    def waits(first: dict[str, Any], later: dict[str, Any]) -> bool:
+        nonlocal number
+        answers = []
+        for one in (first, later):
+            number += 1
+            one = {"tokens": PROMPT, "computed": 0, "params": {}, **one}
+            request = request_of(str(number), one["tokens"], {**params, **one["params"]}, **one.get("changes", {}))
+            answers.append(decode.add(request, PLACES, computed=one["computed"]))
+        decode.finish(str(number))
+        decode.finish(str(number - 1))
+        return answers[-1] is None
+
+    assert waits({}, {})
+    assert waits({}, {"tokens": [*PROMPT[:-2], 7, 8, 9]})
+    whole = PROMPT[: 4 * BLOCK]
+    assert waits({"tokens": whole}, {"tokens": whole})
+    # Only the fourth block differs, which vLLM's cache never serves for a prompt that ends with it.
+    assert waits({"tokens": whole}, {"tokens": [*whole[:-1], 5]})
+    # Another prefill; a room that a router named; another adapter or salt.
+    assert not waits({"params": {"prefill": "127.0.0.1:8"}}, {})
+    assert not waits({"params": {"room": "named"}}, {})
+    assert waits({}, {"params": {"room": "named"}})
+    assert not waits({"changes": {"cache_salt": "s"}}, {})
+    assert not waits({}, {"changes": {"lora_request": SimpleNamespace(lora_name="mine")}})
+    # One of them brings in, or needs, further blocks.
+    assert not waits({"tokens": [*PROMPT, *range(BLOCK)]}, {})
+    assert not waits({}, {"tokens": [*PROMPT, *range(BLOCK)]})
+    assert not waits({"tokens": PROMPT[:-3]}, {})
+    assert not waits({"tokens": [9, *PROMPT[1:]]}, {})
+    # vLLM has all that its cache can serve, or more than as the first one began.
+    assert not waits({"computed": 4 * BLOCK}, {"computed": 4 * BLOCK})
+    assert not waits({}, {"computed": BLOCK})
+    assert waits({"computed": BLOCK}, {"computed": BLOCK})
+    # Prompts of one block, and a vLLM without prefix caching, share nothing.
+    assert not waits({"tokens": whole[:BLOCK]}, {"tokens": whole[:BLOCK]})
+    assert not waits({"changes": {"block_hashes": []}}, {"changes": {"block_hashes": []}})
+
+
 def test_without_prefill_decode_computes(start: Start) -> None:
     decode = start("kv_consumer")
     params = {"do_remote_prefill": True, "prefill": "127.0.0.1:9", "room": "r"}

@@ -109,6 +109,16 @@ async def test_a_pair_hands_prompts_over_and_restores_what_decode_kept(tmp_path:
     assert counts["offer_pages_written"] > 0, counts
 
 
+async def test_equal_prompts_at_the_same_time_are_restored_once(tmp_path: Path) -> None:
+    prompts, tokens, copies = 3, 1500, 6
+    options = ("--connector", "tidekv", "--conversations", prompts, "--turns", 1, "--tokens", tokens)
+    figures = await serve(tmp_path / "figures", *options, "--copies", copies, "--decode-share", 1)
+    assert not figures["metrics"].get(COUNT.format("restores_failed"))
+    # Each further prompt is asked of prefill from its last block on.
+    received = figures["metrics"][COUNT.format("restore_tokens_transfer")]
+    assert prompts * tokens <= received <= prompts * (tokens + (copies - 1) * 32), received
+
+
 async def test_a_pair_survives_kills_of_both_ends(tmp_path: Path) -> None:
     options = ("--connector", "tidekv", "--conversations", 4, "--turns", 4, "--tokens", "600:1400", "--parallel", 2)
     figures = await serve(tmp_path / "figures", *options, "--at", "1:kill:prefill-0", "--at", "2:kill:decode-0")

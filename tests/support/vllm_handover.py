@@ -6,6 +6,7 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from types import ModuleType, SimpleNamespace
 from typing import Any  # vLLM's objects are not typed here.
 
@@ -29,13 +30,23 @@ def kv_of(tokens: Sequence[int], layer: int, rank: int = 0) -> torch.Tensor:
     return torch.sin(sums.view(-1, 1, 1) * (layer + 1) + columns + rank).float()
 
 
+def hashes_of(tokens: Sequence[int], *extra: object) -> list[bytes]:
+    """A hash for each full block, which includes the blocks before it and what else tells KV apart, as vLLM's do."""
+    hashes = [repr(extra).encode()]
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        hashes.append(sha256(hashes[-1] + repr(tokens[start : start + BLOCK]).encode()).digest())
+    return hashes[1:]
+
+
 def request_of(name: str, tokens: Sequence[int], params: dict[str, Any] | None, **changes: Any) -> Any:
     """What a connector sees of a request."""
+    adapter = getattr(changes.get("lora_request"), "lora_name", None)
     fields = {
         "request_id": name,
         "kv_transfer_params": params,
         "prompt_token_ids": list(tokens),
         "all_token_ids": list(tokens),
+        "block_hashes": hashes_of(list(tokens), adapter, changes.get("cache_salt")),
         "num_tokens": len(tokens),
         "num_prompt_tokens": len(tokens),
         "num_computed_tokens": 0,
@@ -119,12 +130,23 @@ class HandoverVllm:
         (caches,) = self.caches_by_rank
         return caches
 
-    def add(self, request: Any, blocks: Sequence[int], *, computed: int = 0) -> int:
-        """A new request; returns the tokens that the connector claims, whose restore the next step starts."""
-        self.requests[request.request_id], self.tables[request.request_id] = request, list(blocks)
+    def add(self, request: Any, blocks: Sequence[int], *, computed: int = 0) -> int | None:
+        """A new request; returns the tokens that the connector claims, whose restore the next step starts.
+
+        None: the connector wants to be asked again.
+        """
+        self.requests[request.request_id] = request
         self.scheduler.on_new_request(request)
+        return self.ask(request.request_id, blocks, computed=computed)
+
+    def ask(self, name: str, blocks: Sequence[int], *, computed: int = 0) -> int | None:
+        """As vLLM asks in each step for a request that holds no blocks; these are allocated if it gets an answer."""
+        request, self.tables[name] = self.requests[name], []
         claimed, is_async = self.scheduler.get_num_new_matched_tokens(request, computed)
         assert is_async is bool(claimed)
+        if claimed is None:
+            return None
+        self.tables[name] = list(blocks)
         allocated = SimpleNamespace(get_block_ids=lambda: (list(blocks),))
         self.scheduler.update_state_after_alloc(request, allocated, claimed)
         request.num_computed_tokens = computed

@@ -1,6 +1,7 @@
 """Scheduler's side of the hand-over role: which prompts are restored from prefill, and which blocks are sent.
 
     decode    matched: the whole prompt ──▶ allocated ──▶ restore job ──▶ its end, or the blocks that failed
+                       or "ask again", while another request's restore brings in the same blocks
               finished: full blocks ──▶ an offer job, for which vLLM holds the blocks until they are in host memory
     prefill   each step: blocks that will be full once it has run ──▶ send jobs
               finished: the answer names address and room, and vLLM holds the blocks until decode has them
@@ -32,11 +33,80 @@ from tidekv.engine.log import engine_log
 LOG = engine_log("tidekv.vllm")
 
 
+class _LiveRestores:
+    """Restores under way whose blocks vLLM's prefix cache will have at their end, for equal prompts to wait for.
+
+    A prompt waits only if that costs it no time. Therefore the restore that it waits for
+
+    - brings in all blocks that vLLM's cache can serve the prompt, and no further ones: both prompts are equal but for
+      their last blocks. The later one would have to get the same blocks, and begins later. With a shorter common prefix
+      it would wait for blocks that it does not need, or begin to get its own ones only after the wait.
+    - is from the same prefill, which named its room and therefore has computed the prompt. A room that a router named
+      may be computed late, or never.
+    - began with as many tokens as vLLM has now for the later prompt, so it gets no others.
+
+    A request waits once, until that restore has ended, successfully or not, which its own deadlines bound. Then it goes
+    on by itself.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._first: dict[tuple[str, bytes], tuple[str, int]] = {}
+        """Request that restores, and the tokens that it had, by prefill and hash of the last block to be shared."""
+        self._place: dict[str, tuple[str, bytes]] = {}
+        """Keys of `_first`, by request."""
+        self._waits: dict[str, str] = {}
+        """The request whose restore a request waits for, or has waited for."""
+
+    def must_wait(self, request: Any, computed: int) -> bool:
+        """Whether a request, of which vLLM has `computed` tokens, is to be asked again later."""
+        request_id = request.request_id
+        if request_id not in self._waits:
+            first, had = self._first.get(self._place_of(request) or ("", b""), ("", 0))
+            if not first or computed != had or computed == self._shareable(request) * self._block_size:
+                return False
+            self._waits[request_id] = first
+        return self._waits[request_id] in self._place
+
+    def begin(self, request: Any, computed: int) -> None:
+        """Note a restore that begins with `computed` tokens."""
+        place = self._place_of(request)
+        if (
+            place is not None
+            and place not in self._first
+            and request.kv_transfer_params["room"].startswith(PREFILL_FIRST)
+        ):
+            self._first[place] = request.request_id, computed
+            self._place[request.request_id] = place
+
+    def end(self, request_id: str) -> None:
+        """Note that a restore has ended or is aborted: what waits for it goes on."""
+        place = self._place.pop(request_id, None)
+        if place is not None:
+            del self._first[place]
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has finished or was aborted."""
+        self.end(request_id)
+        self._waits.pop(request_id, None)
+
+    def _shareable(self, request: Any) -> int:
+        """Return the number of blocks that vLLM's cache can serve: vLLM computes the last token in any case."""
+        # Without prefix caching there are no hashes.
+        return min((int(request.num_prompt_tokens) - 1) // self._block_size, len(request.block_hashes))
+
+    def _place_of(self, request: Any) -> tuple[str, bytes] | None:
+        # vLLM's hash of a block includes all blocks before it, the adapter and the salt.
+        shareable = self._shareable(request)
+        return (request.kv_transfer_params["prefill"], request.block_hashes[shareable - 1]) if shareable else None
+
+
 class DecodeScheduler:
     """Claims the prompts that prefill computes, each at most once: after a failure vLLM computes."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
+        self._live = _LiveRestores(block_size)
         self._computed: dict[str, int] = {}
         """Tokens that vLLM had in its blocks when it asked last, by request."""
         self._claimed: set[str] = set()
@@ -46,8 +116,11 @@ class DecodeScheduler:
         self._offers: list[OfferJob] = []
         self._reset_salt = ""
 
-    def matched(self, request: Any, computed: int) -> int:
-        """Return the tokens of the prompt behind `computed`, which ends a block, if prefill is to send them."""
+    def matched(self, request: Any, computed: int) -> int | None:
+        """Return the tokens of the prompt behind `computed`, which ends a block, if prefill is to send them.
+
+        None: another request's restore brings in the same blocks, vLLM asks again in its next step.
+        """
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill") or request.request_id in self._claimed:
             return 0
@@ -61,6 +134,8 @@ class DecodeScheduler:
             )
             self._claimed.add(request.request_id)
             return 0
+        if self._live.must_wait(request, computed):
+            return None
         # vLLM asks again if it had no blocks, and may then have another number of tokens.
         self._computed[request.request_id] = computed
         return int(request.num_prompt_tokens) - computed
@@ -72,6 +147,7 @@ class DecodeScheduler:
         request_id, params = request.request_id, request.kv_transfer_params
         self._claimed.add(request_id)
         self._loading.add(request_id)
+        self._live.begin(request, self._computed[request_id])
         self._restores.append(
             RestoreJob(
                 request_id=request_id,
@@ -92,7 +168,9 @@ class DecodeScheduler:
 
     def loaded(self, request_ids: Iterable[str]) -> None:
         """Note the requests whose restore has ended, successfully or not."""
-        self._loading.difference_update(request_ids)
+        for request_id in request_ids:
+            self._loading.discard(request_id)
+            self._live.end(request_id)
 
     def reset(self) -> None:
         """Name pages otherwise from now on, until this process ends."""
@@ -106,6 +184,7 @@ class DecodeScheduler:
         request_id, size = request.request_id, self._block_size
         self._computed.pop(request_id, None)
         self._claimed.discard(request_id)
+        self._live.forget(request_id)
         if request_id in self._loading:
             self._aborted.append(request_id)
             self._loading.discard(request_id)
@@ -215,8 +294,8 @@ class HandoverScheduler:
         if self._prefill is not None:
             self._prefill.arrived(request)
 
-    def matched(self, request: Any, computed: int) -> int:
-        """Return how many tokens of the prompt behind `computed` prefill is to send."""
+    def matched(self, request: Any, computed: int) -> int | None:
+        """Return how many tokens of the prompt behind `computed` prefill is to send; None: ask again."""
         return 0 if self._decode is None else self._decode.matched(request, computed)
 
     def allocated(self, request: Any, blocks: list[int], external_tokens: int) -> None:
