@@ -8,7 +8,8 @@ from tidekv.backends.keys.chain import TOKEN_BYTES, namespace_seed, pack_tokens
 from tidekv.engine.decode.values import DecodeRequest, join_namespaces
 from tidekv.states import events
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest
-from tidekv.states.validation import checked
+from tidekv.states.validation import PlainText, Text, checked
+from tidekv.transports.control.wire import check_name
 
 if TYPE_CHECKING:
     import asyncio
@@ -39,6 +40,18 @@ class Arrivals:
         if self._runtime.is_draining:
             raise EngineClosed("the engine drains: it takes no new requests")
         return pack_tokens(request.tokens, vocabulary=self._runtime.config.vocabulary or None)
+
+    def namespace(self, namespace: str) -> str:
+        """Return the namespace of a call within that of the engine. Raises InvalidRequest."""
+        return join_namespaces(self._runtime.config.namespace, checked(namespace, PlainText, "namespace"))
+
+    def decline(self, request_id: str, prefill: str) -> None:
+        """Decline a request at all ranks of a prefill. Raises InvalidRequest and EngineClosed."""
+        self._runtime.check_open()
+        check_name(checked(request_id, Text, "request_id"))
+        for address in checked(prefill, Text, "prefill").split(","):
+            self._runtime.transport.check_address(address)
+        self._runtime.receiver.decline(prefill, request_id)
 
     def check_reachable(self, request: DecodeRequest) -> None:
         """Raise if no request can be taken now, or if an address of the request's prefills is invalid."""

@@ -24,12 +24,11 @@ from tidekv.engine.decode.values import (
     Recompute,
     RestoredPages,
     RetractedRequest,
-    join_namespaces,
 )
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, RequestFailed
 from tidekv.states.storage.policy import PolicyChanges, StoragePolicy, changed_policy, policy_of
-from tidekv.states.validation import PlainText, Seconds, SecondsOrZero, Text, checked
+from tidekv.states.validation import Seconds, SecondsOrZero, Text, checked
 
 if TYPE_CHECKING:
     from tidekv.backends.component_pools import ComponentPools
@@ -192,9 +191,13 @@ class DecodeEngine:
         """
         self._check_mode("offer", "lent")
         packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
-        checked(namespace, PlainText, "namespace")
-        joined = join_namespaces(self.config.namespace, namespace)
-        return self._lending.offer(self._arrivals.next_serial(), packed, pages, start_token, joined)
+        return self._lending.offer(packed, pages, start_token, self._arrivals.namespace(namespace))
+
+    def decline(self, request_id: str, prefill: str) -> None:
+        """Let prefill release at once what it holds for a request that is not restored here. If it cannot be reached,
+        that is logged, and its own limit applies. Raises InvalidRequest for an invalid id or address.
+        """
+        self._arrivals.decline(request_id, prefill)
 
     async def abort(self, request_id: str) -> bool:
         """End a request, waiting or READY. True: it has ended, and its id is free; its `restore` raises
@@ -418,17 +421,14 @@ class DecodeEngine:
         return policy
 
     def probe_prefix(self, tokens: Tokens, *, namespace: str = "") -> dict[str, int]:
-        """Return the tokens of this prompt in device and host memory, {"l1": …, "l2": …}. Changes nothing. Pages that
-        are still being received or copied do not count.
+        """Return the tokens of this prompt in place in device and host memory, {"l1": …, "l2": …}. Changes nothing.
 
         For routers. Any page may be evicted at any time, so the answer promises nothing. Raises InvalidRequest.
         """
         packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
-        checked(namespace, PlainText, "namespace")
-        joined = join_namespaces(self.config.namespace, namespace)
-        state = self._core.state
+        joined = self._arrivals.namespace(namespace)
         keys = self._runtime.prompt_keys.page_keys.of(packed)
-        device, host = state.index.probe_prefix(joined, keys, with_pending=False)
+        device, host = self._core.state.index.probe_prefix(joined, keys, with_pending=False)
         return {"l1": device * self.layout.page_size, "l2": host * self.layout.page_size}
 
     async def drain(self, timeout_s: float | None = None) -> list[str]:

@@ -54,10 +54,8 @@ class LentCalls:
         assert isinstance(restored, RestoredPages), "a request in lent pages ends with them"
         return restored
 
-    def offer(
-        self, number: int, packed: bytes, pages: Pages, start_token: int, namespace: str
-    ) -> asyncio.Future[OfferedPages]:
-        """Post offer `number`; returns the future of its end. Raises InvalidRequest, having changed nothing."""
+    def offer(self, packed: bytes, pages: Pages, start_token: int, namespace: str) -> asyncio.Future[OfferedPages]:
+        """Post an offer; returns the future of its end. Raises InvalidRequest, having changed nothing."""
         runtime, settings = self._runtime, self._runtime.core.settings
         checked(start_token, Count, "start_token")
         page_size, count = settings.page_size, len(packed) // TOKEN_BYTES
@@ -74,7 +72,7 @@ class LentCalls:
                 f"offer: tokens [{start_token}, {count}) fill {full} pages of {page_size} tokens; {len(offered)} pages "
                 "were given"
             )
-        offered = offered[:full]
+        offered, number = offered[:full], self._arrivals.next_serial()
         event = events.PagesOffered(
             at_s=runtime.front.clock(), offer=number, keys=keys, pages=tuple(offered), namespace=namespace
         )

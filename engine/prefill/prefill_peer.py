@@ -283,8 +283,9 @@ class PrefillPeer:
 
         If there are several generations, the newest is returned. A room that has finished or ended is not returned
         again; the call then waits for the next one, because the same request may be sent again before decode's
-        confirmation of the first attempt arrives. Raises EngineClosed if the peer closes, and CapacityError if too many
-        rooms are already waited for.
+        confirmation of the first attempt arrives. Raises TransferFailed if decode declines the request
+        (`DecodeEngine.decline`), EngineClosed if the peer closes, and CapacityError if too many rooms are already
+        waited for.
         """
         return await self._sender.room(request_id)
 

@@ -2,7 +2,7 @@
 
     scheduler's thread                                   engine's thread (uvloop)
     submit, resume, finish, retract, abort ── orders ──▶ DecodeEngine
-    restore_into, offer
+    restore_into, offer, decline
     poll, eventfd, or on_done              ◀─ outcomes ─ one for every ticket
     grow                                   takes pages from the request's reserve, and posts an order that notes it
 
@@ -40,7 +40,7 @@ from tidekv.engine.thread.tickets import (
     Ticket,
     Tickets,
 )
-from tidekv.states.errors import EngineClosed, InvalidRequest, OutOfPages
+from tidekv.states.errors import EngineClosed, InvalidRequest, OutOfPages, TidekvError
 from tidekv.states.validation import Count, SecondsOrZero, Text, checked
 
 if TYPE_CHECKING:
@@ -288,6 +288,13 @@ class EngineThread:
 
         return self._begin(ticket, work)
 
+    def decline(self, request_id: str, prefill: str) -> None:
+        """Let prefill release what it holds for a request that is not restored here. Never waits.
+
+        A failure is logged, also an invalid id or address. Raises EngineClosed.
+        """
+        self._loop.post(lambda: self._decline(request_id, prefill))
+
     def abort(self, request_id: str) -> bool:
         """End a request; False if it is not live or is being given back. Never waits.
 
@@ -465,6 +472,12 @@ class EngineThread:
         await self._engine.abort(live.request_id)
         if was_ready:
             self._tickets.forget(live)
+
+    def _decline(self, request_id: str, prefill: str) -> None:
+        try:
+            self._engine.decline(request_id, prefill)
+        except TidekvError as error:
+            LOG.warning("a room could not be declined", request_id=request_id, prefill=prefill, cause=str(error))
 
     def _note_growths(self, taken: list[tuple[ReadyRequest, int]]) -> None:
         for ready, page_count in taken:

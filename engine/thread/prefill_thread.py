@@ -20,7 +20,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tidekv.engine.thread.loop_thread import LoopThread
-from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause, TidekvError
+from tidekv.states.errors import (
+    EngineClosed,
+    InvalidConfig,
+    InvalidRequest,
+    PrefillCause,
+    TidekvError,
+    TransferFailed,
+)
 from tidekv.states.types import PageIds, page_ids
 from tidekv.states.validation import Count, PositiveCount, Seconds, SecondsOrZero, Text, checked
 from tidekv.transports.prefill.prefill_room import RoomOutcome
@@ -85,9 +92,10 @@ class PrefillThread:
 
     A hand-over that was opened ends with one `HandedOver`, which `poll` returns. Until then its pages must not change,
     unless `stop` has returned. If a room fails before decode has all pages (its link is lost, its lease ends), the
-    hand-over waits for the next promise of the same request, and starts over with the pages that it has. After an end
-    without success, further promises are refused for `promise_timeout_s`. Methods may be called on any thread but the
-    peer's; only `stop`, `restart`, `statistics`, `start` and `close` wait.
+    hand-over waits for the next promise of the same request, and starts over with the pages that it has. If decode
+    declines the request, it ends at once. After an end without success, further promises are refused for
+    `promise_timeout_s`. Methods may be called on any thread but the peer's; only `stop`, `restart`, `statistics`,
+    `start` and `close` wait.
     """
 
     def __init__(self, peer: PrefillPeer, *, promise_timeout_s: float = 60.0, name: str = "tidekv-prefill") -> None:
@@ -280,6 +288,8 @@ class PrefillThread:
                 cause = handed.stopped or room.cause or ""
                 if outcome in FINAL and not (outcome is RoomOutcome.ABORTED and room.lost_link):
                     break
+        except TransferFailed as error:
+            cause = str(error)  # Decode declined the room.
         except EngineClosed:
             pass  # The peer is being closed, which the cause reports.
         finally:
@@ -294,8 +304,9 @@ class PrefillThread:
         try:
             async with asyncio.timeout(self._promise_timeout_s):
                 while True:
-                    room = await self._peer.room(request_id)
-                    room.fail(PrefillCause.FAILED.words(cause))
+                    with suppress(TransferFailed):
+                        room = await self._peer.room(request_id)
+                        room.fail(PrefillCause.FAILED.words(cause))
         except (TimeoutError, EngineClosed):
             pass
         finally:

@@ -15,7 +15,7 @@ from tidekv import (
     KVLayout,
     NixlTransport,
 )
-from tidekv.engine.decode.decode_engine import join_namespaces
+from tidekv.engine.decode.values import join_namespaces
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=4)
 

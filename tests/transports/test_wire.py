@@ -75,6 +75,7 @@ GOLDEN = {
     "failed": (wire.Failed(room=ROOM, cause="no"), "a66661696c6564 94a164a165a17203 a26e6f"),
     "abort": (wire.Abort(room=ROOM), "a561626f7274 94a164a165a17203"),
     "drained": (wire.Drained(room=ROOM, rank=1), "a7647261696e6564 94a164a165a17203 01"),
+    "declined": (wire.Declined(room=ROOM), "a86465636c696e6564 94a164a165a17203"),
     "received": (wire.Received(room=ROOM), "a87265636569766564 94a164a165a17203"),
     "ping": (wire.Ping(sent_at=1.0), "a470696e67 cb3ff0000000000000 90"),
     "ping with rooms": (
@@ -240,6 +241,7 @@ MESSAGES = st.one_of(
     st.builds(wire.Failed, room=ROOMS, cause=st.text(max_size=50)),
     st.builds(wire.Abort, room=ROOMS),
     st.builds(wire.Drained, room=ROOMS, rank=COUNTS),
+    st.builds(wire.Declined, room=ROOMS),
     st.builds(wire.Received, room=ROOMS),
     st.builds(wire.Ping, sent_at=st.floats(0, 1e12)),
     st.just(HELLO),

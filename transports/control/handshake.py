@@ -67,7 +67,11 @@ def make_hello(
 
 async def receive_hello(link: base.Link) -> wire.Hello:
     """Return the peer's Hello, which must be its first message. Raises LinkClosed or RemoteProtocolError."""
-    message = await link.receive()
+    return as_hello(link, await link.receive())
+
+
+def as_hello(link: base.Link, message: wire.AnyMessage) -> wire.Hello:
+    """Return the first message of a link if it is a Hello. Raises RemoteProtocolError."""
     if not isinstance(message, wire.Hello):
         raise RemoteProtocolError(f"{link.peer_label} began with {type(message).__name__} instead of Hello")
     return message

@@ -19,7 +19,7 @@ from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProto
 from tidekv.states.types import Identity, PageIds, PoolMemory
 from tidekv.transports.control import frames
 
-VERSION = 8
+VERSION = 9
 FRAME_BYTES_MAX = 8 * 1024 * 1024
 HELLO_BYTES_MAX = 1024 * 1024
 """Maximum size of a frame before the Hello is accepted: a Hello of 10,000 registered regions fits."""
@@ -299,6 +299,16 @@ class Drained(Message, frozen=True, tag="drained"):
     rank: Count
 
 
+class Declined(Message, frozen=True, tag="declined"):
+    """Decode will not promise a room for this request: prefill may free its pages. The generation has no meaning.
+
+    It may take the place of decode's Hello, since also a worker whose layout does not match must be able to decline.
+    Prefill then closes the link, which confirms it.
+    """
+
+    room: Room
+
+
 class Received(Message, frozen=True, tag="received"):
     """Decode has all that it needs: prefill may free the pages of this room."""
 
@@ -340,6 +350,7 @@ AnyMessage = (
     | Failed
     | Abort
     | Drained
+    | Declined
     | Received
     | Ping
     | Bye

@@ -14,6 +14,8 @@ One link per prefill address, shared by all rooms there. Messages are checked an
 
 An abort of an unknown room is answered by RoomDrained at once: it was never promised, or has drained.
 
+A room that will not be promised can be declined, so that prefill frees its pages at once.
+
 An address may name all ranks of a prefill instance, joined by commas. Every rank is promised the room once all are
 connected, and compares; those that hold heads and layers of ours write them. If several write, events name each by its
 number among the writers, and the loss of one fails the room: the others get Abort.
@@ -32,6 +34,7 @@ from tidekv.states import events
 from tidekv.states.components.specs import ComponentPages
 from tidekv.states.errors import (
     InvalidConfig,
+    LinkClosed,
     LocalProtocolError,
     PeerMismatch,
     PrefillCause,
@@ -64,6 +67,7 @@ REDIAL_S_MAX = 4.0
 LOG = engine_log("tidekv.transports")
 
 COUNTS = (
+    "declines_unsent",
     "dials_failed",
     "dials_in_pause",
     "frames_foreign",
@@ -279,6 +283,44 @@ class Receiver:
                 self._free_slots(lost)
             if not rooms:
                 del self._lost[writer]
+
+    def decline(self, address: str, request_id: str) -> None:
+        """Let the prefill at `address` free the pages of a request that is never promised. A failure is only counted
+        and logged: prefill has a limit of its own.
+        """
+        name = self._transport.name
+        epoch = self._transport.instance.removeprefix(f"{name}-")
+        room = wire.Room(instance=name, epoch=epoch, request_id=request_id, generation=0)
+        for one in address.split(","):
+            link = self._links.get(one)
+            if link is not None and link.is_open:
+                link.send(wire.Declined(room=room))
+            elif cause := self._refusal_to_dial([one]):
+                self._note_unsent(one, room, cause)
+            else:
+                self._tasks.spawn(self._decline_alone(one, room), name=f"decline {request_id} at {one}")
+
+    async def _decline_alone(self, address: str, room: wire.Room) -> None:
+        """Decline by a link of its own without a Hello, which prefill may refuse for its layout."""
+        try:
+            async with asyncio.timeout(self._beats_max * self._heartbeat_s):
+                link = await self._transport.dial(address)
+                try:
+                    link.send(wire.Declined(room=room))
+                    # Prefill's Hello, then its end of the link. If we ended it first, a reset could overtake our frame.
+                    while True:
+                        await link.receive()
+                except LinkClosed as closed:
+                    if not closed.is_orderly:
+                        raise
+                finally:
+                    await link.close("declined")
+        except (TimeoutError, TidekvError) as error:
+            self._note_unsent(address, room, str(error) or "prefill did not answer")
+
+    def _note_unsent(self, address: str, room: wire.Room, cause: str) -> None:
+        self.counts["declines_unsent"] += 1
+        LOG.info("a room could not be declined", request_id=room.request_id, prefill=address, cause=cause)
 
     def statistics(self) -> dict[str, int | float]:
         """links, rooms_open, rooms_unsettled (ended or lost, maybe still written to), and counts of unusual events."""

@@ -5,6 +5,9 @@ within a room fails that room; a malformed frame ends the link. Repeats, late fr
 answered or counted, never asserted: an Abort of an unknown room is answered by Drained at once, since nothing writes to
 it, an Extend by Refused.
 
+A decode worker may decline a room that it has not promised, also in place of its Hello. What waits for the room, or
+will, gets an error.
+
 Each rank of a decode instance dials every prefill rank. A room opens once all decode ranks have promised the same;
 promises that differ are refused on all links, with both numbers.
 """
@@ -53,10 +56,12 @@ COUNTS = (
     "promises_differ",
     "promises_repeated",
     "rooms_broken",
+    "rooms_declined",
     "rooms_refused",
     *(f"rooms_{outcome.name.lower()}" for outcome in RoomOutcome),
 )
 """Names of all counts, so that statistics contain them from the start."""
+DECLINED = "decode declined it"
 
 
 class Sender:
@@ -141,6 +146,8 @@ class Sender:
         self._generations: dict[tuple[str, str, str], int] = {}
         self._peers: set[DecodePeer] = set()
         self._waiting: dict[str, set[asyncio.Future[Room]]] = {}
+        self._declined: dict[str, None] = {}
+        """Requests that decode declined before their room was waited for."""
         self._waiting_count = 0
         self._listener: base.Listener | None = None
         self._lease_timer: asyncio.TimerHandle | None = None
@@ -185,10 +192,13 @@ class Sender:
     async def room(self, request_id: str) -> Room:
         """Return the newest unfinished room of a request; waits for its promise.
 
-        Raises CapacityError if too many rooms are awaited, EngineClosed.
+        Raises CapacityError if too many rooms are awaited, TransferFailed if decode declines it, EngineClosed.
         """
         if self._is_closing:
             raise EngineClosed("the prefill side is closed")
+        if request_id in self._declined:
+            del self._declined[request_id]
+            raise TransferFailed(DECLINED)
         found = self._newest.get(request_id)
         if found is not None and not found.is_finished and found.cause is None:
             return found
@@ -257,7 +267,12 @@ class Sender:
         )
         try:
             link.send(ours)
-            theirs = await self._receive_hello(link)
+            first = await self._receive_first(link)
+            if isinstance(first, wire.Declined):
+                self._decline(first.room.request_id)
+                await link.close("declined")
+                return
+            theirs = handshake.as_hello(link, first)
             handshake.check_hello(ours, theirs)
             if theirs.contexts > 1:
                 raise PeerMismatch(
@@ -299,10 +314,10 @@ class Sender:
             if not peer.rooms:
                 await self._forget(peer)
 
-    async def _receive_hello(self, link: base.Link) -> wire.Hello:
+    async def _receive_first(self, link: base.Link) -> wire.AnyMessage:
         try:
             async with asyncio.timeout(handshake.HELLO_S):
-                return await handshake.receive_hello(link)
+                return await link.receive()
         except TimeoutError as error:
             raise TransferFailed(f"{link.peer_label} did not send Hello within {handshake.HELLO_S} s") from error
 
@@ -311,6 +326,8 @@ class Sender:
             case wire.Ping():
                 self._renew(peer, message.rooms)
                 self._send(peer, wire.Ping(sent_at=message.sent_at))
+            case wire.Declined():
+                self._decline(message.room.request_id)
             case (
                 wire.Promise() | wire.Extend() | wire.Abort() | wire.Received() | wire.Failed() | wire.StagingGranted()
             ):
@@ -373,6 +390,22 @@ class Sender:
                 cause = "prefill has no such room: it has ended, or was never promised here"
                 self._send(peer, wire.Refused(room=message.room, span=message.span, cause=cause))
 
+    def _decline(self, request_id: str) -> None:
+        """End the waits for a room that will not be promised. A room that is there, or is being promised, stays."""
+        if request_id in self._newest or any(request_id == one.name[1] for one in self._pending_rooms):
+            self.counts["frames_late"] += 1
+            return
+        self.counts["rooms_declined"] += 1
+        waiters = self._waiting.pop(request_id, ())
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(TransferFailed(DECLINED))
+        if not waiters:
+            # Decode may decline before prefill has begun. Bounded: the oldest one is forgotten first.
+            self._declined[request_id] = None
+            if len(self._declined) > self._rooms_max:
+                del self._declined[next(iter(self._declined))]
+
     def _open(self, peer: DecodePeer, promise: wire.Promise) -> None:
         """Open a room, or add the promise to its pending room, unless it repeats an earlier one or is older."""
         key = promise.room
@@ -429,6 +462,7 @@ class Sender:
             self._room_writers[room_writer.key] = room_writer
             room_writer.peer.room_writers[room.request_id, room.generation] = room_writer
         self._newest[room.request_id] = room
+        self._declined.pop(room.request_id, None)
         self._start_lease_timer()
         for waiter in self._waiting.pop(room.request_id, ()):
             if not waiter.done():

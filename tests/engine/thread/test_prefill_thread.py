@@ -129,6 +129,31 @@ def test_a_stopped_hand_over_ends_and_refuses_decode_at_once(pair: Pair) -> None
     pair.restored()
 
 
+def test_a_hand_over_that_decode_declines_ends_at_once(pair: Pair) -> None:
+    pair.prefill.open("r", prompt_tokens=len(PROMPT))
+    pair.send(0, 6)
+    pair.decode.decline("r", pair.prefill.address)
+    assert pair.ended() == HandedOver("r", None, "decode declined it")
+    # What was declined is refused to others, which then compute. A second decline has no effect on that.
+    pair.decode.decline("r", pair.prefill.address)
+    pair.submit()
+    (outcome,) = pair.outcomes()
+    assert isinstance(outcome, Failed)
+    assert "decode declined it" in str(outcome.error)
+
+
+def test_a_decline_is_checked_on_the_engines_thread_and_logged(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    for name, prefill, words in (("", "127.0.0.1:9", "request_id"), ("r", "127.0.0.1:9,", ""), ("a\nb", "x:1", "name")):
+        caplog.clear()
+        pair.decode.decline(name, prefill)
+        pair.decode.statistics()
+        assert "a room could not be declined" in caplog.text
+        assert words in caplog.text
+    pair.decode.close()
+    with pytest.raises(EngineClosed):
+        pair.decode.decline("r", pair.prefill.address)
+
+
 def test_a_different_prompt_and_wrong_pages_fail_by_name(pair: Pair) -> None:
     pair.prefill.open("r", prompt_tokens=len(PROMPT))
     pair.submit(tokens=PROMPT[:-1])
