@@ -481,11 +481,64 @@ def test_other_numbers_of_ranks_are_refused(
     start: Start, caplog: pytest.LogCaptureFixture, of_prefill: int, of_decode: int
 ) -> None:
     prefill, decode = start("kv_producer", ranks=of_prefill), start("kv_consumer", ranks=of_decode)
-    decode.add(request_of("d", PROMPT, prefilled(prefill)), [1, 2, 3, 4, 5])
+    assert decode.add(request_of("d", PROMPT, prefilled(prefill)), [1, 2, 3, 4, 5]) == 0
+    assert f"prefill has {of_prefill} tensor-parallel ranks and decode {of_decode}:" in caplog.text
+    assert "start both with the same --tensor-parallel-size" in caplog.text
+    decode.step()
+    assert (decode.loaded, decode.invalid, decode.counts) == ([], set(), {"restores_declined": 1})
+    # All ranks of prefill release the blocks at once: it would hold them for a minute.
+    prefill.step_until(lambda: prefill.freed)
+    assert prefill.counts == {"sends_unclaimed": of_prefill}
+
+
+def test_a_prompt_that_decode_declines_before_prefill_has_computed_it_is_not_held(start: Start) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    address = prefill.scheduler._handover_scheduler._prefill.address
+    params = {"do_remote_prefill": True, "prefill": address, "room": "chosen"}
+    # Logprobs of the prompt need all of its tokens to be computed.
+    assert decode.add(request_of("d", PROMPT, params, skip_reading_prefix_cache=True), [1, 2, 3, 4, 5]) == 0
+    decode.step()
+    thread = prefill.worker._worker._prefill._thread
+    until_s = time.monotonic() + LIMIT_S
+    while not thread.statistics()["rooms_declined"]:
+        assert time.monotonic() < until_s, "prefill did not hear of it"
+    prefill.add(to_prefill(room="chosen"), PLACES)
+    prefill.compute("p", chunk=BLOCK)
+    assert prefill.finish("p")[0]
+    prefill.step_until(lambda: prefill.freed)
+    assert prefill.counts == {"sends_unclaimed": 1}
+    # It is declined once; nothing of it is left to be declined at its end.
+    decode.compute("d", chunk=100)
+    decode.finish("d")
+    decode.step()
+    assert decode.counts["restores_declined"] == 1
+
+
+def test_a_prompt_whose_client_leaves_before_it_was_asked_for_is_declined(start: Start) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    first, other = prefilled(prefill, "p"), prefilled(prefill, "q")
+    decode.add(request_of("d", PROMPT, first), [1, 2, 3, 4, 5])
+    assert decode.add(request_of("e", PROMPT, other), OTHERS) is None
+    assert decode.finish("e") == (False, None)
     decode.step_until(lambda: decode.loaded)
-    assert decode.invalid == {1, 2, 3, 4, 5}
-    assert f"prefill has {of_prefill} tensor-parallel ranks" in caplog.text
-    assert f"and decode {of_decode}; start both with the same --tensor-parallel-size" in caplog.text
+    prefill.step_until(lambda: len(prefill.freed) == 2)
+    assert prefill.counts == {"sends_received": 1, "sends_unclaimed": 1}
+    assert decode.counts["restores_declined"] == 1
+    # A client that leaves later is no reason to decline.
+    decode.compute("d", chunk=100)
+    decode.finish("d")
+    decode.step_until(lambda: decode.freed)
+    assert decode.counts["restores_declined"] == 1
+
+
+def test_a_decline_that_does_not_reach_prefill_harms_nothing(start: Start) -> None:
+    decode = start("kv_consumer")
+    for name, prefill in (("d", "127.0.0.1:9"), ("e", "no address"), ("f", "127.0.0.1:9,127.0.0.1:10")):
+        params = {"do_remote_prefill": True, "prefill": prefill, "room": name}
+        assert decode.add(request_of(name, PROMPT, params, skip_reading_prefix_cache=True), PLACES) == 0
+    engine = decode.worker._worker._decode._engine
+    decode.step_until(lambda: engine.statistics()["receiver"]["declines_unsent"] == 3)
+    assert decode.counts == {"restores_declined": 3}
 
 
 def test_blocks_in_another_order_are_refused(start: Start, caplog: pytest.LogCaptureFixture) -> None:
@@ -495,6 +548,8 @@ def test_blocks_in_another_order_are_refused(start: Start, caplog: pytest.LogCap
     decode.step_until(lambda: decode.loaded)
     assert decode.invalid == {1, 2, 3, 4, 5}
     assert "vLLM blocks of FLASH_ATTN" in caplog.text
+    prefill.step_until(lambda: prefill.freed)
+    assert prefill.counts == {"sends_unclaimed": 1}
 
 
 @pytest.mark.parametrize(

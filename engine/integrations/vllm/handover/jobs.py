@@ -53,6 +53,14 @@ class OfferJob:
     namespace: str
 
 
+@dataclass(frozen=True, slots=True)
+class DeclineJob:
+    """A room that prefill has, or will have, and that decode does not ask for; `prefill` is as in RestoreJob."""
+
+    room: str
+    prefill: str
+
+
 @dataclass(slots=True)
 class HandoverJobs:
     """The jobs of one step.
@@ -65,6 +73,7 @@ class HandoverJobs:
     restores: list[RestoreJob] = field(default_factory=list)
     sends: list[SendJob] = field(default_factory=list)
     offers: list[OfferJob] = field(default_factory=list)
+    declined: list[DeclineJob] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     held: dict[str, bool] = field(default_factory=dict)
@@ -78,6 +87,7 @@ HANDOVER_COUNTS: Mapping[str, str] = {
     "restore_bytes_transfer": "bytes of whole pages received from prefill",
     "restores_partial": "prompts that were restored in part; vLLM computes the rest",
     "restores_failed": "prompts of which nothing was restored; vLLM computes them",
+    "restores_declined": "prompts that decode did not ask prefill for: vLLM computes them, or their client left",
     "offer_pages_written": "pages of finished requests copied to host memory",
     "offer_pages_present": "pages of finished requests that host memory had already",
     "offer_pages_declined": "pages of finished requests not kept: host memory had no room, or a copy failed",

@@ -1,6 +1,7 @@
 """Scheduler's side of the hand-over role: which prompts are restored from prefill, and which blocks are sent.
 
-    decode    matched: the whole prompt ──▶ allocated ──▶ restore job ──▶ its end, or the blocks that failed
+    decode    matched: nothing ──▶ a decline job, if prefill has the prompt
+                       the whole prompt ──▶ allocated ──▶ restore job ──▶ its end, or the blocks that failed
                        or "ask again", while another request's restore brings in the same blocks
               finished: full blocks ──▶ an offer job, for which vLLM holds the blocks until they are in host memory
     prefill   each step: blocks that will be full once it has run ──▶ send jobs
@@ -25,7 +26,14 @@ from typing import Any  # vLLM's requests are not typed here: tests and type che
 from uuid import uuid4
 
 from tidekv.backends.keys.chain import pack_tokens
-from tidekv.engine.integrations.vllm.handover.jobs import PREFILL_FIRST, HandoverJobs, OfferJob, RestoreJob, SendJob
+from tidekv.engine.integrations.vllm.handover.jobs import (
+    PREFILL_FIRST,
+    DeclineJob,
+    HandoverJobs,
+    OfferJob,
+    RestoreJob,
+    SendJob,
+)
 from tidekv.engine.integrations.vllm.handover.settings import Handover
 from tidekv.engine.integrations.vllm.scheduler import is_of_tokens
 from tidekv.engine.log import engine_log
@@ -102,16 +110,22 @@ class _LiveRestores:
 
 
 class DecodeScheduler:
-    """Claims the prompts that prefill computes, each at most once: after a failure vLLM computes."""
+    """Claims the prompts that prefill computes, each at most once: after a failure vLLM computes.
 
-    def __init__(self, block_size: int) -> None:
+    What it does not claim it declines, so that prefill does not hold the blocks until its own limit.
+    """
+
+    def __init__(self, block_size: int, ranks: int = 1) -> None:
         self._block_size = block_size
+        self._ranks = ranks
         self._live = _LiveRestores(block_size)
         self._computed: dict[str, int] = {}
         """Tokens that vLLM had in its blocks when it asked last, by request."""
         self._claimed: set[str] = set()
+        """Requests that were answered: restored, declined, or without a room."""
         self._loading: set[str] = set()
         self._restores: list[RestoreJob] = []
+        self._declines: list[DeclineJob] = []
         self._aborted: list[str] = []
         self._offers: list[OfferJob] = []
         self._reset_salt = ""
@@ -124,15 +138,24 @@ class DecodeScheduler:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill") or request.request_id in self._claimed:
             return 0
-        if request.skip_reading_prefix_cache or not is_of_tokens(request):
-            return 0
-        if not isinstance(params.get("prefill"), str) or not isinstance(params.get("room"), str):
+        if not _names_room(request):
             LOG.warning(
                 "do_remote_prefill needs prefill and room, as prefill's answer names them: the prompt is computed here",
                 request_id=request.request_id,
                 given=sorted(params),
             )
             self._claimed.add(request.request_id)
+            return 0
+        ranks = params["prefill"].count(",") + 1
+        if ranks != self._ranks:
+            LOG.warning(
+                f"prefill has {ranks} tensor-parallel ranks and decode {self._ranks}: the prompt is computed here; "
+                "start both with the same --tensor-parallel-size",
+                request_id=request.request_id,
+                prefill=params["prefill"],
+            )
+        if ranks != self._ranks or request.skip_reading_prefix_cache or not is_of_tokens(request):
+            self._decline(request)
             return 0
         if self._live.must_wait(request, computed):
             return None
@@ -163,6 +186,7 @@ class DecodeScheduler:
     def add_jobs(self, jobs: HandoverJobs) -> None:
         """Add the jobs of a step."""
         jobs.restores, self._restores = self._restores, []
+        jobs.declined, self._declines = self._declines, []
         jobs.aborted, self._aborted = self._aborted, []
         jobs.offers, self._offers = self._offers, []
 
@@ -182,6 +206,9 @@ class DecodeScheduler:
         If a restore is still under way it is aborted, and vLLM holds the blocks by itself until that has ended.
         """
         request_id, size = request.request_id, self._block_size
+        if _names_room(request) and request_id not in self._claimed:
+            # Aborted before it was asked for, perhaps while it waited for an equal prompt.
+            self._decline(request)
         self._computed.pop(request_id, None)
         self._claimed.discard(request_id)
         self._live.forget(request_id)
@@ -195,6 +222,18 @@ class DecodeScheduler:
         tokens = pack_tokens(request.all_token_ids[: full * size])
         self._offers.append(OfferJob(request_id, tokens, tuple(blocks[:full]), namespace_of(request, self._reset_salt)))
         return True
+
+    def _decline(self, request: Any) -> None:
+        params = request.kv_transfer_params
+        self._claimed.add(request.request_id)
+        self._declines.append(DeclineJob(room=params["room"], prefill=params["prefill"]))
+
+
+def _names_room(request: Any) -> bool:
+    """Whether a request names a room at a prefill."""
+    params = request.kv_transfer_params or {}
+    named = [params.get("prefill"), params.get("room")]
+    return bool(params.get("do_remote_prefill")) and all(isinstance(one, str) for one in named)
 
 
 @dataclass(slots=True)
@@ -281,7 +320,7 @@ class HandoverScheduler:
     """Both ends: `SchedulerRole` for a vLLM that sends prompts, receives them, or both."""
 
     def __init__(self, handover: Handover) -> None:
-        self._decode = DecodeScheduler(handover.block_size) if handover.receives else None
+        self._decode = DecodeScheduler(handover.block_size, handover.ranks) if handover.receives else None
         self._prefill = PrefillScheduler(handover.block_size, handover.settings.listen) if handover.sends else None
 
     def listening(self, addresses: Mapping[int, str]) -> None:

@@ -24,7 +24,14 @@ from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.decode.values import DecodeRequest
 from tidekv.engine.integrations.vllm.blocks import in_order
 from tidekv.engine.integrations.vllm.handover.blocks import BlockOrder, wrap_blocks
-from tidekv.engine.integrations.vllm.handover.jobs import PREFILL_FIRST, HandoverJobs, OfferJob, RestoreJob, SendJob
+from tidekv.engine.integrations.vllm.handover.jobs import (
+    PREFILL_FIRST,
+    DeclineJob,
+    HandoverJobs,
+    OfferJob,
+    RestoreJob,
+    SendJob,
+)
 from tidekv.engine.integrations.vllm.handover.settings import Handover
 from tidekv.engine.integrations.vllm.settings import CPU_BACKEND, backends_of
 from tidekv.engine.log import engine_log
@@ -181,6 +188,14 @@ class DecodeWorker:
         except TidekvError as error:
             self._end_offer(job, str(error))
 
+    def decline(self, job: DeclineJob) -> None:
+        """Let prefill release the blocks of a prompt that is not restored here."""
+        if self._handover.rank:
+            return  # Rank 0 declines for all.
+        self._counts["restores_declined"] += 1
+        with suppress(EngineClosed):  # Prefill's own limit applies.
+            self._engine.decline(job.room, job.prefill)
+
     def abort(self, request_id: str) -> None:
         """End a restore that is not needed any more; `take_finished` returns it when nothing writes for it."""
         room = self._rooms.get(request_id)
@@ -225,6 +240,9 @@ class DecodeWorker:
                 received = -(-restored.sources.get("transfer", 0) // self._page_size)
                 self._counts["restore_bytes_transfer"] += received * self._page_bytes
                 cause = "" if restored.is_complete else f"{restored.cause} {restored.detail}"
+                if restored.cause == PrefillCause.MISMATCH:
+                    # Prefill has refused the link, and would wait for one that matches.
+                    self._engine.decline(job.room, self._handover.own_address(job.prefill))
                 self._end_restore(job, restored.good_tokens, cause)
             elif isinstance(outcome, Offered) and isinstance(job, OfferJob):
                 for name in ("written", "present", "declined"):
@@ -322,6 +340,8 @@ class HandoverWorker:
         if self._decode is not None:
             for request_id in jobs.aborted:
                 self._decode.abort(request_id)
+            for job in jobs.declined:
+                self._decode.decline(job)
 
     def start_loads(self, jobs: HandoverJobs) -> None:
         """Start the restores of a step."""
