@@ -67,7 +67,7 @@ class DevicePool:
                 Segment(
                     address=row.data_ptr(),
                     piece_bytes=row.shape[1],
-                    stride_bytes=row.shape[1],
+                    stride_bytes=max(row.stride(0), row.shape[1]),
                     page_count=self.num_pages,
                 )
                 for row in self.rows
@@ -109,7 +109,8 @@ class DevicePool:
         "mla").
 
         Each is contiguous, [num_pages, page_size, num_kv_heads, head_dim] or [num_pages * page_size, num_kv_heads,
-        head_dim]; none may overlap another. Nothing is copied. InvalidConfig names the tensor and what is wrong. Pages
+        head_dim]; none may overlap another. In host memory the pages of the first form may have bytes of others between
+        them. Nothing is copied. InvalidConfig names the tensor and what is wrong. Pages
         of several groups are wrapped group by group, and joined by `join`.
         """
         if not isinstance(layout, KVLayout):
@@ -229,7 +230,9 @@ def _as_pages(buffer: torch.Tensor, *, layout: KVLayout, like: torch.Tensor, nam
         raise InvalidConfig(f"device pool: {name} is {buffer.dtype}, the layout requires {layout.dtype}")
     if buffer.device != like.device or buffer.device.type not in ("cpu", "cuda"):
         raise InvalidConfig(f"device pool: {name} is on {buffer.device}; all must be on one cpu or cuda device")
-    if not buffer.is_contiguous():
+    # Kernels of GPUs compute addresses from the size of a page.
+    has_gaps = buffer.device.type == "cpu" and buffer.dim() == 4 and _has_whole_pages(buffer)
+    if not (buffer.is_contiguous() or has_gaps):
         raise InvalidConfig(f"device pool: {name} is not contiguous: strides {buffer.stride()}")
     token_shape = layout.piece_shape[1:]
     shape = tuple(buffer.shape)
@@ -241,12 +244,17 @@ def _as_pages(buffer: torch.Tensor, *, layout: KVLayout, like: torch.Tensor, nam
             f"device pool: {name} has shape {list(shape)}; it must be [num_pages, {layout.page_size}, {tokens}] "
             f"or [num_pages * {layout.page_size}, {tokens}]"
         )
-    return buffer.detach().view(-1, *layout.piece_shape)
+    return buffer.detach() if paged else buffer.detach().view(-1, *layout.piece_shape)
+
+
+def _has_whole_pages(buffer: torch.Tensor) -> bool:
+    """Whether each page is contiguous, and pages do not overlap."""
+    return buffer[:1].is_contiguous() and buffer.stride(0) >= buffer[:1].numel()
 
 
 def _refuse_overlaps(views: dict[str, torch.Tensor]) -> None:
     """Refuse two pieces in the same memory: they would overwrite each other."""
     ordered = sorted(views.items(), key=lambda item: item[1].data_ptr())
     for (before, low), (after, high) in itertools.pairwise(ordered):
-        if low.data_ptr() + low.nbytes > high.data_ptr():
+        if low.data_ptr() + low.stride(0) * low.itemsize * (len(low) - 1) + low[:1].nbytes > high.data_ptr():
             raise InvalidConfig(f"device pool: {before} and {after} lie in the same memory")

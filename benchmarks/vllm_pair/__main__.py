@@ -71,6 +71,9 @@ def conversations(
     decode_ranks: Annotated[
         int | None, typer.Option(min=1, help="Tensor-parallel ranks of decode, if they are not --ranks.")
     ] = None,
+    handover: Annotated[
+        str, typer.Option(help='Further keys of tidekv\'s "handover" as JSON, such as {"promise_timeout_s": 600}.')
+    ] = "{}",
     window: Annotated[int | None, typer.Option(help="Serve a Gemma 3 with sliding windows of this size.")] = None,
     latent: Annotated[
         int | None,
@@ -120,6 +123,7 @@ def conversations(
         max_model_len=load.conversation_tokens + 64,
         dtype=dtype,
         ranks=ranks,
+        handover=json.loads(handover),
         **shape.server_options(load.conversation_tokens),
     )
     # vLLM refuses a cache that does not hold one request of the greatest length.

@@ -23,7 +23,10 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What all servers of a comparison have in common, and the size of one server's KV cache."""
+    """What all servers of a comparison have in common, and the size of one server's KV cache.
+
+    `ranks`: tensor-parallel ranks. `handover`: further keys of tidekv's "handover".
+    """
 
     model: Path
     kv_bytes: int
@@ -34,6 +37,12 @@ class ServerOptions:
     ranks: int = 1
     dtype: str = "float32"
     further: tuple[str, ...] = ()
+    handover: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def handover_ranks(self) -> int:
+        """Number of ranks in which tidekv hands over, each with a port of its own."""
+        return int(str(self.handover.get("ranks", self.ranks)))
 
     def arguments(self) -> list[str]:
         """Return the arguments of `vllm serve`, without those of one server."""
@@ -68,7 +77,7 @@ class Server(Program):
         assert self.transfer is not None, f"{self.name} is a plain vLLM"
         extra: Any = self.transfer["kv_connector_extra_config"]
         host, _, port = str(extra["handover"]["listen"]).rpartition(":")
-        return ",".join(f"{host}:{int(port) + rank}" for rank in range(self.options.ranks))
+        return ",".join(f"{host}:{int(port) + rank}" for rank in range(self.options.handover_ranks))
 
     def command(self) -> list[str]:
         """See Program."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -18,11 +18,14 @@ CALL_TIMES: Final = "TIDEKV_BENCHMARK_CALL_TIMES"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A server's part in a set-up: its role, "prefill" or "decode", its ranks, and the URI of the storage (L3)."""
+    """A server's part in a set-up: its role, "prefill" or "decode", the URI of the storage (L3), the ranks in which it
+    hands over, and further keys of "handover".
+    """
 
     role: str
     storage: str
     ranks: int = 1
+    handover: Mapping[str, object] = field(default_factory=dict)
 
 
 Transfer = Callable[[Place], Mapping[str, object] | None]
@@ -58,7 +61,7 @@ class Variant:
             variables[CALL_TIMES] = str(calls)
         if self.is_quiet:
             variables["PYTHONPATH"] = str(_quiet_plugin(folder / "quiet_nixl"))
-        transfer = self.transfer(Place(role, storage, options.ranks))
+        transfer = self.transfer(Place(role, storage, options.handover_ranks, options.handover))
         return Server(f"{role}-{number}", folder, options=options, transfer=transfer, variables=variables)
 
 
@@ -95,7 +98,7 @@ def _tidekv_storage(place: Place) -> Mapping[str, object]:
 
 def _tidekv(place: Place) -> Mapping[str, object]:
     is_prefill = place.role == "prefill"
-    handover: dict[str, object] = {"model": "tiny"}
+    handover: dict[str, object] = {"model": "tiny", **place.handover}
     if is_prefill:
         handover["listen"] = f"{HOST}:{free_port(place.ranks)}"
     else:

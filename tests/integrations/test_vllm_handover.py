@@ -106,7 +106,7 @@ def test_what_decode_kept_survives_its_restart(start: Start, tmp_path: Path) -> 
     decode.compute("d", chunk=100)
     decode.finish("d")
     decode.step_until(lambda: decode.freed)
-    decode.worker._worker._decode._engine.wait_settled()
+    decode.worker._worker._decodes[0]._engine.wait_settled()
     decode.close()
     decode = start("kv_consumer", uri=uri)
     decode.add(request_of("d", PROMPT, prefilled(prefill, "q")), OTHERS)
@@ -157,7 +157,7 @@ def test_after_the_end_of_the_engine_vllm_computes(start: Start, caplog: pytest.
     params = {"do_remote_prefill": True, "prefill": address, "room": "chosen"}
     decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
     decode.step()
-    decode.worker._worker._decode._engine.close()
+    decode.worker._worker._decodes[0]._engine.close()
     decode.step_until(lambda: decode.loaded)
     decode.add(request_of("e", PROMPT, dict(params, room="other")), OTHERS)
     decode.step_until(lambda: len(decode.loaded) == 2)
@@ -235,7 +235,7 @@ def test_a_prompt_is_sent_in_a_second_room_if_decode_took_a_slow_prefill_for_dea
     prefill.add(to_prefill(room="chosen"), PLACES)
     prefill.step({"p": 2 * BLOCK})
     decode.step()
-    thread = prefill.worker._worker._prefill._thread
+    thread = prefill.worker._worker._prefills[0]._thread
     until_s = time.monotonic() + LIMIT_S
     while not thread.statistics()["rooms_sending"]:
         assert time.monotonic() < until_s, "decode did not ask for the prompt"
@@ -318,7 +318,7 @@ def test_after_the_end_of_the_first_restore_an_equal_prompt_goes_on_by_itself(st
     params, other, third = (prefilled(prefill, name) for name in ("p", "q", "r"))
     if end == "fails":
         # Prefill does not have it any more.
-        prefill.worker._worker._prefill._thread.stop(params["room"], "a test")
+        prefill.worker._worker._prefills[0]._thread.stop(params["room"], "a test")
         prefill.step_until(lambda: prefill.freed)
     decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
     assert decode.add(request_of("e", PROMPT, other), OTHERS) is None
@@ -426,8 +426,8 @@ def test_an_instance_may_be_both_ends(start: Start) -> None:
 def test_tensor_parallel_ranks_hand_over_in_pairs(start: Start, tmp_path: Path) -> None:
     (tmp_path / "journals").mkdir()
     engine = {**ENGINE, "journal": {"path": f"{tmp_path}/journals"}}
-    options = {"ranks": 2, "uri": f"file:{tmp_path}/store?capacity=16MB", "engine": engine}
-    prefill, decode = start("kv_producer", ranks=2), start("kv_consumer", **options)
+    options = {"tensor_parallel": 2, "uri": f"file:{tmp_path}/store?capacity=16MB", "engine": engine}
+    prefill, decode = start("kv_producer", tensor_parallel=2), start("kv_consumer", **options)
     params = prefilled(prefill)
     assert len(set(params["prefill"].split(","))) == 2
     decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
@@ -439,7 +439,7 @@ def test_tensor_parallel_ranks_hand_over_in_pairs(start: Start, tmp_path: Path) 
     assert decode.finish("d") == (True, None)
     decode.step_until(lambda: decode.freed)
     for worker in decode.workers:
-        worker._worker._decode._engine.wait_settled()
+        worker._worker._decodes[0]._engine.wait_settled()
     decode.close()
     assert len(list((tmp_path / "journals").iterdir())) == 2
     # After a restart each rank finds its own heads in the storage that both write to.
@@ -457,17 +457,23 @@ def test_tensor_parallel_ranks_hand_over_in_pairs(start: Start, tmp_path: Path) 
         ("[::1]:7000", {"tensor_parallel_size": 2, "rank": 1}, "[::1]:7001"),
         ("10.0.0.1:7000", {"tensor_parallel_size": 2, "rank": 1, "data_parallel_index": 3}, "10.0.0.1:7007"),
         ("10.0.0.1:0", {"tensor_parallel_size": 2, "rank": 1}, "10.0.0.1:0"),
+        (
+            "10.0.0.1:7000",
+            {"tensor_parallel_size": 2, "rank": 1, "data_parallel_index": 3, "ranks": 4},
+            "10.0.0.1:7014",
+        ),
     ],
 )
 def test_each_worker_listens_at_a_port_of_its_own(listen: str, changes: dict[str, Any], own: str) -> None:
-    extra = {"uri": None, "model": None, "host": None, "handover": {"listen": listen}}
+    handover = {"listen": listen, "ranks": changes.pop("ranks", None)}
+    extra = {"uri": None, "model": None, "host": None, "handover": handover}
     configs = configs_of("", extra=extra, **changes)
     configs[0].kv_transfer_config.kv_role, configs[0].kv_transfer_config.engine_id = "kv_both", "e"
     assert read_handover(*configs).listen == own
 
 
 def test_a_prompt_of_which_one_rank_loses_its_part_is_computed(start: Start) -> None:
-    prefill, decode = start("kv_producer", ranks=2), start("kv_consumer", ranks=2)
+    prefill, decode = start("kv_producer", tensor_parallel=2), start("kv_consumer", tensor_parallel=2)
     params = prefilled(prefill)
     prefill.workers[1].shutdown()
     decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
@@ -476,14 +482,97 @@ def test_a_prompt_of_which_one_rank_loses_its_part_is_computed(start: Start) -> 
     assert decode.counts["restores_failed"] == 1
 
 
+UNEQUAL = pytest.mark.parametrize(("of_prefill", "of_decode"), [(2, 1), (1, 2), (4, 1), (2, 4)])
+
+
+def unequal(start: Start, of_prefill: int, of_decode: int, **options: Any) -> tuple[HandoverVllm, HandoverVllm]:
+    """Both ends of a model with 4 heads; `options` are decode's."""
+    ranks = max(of_prefill, of_decode)
+    return (
+        start("kv_producer", tensor_parallel=of_prefill, heads=4 // of_prefill, ranks=ranks),
+        start("kv_consumer", tensor_parallel=of_decode, heads=4 // of_decode, ranks=ranks, **options),
+    )
+
+
+@UNEQUAL
+def test_ends_of_other_tensor_parallel_sizes_hand_over_their_heads_in_parts(
+    start: Start, tmp_path: Path, of_prefill: int, of_decode: int
+) -> None:
+    uri = f"file:{tmp_path}/store?capacity=16MB"
+    prefill, decode = unequal(start, of_prefill, of_decode, uri=uri)
+    ranks = max(of_prefill, of_decode)
+    decode.add(request_of("d", PROMPT, prefilled(prefill)), [1, 2, 3, 4, 5])
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("d", PROMPT)
+    # No byte is sent twice.
+    page_bytes = BLOCK * 2 * DIM * 4 * LAYERS * 4
+    assert decode.counts == {"restore_tokens_transfer": ranks * len(PROMPT), "restore_bytes_transfer": 5 * page_bytes}
+    prefill.step_until(lambda: prefill.freed)
+    assert (prefill.freed, prefill.counts) == (["p"], {"sends_received": ranks})
+    decode.compute("d", chunk=100)
+    assert decode.finish("d") == (True, None)
+    decode.step_until(lambda: decode.freed)
+    assert decode.freed == ["d"]
+    # What was kept is found again, in host memory and after a restart in storage.
+    decode.add(request_of("e", PROMPT, prefilled(prefill, "q")), OTHERS)
+    decode.step_until(lambda: "e" in decode.loaded)
+    assert decode.holds("e", PROMPT)
+    assert decode.counts["restore_tokens_l2"] == ranks * 4 * BLOCK
+    for worker in decode.workers:
+        for one in worker._worker._decodes:
+            one._engine.wait_settled()
+    decode.close()
+    # An instance of as many ranks finds the same pages.
+    decode = start("kv_consumer", tensor_parallel=ranks, heads=4 // ranks, uri=uri)
+    decode.add(request_of("f", PROMPT, prefilled(prefill, "r")), OTHERS)
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("f", PROMPT)
+    assert decode.counts["restore_tokens_l3"] == ranks * 4 * BLOCK
+
+
+@UNEQUAL
+def test_a_prompt_of_which_one_part_is_lost_or_aborted_is_reported_once(
+    start: Start, of_prefill: int, of_decode: int
+) -> None:
+    prefill, decode = unequal(start, of_prefill, of_decode)
+    params, other = prefilled(prefill, "p"), prefilled(prefill, "q")
+    last = prefill.workers[-1]._worker._prefills[-1]
+    last._thread.stop(params["room"], "a test")
+    decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
+    decode.step_until(lambda: decode.loaded)
+    for _ in range(10):
+        decode.step()
+    assert (decode.loaded, decode.invalid) == (["d"], {1, 2, 3, 4, 5})
+    assert decode.counts["restores_failed"] == 1
+    prefill.step_until(lambda: prefill.freed)
+    # An abort ends all parts, and vLLM gets its blocks when none of them is written to.
+    decode.invalid.clear()
+    decode.add(request_of("e", PROMPT, other), OTHERS)
+    decode.step()
+    decode.finish("e")
+    decode.step_until(lambda: len(decode.loaded) == 2)
+    for _ in range(10):
+        decode.step()
+    assert (decode.loaded, decode.invalid) == (["d", "e"], set())
+    prefill.step_until(lambda: len(prefill.freed) == 2)
+
+
+def test_heads_that_cannot_be_divided_are_refused_by_name(start: Start) -> None:
+    with pytest.raises(InvalidConfig, match="have 3 heads on this rank, which cannot be handed over in 2 parts"):
+        start("kv_consumer", heads=3, ranks=2)
+    with pytest.raises(InvalidConfig, match="in 2 parts, with heads outside of tokens"):
+        start("kv_consumer", heads=4, ranks=2, is_head_first=False)
+    with pytest.raises(InvalidConfig, match="ranks must be a multiple of the tensor-parallel size 2, not 3"):
+        start("kv_consumer", tensor_parallel=2, ranks=3)
+
+
 @pytest.mark.parametrize(("of_prefill", "of_decode"), [(2, 1), (1, 2)])
 def test_other_numbers_of_ranks_are_refused(
     start: Start, caplog: pytest.LogCaptureFixture, of_prefill: int, of_decode: int
 ) -> None:
-    prefill, decode = start("kv_producer", ranks=of_prefill), start("kv_consumer", ranks=of_decode)
+    prefill, decode = start("kv_producer", tensor_parallel=of_prefill), start("kv_consumer", tensor_parallel=of_decode)
     assert decode.add(request_of("d", PROMPT, prefilled(prefill)), [1, 2, 3, 4, 5]) == 0
-    assert f"prefill has {of_prefill} tensor-parallel ranks and decode {of_decode}:" in caplog.text
-    assert "start both with the same --tensor-parallel-size" in caplog.text
+    assert f"prefill hands over in {of_prefill} ranks and decode in {of_decode}:" in caplog.text
     decode.step()
     assert (decode.loaded, decode.invalid, decode.counts) == ([], set(), {"restores_declined": 1})
     # All ranks of prefill release the blocks at once: it would hold them for a minute.
@@ -498,7 +587,7 @@ def test_a_prompt_that_decode_declines_before_prefill_has_computed_it_is_not_hel
     # Logprobs of the prompt need all of its tokens to be computed.
     assert decode.add(request_of("d", PROMPT, params, skip_reading_prefix_cache=True), [1, 2, 3, 4, 5]) == 0
     decode.step()
-    thread = prefill.worker._worker._prefill._thread
+    thread = prefill.worker._worker._prefills[0]._thread
     until_s = time.monotonic() + LIMIT_S
     while not thread.statistics()["rooms_declined"]:
         assert time.monotonic() < until_s, "prefill did not hear of it"
@@ -536,7 +625,7 @@ def test_a_decline_that_does_not_reach_prefill_harms_nothing(start: Start) -> No
     for name, prefill in (("d", "127.0.0.1:9"), ("e", "no address"), ("f", "127.0.0.1:9,127.0.0.1:10")):
         params = {"do_remote_prefill": True, "prefill": prefill, "room": name}
         assert decode.add(request_of(name, PROMPT, params, skip_reading_prefix_cache=True), PLACES) == 0
-    engine = decode.worker._worker._decode._engine
+    engine = decode.worker._worker._decodes[0]._engine
     decode.step_until(lambda: engine.statistics()["receiver"]["declines_unsent"] == 3)
     assert decode.counts == {"restores_declined": 3}
 

@@ -17,17 +17,21 @@ from tests.support.waits import LIMIT_S
 
 PAUSE_S = 0.002
 ENGINE = {
-    "storage": {"prefetch_threshold_tokens": 0, "query_deadline_s": LIMIT_S, "prefetch_base_s": LIMIT_S},
+    "storage": {"prefetch": "wait_complete", "prefetch_threshold_tokens": 0, "query_deadline_s": LIMIT_S},
     "peer": {"silence_s": 10.0},
 }
 """Options of the decode engine: a prompt of a test is short, and its machine may be busy."""
 
 
-def kv_of(tokens: Sequence[int], layer: int, rank: int = 0) -> torch.Tensor:
-    """KV of a prompt: [token, head, K | V]. It depends on all tokens before, as that of a model does."""
+def kv_of(tokens: Sequence[int], layer: int, rank: int = 0, *, heads: int = HEADS) -> torch.Tensor:
+    """KV of a prompt at a rank that has `heads` heads: [token, head, K | V].
+
+    It depends on all tokens before, as that of a model does.
+    """
     sums = torch.tensor(tokens, dtype=torch.float64).cumsum(0)
-    columns = torch.arange(HEADS * 2 * DIM, dtype=torch.float64).view(HEADS, 2 * DIM)
-    return torch.sin(sums.view(-1, 1, 1) * (layer + 1) + columns + rank).float()
+    first, count = rank * heads * 2 * DIM, heads * 2 * DIM
+    columns = torch.arange(first, first + count, dtype=torch.float64).view(heads, 2 * DIM)
+    return torch.sin(sums.view(-1, 1, 1) * (layer + 1) + columns).float()
 
 
 def hashes_of(tokens: Sequence[int], *extra: object) -> list[bytes]:
@@ -70,10 +74,13 @@ class HandoverVllm:
         *,
         seed: int = 0,
         is_head_first: bool = True,
-        ranks: int = 1,
+        tensor_parallel: int = 1,
+        heads: int = HEADS,
         **handover: Any,
     ):
         self.role = role
+        self.heads = heads
+        ranks = tensor_parallel
         sends, receives = role != "kv_consumer", role != "kv_producer"
         if sends:
             handover.setdefault("listen", "127.0.0.1:0")
@@ -94,7 +101,7 @@ class HandoverVllm:
             )
             configs[0].kv_transfer_config.kv_role, configs[0].kv_transfer_config.engine_id = role, f"vllm-{seed}"
             all_configs.append(configs)
-        shape = (LAYERS, BLOCKS, HEADS, BLOCK, 2 * DIM) if is_head_first else (LAYERS, BLOCKS, BLOCK, HEADS, 2 * DIM)
+        shape = (LAYERS, BLOCKS, heads, BLOCK, 2 * DIM) if is_head_first else (LAYERS, BLOCKS, BLOCK, heads, 2 * DIM)
         self.caches_by_rank = []
         for rank in range(ranks):
             stored = torch.randn(shape, generator=torch.Generator().manual_seed(100 * rank + seed))
@@ -225,7 +232,7 @@ class HandoverVllm:
         for rank, caches in enumerate(self.caches_by_rank):
             for layer, cache in enumerate(caches):
                 rows = cache[self.tables[name]].permute(0, 2, 1, 3).flatten(0, 1)[first : len(tokens)]
-                if not torch.equal(rows, kv_of(tokens, layer, rank)[first:]):
+                if not torch.equal(rows, kv_of(tokens, layer, rank, heads=self.heads)[first:]):
                     return False
         return True
 
@@ -236,11 +243,11 @@ class HandoverVllm:
         """
         until_s = time.monotonic() + 1.0
         for worker in self.workers:
-            prefill = worker._worker._prefill
-            while prefill is not None and time.monotonic() < until_s and prefill._thread._loop is not None:
-                if prefill._thread._loop.is_closed or not prefill._thread.statistics()["peers"]:
-                    break
-                time.sleep(PAUSE_S)
+            for prefill in worker._worker._prefills:
+                while time.monotonic() < until_s and prefill._thread._loop is not None:
+                    if prefill._thread._loop.is_closed or not prefill._thread.statistics()["peers"]:
+                        break
+                    time.sleep(PAUSE_S)
             worker.shutdown()
         self.scheduler.shutdown()
 
@@ -257,6 +264,6 @@ class HandoverVllm:
     def _forward(self, request: Any, count: int, rank: int) -> None:
         first = request.num_computed_tokens
         for layer, cache in enumerate(self.caches_by_rank[rank]):
-            kv = kv_of(request.prompt_token_ids, layer, rank)
+            kv = kv_of(request.prompt_token_ids, layer, rank, heads=self.heads)
             for at in range(first, first + count):
                 cache[self.tables[request.request_id][at // BLOCK], :, at % BLOCK] = kv[at]

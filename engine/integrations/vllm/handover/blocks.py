@@ -2,6 +2,9 @@
 
 The bytes of a block are moved as they are, so both ends must have the same order: `BlockOrder` describes it, and it is
 part of the identity that the ends compare before anything is sent, and of the namespace in storage.
+
+A worker may hand its heads over in several parts, each of which has a pool of its own: those of a block are then as the
+block of a vLLM worker that has only these heads.
 """
 
 from __future__ import annotations
@@ -34,16 +37,16 @@ class BlockOrder:
 
 
 def wrap_blocks(
-    tensors: Sequence[torch.Tensor], *, block_size: int, num_blocks: int, backend: str
+    tensors: Sequence[torch.Tensor], *, block_size: int, num_blocks: int, backend: str, part: int = 0, parts: int = 1
 ) -> tuple[DevicePool, BlockOrder]:
     """Return a pool over the tensors of all layers, in order, and the order of a block. Nothing is copied.
 
-    A page is a block of every layer. Raises InvalidConfig, which names the layer, for tensors that differ or whose
-    blocks are not contiguous.
+    A page is a block of every layer, or of its heads those of part `part` of `parts`. Raises InvalidConfig, which names
+    the layer, for tensors that differ, or whose blocks are not contiguous or cannot be divided.
     """
     rows, orders = [], []
     for number, tensor in enumerate(tensors):
-        row, order = _rows(tensor, number=number, num_blocks=num_blocks, backend=backend)
+        row, order = _rows(tensor, number=number, num_blocks=num_blocks, backend=backend, part=part, parts=parts)
         rows.append(row)
         orders.append(order)
         if order != orders[0] or tensor.dtype != tensors[0].dtype:
@@ -69,25 +72,41 @@ def wrap_blocks(
     return DevicePool.wrap(pages, None, layout), orders[0]
 
 
-def _rows(tensor: torch.Tensor, *, number: int, num_blocks: int, backend: str) -> tuple[torch.Tensor, BlockOrder]:
-    """View a layer as [block, elements in the order of memory]."""
+def _rows(
+    tensor: torch.Tensor, *, number: int, num_blocks: int, backend: str, part: int, parts: int
+) -> tuple[torch.Tensor, BlockOrder]:
+    """View a layer as [block, elements in the order of memory], of the heads of one part."""
     if num_blocks < 1 or tensor.dim() < 2 or tensor.shape[0] % num_blocks:
         raise InvalidConfig(f"KV tensor of layer {number} is {list(tensor.shape)}; expected {num_blocks} blocks")
-    parts = tensor.shape[0] // num_blocks
-    elements = tensor.numel() // num_blocks
-    inner = sorted(
-        (stride, size) for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True) if size > 1
-    )
+    kernel_blocks = tensor.shape[0] // num_blocks
+    block_elements = tensor.numel() // num_blocks
+    where = f"shape {list(tensor.shape)}, strides {list(tensor.stride())}"
+    held = _heads(tensor, number=number, part=part, parts=parts)
+    inner = sorted((stride, size) for size, stride in zip(held.shape[1:], held.stride()[1:], strict=True) if size > 1)
     expected = 1
     for stride, size in inner:
         if stride != expected:
             break
         expected *= size
-    if expected * parts != elements or tensor.stride(0) != expected:
+    if expected * kernel_blocks * parts != block_elements or tensor.stride(0) * kernel_blocks != block_elements:
         raise InvalidConfig(
-            f"KV blocks of layer {number} are not contiguous: shape {list(tensor.shape)}, strides "
-            f"{list(tensor.stride())}. Hand-over needs a KV cache layout with one tensor for each layer, block by "
-            "block, such as LBHNC or LBNHC"
+            f"KV blocks of layer {number} are not contiguous: {where}. Hand-over needs a KV cache layout with one "
+            "tensor for each layer, block by block, such as "
+            + ("LBHNC or LBNHC" if parts == 1 else f"LBHNC: in {parts} parts, with heads outside of tokens")
         )
-    order = BlockOrder(backend=backend, shape=(parts, *tensor.shape[1:]), strides=tuple(tensor.stride()))
-    return tensor.as_strided((num_blocks, elements), (elements, 1)), order
+    order = BlockOrder(backend=backend, shape=(kernel_blocks, *held.shape[1:]), strides=(expected, *held.stride()[1:]))
+    elements = expected * kernel_blocks
+    return held.as_strided((num_blocks, elements), (block_elements, 1)), order
+
+
+def _heads(tensor: torch.Tensor, *, number: int, part: int, parts: int) -> torch.Tensor:
+    """Return the heads of one part, [block, head, …]."""
+    if parts == 1:
+        return tensor
+    heads = tensor.shape[1] if tensor.dim() == 4 else 1
+    if heads % parts:
+        raise InvalidConfig(
+            f"KV blocks of layer {number} have {heads} heads on this rank, which cannot be handed over in {parts} parts"
+        )
+    count = heads // parts
+    return tensor[:, part * count : (part + 1) * count]

@@ -149,8 +149,8 @@ class DecodeScheduler:
         ranks = params["prefill"].count(",") + 1
         if ranks != self._ranks:
             LOG.warning(
-                f"prefill has {ranks} tensor-parallel ranks and decode {self._ranks}: the prompt is computed here; "
-                "start both with the same --tensor-parallel-size",
+                f"prefill hands over in {ranks} ranks and decode in {self._ranks}: the prompt is computed here; if "
+                "their tensor-parallel sizes differ, set handover.ranks to the larger one at the end with the smaller",
                 request_id=request.request_id,
                 prefill=params["prefill"],
             )

@@ -5,7 +5,7 @@ A configuration that cannot hand KV over is refused here, by name, before anythi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final  # vLLM's configuration is not typed here: tests and type checks go without vLLM.
 
@@ -16,7 +16,7 @@ from tidekv.backends.storage.uri import split_uri
 from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.integrations.vllm.settings import HINT, check_shareable
 from tidekv.states.errors import InvalidConfig, InvalidRequest, cause_of
-from tidekv.states.validation import Options, PlainText, Seconds, Text, host_and_port
+from tidekv.states.validation import Options, PlainText, PositiveCount, Seconds, Text, host_and_port
 
 WHERE: Final = f"{HINT}.handover"
 LAST_PORT: Final = 65_535
@@ -35,6 +35,11 @@ class HandoverSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields
     """Prefill addresses on other machines that a decode worker will dial. Without them, bulk data stays on loopback."""
     secret_file: PlainText | None = None
     """File with the secret of the control links, the same at both ends. Needed beyond loopback."""
+    ranks: PositiveCount | None = None
+    """Number of ranks in which the KV heads are handed over, the same at both ends: a multiple of
+    `--tensor-parallel-size`. None: as many. With other tensor-parallel sizes at both ends, set it to the larger one at
+    the end with the smaller one.
+    """
     model: Text | None = None
     """Fingerprint of the model, the same at both ends. None: vLLM's name of the model."""
     host: int | str = "1GB"
@@ -86,9 +91,9 @@ class HandoverSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields
 class Handover:
     """The common part of both sides: the settings, the shape of vLLM's blocks, and the ends that this vLLM is.
 
-    `rank`, `ranks`: the tensor-parallel rank and the number of ranks; ranks of both ends hand over in pairs.
-    `replica`: the data-parallel engine. `sends`: it computes prompts for others. `receives`: it decodes prompts that
-    others computed.
+    `rank`, `ranks`: the rank and the number of ranks; ranks of both ends hand over in pairs. A worker is as many ranks
+    as it has `parts`: `of_parts` returns them, and `rank` is the first one of the worker. `replica`: the data-parallel
+    engine. `sends`: it computes prompts for others. `receives`: it decodes prompts that others computed.
     """
 
     settings: HandoverSettings
@@ -99,9 +104,14 @@ class Handover:
     layer_names: tuple[str, ...]
     rank: int
     ranks: int
+    parts: int
     replica: int
     sends: bool
     receives: bool
+
+    def of_parts(self) -> list[Handover]:
+        """Return the ranks of this worker."""
+        return [replace(self, rank=self.rank + part) for part in range(self.parts)]
 
     @property
     def name(self) -> str:
@@ -124,8 +134,7 @@ class Handover:
         by_rank = addresses.split(",")
         if len(by_rank) != self.ranks:
             raise InvalidRequest(
-                f"prefill has {len(by_rank)} tensor-parallel ranks ({addresses}) and decode {self.ranks}; "
-                "start both with the same --tensor-parallel-size"
+                f"prefill hands over in {len(by_rank)} ranks ({addresses}), decode in {self.ranks}: see {WHERE}.ranks"
             )
         return by_rank[self.rank]
 
@@ -135,12 +144,19 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     settings = _read_settings(transfer.kv_connector_extra_config)
     check_shareable(vllm_config, kv_cache_config)
-    ranks = int(parallel.tensor_parallel_size)
+    tensor_parallel = int(parallel.tensor_parallel_size)
+    ranks = settings.ranks or tensor_parallel
+    if ranks % tensor_parallel:
+        raise InvalidConfig(
+            f"{WHERE}.ranks must be a multiple of the tensor-parallel size {tensor_parallel}, not {ranks}: if prefill "
+            "and decode have other sizes, set it to the larger one at the end with the smaller one"
+        )
+    parts = ranks // tensor_parallel
     workers = ranks * int(parallel.data_parallel_size)
     journal = settings.engine.journal.path
     if workers > 1 and journal is not None and not Path(journal).is_dir():
         raise InvalidConfig(
-            f"{WHERE}.engine.journal.path: {journal} must be a directory that exists: each of {workers} workers writes "
+            f"{WHERE}.engine.journal.path: {journal} must be a directory that exists: each of {workers} ranks writes "
             "a file of its own"
         )
     sends, receives = bool(transfer.is_kv_producer), bool(transfer.is_kv_consumer)
@@ -150,7 +166,7 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
         last = host_and_port(settings.listen, "listen", InvalidConfig, any_port=True)[1] + workers - 1
         if last > LAST_PORT:
             raise InvalidConfig(
-                f"{WHERE}.listen: the last of {workers} workers would listen at port {last}; lower the port"
+                f"{WHERE}.listen: the last of {workers} ranks would listen at port {last}; lower the port"
             )
     group = kv_cache_config.kv_cache_groups[0]
     return Handover(
@@ -160,8 +176,9 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
         block_size=int(group.kv_cache_spec.block_size),
         num_blocks=int(kv_cache_config.num_blocks),
         layer_names=tuple(group.layer_names),
-        rank=int(parallel.rank) % ranks,
+        rank=int(parallel.rank) % tensor_parallel * parts,
         ranks=ranks,
+        parts=parts,
         replica=int(parallel.data_parallel_index),
         sends=sends,
         receives=receives,

@@ -150,7 +150,7 @@ class DecodeWorker:
         self._engine = EngineThread(
             config,
             device=pool,
-            host=HostPool.allocate(layout, max(1, settings.host_bytes // layout.page_bytes)),
+            host=HostPool.allocate(layout, max(1, settings.host_bytes // handover.parts // layout.page_bytes)),
             storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
             transport=NixlTransport(name=f"{handover.name}-decode", secret=settings.secret(), dials=settings.dials),
         )
@@ -296,20 +296,24 @@ def _is_end_of_engine(error: Exception) -> bool:
 
 
 class HandoverWorker:
-    """Both ends: `WorkerRole` for a vLLM that sends prompts, receives them, or both."""
+    """Both ends, for each rank of this worker: `WorkerRole` for a vLLM that sends prompts, receives them, or both."""
 
     def __init__(self, handover: Handover, vllm_config: Any) -> None:
         self._handover = handover
         self._vllm_config = vllm_config
         self._counts: Counter[str] = Counter()
-        """Those of both ends since they were last taken."""
-        self._prefill: PrefillWorker | None = None
-        self._decode: DecodeWorker | None = None
+        """Those of all ends since they were last taken."""
+        self._prefills: list[PrefillWorker] = []
+        self._decodes: list[DecodeWorker] = []
+        self._freed: Counter[str] = Counter()
+        """By request, the ranks that have reported that its blocks are free, until all have."""
+        self._loaded: Counter[str] = Counter()
+        self._ends: list[PrefillWorker | DecodeWorker] = []
 
     @property
     def address(self) -> str:
-        """The address at which this worker listens for decode workers; empty if it does not."""
-        return "" if self._prefill is None else self._prefill.address
+        """The addresses at which this worker listens for decode workers, by rank; empty if it does not."""
+        return ",".join(prefill.address for prefill in self._prefills)
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Wrap the worker's tensors, and start both ends. Raises InvalidConfig for unsupported tensors."""
@@ -322,55 +326,72 @@ class HandoverWorker:
                 f"KV of {', '.join(backends) or 'no'} attention backends on {tensors[0].device} cannot be handed over;"
                 " that of one backend in host memory can"
             )
-        pool, order = wrap_blocks(
-            tensors,
-            block_size=handover.block_size,
-            num_blocks=handover.num_blocks,
-            backend=f"{CPU_BACKEND} {_form(tensors[0])}" if backends == [CPU_BACKEND] else backends[0],
-        )
-        if handover.sends:
-            self._prefill = PrefillWorker(pool, order, handover, self._counts)
-        if handover.receives:
-            self._decode = DecodeWorker(pool, order, handover, self._counts)
+        backend = f"{CPU_BACKEND} {_form(tensors[0])}" if backends == [CPU_BACKEND] else backends[0]
+        for part, rank in enumerate(handover.of_parts()):
+            pool, order = wrap_blocks(
+                tensors,
+                block_size=handover.block_size,
+                num_blocks=handover.num_blocks,
+                backend=backend,
+                part=part,
+                parts=handover.parts,
+            )
+            # One by one, so that `close` ends those that have started if a later one raises.
+            if handover.sends:
+                self._prefills.append(PrefillWorker(pool, order, rank, self._counts))
+                self._ends.append(self._prefills[-1])
+            if handover.receives:
+                self._decodes.append(DecodeWorker(pool, order, rank, self._counts))
+                self._ends.append(self._decodes[-1])
 
     def before_forward(self, jobs: HandoverJobs) -> None:
         """End what reads blocks that this step may overwrite, and restores that are not needed any more."""
-        if self._prefill is not None:
-            self._prefill.before_forward(jobs)
-        if self._decode is not None:
+        for prefill in self._prefills:
+            prefill.before_forward(jobs)
+        for decode in self._decodes:
             for request_id in jobs.aborted:
-                self._decode.abort(request_id)
+                decode.abort(request_id)
             for job in jobs.declined:
-                self._decode.decline(job)
+                decode.decline(job)
 
     def start_loads(self, jobs: HandoverJobs) -> None:
         """Start the restores of a step."""
-        if self._decode is not None:
+        for decode in self._decodes:
             for job in jobs.restores:
-                self._decode.restore(job)
+                decode.restore(job)
 
     def after_forward(self, jobs: HandoverJobs) -> None:
         """Hand over the blocks that a step filled, and offer those of finished requests."""
-        if self._prefill is not None:
+        for prefill in self._prefills:
             for job in jobs.sends:
-                self._prefill.send(job)
-        if self._decode is not None:
+                prefill.send(job)
+        for decode in self._decodes:
             for offer in jobs.offers:
-                self._decode.offer(offer)
+                decode.offer(offer)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose held blocks are free again, and those whose restores ended."""
-        sent = set() if self._prefill is None else self._prefill.take_finished()
-        kept, loaded = (set(), set()) if self._decode is None else self._decode.take_finished()
-        return sent | kept, loaded
+        """Return the requests whose held blocks are free again, and those whose restores ended, on all ranks."""
+        for prefill in self._prefills:
+            for request_id in prefill.take_finished():
+                self._freed[request_id] += 1
+        for decode in self._decodes:
+            kept, loaded = decode.take_finished()
+            for request_id in kept:
+                self._freed[request_id] += 1
+            for request_id in loaded:
+                self._loaded[request_id] += 1
+        return self._by_all(self._freed), self._by_all(self._loaded)
 
     def is_transferring(self) -> bool:
         """Whether a restore is under way, or blocks are held until decode has them."""
-        return any(end is not None and end.is_transferring() for end in (self._prefill, self._decode))
+        return any(end.is_transferring() for end in self._ends)
 
     def take_invalid_blocks(self) -> set[int]:
-        """Return the blocks that the last ended restores did not fill."""
-        return set() if self._decode is None else self._decode.take_invalid_blocks()
+        """Return the blocks that restores did not fill; of a restore that goes on at other ranks, before its end."""
+        invalid = set[int]()
+        for decode in self._decodes:
+            invalid |= decode.take_invalid_blocks()
+        return invalid
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call, by the names of `HANDOVER_COUNTS`."""
@@ -379,10 +400,18 @@ class HandoverWorker:
         return counts
 
     def close(self) -> None:
-        """Stop both ends. Idempotent."""
-        for end in (self._prefill, self._decode):
-            if end is not None:
-                end.close()
+        """Stop all ends. Idempotent."""
+        for end in self._ends:
+            end.close()
+
+    def _by_all(self, reports: Counter[str]) -> set[str]:
+        """Take the requests that all ranks of this worker have reported."""
+        if not reports:
+            return set()
+        ended = {request_id for request_id, count in reports.items() if count == self._handover.parts}
+        for request_id in ended:
+            del reports[request_id]
+        return ended
 
 
 def _form(tensor: Any) -> str:
