@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tidekv.backends.copies.cpu_moves import PageMover
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import DTYPES, KVLayout
@@ -82,6 +83,35 @@ def test_wrapped_tensors_are_used_in_place(kind: str, flat: bool) -> None:
     assert pool.k[1].data_ptr() == k_buffers[1].data_ptr()
     assert len(pool.v) == (0 if kind == "mla" else 2)
     assert torch.equal(k_buffers[0].view(8, -1).view(torch.uint8), written[:, : layout.piece_bytes])
+
+
+@pytest.mark.parametrize("num_pages", [1, 8])
+def test_pages_may_have_bytes_of_others_between_them(num_pages: int) -> None:
+    layout = small("float32", "mla")
+    both = [torch.full((num_pages, 2, *layout.piece_shape), 7.0) for _ in range(layout.num_layers)]
+    first, second = (DevicePool.wrap([layer[:, part] for layer in both], None, layout) for part in range(2))
+    written = random_pages(layout, num_pages)
+    first.write_pages(range(num_pages), written)
+    for page in range(num_pages):
+        assert bytes_by_address(first.memory, page) == written[page].numpy().tobytes()
+    assert (second.k[0] == 7.0).all()
+    # Copies from and to host memory, in single assignments and in one gather for all.
+    for pages in (range(num_pages), range(num_pages - 1, -1, -1)):
+        index = np.array(list(pages))
+        host = HostPool.allocate(layout, num_pages)
+        mover = PageMover(second, host)
+        host.write_pages(range(num_pages), written)
+        mover.to_device(index, index)
+        assert torch.equal(second.read_pages(range(num_pages)), written)
+        host.write_pages(range(num_pages), torch.zeros_like(written))
+        mover.to_host(index, index)
+        assert torch.equal(host.read_pages(range(num_pages)), written)
+    assert torch.equal(first.read_pages(range(num_pages)), written)
+    if num_pages > 1:
+        with pytest.raises(InvalidConfig, match="lie in the same memory"):
+            DevicePool.wrap([both[0][:, 0], both[0][:, 1]], None, layout)
+        with pytest.raises(InvalidConfig, match=r"k_buffers\[0\] is not contiguous"):
+            DevicePool.wrap([layer.as_strided(layer[:, 0].shape, (4, 4, 4, 1)) for layer in both], None, layout)
 
 
 def test_parameters_that_want_gradients_can_be_wrapped() -> None:

@@ -19,6 +19,7 @@ PAUSE_S = 0.002
 ENGINE = {
     "storage": {"prefetch": "wait_complete", "prefetch_threshold_tokens": 0, "query_deadline_s": LIMIT_S},
     "peer": {"silence_s": 10.0},
+    "close_deadline_s": LIMIT_S,
 }
 """Options of the decode engine: a prompt of a test is short, and its machine may be busy."""
 
