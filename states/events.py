@@ -48,11 +48,12 @@ class RequestArrived(Event, frozen=True, kw_only=True):
     """A request for the KV of a prompt on this device.
 
     `keys` holds one fixed-width key per full page; the remaining tokens of `prompt_tokens` are the partial last page.
-    `serial` is unique in the run and names the request's tokens in commands that outlive it. `prefills` names the
-    prefill instances that may serve it, in the order in which they are tried; two requests with the same name share
-    the quota of that instance. Generations of its rooms count from `generation` on, which is above all generations of
-    earlier requests with the same id. If device pages are lent, `lent_pages` are the embedder's, one for each page of
-    the prompt. The first `held_pages` of them hold it already; they are not lent, and are not touched.
+    With components `rest` has these tokens, packed, unless their KV depends on further ones: then it is empty. `serial`
+    is unique in the run and names the request's tokens in commands that outlive it. `prefills` names the prefill
+    instances that may serve it, in the order in which they are tried; two requests with the same name share the quota
+    of that instance. Generations of its rooms count from `generation` on, which is above all generations of earlier
+    requests with the same id. If device pages are lent, `lent_pages` are the embedder's, one for each page of the
+    prompt. The first `held_pages` of them hold it already; they are not lent, and are not touched.
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class RequestArrived(Event, frozen=True, kw_only=True):
     held_pages: int = 0
     early: bool = False
     """Whether the caller begins with the first layer, and waits for each further one (`ReportEarly`)."""
+    rest: bytes = b""
 
 
 class AbortRequested(Event, frozen=True, kw_only=True):

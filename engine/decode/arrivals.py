@@ -84,13 +84,15 @@ class Arrivals:
         serial = self.next_serial()
         namespace = join_namespaces(config.namespace, request.namespace)
         prompt = runtime.prompt_keys.prompt(packed, namespace_seed(namespace))
+        page_keys = runtime.prompt_keys.page_keys
+        keys = page_keys.of(packed)
         within_s = config.default_deadline_s if request.deadline_s is None else request.deadline_s
         now_s = runtime.front.clock()
         arrival = events.RequestArrived(
             at_s=now_s,
             request_id=request.request_id,
             serial=serial,
-            keys=runtime.prompt_keys.page_keys.of(packed),
+            keys=keys,
             prompt_tokens=len(packed) // TOKEN_BYTES,
             namespace=namespace,
             prefills=tuple(request.prefills),
@@ -102,6 +104,8 @@ class Arrivals:
             lent_pages=() if lent_pages is None else tuple(lent_pages),
             held_pages=held_pages,
             early=request.early and lent_pages is None,
+            # With bigrams, the KV of the prompt's end depends on the first token of the answer.
+            rest=packed[len(keys) :] if runtime.core.settings.components and not page_keys.bigrams else b"",
         )
         # From here on the id is live and the event is posted: both or neither, even if a statement in between raises.
         try:

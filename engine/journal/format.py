@@ -32,7 +32,7 @@ from tidekv.states.settings import CoreSettings
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-JOURNAL_VERSION = 8
+JOURNAL_VERSION = 9
 """The version of this format. A journal of another version is refused."""
 PACKAGES = ("tidekv", "transitions", "msgspec", "torch", "nixl")
 CHECKSUM_BYTES = 8
@@ -86,7 +86,7 @@ class SegmentLine(Line, frozen=True, kw_only=True, tag="segment"):
 
 
 class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestArrived"):
-    """A `RequestArrived`. `keys` are those of the journal: digests, or tokens. A null deadline is none."""
+    """A `RequestArrived`. `keys` and `rest` are those of the journal: digests, or tokens. A null deadline is none."""
 
     at_s: float
     request_id: str
@@ -103,10 +103,11 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
     lent_pages: tuple[int, ...]
     held_pages: int
     early: bool
+    rest: bytes
 
     @classmethod
-    def of(cls, event: RequestArrived, keys: bytes) -> ArrivalRecord:
-        """Make the record of an arrival, with the keys as they are written."""
+    def of(cls, event: RequestArrived, keys: bytes, rest: bytes) -> ArrivalRecord:
+        """Make the record of an arrival, with keys and rest as they are written."""
         return cls(
             event.at_s,
             event.request_id,
@@ -123,6 +124,7 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
             event.lent_pages,
             event.held_pages,
             event.early,
+            rest,
         )
 
     def event(self) -> RequestArrived:

@@ -81,6 +81,12 @@ class PageDigests:
         self._remember(prompts, found, keys, digests)
         return digests
 
+    def of_rest(self, rest: bytes) -> bytes:
+        """Return the digest of the tokens behind the last full page; nothing if there are none."""
+        if not rest or not IS_SECRET:
+            return rest and hashlib.blake2b(rest, digest_size=DIGEST_BYTES, key=self._key).digest()
+        return struct.pack("<q", hash(rest))
+
     def _remember(self, prompts: list[tuple[bytes, bytes]], found: int, keys: bytes, digests: bytes) -> None:
         """Append a prompt to the others with the same first page, and remove number `found` (-1: none)."""
         if found >= 0:

@@ -208,10 +208,11 @@ class Recorder:
     def _arrival(self, event: RequestArrived) -> ArrivalRecord:
         keys = event.keys
         written = keys if self._digests is None else self._digests.of(keys)
+        rest = event.rest if self._digests is None else self._digests.of_rest(event.rest)
         if len(self._arrived) > self._arrived_max:
             self._forget_ended()
         self._arrived[event.request_id] = (keys, written)
-        return ArrivalRecord.of(event, written)
+        return ArrivalRecord.of(event, written, rest)
 
     def _finish(self, event: FinishRequested) -> FinishRecord:
         return FinishRecord(event.at_s, event.request_id, *self._left(event))

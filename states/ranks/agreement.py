@@ -27,7 +27,7 @@ import msgspec
 
 from tidekv.states import commands, events
 from tidekv.states.errors import RankBroken, RanksDiverged
-from tidekv.states.ranks.call_votes import CALLS, Call, CallName, CallVote, Refusal, name_of
+from tidekv.states.ranks.call_votes import CALLS, TOKENS, Call, CallName, CallVote, Refusal, name_of
 from tidekv.states.ranks.component_votes import ComponentVote
 from tidekv.states.ranks.room_votes import FAILED, LOST, REFUSED, RoomVote
 from tidekv.states.ranks.state_digest import StateDigest
@@ -62,7 +62,7 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
     whole: bool = False
     """Whether to compare everything, because the leader has nothing in flight."""
     calls: tuple[events.AnyEvent, ...] = ()
-    """Calls in the leader's order, without keys. Only the leader makes those that concern the whole group."""
+    """Calls in the leader's order, without tokens. Only the leader makes those that concern the whole group."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -258,7 +258,7 @@ class Agreement:
 
     def open_turn(self, at_s: float) -> Opening:
         """The leader's next frame."""
-        named = tuple(_without_keys(call) for call in self._unnamed)
+        named = tuple(_without_tokens(call) for call in self._unnamed)
         self._unnamed = []
         self._name_calls(named, at_s)
         # Comparing everything costs time in proportion to the caches, so it is left to the turns before silence.
@@ -407,7 +407,7 @@ class Agreement:
         return self._number
 
 
-def _without_keys(event: Event) -> events.AnyEvent:
+def _without_tokens(event: Event) -> events.AnyEvent:
     # The callers of all ranks bring the same tokens, so the frame need not carry them.
-    plain = msgspec.structs.replace(event, keys=b"") if hasattr(event, "keys") else event
+    plain = msgspec.structs.replace(event, **{name: b"" for name in TOKENS if hasattr(event, name)})
     return cast("events.AnyEvent", plain)

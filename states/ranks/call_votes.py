@@ -24,6 +24,8 @@ CALLS = (events.RequestArrived, events.FinishRequested, events.RetractRequested,
 """Calls that a caller makes on every rank."""
 CallName: TypeAlias = "tuple[type[Event], str]"
 
+TOKENS = ("keys", "rest")
+"""Fields of calls that the leader's frame does not carry."""
 ABORTED = -1
 PRESENT = 256
 """Values from here on are contents; smaller ones name a rank whose caller has not made the call."""
@@ -46,14 +48,15 @@ def content_of(call: Call) -> int:
     """A digest of everything in a call that must be the same on all ranks."""
     if isinstance(call, events.RequestArrived):
         prompt, how = (call.prompt_tokens, call.namespace, call.prefills), (call.priority, call.cache, call.early)
-        return zlib.crc32(call.keys, zlib.crc32(repr((*prompt, *how, call.can_recompute)).encode()))
+        plain = zlib.crc32(repr((*prompt, *how, call.can_recompute)).encode())
+        return zlib.crc32(call.rest, zlib.crc32(call.keys, plain))
     if isinstance(call, events.FinishRequested | events.RetractRequested):
         return zlib.crc32(call.keys, zlib.crc32(repr((call.tokens, call.component_pages)).encode()))
     return 0
 
 
 class CallVote:
-    """One call that the leader has named. `leaders` is its event, without keys.
+    """One call that the leader has named. `leaders` is its event, without tokens.
 
     The value of the first slot is ABORTED, a rank where the call is missing, or PRESENT plus the digest of the
     contents. That of the second is the negative of the latter.
@@ -91,8 +94,9 @@ class CallVote:
         value, negative = (vote_vector.agreed(slot) for slot in self.slots)
         call = self.call
         if value == -negative and call is not None:
-            fields = {"at_s": at_s} if not hasattr(call, "keys") else {"at_s": at_s, "keys": call.keys}
-            return [msgspec.structs.replace(self.leaders, **fields)]
+            # The tokens are those of this rank's caller: the leader's frame does not carry them.
+            ours = {name: getattr(call, name) for name in TOKENS if hasattr(call, name)}
+            return [msgspec.structs.replace(self.leaders, at_s=at_s, **ours)]
         if value == ABORTED:
             self.refusal = Refusal(call or self.leaders, "aborted", "before all ranks had taken it")
         elif value < PRESENT:

@@ -179,7 +179,7 @@ def test_until_shows_the_state(simulate, monkeypatch, capsys) -> None:
 
 
 def test_versions_are_numbered_from_the_first_with_checksums() -> None:
-    assert JOURNAL_VERSION == 8
+    assert JOURNAL_VERSION == 9
 
 
 def test_explain_and_timeline_of_one_request(simulate, monkeypatch, capsys, tmp_path) -> None:

@@ -35,6 +35,18 @@ def test_digests_are_equal_just_where_pages_are(prompts: list[list[bytes]], is_s
         assert len(set(seen.values())) == len(seen)
 
 
+@pytest.mark.parametrize("is_secret", [False, True])
+def test_the_tokens_behind_the_last_full_page_have_a_digest_too(
+    is_secret: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages_module, "IS_SECRET", is_secret)
+    digests = PageDigests(WIDTH)
+    assert digests.of_rest(b"") == b""
+    assert len(digests.of_rest(b"aa")) == DIGEST_BYTES
+    assert digests.of_rest(b"aa") == digests.of_rest(b"aa") != digests.of_rest(b"ab")
+    assert PageDigests(WIDTH).of_rest(b"aa") == digests.of_rest(b"aa") or not is_secret
+
+
 def test_pages_that_were_hashed_before_are_not_hashed_again() -> None:
     digests = PageDigests(WIDTH)
     first = digests.of(b"aaaabbbb")

@@ -55,6 +55,18 @@ def test_requests_of_one_name_that_differ_are_refused(make_ranks) -> None:
     assert "different contents" in refusal.detail
 
 
+def test_the_tokens_behind_the_last_full_page_are_compared_and_reach_every_core(make_ranks) -> None:
+    ranks = make_ranks(2)
+    arrival = {"serial": 1, "keys": b"x", "prompt_tokens": 2}
+    for rank, rest in ((0, b"y"), (1, b"z")):
+        ranks.receive(events.RequestArrived, ranks=[rank], request_id="a", rest=rest, **arrival)
+    (refusal,) = ranks.turn().refusals
+    assert "different contents" in refusal.detail
+    ranks.receive(events.RequestArrived, request_id="b", rest=b"y", **arrival)
+    ranks.turn()
+    assert [event.rest for event in ranks.taken] == [b"y"]
+
+
 def test_a_caller_that_gives_up_before_the_arrival_ends_it_on_all_ranks(make_ranks) -> None:
     ranks = make_ranks(2)
     ranks.receive(events.RequestArrived, ranks=[0], request_id="a", serial=1, keys=b"x", prompt_tokens=1)
