@@ -421,8 +421,12 @@ class Core:
             # The request ended, and its id may be in use again.
             return
         at_s = state.now_s
+        shared_ends = None if self.component_pages is None else self.component_pages.shared_ends
         if takes(request, events.PlanDue):
             self.fire(request, events.PlanDue(at_s=at_s))
+        if shared_ends is not None:
+            # Before READY: from then on, the caller writes to the pages that others copy.
+            shared_ends.hand_over(request)
         if takes(request, events.Progressed):
             event = events.Progressed(at_s=at_s)
             while self.fire(request, event):
@@ -434,6 +438,8 @@ class Core:
                 state.dirty.pop(request, None)
             if request.loads and self.shared_transfers.waits_for(request) is not None:
                 state.run_guarded(partial(self.shared_transfers.watch, request))
+            if shared_ends is not None:
+                state.run_guarded(partial(shared_ends.watch, request))
             if request.early:
                 state.run_guarded(partial(self.early.look, request))
         elif takes(request, events.StorageDue):

@@ -71,6 +71,8 @@ COUNTERS: Final = (
     "quota_waits",
     "recomputes",
     "sent_back",
+    "shared_component_pages",
+    "shared_ends_passed_on",
     "shared_transfer_pages",
     "shared_transfers_passed_on",
     "component_pages_fetched_ahead",

@@ -52,6 +52,11 @@ class CallerSurroundings(TierSurroundings, Protocol):
         """Whether the request is live."""
         ...
 
+    @property
+    def restoring(self) -> list[Caller]:
+        """The callers of requests that are not READY."""
+        ...
+
     def has_aborted(self, caller: Caller) -> None:
         """End what a caller that has just aborted its request still uses of its pages."""
         ...
@@ -96,7 +101,7 @@ class Caller:
         full = len(self.tags) * world.settings.page_size
         # The KV of a partial page depends on the request, so its tag is unique: it must never match another page.
         self.tail = [world.contents.tag(f"tail {self.serial}", tokens[full:])] if full < len(tokens) else []
-        self.component_tags = world.component_pages.tags_of(namespace, tokens, self.serial)
+        self.component_tags = world.component_pages.tags_of(namespace, tokens)
         self.component_pages = LiveComponents((), len(tokens))
         self.prefills: list[int] = []
         self.deadline_at_s = float("inf")
@@ -127,6 +132,10 @@ def draw_prompt(world: CallerSurroundings, random: Random, sessions: list[tuple[
     if world.settings.components and len(history) > 1 and random.random() < 0.2:
         # Exactly the tokens written when a request ended: only its tails are missing then.
         tokens = history[:-1]
+    if world.settings.components and world.settings.share_transfers and random.random() < 0.2 and world.restoring:
+        # The prompt of a request that is on its way: then both have the same end.
+        other = random.choice(world.restoring)
+        return session, other.namespace, other.tokens
     return session, namespace, tokens[: world.prompt_tokens_max]
 
 
@@ -240,7 +249,7 @@ class Client:
         for at in range(len(caller.tags), len(left)):
             # Generation fills the prompt's partial page and the pages added by growth.
             world.device.put(caller.pages[at], left[at], f"decoding of {caller.request_id}")
-        component_tags = world.component_pages.tags_of(caller.namespace, tokens[:written], caller.serial)
+        component_tags = world.component_pages.tags_of(caller.namespace, tokens[:written])
         world.component_pages.generate(
             caller.component_pages, component_tags, len(caller.tokens), written, f"decoding of {caller.request_id}"
         )

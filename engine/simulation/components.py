@@ -1,7 +1,7 @@
 """Components in the simulated environment: a pool per component and tier, and the operations of callers on them.
 
 As for a full page, the tag of a component's page at a position stands for the whole prefix up to there, and for the
-component. A page that is written in part has a unique tag, because it must never match.
+component. That of a page that is written in part stands for the whole prompt.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ class SimulatedComponents:
         request = core.request(command.request_id)
         self.counts["components_read_ahead"] += request is not None and request.waits_for_admission
 
-    def tags_of(self, namespace: str, tokens: bytes, whose: object) -> Tags:
-        """Return the tags of a prompt's pages. The tag of a partial last page is unique to `whose`."""
+    def tags_of(self, namespace: str, tokens: bytes) -> Tags:
+        """Return the tags of a prompt's pages, a partial last one included."""
         page_size = self._settings.page_size
         full = len(tokens) // page_size * page_size
         tags: Tags = {}
         for name in self.components:
             tags[name] = self._contents.tags(f"{name} of {namespace}", tokens[:full], page_size)
             if full < len(tokens):
-                tags[name].append(self._contents.tag(f"{name} of {whose} at {len(tokens)}", tokens[full:]))
+                tags[name].append(self._contents.tag(f"{name} of {namespace} at {len(tokens)}", tokens))
         return tags
 
     # --- Checks of commands ---

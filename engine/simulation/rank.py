@@ -228,6 +228,7 @@ class SimulatedRank:
                 request_id=script.request_id,
                 serial=serial,
                 keys=script.tokens[: len(script.tokens) // size * size],
+                rest=script.tokens[len(script.tokens) // size * size :] if world.settings.components else b"",
                 prompt_tokens=len(script.tokens),
                 prefills=tuple(f"prefill-{number}" for number in range(script.prefill_count)),
                 deadline_at_s=script.deadline_at_s,

@@ -35,7 +35,7 @@ def leave_components(
     if not live.tables:
         return ()
     check_components(component_pages, caller)
-    tags = component_pages.tags_of("", tokens, script.request_id)
+    tags = component_pages.tags_of("", tokens)
     component_pages.generate(live, tags, len(script.tokens), len(tokens), f"decoding of {script.request_id}")
     # Seeded by the request, so that all ranks draw the same.
     left = component_pages.left(live, len(tokens), Random(script.request_id))
@@ -96,11 +96,13 @@ class RankCaller:
         self.component_pages = LiveComponents((), len(script.tokens))
 
 
-def draw_script(random: Random, serial: int, settings: CoreSettings, ranks: int, written: list[bytes]) -> Script:
+def draw_script(
+    random: Random, serial: int, settings: CoreSettings, ranks: int, written: list[bytes], asked: list[bytes]
+) -> Script:
     """Draw a request that shares a prefix with others.
 
-    `written` lists the tokens written by earlier requests, the only ends at which components can be served. The new
-    request is added to it.
+    `written` lists the tokens written by earlier requests, the only ends at which components can be served; `asked`
+    lists their prompts, the last of which may still be on their way. The new request is added to both.
     """
     size = settings.page_size
     history = bytes(random.choice(HISTORIES))
@@ -111,6 +113,9 @@ def draw_script(random: Random, serial: int, settings: CoreSettings, ranks: int,
         tokens = (random.choice(written[-6:]) + random.choice((b"", b"", bytes(random.choices(b"ab", k=size)))))[
             :longest
         ]
+    if settings.components and settings.share_transfers and asked and random.random() < 0.3:
+        tokens = random.choice(asked[-4:])
+    asked.append(tokens)
     script = Script(
         f"r{serial}",
         tokens,

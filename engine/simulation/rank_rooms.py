@@ -54,7 +54,7 @@ class RankRooms:
         prefill = command.prefill
         script = rank.callers[command.request_id].script
         rank.component_pages.check_promise(command.component_pages, command.prompt_tokens)
-        component_pages = rank.component_pages.tags_of("", script.tokens, script.request_id)
+        component_pages = rank.component_pages.tags_of("", script.tokens)
         room = WrittenRoom(key, self._writer(prefill), rank.page_tags(script), component_pages)
         self._rooms[key] = room
         if rank.hits("promise_fails"):

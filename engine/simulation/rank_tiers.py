@@ -99,7 +99,7 @@ class RankComponentStorage:
     def _tags(self, request_id: str) -> Tags:
         script = self._rank.callers[request_id].script
         full = len(script.tokens) // self._rank.world.settings.page_size * self._rank.world.settings.page_size
-        return self._rank.component_pages.tags_of("", script.tokens[:full], request_id)
+        return self._rank.component_pages.tags_of("", script.tokens[:full])
 
 
 class RankTiers:

@@ -89,6 +89,7 @@ class RankGroupWorld:
         self.scripts_live = 0
         self._serial = 0
         self._written: list[bytes] = []
+        self._asked: list[bytes] = []
         self._wires = [Link(self.schedule) for _ in range(ranks)]
         self._votes: dict[int, SlotValues] = {}
         self._log: list[tuple[int, int]] = []
@@ -128,7 +129,7 @@ class RankGroupWorld:
         self.scripts_left -= 1
         self.scripts_live += 1
         self._serial += 1
-        script = draw_script(self.random, self._serial, self.settings, len(self.ranks), self._written)
+        script = draw_script(self.random, self._serial, self.settings, len(self.ranks), self._written, self._asked)
         if self._early is not None:
             script.early = self._early.random() < EARLY_REQUESTS
             if self._early.random() < 0.4:

@@ -93,6 +93,8 @@ class Rig:
         if self.settings.lends_device:
             fields = {"lent_pages": self.free_pages(self.pages_of(len(tokens))), **fields}
         full = len(tokens) // self.settings.page_size * self.settings.page_size
+        if self.settings.components:
+            fields = {"rest": tokens[full:], **fields}
         generation = self._generations.get(request_id, 0)
         self._generations[request_id] = generation + 100
         return self.step(

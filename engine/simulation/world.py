@@ -197,6 +197,11 @@ class World:
         """Whether the request is live."""
         return self._callers.get(caller.request_id) is caller
 
+    @property
+    def restoring(self) -> list[Caller]:
+        """The callers of requests that are not READY."""
+        return [caller for caller in self._callers.values() if not caller.is_ready]
+
     def next_serial(self) -> int:
         """Return a new number, which identifies the tokens of a request."""
         self._serials += 1
@@ -243,6 +248,7 @@ class World:
                 request_id=caller.request_id,
                 serial=caller.serial,
                 keys=caller.tokens[:full],
+                rest=caller.tokens[full:] if self.settings.components else b"",
                 prompt_tokens=len(caller.tokens),
                 namespace=caller.namespace,
                 prefills=tuple(self.peers[number].name for number in caller.prefills),

@@ -22,6 +22,7 @@ CONSEQUENCES = {
     "copy": "the pages were asked of prefill by an extend",
     "tail": "the request starts over, and trusts less of what is cached of components",
     "tail fetch": "the request starts over, and trusts storage no longer",
+    "shared tail": "the request starts over, and asks its own prefill",
     "late copy": "the pages were given up, since the copy may still write to them",
     "backup": "the pages are not kept in host memory",
     "late backup": "the device pages stay locked until it has ended",
@@ -36,6 +37,7 @@ LATE = {
     "copy": "a copy to the device was late: it did not end within its deadline",
     "tail": "a copy of a component was late: it did not end within its deadline",
     "tail fetch": "storage was late: the fetch of a component did not end within its deadline",
+    "shared tail": "a copy of another request's component pages was late: it did not end within its deadline",
     "backup": "the copy to the host was late: it did not end within its deadline",
     "store": "storage was late: the put did not end within its deadline",
 }
@@ -45,6 +47,7 @@ NAMES = {
     "copy": "the copy from host to device",
     "tail": "the copy of a component",
     "tail fetch": "the fetch of a component from storage",
+    "shared tail": "the copy of another request's component pages",
     "backup": "the copy to the host",
     "store": "the put to storage",
     "recompute": "the recompute",

@@ -116,10 +116,11 @@ def _plan(trace: RequestTrace, plan: Plan) -> list[str]:
     shared = f", {plan.shared_pages} under load by another request" if plan.shared_pages else ""
     shared += "".join(f", {count} on their way from prefill for {name}" for name, count in plan.sent_pages.items())
     asked = [f"{count} pages of {name}" for name, count in plan.trailing_pages.items()]
+    filled = f"; component pages that are on their way for {plan.filler} are copied from there" if plan.filler else ""
     return [
         f"Plan at {_ms(plan.at_s - trace.arrived_at_s)}, generation {plan.generation}, prefill number {plan.prefill}: "
         f"matched {matched}{shared}; promised {plan.promised_tokens} tokens, "
-        f"asked prefill for {', '.join([f'{plan.delta_pages} pages', *asked])}."
+        f"asked prefill for {', '.join([f'{plan.delta_pages} pages', *asked])}{filled}."
     ]
 
 
@@ -132,6 +133,7 @@ def _works(trace: RequestTrace) -> list[str]:
             "fetch": f"Fetched pages {_pages(work)} from storage{ahead}: {work.good} came",
             "copy": f"Copied pages {_pages(work)} from host to device",
             "tail fetch": f"Fetched {work.count} pages of {work.component} from storage{ahead}: {work.good} came",
+            "shared tail": f"Copied pages {_pages(work)} of {work.component} from {work.cause}",
             "tail": f"Copied pages {_pages(work)} of {work.component} {work.cause}",
             "backup": f"Backed up pages {_pages(work)} to the host",
             "store": f"Put pages {_pages(work)} in storage: {work.good} were stored",

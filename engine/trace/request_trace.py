@@ -16,7 +16,7 @@ class Work:
     """One piece of work for a request: a storage query, a fetch, a copy, a put, a span of a room."""
 
     kind: str
-    """"query", "fetch", "copy", "tail fetch", "tail", "backup", "store", "span", "recompute"."""
+    """"query", "fetch", "copy", "tail fetch", "tail", "shared tail", "backup", "store", "span", "recompute"."""
     first: int
     count: int
     begun_at_s: float
@@ -59,6 +59,8 @@ class Plan:
     """Pages that prefill was asked for, by component."""
     sent_pages: dict[str, int] = field(default_factory=dict)
     """Pages that prefill was already sending for other requests, by request."""
+    filler: str = ""
+    """The request with the same prompt whose component pages it is to copy."""
 
 
 @dataclass(slots=True)

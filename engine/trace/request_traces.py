@@ -30,6 +30,7 @@ from tidekv.states import commands, events
 from tidekv.states.backup.backups import STORE_DEADLINE_S, Backup
 from tidekv.states.components.look_ahead import ComponentAheadRead
 from tidekv.states.components.request_components import ComponentCopy
+from tidekv.states.components.shared_ends import SharedEndCopy
 from tidekv.states.components.storage import ComponentRead, StoredComponentCopy
 from tidekv.states.loads.loads import LoadCopy, LoadFetch
 from tidekv.states.loads.look_ahead import AheadRead
@@ -85,8 +86,15 @@ def plan_of(
         declined,
         {tail.component: len(tail.pages) for tail in command.component_pages or ()},
         sent,
+        _filler_of(request),
     )
     return plan, joined
+
+
+def _filler_of(request: Request | None) -> str:
+    held = None if request is None else request.component_pages
+    filler = None if held is None or held.filler is None else held.filler.request
+    return "" if filler is None else filler.request_id
 
 
 UNTOLD_CAUSES = ("rule_raised", "transfer_done", "sender_left", "sender_slow")
@@ -247,7 +255,7 @@ class RequestTraces:
             owner = core.state.operations.get(op)
             if work.trouble:
                 continue
-            if isinstance(owner, Backup | ComponentCopy | StoredComponentCopy):
+            if isinstance(owner, Backup | ComponentCopy | StoredComponentCopy | SharedEndCopy):
                 wait_s = STORE_DEADLINE_S if work.kind == "store" else core.settings.copy_deadline_s
                 if work.begun_at_s + wait_s > at_s:
                     continue
@@ -370,6 +378,9 @@ class RequestTraces:
 
     def _copy_component(self, command: commands.CopyComponent, at_s: float, core: Core) -> None:
         owner = core.state.operations.get(command.op)
+        if isinstance(owner, SharedEndCopy):
+            self._copy_shared_end(command, owner, at_s)
+            return
         component_pages = None
         if isinstance(owner, ComponentRead | StoredComponentCopy):
             component_pages = owner.fetch.component_pages
@@ -380,6 +391,15 @@ class RequestTraces:
             work = Work("tail", first, len(command.target_pages), at_s, component=command.component)
             work.cause = "from host to device" if command.source == "host" else "of the cache to a page of its own"
             self._begin(command.op, work, [self._live[component_pages.request.request_id]])
+
+    def _copy_shared_end(self, command: commands.CopyComponent, copy: SharedEndCopy, at_s: float) -> None:
+        """Record a copy from the filler's component pages to those of a sharer."""
+        filler, sharer = copy.filler.request, copy.sharer.request
+        if filler is not None and sharer is not None:
+            first = copy.sharer.received[command.component]
+            work = Work("shared tail", first, len(command.target_pages), at_s, component=command.component)
+            work.cause = f"those of {filler.request_id}"
+            self._begin(command.op, work, [self._live[sharer.request_id]])
 
     def _store(self, command: commands.StorePages, at_s: float, core: Core) -> None:
         if command.serial in self._by_serial:

@@ -44,6 +44,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyComponent
+from tidekv.states.components.shared_ends import SharedEnds
 from tidekv.states.components.snapshots import Snapshots
 from tidekv.states.components.specs import ComponentPages, ComponentTable
 from tidekv.states.components.storage import WITHOUT_COMPONENTS, WITHOUT_HOST, ComponentStorage, gap, preempt
@@ -94,6 +95,7 @@ class ComponentRestore:
         self._index = index
         self.storage = ComponentStorage(state, storage, index, self.copy_of)
         self.snapshots = Snapshots(state.settings.snapshots, index, page_size=state.settings.page_size)
+        self.shared_ends = SharedEnds(state, self.settle)
 
     # --- The grant ---
 
@@ -158,8 +160,13 @@ class ComponentRestore:
         if self._uses_host(request):
             component_pages.pin = self._index.pin(host_node, firsts)
             undo.callback(self._index.unpin, component_pages.pin)
+        filler = self.shared_ends.filler_for(request)
         for name in self._index.components:
-            self._choose(request, component_pages, name, plan, host_node, undo)
+            self._choose(request, component_pages, name, plan, host_node, undo, is_filled=filler is not None)
+        if filler is not None and component_pages.received:
+            self.shared_ends.join(component_pages, filler, undo)
+        elif any(component_pages.remote.values()):
+            self.shared_ends.offer(request, component_pages, undo)
         if request.recomputes:
             component_pages.resumed_pages = plan.end
             for name in self.snapshots.states:
@@ -178,7 +185,10 @@ class ComponentRestore:
         plan: Plan,
         host_node: Node,
         undo: Rollback,
+        *,
+        is_filled: bool,
     ) -> None:
+        """Choose the sources of one component. If `is_filled`, another room brings what prefill would send."""
         first, is_shared = component_pages.firsts[name], self._index.components[name].is_shared
         device, host = self._index.sources(name, host_node, first)
         if request.component_limit >= WITHOUT_COMPONENTS or (request.recomputes and not is_shared):
@@ -213,8 +223,10 @@ class ComponentRestore:
         if joining:
             component_pages.joining[name] = tail - first
         # A caller that recomputes writes to the same pages; prefill must not.
-        component_pages.remote[name] = page_ids() if request.recomputes else table[tail - first :]
-        component_pages.tails[name] = tail
+        component_pages.remote[name] = page_ids() if request.recomputes or is_filled else table[tail - first :]
+        component_pages.tails[name] = request.page_count if is_filled else tail
+        if is_filled and tail < request.page_count:
+            component_pages.received[name] = tail
         if not is_shared and tail == request.page_count:
             tier = "storage" if fetched else "device" if first in device else "host"
             component_pages.hits[name] = tier
@@ -298,7 +310,10 @@ class ComponentRestore:
         if error:
             self._state.count("copies_failed")
             preempt(self._state, component_pages, WITHOUT_HOST, "a copy of a component failed")
-        # A request that is still there may be able to move on; one that has left needs its pages freed.
+        self.settle(component_pages)
+
+    def settle(self, component_pages: RequestComponents) -> None:
+        """Let the request move on after the end of a copy; if it has left, free its pages after the last one."""
         if component_pages.request is not None:
             self._state.dirty[component_pages.request] = None
         elif not component_pages.copies:
@@ -320,6 +335,7 @@ class ComponentRestore:
         """Move the loaded window pages into the index, and return the tables for the caller. All pages are in place."""
         component_pages = request.component_pages
         assert component_pages is not None and component_pages.lock is not None
+        self.shared_ends.leave(component_pages)
         component_pages.remote = {}
         # A caller that has begun already uses the pages of the table, so none of them is exchanged.
         is_used = request.room is not None and request.room.user_op > 0
@@ -391,6 +407,7 @@ class ComponentRestore:
         """Give everything back; if copies into the pages are in flight, when the last one ends."""
         if request.component_pages is None:
             return
+        self.shared_ends.leave(request.component_pages)
         self.storage.abandon_fetches(request.component_pages)
         if not request.component_pages.copies:
             self.give_up(request.component_pages)

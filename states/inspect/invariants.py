@@ -20,6 +20,7 @@ from tidekv.states.backup.offers import Offer
 from tidekv.states.components.backups import ComponentBackup, ComponentPut
 from tidekv.states.components.look_ahead import ComponentAheadRead
 from tidekv.states.components.request_components import ComponentCopy
+from tidekv.states.components.shared_ends import SharedEndCopy, SharedEndWatch
 from tidekv.states.components.storage import ComponentRead, StoredComponentCopy
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.loads.loads import LoadCopy, LoadFetch
@@ -222,6 +223,8 @@ def _component_pages_of(core: Parts) -> list[RequestComponents]:
             component_pages[owner.component_pages] = None
         elif isinstance(owner, ComponentRead | StoredComponentCopy):
             component_pages[owner.fetch.component_pages] = None
+        elif isinstance(owner, SharedEndCopy):
+            component_pages[owner.filler] = component_pages[owner.sharer] = None
     return [held for held in component_pages if held is not None]
 
 
@@ -240,8 +243,12 @@ def _check_components(core: Parts) -> None:
         for op, one in core.state.operations.items()
         if isinstance(one, ComponentRead | StoredComponentCopy)
     }
+    for owner in operations:
+        if isinstance(owner, SharedEndCopy):
+            copies.update((owner.filler, owner.sharer))
     late = [owner for owner in operations if isinstance(owner, LateFetch)]
     for held in _component_pages_of(core):
+        _check_shared_end(core, held)
         _require(held.copies == copies[held], f"{held.request} waits for {held.copies} copies of component pages")
         _require(
             all(fetches.get(fetch.op) is fetch for fetch in held.fetches), "a component fetch waits for no operation"
@@ -264,6 +271,23 @@ def _check_components(core: Parts) -> None:
             on_host += late_fetch.host_pages if late_fetch.component == name else page_ids()
         _check_pages(components.device[name].account, owned, draining)
         _check_pages(components.host[name].account, on_host, page_ids())
+
+
+def _check_shared_end(core: Parts, held: RequestComponents) -> None:
+    """Check that a filler and its sharers refer to each other, and that no sharer was left without a copy."""
+    request = held.request
+    room = None if request is None else request.room
+    _require(not (held.end or held.sharers) or room is not None, f"{request} has no room that others could wait for")
+    _require(all(sharer.filler is held for sharer in held.sharers), f"{request} has sharers that do not wait for it")
+    is_in_place = room is not None and room.is_complete and not held.copies
+    _require(not (held.sharers and is_in_place), f"the sharers of {request} were not handed what is in place")
+    if held.filler is not None:
+        is_live = request is not None and request.is_beyond_plan
+        _require(is_live and held in held.filler.sharers, f"{request} waits for a filler that does not know it")
+        _require(bool(held.received), f"{request} waits for a filler, but needs nothing of it")
+    watch = core.state.operations.get(held.watch_op)
+    is_watched = isinstance(watch, SharedEndWatch) and watch.sharer is held and held.filler is not None
+    _require(not held.watch_op or is_watched, f"{request} does not refer to its watch")
 
 
 def _check_host_pages(core: Parts, loads: dict[Load, None]) -> None:
@@ -383,6 +407,8 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
             run = owner.run
             _require(run in runs and run.op == op, "an operation belongs to a read ahead that does not refer to it")
             _require(not run.is_landed, "a read ahead has landed, but its operation is in flight")
+        elif isinstance(owner, SharedEndWatch):
+            _require(owner.sharer.watch_op == op, "a watch belongs to component pages that do not refer to it")
         elif isinstance(owner, ComponentAheadRead):
             is_live = owner.read in component_reads and owner.read.op == op and not owner.read.is_landed
             _require(is_live, "an operation belongs to a read of component pages that is over")

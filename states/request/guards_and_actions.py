@@ -89,7 +89,8 @@ def needs_no_local_tier(request: Request, event: Event) -> bool:
 def has_everything(request: Request, event: Event) -> bool:
     """Whether every load has ended, every span is written, and the first token has arrived."""
     is_written = request.recomputed or (request.room is not None and request.room.is_complete)
-    return is_written and not request.loads and not request.waits_for_components
+    has_components = not (request.waits_for_components or request.waits_for_filler)
+    return is_written and not request.loads and has_components
 
 
 def can_recompute(request: Request, event: Event) -> bool:

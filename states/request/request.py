@@ -121,8 +121,10 @@ class Request:
         "recomputes",
         "request_id",
         "reserve",
+        "rest",
         "room",
         "serial",
+        "shares_end",
         "short_need",
         "short_version",
         "source_pages",
@@ -140,6 +142,7 @@ class Request:
         self.request_id = event.request_id
         self.serial = event.serial
         self.keys = event.keys
+        self.rest = event.rest
         self.prompt_tokens = event.prompt_tokens
         self.namespace = event.namespace
         self.prefills = event.prefills
@@ -201,6 +204,8 @@ class Request:
         """Cached components that it may use: 0 all, 1 none from storage, 2 neither from storage nor by a copy from the
         host, 3 none.
         """
+        self.shares_end = True
+        """Whether another request with the same prompt may bring its component pages. False after that went wrong."""
         self.trouble = ""
         """Cause of the last fallback, as text for reports. No decision depends on it, nor on `declined`."""
         self.forget_plan()
@@ -289,6 +294,11 @@ class Request:
     def waits_for_components(self) -> bool:
         """Whether copies or fetches of its components are under way."""
         return self.component_pages is not None and self.component_pages.copies > 0
+
+    @property
+    def waits_for_filler(self) -> bool:
+        """Whether it waits for component pages that the room of another request brings."""
+        return self.component_pages is not None and self.component_pages.filler is not None
 
     @property
     def fetches(self) -> list[Load]:
@@ -662,21 +672,27 @@ class RequestComponents:
 
     __slots__ = (
         "copies",
+        "end",
         "fetches",
+        "filler",
         "firsts",
         "hits",
         "is_damaged",
         "joining",
         "kept",
+        "landed",
         "lock",
         "own",
         "pin",
+        "received",
         "remote",
         "request",
         "resumed_pages",
+        "sharers",
         "snapshots",
         "tables",
         "tails",
+        "watch_op",
     )
 
     def __init__(self, request: Request) -> None:
@@ -693,7 +709,7 @@ class RequestComponents:
         self.lock: ComponentReceipt | None = None
         self.pin: ComponentReceipt | None = None
         self.copies = 0
-        """Number of copies and fetches under way that the request waits for."""
+        """Number of copies and fetches under way that it waits for: to its pages, and from there to sharers."""
         self.fetches: dict[ComponentFetch, None] = {}
         """Fetches from storage whose pages are not on the device yet."""
         self.firsts: dict[str, int] = {}
@@ -714,6 +730,18 @@ class RequestComponents:
         """By state, the tier that has the record of the prompt's end. Empty once it is counted."""
         self.resumed_pages = 0
         """The page from which a recomputing caller continues. 0 once it is counted."""
+        self.end: tuple[str, int, bytes, bytes] | None = None
+        """What its room brings for other requests as well (`tidekv.states.components.shared_ends`); None: nothing."""
+        self.sharers: dict[RequestComponents, None] = {}
+        """Component pages of the requests that wait for it, oldest first."""
+        self.filler: RequestComponents | None = None
+        """What it waits for itself, until the copies from there have started."""
+        self.received: dict[str, int] = {}
+        """By component, the first position that is copied from the filler."""
+        self.watch_op = 0
+        """Operation of the watch on a stalled filler."""
+        self.landed: tuple[int, ...] = ()
+        """Progress of the filler when the watch was last set."""
 
     def give_up_remote(self) -> dict[str, PageIds]:
         """Remove the pages that prefill may write to and return them; the caller of this method owns them."""

@@ -66,7 +66,7 @@ NO_CAUSE = {
     "l1_pages_dropped", "l2_pages_dropped", "pages_fetched_ahead", "component_pages_fetched_ahead",
     "component_pages_stored", "l3_puts_declined",
     # Nor is what several requests are sent once.
-    "shared_transfer_pages",
+    "shared_transfer_pages", "shared_component_pages",
     # Offers belong to no request.
     "offered_pages_declined",
 }  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from tidekv.engine.trace import causes
 from tidekv.states import commands, events
+from tidekv.states.components.shared_ends import COPY_LATE, FILLER_LEFT, FILLER_SLOW
 from tidekv.states.components.specs import Component
 
 Play = Any  # A core played by hand by the fixture `play`; tests cannot import its class.
@@ -131,3 +132,75 @@ def window_in_storage_has_a_hole(play: Play) -> None:
     play.take(events.StorageAnswered, op=play.last(commands.QueryComponents).op, found=4, component_pages=stored)
     play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
     play.bring_everything("r1")
+
+
+# --- The same prompt at the same time ---
+
+
+def same_end(play: Play) -> None:
+    """Prefill sends the window of r0, which has the same prompt as r1."""
+    play.begin_with(COMPONENTS, share_transfers=True)
+    for name in ("r0", "r1"):
+        play.arrive(name)
+        play.send_promise(name)
+
+
+def land(play: Play, request_id: str, *, token: bool = True) -> None:
+    """Prefill has sent everything that the request asked for, with or without the first token."""
+    span = play.core.request(request_id).room.spans[0]
+    of_span = {"span": 0, "first": span.first, "count": span.count, "last": True}
+    play.to_room(events.ChunkLanded, request_id=request_id, rank=0, **of_span)
+    if token:
+        play.to_room(events.AuxLanded, request_id=request_id, rank=0)
+
+
+def copy_of_the_window(play: Play) -> commands.CopyComponent:
+    same_end(play)
+    land(play, "r0")
+    copy: commands.CopyComponent = play.last(commands.CopyComponent)
+    return copy
+
+
+FROM_R0 = "component pages that are on their way for r0 are copied from there"
+
+
+@says(FROM_R0, "Copied pages [2, 4) of window from those of r0", "READY")
+def window_is_copied_from_the_same_prompt(play: Play) -> None:
+    play.take(events.CopyEnded, op=copy_of_the_window(play).op)
+    play.bring_everything("r1")
+
+
+@says(FROM_R0, FILLER_LEFT, BACK, "READY", counts="shared_ends_passed_on")
+def filler_leaves(play: Play) -> None:
+    same_end(play)
+    play.take(events.AbortRequested, request_id="r0")
+    play.bring_everything("r1")
+
+
+@says(FROM_R0, FILLER_SLOW, BACK, "READY", counts="shared_ends_passed_on")
+def filler_is_slow(play: Play) -> None:
+    same_end(play)
+    land(play, "r0", token=False)
+    land(play, "r1")
+    play.wait_for_clock()
+    play.bring_everything("r1")
+
+
+@says("the copy of another request's component pages failed: CopyFailed: bus error", BACK, "READY")
+def copy_of_the_same_end_fails(play: Play) -> None:
+    play.take(events.CopyEnded, op=copy_of_the_window(play).op, error="CopyFailed: bus error")
+    play.bring_everything("r1")
+
+
+@says("starting the copy of another request's component pages raised: RuntimeError: no thread", BACK, "READY")
+def copy_of_the_same_end_raises(play: Play) -> None:
+    play.take(events.CommandRaised, op=copy_of_the_window(play).op, detail="RuntimeError: no thread")
+    play.bring_everything("r1")
+
+
+@says(causes.LATE["shared tail"], causes.CONSEQUENCES["shared tail"], COPY_LATE, BACK, "READY")
+def copy_of_the_same_end_is_late(play: Play) -> None:
+    copy = copy_of_the_window(play)
+    play.wait_for_clock()
+    play.bring_everything("r1")
+    play.take(events.CopyEnded, op=copy.op)

@@ -1,0 +1,290 @@
+"""Component pages that the room of one request brings for several: those with the same prompt, before READY.
+
+With `share_transfers`, requests with the same prompt at the same time share its full pages
+(`tidekv.states.loads.shared_transfers`) and the component pages of its end. The first of them asks prefill for these:
+it is the *filler*. The others, its *sharers*, are planned while the filler has its room, and ask prefill for no
+component page. When everything of the filler's end is in place, each sharer copies it within the device pool, to pages
+of its own, because a model writes to the pages of its end:
+
+    room of the filler    ─ window pages, record ─▶ pages of the filler ─┬─ copy ─▶ pages of a sharer
+                                                                         └─ copy ─▶ pages of another one
+
+What device, host or storage have for a sharer comes from there; the copy has the rest. Ends are the same if all tokens
+are, those of a partial last page (`RequestArrived.rest`) included, and the namespace.
+
+The filler is READY when the copies have ended, since its model is about to write to their source. From the first copy
+on, no further request joins it, so that it does not wait for requests that arrive later. If it leaves while copies are
+under way, its component pages outlive it, as they do with copies to them.
+
+A sharer does not fail with the filler. It starts over in a new generation, because prefill cannot be asked for
+component pages by extend:
+
+- if the filler leaves before its end is in place (aborted, failed, moved to the next prefill). The first sharer that is
+  planned again is the next filler;
+- if the filler's transfer stalls. A sharer that waits for nothing else waits at most `share_wait_s` while nothing
+  lands. Then nothing joins that filler any more, and the sharer is the next one;
+- if its copy fails or is late. It then asks its own prefill. After a late copy, which may still read, the filler starts
+  over as well.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+from tidekv.states.commands import CopyComponent
+from tidekv.states.rollback import Rollback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tidekv.states.core_state import CoreState
+    from tidekv.states.events import Outcome
+    from tidekv.states.request.request import Request, RequestComponents
+
+End: TypeAlias = "tuple[str, int, bytes, bytes]"
+"""Namespace, number of tokens, key of the last full page, and the tokens behind it. The other keys are compared."""
+
+FILLER_LEFT = "the request that was to share its component pages has left"
+FILLER_SLOW = "the transfer of another request, which was to bring its component pages, stalled for too long"
+COPY_FAILED = "the copy of the component pages of another request failed"
+COPY_LATE = "the copy of the component pages of another request did not end in time"
+
+
+class SharedEndCopy:
+    """Operation: a copy of one component's pages from the filler to a sharer. Both wait for it."""
+
+    __slots__ = ("_shared", "filler", "sharer")
+
+    def __init__(self, shared: SharedEnds, filler: RequestComponents, sharer: RequestComponents) -> None:
+        self._shared = shared
+        self.filler = filler
+        self.sharer = sharer
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Count the copy as ended; after an error the sharer starts over."""
+        self._shared.copied(self, error)
+
+    def late(self) -> None:
+        """Let both start over with other pages: the copy may still read those of one and write those of the other."""
+        self._shared.copy_is_late(self)
+
+    def abandon(self) -> None:
+        """Free the pages of those that have left. Safe to call again after a raise."""
+        self._shared.settle(self)
+
+
+class SharedEndWatch:
+    """Operation: the watch of a sharer on its filler's transfer. It only ends by its deadline."""
+
+    __slots__ = ("_shared", "sharer")
+
+    def __init__(self, shared: SharedEnds, sharer: RequestComponents) -> None:
+        self._shared = shared
+        self.sharer = sharer
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Never called: there is no command, hence no outcome."""
+
+    def late(self) -> None:
+        """Check whether anything has landed meanwhile."""
+        self._shared.is_late(self.sharer)
+
+    def abandon(self) -> None:
+        """Do nothing: the watch holds nothing."""
+
+
+class SharedEnds:
+    """Fillers and sharers of one core."""
+
+    def __init__(self, state: CoreState, settle: Callable[[RequestComponents], None]) -> None:
+        """`settle` is called with component pages of which a copy has ended: it lets their request move on, or frees
+        them if the request has left and nothing else is in flight.
+        """
+        self._state = state
+        self._settle = settle
+        self._fillers: dict[End, RequestComponents] = {}
+
+    # --- The plan ---
+
+    def filler_for(self, request: Request) -> RequestComponents | None:
+        """The component pages of a request that prefill sends the same end, if `request` can share them."""
+        end = self._end_of(request)
+        if end is None or not request.shares_end:
+            return None
+        filler = self._fillers.get(end)
+        # The key of the last page does not tell what precedes it.
+        if filler is None or filler.request is None or filler.request.keys != request.keys:
+            return None
+        return filler
+
+    def join(self, sharer: RequestComponents, filler: RequestComponents, undo: Rollback) -> None:
+        """Let the request of `sharer` wait for the end that the filler's room brings. `undo` reverts it."""
+        undo.callback(self._part, sharer)
+        sharer.filler = filler
+        filler.sharers[sharer] = None
+        # Its end may be in place already.
+        assert filler.request is not None
+        self._state.dirty[filler.request] = None
+
+    def offer(self, request: Request, component_pages: RequestComponents, undo: Rollback) -> None:
+        """Offer what the room of `request` is to bring to later requests with the same end. `undo` reverts it."""
+        end = self._end_of(request)
+        if end is not None:
+            undo.callback(self._close, component_pages)
+            component_pages.end = end
+            self._fillers[end] = component_pages
+
+    def _end_of(self, request: Request) -> End | None:
+        """The end of a prompt; None if it cannot be shared, or not all of its tokens are known."""
+        settings = self._state.settings
+        is_shared = settings.share_transfers and request.cache and not request.restore_limit and not request.recomputes
+        if not is_shared or (not request.rest and request.prompt_tokens % settings.page_size):
+            return None
+        return request.namespace, request.prompt_tokens, request.keys[-settings.key_bytes :], request.rest
+
+    # --- Landing ---
+
+    def hand_over(self, request: Request) -> None:
+        """Start the copies to the sharers of a request, if everything of its end is in place. Raises nothing but
+        BrokenInvariant.
+        """
+        filler, room = request.component_pages, request.room
+        if filler is None or filler.copies or room is None or not room.is_complete:
+            return
+        if not filler.sharers and not request.early:
+            return
+        # From here on nothing joins: a caller that begins early writes to these pages.
+        self._close(filler)
+        if filler.sharers:
+            # No remote writer is left, and the pages stay until the copies have ended.
+            filler.remote = {}
+        for sharer in list(filler.sharers):
+            send_back = partial(self._send_back, sharer, COPY_FAILED)
+            self._state.run_guarded(partial(self._copy, filler, sharer), recover=send_back)
+
+    def _copy(self, filler: RequestComponents, sharer: RequestComponents) -> None:
+        state, pages = self._state, 0
+        with Rollback() as undo:
+            undo.callback(state.out.__delitem__, slice(len(state.out), None))
+            for name, first in sharer.received.items():
+                at = first - filler.firsts[name]
+                source, target = filler.tables[name][at:], sharer.tables[name][at:]
+                copy = SharedEndCopy(self, filler, sharer)
+                op = state.start_operation(copy, deadline_s=state.settings.copy_deadline_s)
+                undo.callback(self._uncount, copy, op)
+                filler.copies += 1
+                sharer.copies += 1
+                state.emit(
+                    CopyComponent(
+                        op=op,
+                        component=name,
+                        source="device",
+                        source_pages=source,
+                        target="device",
+                        target_pages=target,
+                    )
+                )
+                pages += len(source)
+            undo.keep()
+        self._part(sharer)
+        state.count("shared_component_pages", pages)
+
+    def _uncount(self, copy: SharedEndCopy, op: int) -> None:
+        copy.filler.copies -= 1
+        copy.sharer.copies -= 1
+        del self._state.operations[op]
+
+    def copied(self, copy: SharedEndCopy, error: str) -> None:
+        """Record the end of a copy. After an error the sharer starts over. After a raise, `settle` continues."""
+        if error:
+            self._state.count("copies_failed")
+            self._send_back(copy.sharer, COPY_FAILED)
+        copy.filler.copies -= 1
+        copy.sharer.copies -= 1
+        self.settle(copy)
+
+    def settle(self, copy: SharedEndCopy) -> None:
+        """Let both requests of an ended copy move on, or free the pages of those that have left."""
+        self._settle(copy.filler)
+        self._settle(copy.sharer)
+
+    def copy_is_late(self, copy: SharedEndCopy) -> None:
+        """Let both requests of a copy start over. Their component pages stay until it ends."""
+        self._state.count("copies_late")
+        self._send_back(copy.sharer, COPY_LATE)
+        if copy.filler.request is not None:
+            self._state.preempted.setdefault(copy.filler.request, COPY_LATE)
+
+    # --- The ends ---
+
+    def leave(self, component_pages: RequestComponents) -> None:
+        """Detach component pages whose request is READY or about to leave. Sharers that still wait start over."""
+        self._close(component_pages)
+        self._part(component_pages)
+        for sharer in list(component_pages.sharers):
+            self._state.count("shared_ends_passed_on")
+            self._send_back(sharer, FILLER_LEFT, shares_again=True)
+
+    def _close(self, filler: RequestComponents) -> None:
+        """Let no further request join."""
+        if filler.end is not None and self._fillers.get(filler.end) is filler:
+            del self._fillers[filler.end]
+        filler.end = None
+
+    def _part(self, sharer: RequestComponents) -> None:
+        """Detach a sharer from its filler."""
+        if sharer.filler is not None:
+            del sharer.filler.sharers[sharer]
+            sharer.filler = None
+        self._state.operations.pop(sharer.watch_op, None)
+        sharer.watch_op = 0
+
+    def _send_back(self, sharer: RequestComponents, cause: str, *, shares_again: bool = False) -> None:
+        """Let a sharer start over; unless `shares_again`, it then asks prefill for its component pages itself."""
+        self._part(sharer)
+        if sharer.request is not None:
+            sharer.request.shares_end = sharer.request.shares_end and shares_again
+            self._state.preempted.setdefault(sharer.request, cause)
+
+    # --- The filler is slow ---
+
+    def watch(self, request: Request) -> None:
+        """Set a deadline if the request only waits for its filler."""
+        sharer = request.component_pages
+        if sharer is None or sharer.filler is None or sharer.watch_op:
+            return
+        if request.room is None or not request.room.is_complete or request.loads or sharer.copies:
+            return
+        # At most half of the remaining time, so that there is time to start over.
+        left_s = request.deadline_at_s - self._state.now_s
+        self._watch(sharer, min(self._state.settings.share_wait_s, max(left_s / 2, 0.0)))
+
+    def _watch(self, sharer: RequestComponents, wait_s: float) -> None:
+        assert sharer.filler is not None
+        sharer.landed = _landed(sharer.filler)
+        sharer.watch_op = self._state.start_operation(SharedEndWatch(self, sharer), deadline_s=wait_s)
+
+    def is_late(self, sharer: RequestComponents) -> None:
+        """Handle the end of a watch: if nothing has landed since it began, the sharer asks its own prefill. Can be
+        called again after an exception.
+        """
+        self._state.operations.pop(sharer.watch_op, None)
+        sharer.watch_op = 0
+        if sharer.filler is None:
+            return
+        if _landed(sharer.filler) != sharer.landed:
+            self._watch(sharer, self._state.settings.share_wait_s)
+            return
+        self._state.count("shared_ends_passed_on")
+        self._close(sharer.filler)
+        self._send_back(sharer, FILLER_SLOW, shares_again=True)
+
+
+def _landed(filler: RequestComponents) -> tuple[int, ...]:
+    """The progress of a filler, which changes whenever something of its end may have landed."""
+    room = None if filler.request is None else filler.request.room
+    if room is None:
+        return ()
+    missing = (span.pages_missing(room.ranks) for span in room.spans)
+    return filler.copies, len(room.aux_from), *missing
