@@ -21,7 +21,8 @@ A sharer does not fail with the filler:
 - A sharer that waits for nothing else waits at most `share_wait_s` while nothing lands. Then the filler keeps its pages
   to itself, as if the transfer had never been shared, and the sharer extends into fresh ones.
 
-Components are not shared before READY: they belong to the end of one prompt, so each request gets its own.
+Component pages belong to the end of one prompt. Requests with the same end share them by copies
+(`tidekv.states.components.shared_ends`).
 """
 
 from __future__ import annotations

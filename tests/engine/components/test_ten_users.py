@@ -92,15 +92,15 @@ class Instance:
     ranks: list[Rank]
     numbers: Counter[str] = field(default_factory=Counter)
 
-    async def restore(self, user: int) -> tuple[list[ReadyRequest], list[int]]:
-        """Restore a user's prompt on all ranks."""
+    async def restore(self, user: int, *, tokens: int = USER_TOKENS) -> tuple[list[ReadyRequest], list[int]]:
+        """Restore a user's prompt on all ranks: the system prompt, and `tokens` of the user's own."""
         self.numbers["requests"] += 1
-        tokens = [*SYSTEM, *([5000 + user] * USER_TOKENS)]
+        prompt = [*SYSTEM, *([5000 + user] * tokens)]
         prefill = ",".join(rank.peer.address for rank in self.ranks)
         request = DecodeRequest(
-            request_id=f"r{self.numbers['requests']}", tokens=tokens, prefill=prefill, send_prompt=True
+            request_id=f"r{self.numbers['requests']}", tokens=prompt, prefill=prefill, send_prompt=True
         )
-        return list(await asyncio.gather(*(rank.engine.restore(request) for rank in self.ranks))), tokens
+        return list(await asyncio.gather(*(rank.engine.restore(request) for rank in self.ranks))), prompt
 
     async def finish(self, readies: list[ReadyRequest], tokens: list[int]) -> dict[str, int]:
         """Verify everything, leave what there is of components, and return the tokens by source."""
@@ -220,5 +220,29 @@ async def test_ten_users_at_once_share_one_transfer_and_each_gets_its_own_end(
             transferred += readies[0].sources["transfer"]
             await made.finish(readies, tokens)
         assert transferred == len(SYSTEM) + USERS * USER_TOKENS
-        # Windows and states are not shared before READY.
+        # Windows and states of other ends are not shared before READY.
         assert made.asked() == [{kind: AT_THE_END[kind] for kind in KINDS[model]}] * USERS
+
+
+@pytest.mark.parametrize("own_tokens", [USER_TOKENS, 7], ids=["full pages", "a partial page"])
+@pytest.mark.parametrize("over", WAYS)
+@pytest.mark.parametrize("model", [model for model in KINDS if KINDS[model]])
+async def test_ten_users_of_the_same_prompt_at_once_are_sent_the_component_pages_of_one(
+    model: str, over: str, own_tokens: int, tmp_path: Path
+) -> None:
+    kinds = KINDS[model]
+    async with instance(model, over, tmp_path) as made:
+        restored = await asyncio.gather(*(made.restore(1, tokens=own_tokens) for _ in range(USERS)))
+        of_one = {kind: AT_THE_END[kind] for kind in kinds}
+        assert made.asked() == [of_one, *([dict.fromkeys(kinds, 0)] * (USERS - 1))]
+        for number, rank in enumerate(made.ranks):
+            core = rank.engine.statistics()["core"]
+            assert core["shared_component_pages"] == (USERS - 1) * sum(of_one.values())
+            for kind in kinds:
+                # Each has pages of its own, which its model writes to.
+                own = [page for readies, _ in restored for page in readies[number].component_pages[kind].own]
+                assert len(own) == len(set(own))
+            for readies, tokens in restored:
+                rank.verify(readies[number], tokens)
+        for readies, _ in restored:
+            await asyncio.gather(*(rank.engine.finish(one) for rank, one in zip(made.ranks, readies, strict=True)))
