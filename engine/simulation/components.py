@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tidekv.engine.simulation.memory import GARBAGE, SimulatedPool, Violation
+from tidekv.states.components.shared_ends import SharedEndCopy
 from tidekv.states.components.specs import Component, ComponentPages, ComponentTable, SnapshotPolicy
 from tidekv.states.events import ComponentLeft
 from tidekv.states.pages.page_pool import PageState
@@ -72,6 +73,11 @@ class SimulatedComponents:
         """Count a read for a request that waits for device memory."""
         request = core.request(command.request_id)
         self.counts["components_read_ahead"] += request is not None and request.waits_for_admission
+
+    def note_copy(self, core: Core, command: commands.CopyComponent) -> None:
+        """Count a copy, and those to a request with the same prompt as another one."""
+        self.counts[f"copies_{command.source}_to_{command.target}"] += 1
+        self.counts["ends_shared"] += isinstance(core.state.operations.get(command.op), SharedEndCopy)
 
     def tags_of(self, namespace: str, tokens: bytes) -> Tags:
         """Return the tags of a prompt's pages, a partial last one included."""

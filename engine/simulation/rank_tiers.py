@@ -208,7 +208,7 @@ class RankTiers:
             return
         pools = self._rank.component_pages.pools
         source, target = pools[command.source, command.component], pools[command.target, command.component]
-        self._rank.component_pages.counts[f"copies_{command.source}_to_{command.target}"] += 1
+        self._rank.component_pages.note_copy(self._rank.core, command)
         self._copy(command.op, source, command.source_pages, target, command.target_pages)
 
     def _copy(

@@ -204,7 +204,7 @@ class SimulatedCopies:
         """Copy pages of a component between its pools, or within the device pool."""
         source = self._world.component_pages.pools[command.source, command.component]
         target = self._world.component_pages.pools[command.target, command.component]
-        self._world.component_pages.counts[f"copies_{command.source}_to_{command.target}"] += 1
+        self._world.component_pages.note_copy(self._world.core, command)
         self._start(command, "component_copy", command.source_pages, command.target_pages, source, target)
 
     def _start(
