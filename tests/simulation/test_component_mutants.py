@@ -16,6 +16,7 @@ from tidekv.states.components.backups import ComponentBackups
 from tidekv.states.components.component_tier import ComponentTier
 from tidekv.states.components.index import ComponentIndex
 from tidekv.states.components.request_components import ComponentRestore
+from tidekv.states.components.shared_ends import SharedEnds
 from tidekv.states.components.specs import ComponentPages
 from tidekv.states.components.storage import ComponentStorage
 from tidekv.states.handover.rooms import Rooms
@@ -152,6 +153,27 @@ def host_pages_are_freed_while_storage_writes_to_them(patch: pytest.MonkeyPatch)
         fetch.component_pages.copies -= 1
 
     patch.setattr(ComponentStorage, "_give_up", give_up)
+
+
+@mutant(r"holds garbage|holds 0 instead of|changed while|which is being read|is being written by")
+def others_copy_an_end_before_it_is_in_place(patch: pytest.MonkeyPatch) -> None:
+    def hand_over(self: SharedEnds, request: Request) -> None:
+        filler = request.component_pages
+        for sharer in [] if filler is None else list(filler.sharers):
+            self._copy(filler, sharer)
+
+    patch.setattr(SharedEnds, "hand_over", hand_over)
+
+
+@mutant(r"changed while|which is being read|being written or read|is free|waits for \d+ copies|pages are owned")
+def a_request_is_ready_while_others_copy_its_end(patch: pytest.MonkeyPatch) -> None:
+    def copy(self: SharedEnds, filler: RequestComponents, sharer: RequestComponents) -> None:
+        before = filler.copies
+        original(self, filler, sharer)
+        filler.copies = before
+
+    original = SharedEnds._copy
+    patch.setattr(SharedEnds, "_copy", copy)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
