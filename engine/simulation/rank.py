@@ -218,7 +218,7 @@ class SimulatedRank:
             world.ended(script, self.number, "ranks differ")
             return
         size = world.settings.page_size
-        tags, tail = self.page_tags(script), self.component_pages.tags_of("", script.tokens, script.request_id)
+        tags, tail = self.page_tags(script), self.component_pages.tags_of("", script.tokens)
         full = len(script.tokens) // size
         self.callers[script.request_id] = RankCaller(script, tags[:full], tags[full:], tail)
         serial = int(script.request_id[1:])
