@@ -415,21 +415,17 @@ class Core:
     def move_on(self) -> None:
         """Fire `StorageDue`, `PlanDue` and `Progressed` at the request, if its state has rows for them."""
         state = self.state
-        request = next(iter(state.dirty))
-        del state.dirty[request]
+        request, _ = _pop_first(state.dirty)
         if state.requests.get(request.request_id) is not request:
             # The request ended, and its id may be in use again.
             return
         at_s = state.now_s
-        shared_ends = None if self.component_pages is None else self.component_pages.shared_ends
         if takes(request, events.PlanDue):
             self.fire(request, events.PlanDue(at_s=at_s))
-        if shared_ends is not None:
-            # Before READY: from then on, the caller writes to the pages that others copy.
-            shared_ends.hand_over(request)
+        if self.component_pages is not None:
+            self.component_pages.shared_ends.look(request)
         if takes(request, events.Progressed):
-            event = events.Progressed(at_s=at_s)
-            while self.fire(request, event):
+            while self.fire(request, events.Progressed(at_s=at_s)):
                 if not takes(request, events.Progressed):
                     return
             if request.is_planned:
@@ -438,8 +434,6 @@ class Core:
                 state.dirty.pop(request, None)
             if request.loads and self.shared_transfers.waits_for(request) is not None:
                 state.run_guarded(partial(self.shared_transfers.watch, request))
-            if shared_ends is not None:
-                state.run_guarded(partial(shared_ends.watch, request))
             if request.early:
                 state.run_guarded(partial(self.early.look, request))
         elif takes(request, events.StorageDue):
@@ -532,8 +526,7 @@ def _may_hand_back(core: Core) -> bool:
 
 
 def _may_work_ahead(core: Core) -> bool:
-    state = core.state
-    return bool(state.ahead_over) or state.ahead_due or state.write_due
+    return bool(core.state.ahead_over) or core.state.ahead_due or core.state.write_due
 
 
 CONSEQUENCES = (

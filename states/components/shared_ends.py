@@ -77,18 +77,20 @@ class SharedEndCopy:
 class SharedEndWatch:
     """Operation: the watch of a sharer on its filler's transfer. It only ends by its deadline."""
 
-    __slots__ = ("_shared", "sharer")
+    __slots__ = ("_shared", "landed", "sharer")
 
-    def __init__(self, shared: SharedEnds, sharer: RequestComponents) -> None:
+    def __init__(self, shared: SharedEnds, sharer: RequestComponents, landed: tuple[int, ...]) -> None:
         self._shared = shared
         self.sharer = sharer
+        self.landed = landed
+        """Progress of the filler when the watch began."""
 
     def ended(self, event: Outcome, error: str) -> None:
         """Never called: there is no command, hence no outcome."""
 
     def late(self) -> None:
         """Check whether anything has landed meanwhile."""
-        self._shared.is_late(self.sharer)
+        self._shared.is_late(self)
 
     def abandon(self) -> None:
         """Do nothing: the watch holds nothing."""
@@ -104,6 +106,8 @@ class SharedEnds:
         self._state = state
         self._settle = settle
         self._fillers: dict[End, RequestComponents] = {}
+        self.watches: dict[RequestComponents, int] = {}
+        """By sharer, the operation of its watch."""
 
     # --- The plan ---
 
@@ -144,6 +148,15 @@ class SharedEnds:
         return request.namespace, request.prompt_tokens, request.keys[-settings.key_bytes :], request.rest
 
     # --- Landing ---
+
+    def look(self, request: Request) -> None:
+        """Hand over what a request's room has brought for others, and watch what it awaits itself.
+
+        Call it before the request can become READY: from then on its caller writes to the pages that others copy.
+        """
+        if request.component_pages is not None:
+            self.hand_over(request)
+            self._state.run_guarded(partial(self.watch, request))
 
     def hand_over(self, request: Request) -> None:
         """Start the copies to the sharers of a request, if everything of its end is in place. Raises nothing but
@@ -237,8 +250,7 @@ class SharedEnds:
         if sharer.filler is not None:
             del sharer.filler.sharers[sharer]
             sharer.filler = None
-        self._state.operations.pop(sharer.watch_op, None)
-        sharer.watch_op = 0
+        self._state.operations.pop(self.watches.pop(sharer, 0), None)
 
     def _send_back(self, sharer: RequestComponents, cause: str, *, shares_again: bool = False) -> None:
         """Let a sharer start over; unless `shares_again`, it then asks prefill for its component pages itself."""
@@ -252,7 +264,7 @@ class SharedEnds:
     def watch(self, request: Request) -> None:
         """Set a deadline if the request only waits for its filler."""
         sharer = request.component_pages
-        if sharer is None or sharer.filler is None or sharer.watch_op:
+        if sharer is None or sharer.filler is None or sharer in self.watches:
             return
         if request.room is None or not request.room.is_complete or request.loads or sharer.copies:
             return
@@ -262,18 +274,18 @@ class SharedEnds:
 
     def _watch(self, sharer: RequestComponents, wait_s: float) -> None:
         assert sharer.filler is not None
-        sharer.landed = _landed(sharer.filler)
-        sharer.watch_op = self._state.start_operation(SharedEndWatch(self, sharer), deadline_s=wait_s)
+        watch = SharedEndWatch(self, sharer, _landed(sharer.filler))
+        self.watches[sharer] = self._state.start_operation(watch, deadline_s=wait_s)
 
-    def is_late(self, sharer: RequestComponents) -> None:
+    def is_late(self, watch: SharedEndWatch) -> None:
         """Handle the end of a watch: if nothing has landed since it began, the sharer asks its own prefill. Can be
         called again after an exception.
         """
-        self._state.operations.pop(sharer.watch_op, None)
-        sharer.watch_op = 0
+        sharer = watch.sharer
+        self._state.operations.pop(self.watches.pop(sharer, 0), None)
         if sharer.filler is None:
             return
-        if _landed(sharer.filler) != sharer.landed:
+        if _landed(sharer.filler) != watch.landed:
             self._watch(sharer, self._state.settings.share_wait_s)
             return
         self._state.count("shared_ends_passed_on")

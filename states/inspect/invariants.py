@@ -285,9 +285,6 @@ def _check_shared_end(core: Parts, held: RequestComponents) -> None:
         is_live = request is not None and request.is_beyond_plan
         _require(is_live and held in held.filler.sharers, f"{request} waits for a filler that does not know it")
         _require(bool(held.received), f"{request} waits for a filler, but needs nothing of it")
-    watch = core.state.operations.get(held.watch_op)
-    is_watched = isinstance(watch, SharedEndWatch) and watch.sharer is held and held.filler is not None
-    _require(not held.watch_op or is_watched, f"{request} does not refer to its watch")
 
 
 def _check_host_pages(core: Parts, loads: dict[Load, None]) -> None:
@@ -408,7 +405,8 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
             _require(run in runs and run.op == op, "an operation belongs to a read ahead that does not refer to it")
             _require(not run.is_landed, "a read ahead has landed, but its operation is in flight")
         elif isinstance(owner, SharedEndWatch):
-            _require(owner.sharer.watch_op == op, "a watch belongs to component pages that do not refer to it")
+            is_live = owner.sharer.filler is not None and owner.sharer.request is not None
+            _require(is_live, "a request is watched that waits for no other")
         elif isinstance(owner, ComponentAheadRead):
             is_live = owner.read in component_reads and owner.read.op == op and not owner.read.is_landed
             _require(is_live, "an operation belongs to a read of component pages that is over")

@@ -680,7 +680,6 @@ class RequestComponents:
         "is_damaged",
         "joining",
         "kept",
-        "landed",
         "lock",
         "own",
         "pin",
@@ -692,7 +691,6 @@ class RequestComponents:
         "snapshots",
         "tables",
         "tails",
-        "watch_op",
     )
 
     def __init__(self, request: Request) -> None:
@@ -738,10 +736,6 @@ class RequestComponents:
         """What it waits for itself, until the copies from there have started."""
         self.received: dict[str, int] = {}
         """By component, the first position that is copied from the filler."""
-        self.watch_op = 0
-        """Operation of the watch on a stalled filler."""
-        self.landed: tuple[int, ...] = ()
-        """Progress of the filler when the watch was last set."""
 
     def give_up_remote(self) -> dict[str, PageIds]:
         """Remove the pages that prefill may write to and return them; the caller of this method owns them."""
