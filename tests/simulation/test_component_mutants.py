@@ -117,7 +117,7 @@ def a_failed_copy_of_a_tail_is_taken_for_a_good_one(patch: pytest.MonkeyPatch) -
     patch.setattr(ComponentRestore, "copied", lambda self, component_pages, error: original(self, component_pages, ""))
 
 
-@mutant(r"holds 0 instead of|is being written by", first_seed=44)
+@mutant(r"holds 0 instead of|is being written by|which is being written or read", first_seed=44)
 def a_request_is_ready_before_its_tails_are_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Request, "waits_for_components", property(lambda self: False))
 
