@@ -381,15 +381,17 @@ def test_who_recomputes_neither_shares_nor_is_shared() -> None:
     assert recompute.first == 0, "it could not extend into what the other is being sent"
 
 
-def test_workers_with_components_share_full_pages_and_each_gets_its_own_window() -> None:
+def test_workers_with_components_share_full_pages_and_each_end_gets_its_own_window() -> None:
     window = Component(name="w", kind="window", window_tokens=2, device_pages=16, host_pages=16)
     rig = Rig(share_transfers=True, components=(window,), page_size=1)
+    longer = A + b"!"
     rig.arrive("a", A)
-    rig.arrive("b", A)
+    rig.arrive("b", longer)
     first, second = rig.take_all(commands.SendPromise)
     assert (first.promised_tokens, second.promised_tokens) == (0, len(A))
     windows = [promise.component_pages[0] for promise in (first, second)]
-    assert all(one.first == len(A) - 2 and len(one.pages) == 2 for one in windows)
+    assert [one.first for one in windows] == [len(A) - 2, len(longer) - 2]
+    assert [len(one.pages) for one in windows] == [2, 2]
     assert set(windows[0].pages).isdisjoint(windows[1].pages)
     rig.serve(second)
     assert rig.state("b") == "TRANSFER"
