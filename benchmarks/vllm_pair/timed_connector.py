@@ -57,7 +57,10 @@ class _Steps:
             self._all.append(self._spent_s)
             self._spent_s = 0.0
             if len(self._all) % WRITE_STEPS == 0:
-                self._path.write_text(json.dumps(self._all))
+                # A reader finds a whole file at any time.
+                begun = self._path.with_suffix(".begun")
+                begun.write_text(json.dumps(self._all))
+                begun.replace(self._path)
 
 
 @functools.cache

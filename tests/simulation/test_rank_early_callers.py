@@ -95,8 +95,8 @@ def test_every_way_through_an_early_ready_is_taken_on_ranks() -> None:
 
 
 def test_a_campaign_counts_them() -> None:
-    assert draws_early(40)
-    assert run_campaign(first_seed=40, seeds=1, requests=40, ranks=2).early["begun"]
+    assert any(draws_early(seed) for seed in range(40, 56))
+    assert run_campaign(first_seed=40, seeds=16, requests=40, ranks=2).early["begun"]
 
 
 # --- Bugs of the votes ---
