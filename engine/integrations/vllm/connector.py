@@ -43,12 +43,12 @@ ALL_COUNTS = {**COUNTS, **HANDOVER_COUNTS}
 
 @dataclass
 class TidekvMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here.
-    """The jobs of one step, from the scheduler to every worker, in the form of the connector's role.
+    """The jobs of one step, from the scheduler to every worker, in the form of the connector's role; None without any.
 
     `is_empty`: the step computes nothing.
     """
 
-    jobs: object
+    jobs: object | None
     is_empty: bool = False
 
 
@@ -204,11 +204,13 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
 
     def handle_preemptions(self, kv_connector_metadata: TidekvMetadata) -> None:
         """Act before the step overwrites blocks: vLLM calls this at the start of each step."""
-        self._worker_side().before_forward(kv_connector_metadata.jobs)
+        if kv_connector_metadata.jobs is not None:
+            self._worker_side().before_forward(kv_connector_metadata.jobs)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads, which run concurrently with the model."""
-        self._worker_side().start_loads(self._get_connector_metadata().jobs)
+        if (jobs := self._get_connector_metadata().jobs) is not None:
+            self._worker_side().start_loads(jobs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return at once: no request runs before its load has ended."""
@@ -218,11 +220,14 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
 
     def wait_for_save(self) -> None:
         """Take the blocks that this step filled. What follows continues in the background."""
-        self._worker_side().after_forward(self._get_connector_metadata().jobs)
+        if (jobs := self._get_connector_metadata().jobs) is not None:
+            self._worker_side().after_forward(jobs)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose held blocks are free again, and those whose loads ended."""
         worker = self._worker_side()
+        if not worker.is_transferring():
+            return None, None
         freed, loaded = worker.take_finished()
         # What ended now is reported before the next step; only what is still under way gets a turn.
         self._pacing.after_step(

@@ -21,8 +21,8 @@ class SchedulerRole(Protocol):
         """Plan the load of `external_tokens` tokens into the request's blocks."""
         ...
 
-    def step_jobs(self, scheduler_output: Any) -> object:
-        """Return the worker's jobs for one step, which pickle can carry. Called once per step."""
+    def step_jobs(self, scheduler_output: Any) -> object | None:
+        """Return the worker's jobs for one step, which pickle can carry; None without any. Called once per step."""
         ...
 
     def heard(self, connector_output: Any) -> None:
@@ -47,7 +47,11 @@ class SchedulerRole(Protocol):
 
 
 class WorkerRole(Protocol):
-    """A worker's side. All calls come from the thread that runs the model."""
+    """A worker's side. All calls come from the thread that runs the model.
+
+    A step without jobs, while nothing is under way, makes it wait for `is_transferring`, `take_invalid_blocks` and
+    `take_counts` only.
+    """
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Take the worker's tensors and start. Raises InvalidConfig for unsupported tensors."""
@@ -70,7 +74,7 @@ class WorkerRole(Protocol):
         ...
 
     def is_transferring(self) -> bool:
-        """Whether a load or a hand-over is under way that vLLM waits for."""
+        """Whether a load or a hand-over is under way that vLLM waits for, or has ended and was not reported yet."""
         ...
 
     def take_invalid_blocks(self) -> set[int]:

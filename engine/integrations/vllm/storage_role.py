@@ -52,13 +52,13 @@ class StorageScheduler:
         """Plan the load into the blocks that vLLM allocated."""
         self.side.allocated(request, blocks, external_tokens)
 
-    def step_jobs(self, scheduler_output: Any) -> StorageJobs:
-        """Return this step's loads and saves."""
+    def step_jobs(self, scheduler_output: Any) -> StorageJobs | None:
+        """Return this step's loads and saves; None without any."""
         state = scheduler_output.kv_connector_block_state
         loads, saves = self.side.jobs(
             scheduler_output.num_scheduled_tokens, lambda request_id: state.get_block_ids(request_id)[0]
         )
-        return StorageJobs(loads, saves)
+        return StorageJobs(loads, saves) if loads or saves else None
 
     def heard(self, connector_output: Any) -> None:
         """Process the loads that ended, and the blocks that failed."""
@@ -134,8 +134,8 @@ class StorageWorker:
         return read_out, {load.request_id for load in ended}
 
     def is_transferring(self) -> bool:
-        """Whether a load is under way. Saves have their blocks' bytes already, and nothing waits for them."""
-        return self._registered().is_loading()
+        """Whether a load is under way, or something is unreported. Nothing waits for saves that have their bytes."""
+        return bool(self._read_out) or self._registered().is_loading()
 
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks that the last ended loads could not fill."""

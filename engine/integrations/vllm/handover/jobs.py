@@ -78,6 +78,13 @@ class HandoverJobs:
     preempted: list[str] = field(default_factory=list)
     held: dict[str, bool] = field(default_factory=dict)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the step has no jobs."""
+        return not (
+            self.restores or self.sends or self.offers or self.declined or self.aborted or self.preempted or self.held
+        )
+
 
 HANDOVER_COUNTS: Mapping[str, str] = {
     "restore_tokens_l1": "prompt tokens that vLLM's own blocks had when a restore began",

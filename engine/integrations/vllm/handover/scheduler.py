@@ -342,8 +342,8 @@ class HandoverScheduler:
         if self._decode is not None:
             self._decode.allocated(request, blocks, external_tokens)
 
-    def step_jobs(self, scheduler_output: Any) -> HandoverJobs:
-        """Return the worker's jobs for one step."""
+    def step_jobs(self, scheduler_output: Any) -> HandoverJobs | None:
+        """Return the worker's jobs for one step; None without any."""
         jobs, state = HandoverJobs(), scheduler_output.kv_connector_block_state
         if self._decode is not None:
             self._decode.add_jobs(jobs)
@@ -354,7 +354,7 @@ class HandoverScheduler:
                 scheduler_output.preempted_req_ids or (),
                 lambda request_id: state.get_block_ids(request_id)[0],
             )
-        return jobs
+        return None if jobs.is_empty else jobs
 
     def heard(self, connector_output: Any) -> None:
         """Note the restores that ended."""

@@ -118,8 +118,8 @@ class PrefillWorker:
         return freed
 
     def is_transferring(self) -> bool:
-        """Whether a room may still be read."""
-        return bool(self._requests)
+        """Whether a room may still be read, or blocks that are free are unreported."""
+        return bool(self._requests or self._held)
 
     def close(self) -> None:
         """End all rooms and stop. Idempotent."""
@@ -213,8 +213,8 @@ class DecodeWorker:
         return freed, loaded
 
     def is_transferring(self) -> bool:
-        """Whether a restore is under way."""
-        return bool(self._jobs)
+        """Whether a restore or an offer is under way, or has ended unreported."""
+        return bool(self._jobs or self._loaded or self._freed)
 
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks that the last ended restores did not fill."""
@@ -383,7 +383,7 @@ class HandoverWorker:
         return self._by_all(self._freed), self._by_all(self._loaded)
 
     def is_transferring(self) -> bool:
-        """Whether a restore is under way, or blocks are held until decode has them."""
+        """Whether a restore or an offer is under way or unreported, or blocks are held until decode has them."""
         return any(end.is_transferring() for end in self._ends)
 
     def take_invalid_blocks(self) -> set[int]:
@@ -395,6 +395,8 @@ class HandoverWorker:
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call, by the names of `HANDOVER_COUNTS`."""
+        if not self._counts:
+            return {}
         counts = dict(self._counts)
         self._counts.clear()
         return counts
