@@ -98,6 +98,24 @@ def test_decode_gets_what_prefill_computed(start: Start) -> None:
     assert (decode.freed, decode.counts["offer_pages_present"]) == (["d", "e"], 4)
 
 
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_a_step_without_a_hand_over_carries_no_jobs_and_asks_no_end(
+    start: Start, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = start(role)
+    carried = []
+    build = vllm.scheduler.build_connector_meta
+    monkeypatch.setattr(vllm.scheduler, "build_connector_meta", lambda step: carried.append(build(step)) or carried[-1])
+    for call in ("before_forward", "start_loads", "after_forward", "take_finished"):
+        monkeypatch.setattr(vllm.worker._worker, call, lambda *_, call=call: pytest.fail(f"{call} was called"))
+    vllm.add(request_of("plain", PROMPT, None), PLACES)
+    vllm.compute("plain", chunk=12)
+    vllm.step()
+    assert len(carried) == 4
+    assert all(one.jobs is None for one in carried)
+    assert [one.is_empty for one in carried] == [False, False, False, True]
+
+
 def test_what_decode_kept_survives_its_restart(start: Start, tmp_path: Path) -> None:
     prefill, uri = start("kv_producer"), f"file:{tmp_path}/store?capacity=16MB"
     decode = start("kv_consumer", uri=uri)
