@@ -194,13 +194,16 @@ def conversations(
 @app.command()
 def overhead(
     connector: Annotated[list[str] | None, typer.Option(help="Variants; the first one is the baseline.")] = None,
-    idle: Annotated[float, typer.Option(min=1, help="Seconds without requests.")] = 30.0,
-    pairs: Annotated[int, typer.Option(min=1, help="Pairs of bursts.")] = 15,
+    starts: Annotated[
+        int, typer.Option(min=1, help="Starts of all servers; 9 give an interval without the extremes.")
+    ] = 9,
+    rounds: Annotated[int, typer.Option(min=1, help="Requests to each server in a start.")] = 60,
+    idle: Annotated[float, typer.Option(min=1, help="Seconds without requests in a start.")] = 10.0,
 ) -> None:
     """Measure what a connector costs a server with nothing to transfer: idle CPU, and a decode step."""
     names = [name for name in connector or ("single", "single", "tidekv-timed") if _known(name)]
     options = ServerOptions(model=make_model(BUILD), kv_bytes=64 << 20, max_model_len=4096)
-    costs = asyncio.run(measure_overhead(names, options, _run_folder(), idle_s=idle, pairs=pairs))
+    costs = asyncio.run(measure_overhead(names, options, _run_folder(), starts=starts, rounds=rounds, idle_s=idle))
     _console().print(overhead_table(costs))
 
 

@@ -1,8 +1,9 @@
 """What tidekv costs a server that has nothing to transfer: CPU when idle, and time and CPU of a decode step.
 
-A plain server and those of other variants run side by side. Idle CPU is measured on all at the same time, steps in
-alternating short bursts, so that other load on the machine meets all. Two servers of the same program differ, too:
-a second plain server shows by how much.
+A plain server and those of other variants run side by side. Idle CPU is measured on all at the same time. Then each
+server in turn answers one request while signals stop the others, so that no other server computes, and the requests
+that are compared lie a second apart. Two processes of one program differ by some percent, too: all servers are started
+several times, and a second plain server shows what is left of that.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
+import signal
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
@@ -29,58 +32,77 @@ from benchmarks.vllm_pair.variants import VARIANTS, calls_folder
 PROMPT_TOKENS = 4
 OUTPUT_TOKENS = 24
 """Fewer than a page with the prompt: no page is looked up, saved or sent."""
-BURST = 8
-"""Requests of one half of a pair: their CPU time is some hundred times the kernel's resolution of 10 ms."""
+WARM_UP = 10
+"""Requests to each server before the first round."""
+SPIN_S = 1.5
+"""Seconds until a server rests. After its last step vLLM's worker spins for one."""
+WAKE_S = 0.03
+"""Seconds between the signal that lets a server go on and its request: its timers are overdue."""
 SIDES = ("scheduler", "worker")
 """Of the connector, each in a process of its own: a step waits for both, one after the other."""
 CALLS = "its calls in a step, µs: " + " + ".join(SIDES)
-SPIN_S = 1.5
-"""Seconds before a burst. After its last step vLLM's worker spins for one more, which slows other servers down."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cost:
-    """Figures of one server. `idle_cpu`: CPU seconds per second; steps: by pair, in seconds.
+    """Figures of one server, by start. `idle_cpu`: CPU seconds per second; steps: in seconds, `step_s` by round.
 
-    `step_s` is of the fastest request of a burst, since other load only adds to it, and includes its share of the
-    request's way through the API: vLLM may deliver the tokens of several steps at once. `step_cpu_s` is of the whole
-    burst. `calls_s`: time in the connector's calls of a step, the median by side, if they are timed.
+    A step is a share of a whole request, with its way through the API: vLLM may deliver the tokens of several steps at
+    once. `calls_s`: the median time in the connector's calls of a step by side, of the last start, if they are timed.
     """
 
     title: str
-    idle_cpu: Sequence[float]
-    step_s: Sequence[float]
-    step_cpu_s: Sequence[float]
-    calls_s: Mapping[str, float]
+    idle_cpu: list[float] = field(default_factory=list)
+    step_s: list[list[float]] = field(default_factory=list)
+    step_cpu_s: list[float] = field(default_factory=list)
+    calls_s: dict[str, float] = field(default_factory=dict)
 
 
 async def measure_overhead(
-    names: Sequence[str], options: ServerOptions, folder: Path, *, idle_s: float, pairs: int
+    names: Sequence[str], options: ServerOptions, folder: Path, *, starts: int, rounds: int, idle_s: float
 ) -> list[Cost]:
     """Measure the servers of these variants, each as if it were alone; the first one is the baseline."""
-    async with AsyncExitStack() as stack:
-        clusters = [
-            await stack.enter_async_context(running(VARIANTS[name], options, folder / f"{number}-{name}"))
-            for number, name in enumerate(names)
-        ]
-        servers = [server for cluster in clusters for server in cluster.servers.values()]
-        titles = [
-            f"{cluster.variant.title}: {server.name}" for cluster in clusters for server in cluster.servers.values()
-        ]
-        client = Client()
-        stack.push_async_callback(client.close)
-        for server in servers:
-            await _burst(client, server)  # Warms up.
-        idle = await _idle(servers, idle_s)
-        step: list[list[tuple[float, float]]] = [[] for _ in servers]
-        for number in range(pairs):
-            # Alternating order: neither is always the second one.
-            for at in range(len(servers)) if number % 2 else reversed(range(len(servers))):
-                step[at].append(await _burst(client, servers[at]))
-        return [
-            Cost(title, idle[at], [one[0] for one in step[at]], [one[1] for one in step[at]], read_calls(servers[at]))
-            for at, title in enumerate(titles)
-        ]
+    costs: list[Cost] = []
+    for start in range(starts):
+        async with AsyncExitStack() as stack:
+            clusters = [
+                await stack.enter_async_context(running(VARIANTS[name], options, folder / f"{start}-{number}-{name}"))
+                for number, name in enumerate(names)
+            ]
+            servers = [server for cluster in clusters for server in cluster.servers.values()]
+            costs = costs or [
+                Cost(f"{cluster.variant.title}: {server.name}")
+                for cluster in clusters
+                for server in cluster.servers.values()
+            ]
+            await _measure(servers, costs, rounds=rounds, idle_s=idle_s)
+    return costs
+
+
+async def _measure(servers: Sequence[Server], costs: Sequence[Cost], *, rounds: int, idle_s: float) -> None:
+    """Add the figures of one start of the servers to their costs."""
+    for server in servers:
+        for _ in range(WARM_UP):
+            await _step_s(server)
+    await asyncio.sleep(SPIN_S)
+    before_s, started_s = [server.cpu_s() for server in servers], time.perf_counter()
+    await asyncio.sleep(idle_s)
+    passed_s = time.perf_counter() - started_s
+    for server, cost, cpu_s in zip(servers, costs, before_s, strict=True):
+        cost.idle_cpu.append((server.cpu_s() - cpu_s) / passed_s)
+        cost.step_s.append([])
+    for server in servers:
+        server.signal(signal.SIGSTOP)
+    before_s = [server.cpu_s() for server in servers]
+    for _ in range(rounds):
+        for server, cost in random.sample(list(zip(servers, costs, strict=True)), len(servers)):
+            server.signal(signal.SIGCONT)
+            await asyncio.sleep(WAKE_S)
+            cost.step_s[-1].append(await _step_s(server))
+            server.signal(signal.SIGSTOP)
+    for server, cost, cpu_s in zip(servers, costs, before_s, strict=True):
+        cost.step_cpu_s.append((server.cpu_s() - cpu_s) / rounds / OUTPUT_TOKENS)
+        cost.calls_s = read_calls(server)
 
 
 def read_calls(server: Server) -> dict[str, float]:
@@ -93,52 +115,46 @@ def read_calls(server: Server) -> dict[str, float]:
 
 
 def overhead_table(costs: Sequence[Cost]) -> Table:
-    """Medians of each server, and of the ratios of pairs to the first server with their intervals of 95 %."""
-    table = Table(title="Nothing to transfer: medians, and medians of the ratios by pair (95 % interval)")
+    """Medians of each server, and its ratios to the first server: median over starts, and the interval of 95 %."""
+    starts, first = len(costs[0].step_s), costs[0]
+    table = Table(
+        title=f"Nothing to transfer: medians over {starts} starts, and of the ratios with their 95 % interval"
+    )
     for column in ("", "CPU when idle", "step, ms", "CPU of a step, ms", "step, ratio", "CPU of a step, ratio", CALLS):
         table.add_column(column, justify="right")
-    first = costs[0]
     for cost in costs:
+        step_ratios = [
+            statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+            for ours, theirs in zip(cost.step_s, first.step_s, strict=True)
+        ]
+        cpu_ratios = [one / other for one, other in zip(cost.step_cpu_s, first.step_cpu_s, strict=True)]
         table.add_row(
             cost.title,
             f"{statistics.median(cost.idle_cpu):.2%}",
-            f"{1e3 * statistics.median(cost.step_s):.3f}",
+            f"{1e3 * statistics.median(map(statistics.median, cost.step_s)):.3f}",
             f"{1e3 * statistics.median(cost.step_cpu_s):.3f}",
-            _ratio(cost.step_s, first.step_s),
-            _ratio(cost.step_cpu_s, first.step_cpu_s),
+            _in_words(step_ratios),
+            _in_words(cpu_ratios),
             " + ".join(f"{1e6 * cost.calls_s[side]:.0f}" for side in SIDES if side in cost.calls_s) or "-",
         )
     return table
 
 
-async def _idle(servers: Sequence[Server], seconds: float) -> list[list[float]]:
-    """CPU seconds per second of servers without requests, in slices."""
-    found: list[list[float]] = [[] for _ in servers]
-    for _ in range(5):
-        before, started_s = [server.cpu_s() for server in servers], time.perf_counter()
-        await asyncio.sleep(seconds / 5)
-        passed_s = time.perf_counter() - started_s
-        for at, server in enumerate(servers):
-            found[at].append((server.cpu_s() - before[at]) / passed_s)
-    return found
+async def _step_s(server: Server) -> float:
+    """Return the seconds of a decode step, of one request."""
+    # A connection of its own: the server may have been stopped for longer than it keeps one.
+    client = Client()
+    try:
+        answer = await client.complete(
+            server.url, [FIRST_WORD] * PROMPT_TOKENS, count=OUTPUT_TOKENS, request_id=f"o-{uuid4().hex[:8]}"
+        )
+    finally:
+        await client.close()
+    return answer.total_s / OUTPUT_TOKENS
 
 
-async def _burst(client: Client, server: Server) -> tuple[float, float]:
-    """Seconds of a decode step of the fastest of some requests, one after the other, and CPU seconds of one of all."""
-    await asyncio.sleep(SPIN_S)
-    before_cpu_s, steps_s = server.cpu_s(), list[float]()
-    for number in range(BURST):
-        prompt = [FIRST_WORD + number] * PROMPT_TOKENS
-        answer = await client.complete(server.url, prompt, count=OUTPUT_TOKENS, request_id=f"o-{uuid4().hex[:8]}")
-        steps_s.append(answer.total_s / OUTPUT_TOKENS)
-    return min(steps_s), (server.cpu_s() - before_cpu_s) / BURST / OUTPUT_TOKENS
-
-
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    ratios = sorted(one / other for one, other in zip(ours, theirs, strict=True) if other)
-    if not ratios:
-        return "-"
-    lowest, highest = median_interval(ratios)
+def _in_words(ratios: Sequence[float]) -> str:
+    lowest, highest = median_interval(sorted(ratios))
     return f"{statistics.median(ratios):.3f} ({lowest:.3f} to {highest:.3f})"
 
 

@@ -31,7 +31,7 @@ from benchmarks.vllm_pair import routes
 from benchmarks.vllm_pair.client import Answer, Client, RequestLost
 from benchmarks.vllm_pair.cluster import Event, Figures
 from benchmarks.vllm_pair.conversations import Load, Outcome, read_answers, run_load, write_answers
-from benchmarks.vllm_pair.overhead import median_interval, read_calls
+from benchmarks.vllm_pair.overhead import Cost, median_interval, overhead_table, read_calls
 from benchmarks.vllm_pair.program import Program, ServerFailed, _never_given, free_port
 from benchmarks.vllm_pair.redis_server import RedisServer
 from benchmarks.vllm_pair.routes import OneServer, PrefillThenDecode
@@ -319,6 +319,15 @@ def test_the_interval_of_a_median_holds_it_in_nineteen_of_twenty_cases() -> None
         lowest, highest = median_interval(sorted(chance.expovariate(1.0) for _ in range(30)))
         held += lowest <= math.log(2) <= highest
     assert 940 <= held <= 990
+
+
+def test_costs_are_compared_within_a_round_and_over_starts() -> None:
+    # In the second start the machine has half its speed, and one request of each server meets other work.
+    plain = Cost("plain", [0.01, 0.03], [[1.0, 1.0, 8.0], [2.0, 2.0, 2.0]], [2.0, 4.0])
+    ours = Cost("ours", [0.02, 0.02], [[1.1, 9.0, 8.8], [2.6, 2.6, 9.9]], [2.2, 4.0], {"scheduler": 2e-6})
+    table = overhead_table([plain, ours])
+    cells = [list(column.cells)[1] for column in table.columns]
+    assert cells == ["ours", "2.00%", "5700.000", "3100.000", "1.200 (1.100 to 1.300)", "1.050 (1.000 to 1.100)", "2"]
 
 
 class Ends(Program):
