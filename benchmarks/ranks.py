@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import gc
 import multiprocessing
-import socket
 import statistics
 import time
 from array import array
@@ -29,6 +28,7 @@ import torch
 import uvloop
 from torch import distributed
 
+from benchmarks.ports import free_port
 from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.ranks.agreement import Agreement, Opening
@@ -174,8 +174,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256, help="requests in flight")
     parser.add_argument("--votes", type=int, default=2000, help="of each kind")
     given = parser.parse_args()
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     workers = [

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import signal
-import socket
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -15,14 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from benchmarks.ports import HOST, free_port
 from tidekv.states.errors import TidekvError
 
-HOST: Final = "127.0.0.1"
 READY_S: Final = 300.0
 END_S: Final = 20.0
-FIRST_PORT: Final = 1024
-"""Lower ones need privileges."""
-LAST_PORT: Final = 65_535
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
@@ -144,39 +139,6 @@ class Program(ABC):
             os.killpg(group, signal.SIGKILL)
         self._process.wait(END_S)
         self._process = None
-
-
-def free_port(count: int = 1) -> int:
-    """Return the first of `count` ports of 127.0.0.1 in a row that are free, and that no earlier call has returned.
-
-    A server binds its port minutes later, or again after a kill. Until then the kernel must not give the port to a
-    connection, so ports are chosen at random among those that it never gives.
-    """
-    while True:
-        first = random.choice(_never_given())
-        wanted = range(first, first + count)
-        if _returned.isdisjoint(wanted) and all(_is_free(port) for port in wanted):
-            _returned.update(wanted)
-            return first
-
-
-_returned: Final = set[int]()
-
-
-def _never_given(setting: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> range:
-    """Return the larger range of ports outside those for outgoing connections; all ports if there is none outside."""
-    lowest, highest = map(int, setting.read_text().split())
-    outside = max(range(FIRST_PORT, lowest), range(highest + 1, LAST_PORT + 1), key=len)
-    return outside or range(FIRST_PORT, LAST_PORT + 1)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((HOST, port))
-        except (OSError, OverflowError):
-            return False
-    return True
 
 
 def _group_cpu_s(group: int) -> float:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 
-from benchmarks.vllm_pair.program import HOST, Program
+from benchmarks.ports import HOST
+from benchmarks.vllm_pair.program import Program
 
 
 @dataclass

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.vllm_pair.program import HOST, Program, free_port
+from benchmarks.ports import HOST, free_port
+from benchmarks.vllm_pair.program import Program
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from benchmarks.vllm_pair.program import HOST, free_port
+from benchmarks.ports import HOST, free_port
 from benchmarks.vllm_pair.server import Server, ServerOptions
 
 MODULE: Final = "tidekv.engine.integrations.vllm.connector"

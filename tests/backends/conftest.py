@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ports import free_port
 from tests.support.waits import LIMIT_S
 
 
@@ -235,11 +236,6 @@ def start_mooncake(tmp_path: Path) -> Iterator[Callable[..., MooncakeServers]]:
 def free_address() -> str:
     """An address without a listener."""
     return f"127.0.0.1:{free_port()}"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 
 import pytest
 
+from benchmarks.ports import free_address
 from tests.support.sliced_prefill import Instance, PrefillInstances
 from tests.support.waits import LIMIT_S
 from tidekv import (
@@ -43,11 +43,6 @@ PREFILLS = {
     "2 contexts of 2": Instance(ranks=4, heads=2, total=4, contexts=2, stripe_pages=1, window_tokens=10),
 }
 PROMPT = list(range(7, 7 + 30))
-
-
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import shutil
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.ports import free_address
 from tests.support.waits import LIMIT_S
 from tidekv.engine.metrics.collector import CONDITIONS, POOLS
 from tools.grafana_dashboard import COLUMNS, dashboard, dashboard_text
@@ -119,8 +119,7 @@ def test_promtool_accepts_the_rules_and_they_fire_when_they_should() -> None:
 
 @needs_prometheus
 async def test_a_real_prometheus_scrapes_a_worker_and_answers_every_query(make_pair, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     async with make_pair(metrics_listen="127.0.0.1:0") as pair:
         await pair.finish(await pair.restore("r1", list(range(20))), list(range(20)), [1, 2])
         await pair.engine.wait_settled()

@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
+from benchmarks.ports import free_address
 from tests.support.rank_faults import Divergence
 from tests.support.rank_process import Midway, Plant, RankPlan, RankProcess, Serve, Served, Stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.nixl]
-
-
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @asynccontextmanager

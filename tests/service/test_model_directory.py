@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +13,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from benchmarks.ports import free_address
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,8 +48,7 @@ def model_directory(tmp_path: Path) -> Path:
 @contextmanager
 def distant_prefill(model: Path) -> Iterator[tuple[str, Callable[[], None]]]:
     """A prefill worker started apart from the service: where it will listen, and how to wait until it does."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     options = json.dumps({"model": str(model), "listen": address})
     command = [sys.executable, "-m", "examples.service.prefill", options]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:

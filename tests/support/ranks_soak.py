@@ -14,12 +14,12 @@ import argparse
 import asyncio
 import os
 import signal
-import socket
 import sys
 import time
 from collections import Counter
 from random import Random
 
+from benchmarks.ports import free_address
 from tests.support.rank_process import RankPlan, RankProcess, Serve, Served, Stop
 
 ROUND_REQUESTS = 40
@@ -32,20 +32,11 @@ HANG_S = 300.0
 PAGES = 4096
 
 
-def free_addresses(count: int) -> list[str]:
-    """Return free addresses on this host."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    addresses = [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
-    for probe in probes:
-        probe.close()
-    return addresses
-
-
 class Soak:
     """One instance of several ranks, and its results."""
 
     def __init__(self, *, ranks: int, trace: str, fault_rate: float, seed: int) -> None:
-        address, *prefills = free_addresses(ranks + 1)
+        address, *prefills = [free_address() for _ in range(ranks + 1)]
         plans = [
             RankPlan(rank, ranks, address, ",".join(prefills), PAGES, PAGES, fault_rate=fault_rate, silence_s=SILENCE_S)
             for rank in range(ranks)

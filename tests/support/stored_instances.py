@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from benchmarks.ports import free_address
 from tests.support.configs import engine_config
 from tests.support.parallel_instances import PAGE_SIZE, Model, Place, RankPools
 from tests.support.waits import LIMIT_S, PATIENT, PATIENT_GROUP
@@ -153,8 +153,7 @@ async def instances(
     decode_storage: Open | None = None,
 ) -> AsyncIterator[Instances]:
     """Start two instances, (TP, PP) each; storage is opened for each rank."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = "{}:{}".format(*probe.getsockname())
+    address = free_address()
     network = LoopbackNetwork()
     prefills = [
         PrefillRank(model, Place(*prefill, rank), network, prefill_storage and prefill_storage())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import socket
 import sys
 from array import array
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 from torch import distributed
 
+from benchmarks.ports import free_address
 from tests.support.waits import LIMIT_S
 from tidekv.engine.doctor.machine import listening
 from tidekv.states.errors import InvalidConfig, TransferFailed
@@ -24,11 +24,6 @@ from tidekv.states.ranks.agreement import Opening
 from tidekv.transports.ranks import channel as ranks
 from tidekv.transports.ranks import wire
 from tidekv.transports.ranks.channel import RankChannel
-
-
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 class Owner:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
 
+from benchmarks.ports import free_address
 from tests.support.configs import engine_config
 from tests.support.waits import LIMIT_S, PATIENT, PATIENT_GROUP
 from tidekv import (
@@ -78,8 +78,7 @@ class Rank:
 @asynccontextmanager
 async def instance(storage: str | None = None) -> AsyncIterator[list[Rank]]:
     """Two ranks; with `storage` each has an engine for its slice."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = "{}:{}".format(*probe.getsockname())
+    address = free_address()
     network = LoopbackNetwork()
     members, entered = [], []
     for rank in range(RANKS):

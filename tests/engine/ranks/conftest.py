@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.ports import free_address
 from tests.support.configs import engine_config
 from tests.support.waits import LIMIT_S, PATIENT
 from tidekv import (
@@ -37,11 +37,6 @@ PAGE_SIZE = 4
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=PAGE_SIZE)
 PROMPT = list(range(100, 142))  # Ten pages of four tokens and a tail of two.
 FULL_PAGES = 10
-
-
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 class MoodyStorage:
