@@ -7,7 +7,6 @@ user's own, and the record after the user's last token. What is restored is veri
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.ports import free_address
 from tests.support.configs import engine_config
 from tests.support.waits import LIMIT_S, PATIENT, PATIENT_GROUP
 from tidekv import (
@@ -78,6 +78,7 @@ class Rank:
     components: tuple[ComponentPools, ...]
     peer: PrefillPeer
     asked: list[dict[str, int]] = field(default_factory=list)
+    has_asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     def verify(self, ready: ReadyRequest, tokens: list[int]) -> None:
         digests = prompt_digests(pack_tokens(tokens), SIZE)
@@ -90,6 +91,8 @@ class Instance:
     """All ranks of one decode worker."""
 
     ranks: list[Rank]
+    may_serve: asyncio.Event
+    """Whether prefill answers."""
     numbers: Counter[str] = field(default_factory=Counter)
 
     async def restore(self, user: int, *, tokens: int = USER_TOKENS) -> tuple[list[ReadyRequest], list[int]]:
@@ -128,25 +131,36 @@ class Instance:
         assert all(each == asked[0] for each in asked)
         return asked[0]
 
+    async def asked_times(self, count: int) -> list[dict[str, int]]:
+        """The same, once so many requests have asked."""
+        for rank in self.ranks:
+            while len(rank.asked) < count:
+                rank.has_asked.clear()
+                await rank.has_asked.wait()
+        return self.asked()
+
 
 @asynccontextmanager
 async def instance(model: str, over: str, folder: Path) -> AsyncIterator[Instance]:
     """A decode worker with storage in `folder`, and its prefill, of two ranks each if `over` says so."""
     count = 2 if over == "ranks" else 1
     full = KVLayout.empty(page_size=SIZE) if model in ("no full layer", "records alone") else FULL
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = "{}:{}".format(*probe.getsockname())
+    address = free_address()
     network = LoopbackNetwork()
-    ranks, parts = [], []
+    may_serve = asyncio.Event()
+    may_serve.set()
+    ranks, parts = list[Rank](), []
     for number in range(count):
         names = (f"prefill-{number}", f"decode-{number}")
         ends = [NixlTransport(name) if over == "nixl" else LoopbackTransport(name, network) for name in names]
         theirs, ours = pools_of(KINDS[model], host=False), pools_of(KINDS[model], host=True)
         device, pool = DevicePool.allocate(full, 1000), DevicePool.allocate(full, 1000)
-        prefill, asked = SyntheticPrefill(pool, components=theirs), list[dict[str, int]]()
+        prefill = SyntheticPrefill(pool, components=theirs)
 
-        async def serve(room: Room, prefill: SyntheticPrefill = prefill, asked: list[dict[str, int]] = asked) -> None:
-            asked.append({name: request.page_count for name, request in room.component_pages.items()})
+        async def serve(room: Room, prefill: SyntheticPrefill = prefill, number: int = number) -> None:
+            ranks[number].asked.append({name: asked.page_count for name, asked in room.component_pages.items()})
+            ranks[number].has_asked.set()
+            await may_serve.wait()
             await prefill.serve(room)
 
         peer = PrefillPeer(
@@ -173,11 +187,11 @@ async def instance(model: str, over: str, folder: Path) -> AsyncIterator[Instanc
             transport=ends[1],
             ranks=group if count > 1 else None,
         )
-        ranks.append(Rank(engine, device, ours, peer, asked))
+        ranks.append(Rank(engine, device, ours, peer))
         parts += [peer, engine]
     async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
         await asyncio.gather(*(stack.enter_async_context(part) for part in parts))
-        yield Instance(ranks)
+        yield Instance(ranks, may_serve)
 
 
 WAYS = ["loopback", "ranks", pytest.param("nixl", marks=pytest.mark.nixl)]
@@ -246,3 +260,26 @@ async def test_ten_users_of_the_same_prompt_at_once_are_sent_the_component_pages
                 rank.verify(readies[number], tokens)
         for readies, _ in restored:
             await asyncio.gather(*(rank.engine.finish(one) for rank, one in zip(made.ranks, readies, strict=True)))
+
+
+@pytest.mark.parametrize("over", WAYS)
+@pytest.mark.parametrize("model", [model for model in KINDS if KINDS[model]])
+async def test_after_an_abort_of_the_first_user_the_next_is_sent_the_component_pages(
+    model: str, over: str, tmp_path: Path
+) -> None:
+    of_one, nothing = {kind: AT_THE_END[kind] for kind in KINDS[model]}, dict.fromkeys(KINDS[model], 0)
+    async with instance(model, over, tmp_path) as made:
+        made.may_serve.clear()
+        users = [asyncio.create_task(made.restore(1)) for _ in range(3)]
+        assert await made.asked_times(3) == [of_one, nothing, nothing]
+        users[0].cancel()
+        assert await made.asked_times(2) == [of_one, nothing]
+        made.may_serve.set()
+        for user in users[1:]:
+            await made.finish(*await user)
+        for rank in made.ranks:
+            core = rank.engine.statistics()["core"]
+            assert core["shared_component_pages"] == sum(of_one.values())
+            assert {name: count for name, count in core.items() if name.endswith("device_owned") and count} == {}
+        with pytest.raises(asyncio.CancelledError):
+            await users[0]
