@@ -26,7 +26,7 @@ COMMANDS = {
     "docs": (["-m", "mkdocs", "build", "--strict"], "build the pages of docs/ in build/docs; a warning is an error"),
     "setup": ([], "only set up .venv"),
 }
-# Makes the environment of `vllm`, .venv-vllm unless TIDEKV_VLLM_VENV names another, and prints its Python.
+# Makes the environment of `vllm`, .venv-vllm unless TIDEKV_TEST_VLLM_VENV names another, and prints its Python.
 VLLM_ENVIRONMENT = "benchmarks.vllm_pair.environment"
 CHECKS = (
     ["-m", "ruff", "check", "."],

