@@ -65,10 +65,15 @@ async def measure_overhead(
     costs: list[Cost] = []
     for start in range(starts):
         async with AsyncExitStack() as stack:
-            clusters = [
-                await stack.enter_async_context(running(VARIANTS[name], options, folder / f"{start}-{number}-{name}"))
-                for number, name in enumerate(names)
-            ]
+            # Side by side: servers that start later, or together with others, differ by some percent.
+            async with asyncio.TaskGroup() as group:
+                starting = [
+                    group.create_task(
+                        stack.enter_async_context(running(VARIANTS[name], options, folder / f"{start}-{number}-{name}"))
+                    )
+                    for number, name in enumerate(names)
+                ]
+            clusters = [one.result() for one in starting]
             servers = [server for cluster in clusters for server in cluster.servers.values()]
             costs = costs or [
                 Cost(f"{cluster.variant.title}: {server.name}")
@@ -101,6 +106,7 @@ async def _measure(servers: Sequence[Server], costs: Sequence[Cost], *, rounds: 
             cost.step_s[-1].append(await _step_s(server))
             server.signal(signal.SIGSTOP)
     for server, cost, cpu_s in zip(servers, costs, before_s, strict=True):
+        server.signal(signal.SIGCONT)
         cost.step_cpu_s.append((server.cpu_s() - cpu_s) / rounds / OUTPUT_TOKENS)
         cost.calls_s = read_calls(server)
 

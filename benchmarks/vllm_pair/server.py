@@ -15,10 +15,13 @@ from typing import Any, Final  # A connector's options are JSON.
 
 import httpx
 
-from benchmarks.vllm_pair.program import HOST, Program
+from benchmarks.ports import HOST
+from benchmarks.vllm_pair.program import Program
 
 MODEL: Final = "tiny"
 ROOT: Final = Path(__file__).resolve().parents[2]
+METRICS_S: Final = 5.0
+"""Seconds that a server has for its last figures before it is ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +117,8 @@ class Server(Program):
     async def before_end(self, group: int) -> None:
         """Add the samples of the present start to those of the earlier ones; a frozen server has none."""
         await super().before_end(group)
-        with contextlib.suppress(httpx.HTTPError):
-            async with asyncio.timeout(5.0):
+        with contextlib.suppress(httpx.HTTPError, TimeoutError):
+            async with asyncio.timeout(METRICS_S):
                 self._earlier = await self.metrics()
 
     def environment(self) -> dict[str, str]:

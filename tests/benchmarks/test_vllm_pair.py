@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import random
 import shutil
 import signal
@@ -27,12 +28,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route as Path_
 
+from benchmarks.ports import _never_given, free_port
 from benchmarks.vllm_pair import routes
+from benchmarks.vllm_pair import server as server_module
 from benchmarks.vllm_pair.client import Answer, Client, RequestLost
 from benchmarks.vllm_pair.cluster import Event, Figures
 from benchmarks.vllm_pair.conversations import Load, Outcome, read_answers, run_load, write_answers
 from benchmarks.vllm_pair.overhead import Cost, median_interval, overhead_table, read_calls
-from benchmarks.vllm_pair.program import Program, ServerFailed, _never_given, free_port
+from benchmarks.vllm_pair.program import Program, ServerFailed
 from benchmarks.vllm_pair.redis_server import RedisServer
 from benchmarks.vllm_pair.routes import OneServer, PrefillThenDecode
 from benchmarks.vllm_pair.server import ServerOptions, add_samples, read_samples
@@ -346,6 +349,17 @@ async def test_a_program_that_ends_is_reported_with_the_end_of_its_log(tmp_path:
     with pytest.raises(ServerFailed, match=r"(?s)one ended with 3; .*no luck"):
         await program.wait_ready(60.0)
     await program.end()
+
+
+async def test_a_frozen_server_is_ended_without_its_last_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "METRICS_S", 0.05)
+    server = VARIANTS["single"].server("decode", 0, options=OPTIONS, folder=tmp_path, storage="memory:")
+    # The kernel accepts connections for a process that is stopped.
+    with socket.create_server(("127.0.0.1", server.port)):
+        await server.before_end(os.getpgid(0))
+    assert server.cpu_s() > 0
 
 
 def test_calls_of_a_step_are_those_of_the_slowest_worker(tmp_path: Path) -> None:
