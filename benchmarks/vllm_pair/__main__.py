@@ -11,6 +11,7 @@ import json
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -193,18 +194,12 @@ def conversations(
 
 @app.command()
 def overhead(
-    connector: Annotated[list[str] | None, typer.Option(help="Variants; the first one is the baseline.")] = None,
-    starts: Annotated[
-        int, typer.Option(min=1, help="Starts of all servers; 9 give an interval without the extremes.")
-    ] = 9,
-    rounds: Annotated[int, typer.Option(min=1, help="Requests to each server in a start.")] = 60,
-    idle: Annotated[float, typer.Option(min=1, help="Seconds without requests in a start.")] = 10.0,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps of each server.")] = 20_000,
+    idle: Annotated[float, typer.Option(min=1, help="Seconds without requests.")] = 60.0,
 ) -> None:
-    """Measure what a connector costs a server with nothing to transfer: idle CPU, and a decode step."""
-    names = [name for name in connector or ("single", "single", "tidekv-timed") if _known(name)]
+    """Measure what tidekv costs a server with nothing to transfer: idle CPU, and a decode step."""
     options = ServerOptions(model=make_model(BUILD), kv_bytes=64 << 20, max_model_len=4096)
-    costs = asyncio.run(measure_overhead(names, options, _run_folder(), starts=starts, rounds=rounds, idle_s=idle))
-    _console().print(overhead_table(costs))
+    _console().print(overhead_table(asyncio.run(measure_overhead(options, _run_folder(), steps=steps, idle_s=idle))))
 
 
 def _run_folder() -> Path:
@@ -254,13 +249,25 @@ def _plain(one: Figures) -> dict[str, object]:
     }
 
 
-if __name__ == "__main__":
-    # Conversations are the command if none is named.
+def main(arguments: list[str]) -> None:
+    """Run a command; conversations, if none is named. If servers fail, it ends with what they report."""
     named = [command.callback.__name__ for command in app.registered_commands if command.callback is not None]
-    arguments = sys.argv[1:]
-    # As Ctrl-C: servers are ended, since they are process groups of their own.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app(arguments if arguments[:1] and arguments[0] in (*named, "--help") else ["conversations", *arguments])
-    except TidekvError as error:
-        sys.exit(f"dev.py vllm: {error}")
+    except* TidekvError as errors:
+        # Servers that start side by side fail in a group.
+        sys.exit("\n".join(f"dev.py vllm: {text}" for text in _texts(errors)))
+
+
+def _texts(errors: BaseExceptionGroup) -> Iterator[str]:
+    for error in errors.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _texts(error)
+        else:
+            yield str(error)
+
+
+if __name__ == "__main__":
+    # As Ctrl-C: servers are ended, since they are process groups of their own.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    main(sys.argv[1:])

@@ -11,9 +11,9 @@ from benchmarks.ports import HOST, free_port
 from benchmarks.vllm_pair.server import Server, ServerOptions
 
 MODULE: Final = "tidekv.engine.integrations.vllm.connector"
-TIMED_MODULE: Final = "benchmarks.vllm_pair.timed_connector"
-CALL_TIMES: Final = "TIDEKV_BENCHMARK_CALL_TIMES"
-"""Environment variable of a server: the folder in which `timed_connector` writes."""
+TOGGLED_MODULE: Final = "benchmarks.vllm_pair.toggled_connector"
+STEP_TIMES: Final = "TIDEKV_BENCHMARK_STEP_TIMES"
+"""Environment variable of a server: the folder in which `toggled_connector` writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ Transfer = Callable[[Place], Mapping[str, object] | None]
 class Variant:
     """A set-up by name. `bytes_from_prefill`: metric of decode that counts them.
 
-    `is_concurrent`: the route names a room and starts prefill and decode at once.
+    `is_toggled`: its connector writes times of steps. `is_concurrent`: the route names a room and starts prefill and
+    decode at once.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Variant:
     transfer: Transfer
     is_pair: bool = True
     is_quiet: bool = False
-    is_timed: bool = False
+    is_toggled: bool = False
     is_concurrent: bool = False
     bytes_from_prefill: str | None = None
 
@@ -55,19 +56,19 @@ class Variant:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(options.ranks)),  # Rank r adds r.
             "UCX_RCACHE_MAX_UNRELEASED": "1024",  # As vLLM sets it, unless a plugin has imported NIXL before.
         }
-        if self.is_timed:
-            calls = calls_folder(folder, f"{role}-{number}")
-            calls.mkdir(parents=True)
-            variables[CALL_TIMES] = str(calls)
+        if self.is_toggled:
+            steps = steps_folder(folder, f"{role}-{number}")
+            steps.mkdir(parents=True)
+            variables[STEP_TIMES] = str(steps)
         if self.is_quiet:
             variables["PYTHONPATH"] = str(_quiet_plugin(folder / "quiet_nixl"))
         transfer = self.transfer(Place(role, storage, options.handover_ranks, options.handover))
         return Server(f"{role}-{number}", folder, options=options, transfer=transfer, variables=variables)
 
 
-def calls_folder(folder: Path, server: str) -> Path:
-    """Return where the timed connector of a server in `folder` writes its files."""
-    return folder / f"{server}-calls"
+def steps_folder(folder: Path, server: str) -> Path:
+    """Return where the toggled connector of a server in `folder` writes its files."""
+    return folder / f"{server}-steps"
 
 
 def _none(place: Place) -> None:
@@ -112,8 +113,8 @@ def _tidekv(place: Place) -> Mapping[str, object]:
     }
 
 
-def _timed(place: Place) -> Mapping[str, object]:
-    return {**_tidekv(place), "kv_connector_module_path": TIMED_MODULE}
+def _toggled(place: Place) -> Mapping[str, object]:
+    return {**_tidekv(place), "kv_connector_module_path": TOGGLED_MODULE}
 
 
 TIDEKV_BYTES: Final = "vllm:tidekv_restore_bytes_transfer_total"
@@ -132,10 +133,11 @@ VARIANTS: Final = {
         Variant("tidekv-single", "one server, tidekv's storage", _tidekv_storage, is_pair=False),
         Variant("tidekv-storage", "pair that shares tidekv's storage", _tidekv_storage),
         Variant("tidekv", "tidekv", _tidekv, bytes_from_prefill=TIDEKV_BYTES),
-        Variant("tidekv-timed", "tidekv", _timed, is_timed=True, bytes_from_prefill=TIDEKV_BYTES),
         Variant("tidekv-both", "tidekv, both at once", _tidekv, bytes_from_prefill=TIDEKV_BYTES, is_concurrent=True),
     )
 }
+TOGGLED: Final = Variant("tidekv-toggled", "tidekv", _toggled, is_toggled=True)
+"""tidekv whose calls do nothing in every other group of steps; not for conversations, which it would delay."""
 
 
 def _quiet_plugin(folder: Path) -> Path:

@@ -29,18 +29,19 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route as Path_
 
 from benchmarks.ports import _never_given, free_port
+from benchmarks.vllm_pair import __main__ as pair_program
 from benchmarks.vllm_pair import routes
 from benchmarks.vllm_pair import server as server_module
 from benchmarks.vllm_pair.client import Answer, Client, RequestLost
 from benchmarks.vllm_pair.cluster import Event, Figures
 from benchmarks.vllm_pair.conversations import Load, Outcome, read_answers, run_load, write_answers
-from benchmarks.vllm_pair.overhead import Cost, median_interval, overhead_table, read_calls
+from benchmarks.vllm_pair.overhead import Cost, median_interval, overhead_table, read_pairs
 from benchmarks.vllm_pair.program import Program, ServerFailed
 from benchmarks.vllm_pair.redis_server import RedisServer
 from benchmarks.vllm_pair.routes import OneServer, PrefillThenDecode
 from benchmarks.vllm_pair.server import ServerOptions, add_samples, read_samples
 from benchmarks.vllm_pair.table import progress_line
-from benchmarks.vllm_pair.variants import CALL_TIMES, VARIANTS
+from benchmarks.vllm_pair.variants import STEP_TIMES, TOGGLED, VARIANTS
 from tests.support.waits import expected as happens
 from tidekv.states.errors import InvalidConfig
 
@@ -324,13 +325,17 @@ def test_the_interval_of_a_median_holds_it_in_nineteen_of_twenty_cases() -> None
     assert 940 <= held <= 990
 
 
-def test_costs_are_compared_within_a_round_and_over_starts() -> None:
-    # In the second start the machine has half its speed, and one request of each server meets other work.
-    plain = Cost("plain", [0.01, 0.03], [[1.0, 1.0, 8.0], [2.0, 2.0, 2.0]], [2.0, 4.0])
-    ours = Cost("ours", [0.02, 0.02], [[1.1, 9.0, 8.8], [2.6, 2.6, 9.9]], [2.2, 4.0], {"scheduler": 2e-6})
-    table = overhead_table([plain, ours])
-    cells = [list(column.cells)[1] for column in table.columns]
-    assert cells == ["ours", "2.00%", "5700.000", "3100.000", "1.200 (1.100 to 1.300)", "1.050 (1.000 to 1.100)", "2"]
+def test_a_step_with_the_calls_is_compared_with_its_neighbour_without() -> None:
+    # The machine has half its speed for a while, and one group of steps meets other work.
+    pairs = [(1.1, 1.0), (2.2, 2.0), (9.0, 1.0), (1.1, 1.0), (2.1, 2.0)]
+    table = overhead_table([Cost("plain", 0.01, 2.0), Cost("ours", 0.02, 0.005, pairs)])
+    assert [list(column.cells) for column in table.columns] == [
+        ["plain", "ours"],
+        ["1.00%", "2.00%"],
+        ["2000.000", "5.000"],
+        ["-", "1.1000 (1.0500 to 9.0000)"],
+        ["-", "5"],
+    ]
 
 
 class Ends(Program):
@@ -362,11 +367,22 @@ async def test_a_frozen_server_is_ended_without_its_last_figures(
     assert server.cpu_s() > 0
 
 
-def test_calls_of_a_step_are_those_of_the_slowest_worker(tmp_path: Path) -> None:
-    server = VARIANTS["tidekv-timed"].server("decode", 0, options=OPTIONS, folder=tmp_path, storage="memory:")
-    calls = Path(server.variables[CALL_TIMES])
-    for name, seconds in (("scheduler-1", [3, 1, 2]), ("worker-2", [1, 1, 9]), ("worker-3", [5, 4, 9])):
-        (calls / f"{name}.json").write_text(json.dumps(seconds))
-    assert read_calls(server) == {"scheduler": 2, "worker": 5}
+def test_pairs_of_steps_are_read_of_all_workers(tmp_path: Path) -> None:
+    server = TOGGLED.server("decode", 0, options=OPTIONS, folder=tmp_path, storage="memory:")
+    for name, pairs in (("1", [[3, 1]]), ("2", [[5, 4], [6, 2]])):
+        Path(server.variables[STEP_TIMES], f"{name}.json").write_text(json.dumps(pairs))
+    assert read_pairs(server) == [(3, 1), (5, 4), (6, 2)]
     plain = VARIANTS["single"].server("decode", 0, options=OPTIONS, folder=tmp_path / "plain", storage="memory:")
-    assert read_calls(plain) == {}
+    assert read_pairs(plain) == []
+
+
+def test_servers_that_fail_side_by_side_end_the_command_with_their_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        registered_commands = ()
+
+        def __call__(self, arguments: list[str]) -> None:
+            raise ExceptionGroup("side by side", [ServerFailed("one"), ExceptionGroup("inner", [ServerFailed("two")])])
+
+    monkeypatch.setattr(pair_program, "app", Failing())
+    with pytest.raises(SystemExit, match=r"^dev\.py vllm: one\ndev\.py vllm: two$"):
+        pair_program.main([])

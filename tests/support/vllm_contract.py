@@ -117,7 +117,8 @@ CONTRACT: dict[str, dict[str, object]] = {
     "vllm.v1.attention.backends.cpu_attn": {"_get_attn_isa": lambda dtype, block_size, head_size, kv_dtype: "vec"},
 }
 MODULE = "tidekv.engine.integrations.vllm.connector"
-USES_VLLM = (MODULE, "tidekv.engine.integrations.vllm.cpu_attn")
+TOGGLED_MODULE = "benchmarks.vllm_pair.toggled_connector"
+USES_VLLM = (MODULE, TOGGLED_MODULE, "tidekv.engine.integrations.vllm.cpu_attn")
 
 
 @contextmanager
