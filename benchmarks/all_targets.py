@@ -3,7 +3,7 @@
 Runs the measurements that the chosen targets need, and prints for each target the bound, the figure and the verdict:
 pass, short, missing (a peer, a recording or a machine is not available), or failed. Figures of a model are listed
 apart, beside what was published, and have no verdict. Figures are reported, not asserted: the exit code is 0 in any
-case. A complete run takes 11 to 25 minutes on two cores.
+case. A complete run takes more than half an hour on two cores, most of it for `policies`.
 """
 
 from __future__ import annotations

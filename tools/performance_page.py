@@ -53,7 +53,8 @@ def figures_table() -> str:
 def _judged(target: Target, measured: float | None, words: str) -> tuple[str, str]:
     if measured is None:
         return "", words or "not measured"
-    return f"{measured:.3g}", "" if target.is_model else "pass" if target.passes(measured) else "short"
+    value = f"{measured:.3g}" if abs(measured) < 1000 else f"{measured:,.0f}"
+    return value, "" if target.is_model else "pass" if target.passes(measured) else "short"
 
 
 def with_figures(page: str) -> str:
