@@ -98,8 +98,10 @@ class TransportSection(Options, frozen=True, kw_only=True, forbid_unknown_fields
     """
     backends: dict[str, dict[str, str]] = msgspec.field(default_factory=lambda: {"UCX": {}})
     """NIXL plugins to use, each with its own options."""
-    progress_delay_us: PositiveCount = 20_000
-    """Pause of NIXL's progress thread between its rounds. A shorter one sees a peer's writes sooner, and costs CPU."""
+    progress_delay_us: PositiveCount = 200_000
+    """Time after which NIXL's progress thread wakes without a cause. UCX wakes it when bytes arrive, unless it misses
+    them; for a plugin that does not, this is the delay of a peer's writes. A shorter one costs CPU.
+    """
     call_timeout_s: Seconds = 30.0
     """Maximum time of each setup call, such as for a NIXL plugin."""
     close_timeout_s: Seconds = 5.0

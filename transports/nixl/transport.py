@@ -4,9 +4,9 @@
                               (small waiting writes to one peer are joined into one request)
 
 DONE at the writer means that the bytes are in place at the target, so the target takes no notification from NIXL: it
-runs only a progress thread that sleeps between rounds (`progress_delay_us`). A process with our metadata can read and
-write this process on TCP and shared memory; the metadata leaves this module only through `metadata`, which is sent over
-a link after its challenge.
+runs only a progress thread, which sleeps until bytes arrive, at most for `progress_delay_us`. A process with our
+metadata can read and write this process on TCP and shared memory; the metadata leaves this module only through
+`metadata`, which is sent over a link after its challenge.
 
 NIXL cannot cancel. A write to a hung peer ends when the peer continues or dies, or when this transport is closed.
 """
@@ -53,9 +53,8 @@ NAME_CHARACTERS_MAX = 256
 PART_BYTES = 32 * 1024 * 1024
 # For adjacent pages; half as many for scattered ones, see `WritePlan`.
 PART_DESCRIPTORS = 4096
-# Bytes buffered by a dead writer land within this time of our own progress, which sleeps between its rounds.
+# Bytes buffered by a dead writer land within this time of our own progress.
 LANDING_S = 0.1
-LANDING_ROUNDS = 5
 
 Name = Annotated[
     str,
@@ -86,7 +85,7 @@ class NixlTransport:
         dial_tls: ssl.SSLContext | None = None,
         listen_tls: ssl.SSLContext | None = None,
         backends: Mapping[str, Mapping[str, str]] | None = None,
-        progress_delay_us: int = 20_000,
+        progress_delay_us: int = 200_000,
         call_timeout_s: float = 30.0,
         close_timeout_s: float = 5.0,
         links_max: int = 1024,
@@ -268,8 +267,9 @@ class NixlTransport:
         else:
             assert self._presence is not None, "presence is made with the peers"
             await self._presence.wait_disconnected(instance, hello.metadata, hello.memory)
-        # Bytes of the dead process may still sit in our receive buffers until the progress thread has run.
-        await asyncio.sleep(max(LANDING_S, LANDING_ROUNDS * self._progress_delay_us * 1e-6))
+        # Bytes of the dead process may still sit in our receive buffers until the progress thread has run. If UCX
+        # missed their arrival, that is at the end of its delay.
+        await asyncio.sleep(self._progress_delay_us * 1e-6 + LANDING_S)
 
     async def close(self) -> None:
         """End the writes and destroy the agent. Links and listeners are closed by their callers.

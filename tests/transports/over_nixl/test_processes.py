@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,10 +54,10 @@ def friend() -> Iterator[NixlChild]:
 class Here:
     """Our own side."""
 
-    def __init__(self, *, seed: int | None = None) -> None:
+    def __init__(self, *, seed: int | None, options: Mapping[str, Any]) -> None:
         self.pool = NumpyPool(PAGES + 5, PIECES, seed=seed)
         self.poller = PollerThread()
-        self.transport = NixlTransport("here", close_timeout_s=0.2)
+        self.transport = NixlTransport("here", close_timeout_s=0.2, **options)
 
     async def know(self, child: NixlChild) -> Any:
         ready = child.ready
@@ -68,8 +69,8 @@ class Here:
 
 
 @asynccontextmanager
-async def here(*, seed: int | None = None) -> AsyncIterator[Here]:
-    side = Here(seed=seed)
+async def here(*, seed: int | None = None, **options: Any) -> AsyncIterator[Here]:
+    side = Here(seed=seed, options=options)
     side.poller.start()
     await side.transport.start(poller=side.poller)
     await side.transport.register(side.pool.memory)
@@ -107,6 +108,40 @@ async def test_bytes_cross_to_another_process_and_back(friend: NixlChild) -> Non
         refused = await child.ask(Write([0], [PAGES + 5]))
         assert isinstance(refused, Failed)
         assert "page 69 is not of here" in refused.text
+
+
+async def test_bytes_that_arrive_over_tcp_wake_the_progress_thread(spawn: Spawn) -> None:
+    """Over TCP a write ends only with the target's help. Without an event this one would take a quarter of an hour."""
+    child = await spawn(seed=4, environment={"UCX_TLS": "tcp"})
+    async with here(progress_delay_us=1_000_000_000) as side, asyncio.timeout(LIMIT_S):
+        await side.introduce_to(child)
+        for page in range(20):
+            assert await child.ask(Write([page], [page])) == Done(sum(PIECES))
+            await asyncio.sleep(0.01 * (page % 5))
+        assert await child.ask(Write(ALL, ALL)) == Done(PAGES * sum(PIECES))
+        assert await child.ask(ReadPage(19)) == Content(side.pool.page(19))
+
+
+async def test_an_idle_agent_wakes_some_five_times_a_second() -> None:
+    others = _sleeps_by_thread()
+    async with here():
+        before = _sleeps_by_thread()
+        await asyncio.sleep(1.0)
+        after = _sleeps_by_thread()
+    started = before.keys() - others.keys()
+    assert started, "the agent has a progress thread"
+    # Other programs make threads wait longer between two sleeps, so there are fewer of them.
+    assert sum(after.get(thread, 0) - before[thread] for thread in started) <= 15
+
+
+def _sleeps_by_thread() -> dict[str, int]:
+    """How often each thread of this process has gone to sleep."""
+    sleeps: dict[str, int] = {}
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # It has ended.
+            status = dict(line.split(":", 1) for line in (thread / "status").read_text().splitlines())
+            sleeps[thread.name] = int(status["voluntary_ctxt_switches"])
+    return sleeps
 
 
 async def test_killing_the_target_fails_the_write_and_a_new_one_is_reached(spawn: Spawn, friend: NixlChild) -> None:
