@@ -306,6 +306,14 @@ def test_calls_for_the_other_side_are_refused(connector: ModuleType, uri: str) -
     worker.shutdown()
 
 
+def test_vllm_leaves_out_the_calls_per_layer(connector: ModuleType, uri: str) -> None:
+    """vLLM asks for metadata before each layer, and makes no calls for the layer without any."""
+    worker = connector.TidekvConnector(*_configured(uri, KVConnectorRole.WORKER))
+    worker.bind_connector_metadata(connector.TidekvMetadata(None))
+    assert not worker.has_connector_metadata()
+    worker.shutdown()
+
+
 def test_the_page_about_vllm_has_every_setting_count_and_backend() -> None:
     page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
     for name in ConnectorSettings.__struct_fields__:

@@ -66,6 +66,9 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name.
     def clear_connector_metadata(self):
         self._connector_metadata = None
 
+    def has_connector_metadata(self):
+        return self._connector_metadata is not None
+
     def _get_connector_metadata(self):
         assert self._connector_metadata is not None
         return self._connector_metadata
@@ -229,8 +232,9 @@ class Vllm:
         self.worker.bind_connector_metadata(pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output))))
         self.worker.start_load_kv(None)
         for name in NAMES:
-            self.worker.wait_for_layer_load(name)
-            self.worker.save_kv_layer(name, self.caches[name], None)
+            if self.worker.has_connector_metadata():
+                self.worker.wait_for_layer_load(name)
+                self.worker.save_kv_layer(name, self.caches[name], None)
         self.worker.wait_for_save()
         sending, loaded = self.worker.get_finished(set())
         invalid = self.worker.get_block_ids_with_load_errors()

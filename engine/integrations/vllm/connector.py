@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any  # vLLM's objects are not typed here: type checks go without vLLM.
+from typing import Any, Final  # vLLM's objects are not typed here: type checks go without vLLM.
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -50,6 +50,10 @@ class TidekvMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no 
 
     jobs: object | None
     is_empty: bool = False
+
+
+NO_STEP: Final = TidekvMetadata(None)
+"""Between two steps."""
 
 
 @dataclass
@@ -127,6 +131,10 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
         self._pacing = StepPacing()
+        self._step = NO_STEP
+        """What a worker's step was given."""
+        self._was_transferring = False
+        """Whether anything was under way when the last step asked what has ended."""
         self._handover_scheduler: HandoverScheduler | None = None
         self._handover_worker: HandoverWorker | None = None
         is_scheduler = role == KVConnectorRole.SCHEDULER
@@ -207,9 +215,21 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         if kv_connector_metadata.jobs is not None:
             self._worker_side().before_forward(kv_connector_metadata.jobs)
 
+    def bind_connector_metadata(self, connector_metadata: TidekvMetadata) -> None:
+        """Take the jobs of a step.
+
+        `has_connector_metadata` stays false: vLLM asks it before it runs a layer, and then leaves out the two calls per
+        layer, which do nothing here.
+        """
+        self._step = connector_metadata
+
+    def clear_connector_metadata(self) -> None:
+        """End a step."""
+        self._step = NO_STEP
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads, which run concurrently with the model."""
-        if (jobs := self._get_connector_metadata().jobs) is not None:
+        if (jobs := self._step.jobs) is not None:
             self._worker_side().start_loads(jobs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -220,25 +240,27 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
 
     def wait_for_save(self) -> None:
         """Take the blocks that this step filled. What follows continues in the background."""
-        if (jobs := self._get_connector_metadata().jobs) is not None:
+        if (jobs := self._step.jobs) is not None:
             self._worker_side().after_forward(jobs)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose held blocks are free again, and those whose loads ended."""
         worker = self._worker_side()
-        if not worker.is_transferring():
+        self._was_transferring = worker.is_transferring()
+        if not self._was_transferring:
             return None, None
         freed, loaded = worker.take_finished()
         # What ended now is reported before the next step; only what is still under way gets a turn.
         self._pacing.after_step(
-            is_empty=self._get_connector_metadata().is_empty and not (freed or loaded),
+            is_empty=self._step.is_empty and not (freed or loaded),
             is_transferring=worker.is_transferring(),
         )
         return freed or None, loaded or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return blocks with garbage, of the loads that `get_finished` returned last, for vLLM to recompute."""
-        return self._worker_side().take_invalid_blocks()
+        worker = self._worker_side()
+        return worker.take_invalid_blocks() if self._was_transferring else set()
 
     # --- Both ---
 

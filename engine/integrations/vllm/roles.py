@@ -49,8 +49,7 @@ class SchedulerRole(Protocol):
 class WorkerRole(Protocol):
     """A worker's side. All calls come from the thread that runs the model.
 
-    A step without jobs, while nothing is under way, makes it wait for `is_transferring`, `take_invalid_blocks` and
-    `take_counts` only.
+    A step without jobs, while nothing is under way, makes it wait for `is_transferring` and `take_counts` only.
     """
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:

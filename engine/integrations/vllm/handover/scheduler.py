@@ -124,10 +124,8 @@ class DecodeScheduler:
         self._claimed: set[str] = set()
         """Requests that were answered: restored, declined, or without a room."""
         self._loading: set[str] = set()
-        self._restores: list[RestoreJob] = []
-        self._declines: list[DeclineJob] = []
-        self._aborted: list[str] = []
-        self._offers: list[OfferJob] = []
+        self._jobs = HandoverJobs()
+        """Those of the next step."""
         self._reset_salt = ""
 
     def matched(self, request: Any, computed: int) -> int | None:
@@ -171,7 +169,7 @@ class DecodeScheduler:
         self._claimed.add(request_id)
         self._loading.add(request_id)
         self._live.begin(request, self._computed[request_id])
-        self._restores.append(
+        self._jobs.restores.append(
             RestoreJob(
                 request_id=request_id,
                 room=params["room"],
@@ -183,12 +181,10 @@ class DecodeScheduler:
             )
         )
 
-    def add_jobs(self, jobs: HandoverJobs) -> None:
-        """Add the jobs of a step."""
-        jobs.restores, self._restores = self._restores, []
-        jobs.declined, self._declines = self._declines, []
-        jobs.aborted, self._aborted = self._aborted, []
-        jobs.offers, self._offers = self._offers, []
+    def take_jobs(self) -> HandoverJobs:
+        """Return the jobs of a step."""
+        jobs, self._jobs = self._jobs, HandoverJobs()
+        return jobs
 
     def loaded(self, request_ids: Iterable[str]) -> None:
         """Note the requests whose restore has ended, successfully or not."""
@@ -213,20 +209,22 @@ class DecodeScheduler:
         self._claimed.discard(request_id)
         self._live.forget(request_id)
         if request_id in self._loading:
-            self._aborted.append(request_id)
+            self._jobs.aborted.append(request_id)
             self._loading.discard(request_id)
             return False
         full = min(int(request.num_computed_tokens) // size, int(request.num_tokens) // size, len(blocks))
         if not full or not is_of_tokens(request):
             return False
         tokens = pack_tokens(request.all_token_ids[: full * size])
-        self._offers.append(OfferJob(request_id, tokens, tuple(blocks[:full]), namespace_of(request, self._reset_salt)))
+        self._jobs.offers.append(
+            OfferJob(request_id, tokens, tuple(blocks[:full]), namespace_of(request, self._reset_salt))
+        )
         return True
 
     def _decline(self, request: Any) -> None:
         params = request.kv_transfer_params
         self._claimed.add(request.request_id)
-        self._declines.append(DeclineJob(room=params["room"], prefill=params["prefill"]))
+        self._jobs.declined.append(DeclineJob(room=params["room"], prefill=params["prefill"]))
 
 
 def _names_room(request: Any) -> bool:
@@ -344,9 +342,8 @@ class HandoverScheduler:
 
     def step_jobs(self, scheduler_output: Any) -> HandoverJobs | None:
         """Return the worker's jobs for one step; None without any."""
-        jobs, state = HandoverJobs(), scheduler_output.kv_connector_block_state
-        if self._decode is not None:
-            self._decode.add_jobs(jobs)
+        state = scheduler_output.kv_connector_block_state
+        jobs = HandoverJobs() if self._decode is None else self._decode.take_jobs()
         if self._prefill is not None:
             self._prefill.add_jobs(
                 jobs,
