@@ -53,7 +53,7 @@ class TidekvMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no 
 
 
 NO_STEP: Final = TidekvMetadata(None)
-"""Between two steps."""
+"""Metadata of a worker between two steps: no jobs."""
 
 
 @dataclass
@@ -132,7 +132,7 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         self._worker: WorkerRole | None = None
         self._pacing = StepPacing()
         self._step = NO_STEP
-        """What a worker's step was given."""
+        """Metadata of the worker's step that runs."""
         self._was_transferring = False
         """Whether anything was under way when the last step asked what has ended."""
         self._handover_scheduler: HandoverScheduler | None = None

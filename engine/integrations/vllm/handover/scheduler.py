@@ -125,7 +125,7 @@ class DecodeScheduler:
         """Requests that were answered: restored, declined, or without a room."""
         self._loading: set[str] = set()
         self._jobs = HandoverJobs()
-        """Those of the next step."""
+        """Jobs of the next step."""
         self._reset_salt = ""
 
     def matched(self, request: Any, computed: int) -> int | None:
@@ -182,7 +182,7 @@ class DecodeScheduler:
         )
 
     def take_jobs(self) -> HandoverJobs:
-        """Return the jobs of a step."""
+        """Return the jobs collected since the last call; the caller owns them."""
         jobs, self._jobs = self._jobs, HandoverJobs()
         return jobs
 
