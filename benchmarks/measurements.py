@@ -93,7 +93,7 @@ def read_storage(file: Path, _: str) -> Outcome:
 
 
 def read_gpu(file: Path, _: str) -> Outcome:
-    """Read `gpu.py --json`."""
+    """Read `gpu --json`."""
     found = json.loads(file.read_text())
     return Outcome(not_measured=found["why"]) if found["verdict"] == "not measured" else read_figures(file)
 

@@ -31,7 +31,7 @@ from tidekv.backends.memory import PageIndex
 from tidekv.backends.page_layout import group_offsets
 from tidekv.states.errors import InvalidConfig
 
-# Estimated from the costs above, with a margin; not measured yet. `benchmarks/gpu.py` measures both forms over
+# Estimated from the costs above, with a margin; not measured yet. `python -m benchmarks.gpu` measures both forms over
 # stretches of all sizes, and prints where they meet.
 KERNEL_BELOW_BYTES: Final = 512 << 10
 

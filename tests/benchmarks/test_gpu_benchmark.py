@@ -18,7 +18,7 @@ from tidekv.backends.copies.pieces import PieceShape
 
 @pytest.fixture
 def gpu() -> ModuleType:
-    return importlib.import_module("benchmarks.gpu")
+    return importlib.import_module("benchmarks.gpu.__main__")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without CUDA")
@@ -41,7 +41,7 @@ def no_bytes(*tensors: torch.Tensor, pairs: range, pieces: range, shape: PieceSh
 def test_its_parts_run_and_bring_the_figures_that_targets_ask_for(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rig_module = importlib.import_module("benchmarks.gpu_rig")
+    rig_module = importlib.import_module("benchmarks.gpu.rig")
     shape = rig_module.Shape
     small = tuple(shape("tiny", page_size, layers=2, kv_heads=1) for page_size in (4, 1))
     for module in (gpu, rig_module):

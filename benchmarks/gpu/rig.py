@@ -1,4 +1,4 @@
-"""Tools for `gpu.py`: pools of a given size, copies in one form, timing on the device, and the limit of its bus.
+"""Tools for this package: pools of a given size, copies in one form, timing on the device, and the limit of its bus.
 
 Everything goes through a `Rig`, so that the program itself can be run without a GPU, with meaningless figures.
 """

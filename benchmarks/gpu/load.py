@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu_rig import SHAPES, TO_DEVICE, TO_HOST, Pools, Rig, Shape
+from benchmarks.gpu.rig import SHAPES, TO_DEVICE, TO_HOST, Pools, Rig, Shape
 from tidekv import NixlTransport
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.copies.cuda import CopyChoice

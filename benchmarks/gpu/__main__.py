@@ -23,8 +23,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu_load import decode_like, layer_times_ms, nixl_gb_s, slowdown_percent, waiting_cpu
-from benchmarks.gpu_rig import (
+from benchmarks.gpu.load import decode_like, layer_times_ms, nixl_gb_s, slowdown_percent, waiting_cpu
+from benchmarks.gpu.rig import (
     ALWAYS,
     NEVER,
     SHAPES,
