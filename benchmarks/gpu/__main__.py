@@ -1,81 +1,51 @@
-"""Throughput of the CUDA paths on this machine's GPU: `python -m benchmarks.gpu [--json FILE]`, in a few minutes.
+"""Checks and figures of the CUDA paths: `python -m benchmarks.gpu [--out DIR] [--only STEP…]`, in a few minutes.
 
-Pinned copies are the limit. Measured against it: pages at random places, in both directions and both forms; the size at
-which the forms are equal; the slowdown of a decode-like step by copies beside it; the CPU time of the threads that wait
-for copies; the time until layer 0 can be read; and a NIXL write in device memory. Without a GPU the program prints one
-line to that effect and exits.
+Each step runs in a process of its own, within its limit, so that a hang or a crash loses that step alone. `DIR` has
+results.json, which is written anew after every step, and log.txt with all that the steps printed. With `--device cpu`
+the same steps run with stand-ins for the streams of a GPU; the figures mean nothing then. Without a GPU, and without
+that option, the program prints one line to that effect and exits.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import contextlib
 import datetime
+import faulthandler
 import importlib.util
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+import tempfile
+import time
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu.load import decode_like, layer_times_ms, nixl_gb_s, slowdown_percent, waiting_cpu
-from benchmarks.gpu.rig import (
-    ALWAYS,
-    NEVER,
-    SHAPES,
-    TO_DEVICE,
-    TO_HOST,
-    Pools,
-    Rig,
-    meeting_point,
-    page_speeds,
-    pinned_limits,
-)
-from tidekv.backends.copies.cuda import KERNEL_BELOW_BYTES, CopyChoice, CopyForm
+from benchmarks.gpu.report import Report, Setting, write_whole
+from benchmarks.gpu.steps import STEPS, Step
 
 NO_GPU = "there was no GPU: the CUDA paths have not run"
-# In a process of its own with a timeout: NIXL and UCX may end a process that exceeds their capabilities.
-NIXL_TIMEOUT_S = 60
+ROOT = Path(__file__).resolve().parent.parent.parent
+Found = dict[str, Any]  # JSON.
 
 
-@dataclass
-class Report:
-    """Figures by name for the target table, rows of the printed table, and what could not be measured."""
-
-    about: dict[str, str]
-    rows: list[tuple[str, str, str]] = field(default_factory=list)
-    figures: dict[str, float] = field(default_factory=dict)
-    words: dict[str, str] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-
-    def row(self, what: str, measured: str, asked: str = "") -> None:
-        """Add a row."""
-        self.rows.append((what, measured, asked))
-
-    def figure(self, name: str, value: float, words: str) -> None:
-        """Add a figure of the target table."""
-        self.figures[name], self.words[name] = value, words
-
-    def print(self) -> None:
-        """Print the table below a description of the machine."""
-        table = Table("what", "measured", "asked", title=", ".join(f"{name} {is_}" for name, is_ in self.about.items()))
-        for row in self.rows:
-            table.add_row(*row)
-        Console(width=None if Console().is_terminal else 150).print(table)
-
-
-def about() -> dict[str, str]:
-    """Return card, driver, versions and date."""
-    found = {"card": torch.cuda.get_device_name(), "driver": driver(), "torch": torch.__version__}
-    found["CUDA"] = str(torch.version.cuda)
+def about(device: torch.device) -> dict[str, str]:
+    """Return card, driver, versions, commit and date."""
+    found = {"card": "none"}
+    if device.type == "cuda":
+        found = {"card": torch.cuda.get_device_name(), "driver": driver()}
+    found |= {"torch": torch.__version__, "CUDA": str(torch.version.cuda), "python": sys.version.split()[0]}
     spec = importlib.util.find_spec("triton")
     found["triton"] = "none" if spec is None else str(importlib.import_module("triton").__version__)
     found["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+    found["commit"] = commit()
     return found
 
 
@@ -88,100 +58,168 @@ def driver() -> str:
     return lines[0] if lines else "unknown"
 
 
-def measure_speeds(rig: Rig, report: Report) -> None:
-    """Measure the limit, pages in both forms, and the size at which these are equal."""
-    limits = pinned_limits(rig)
-    for way in (TO_DEVICE, TO_HOST):
-        report.row(f"one pinned copy {way}, the limit", f"{limits[way]:.1f} GB/s")
-    speeds = page_speeds(rig, limits)
-    for speed in speeds:
-        measured = f"{speed.gb_s:.1f} GB/s, {speed.percent:.0f} %"
-        name = f"{speed.form.value} copies {speed.way}, {speed.shape}{', chosen' if speed.chosen else ''}"
-        report.row(name, measured, "≥ 90 %" if speed.chosen else "")
-    worst = min((speed for speed in speeds if speed.chosen), key=lambda speed: speed.percent)
-    words = f"the least: {worst.form.value} {worst.way}, {worst.shape}: {worst.gb_s:.1f} of {worst.limit_gb_s:.1f} GB/s"
-    report.figure("gpu.copies", worst.percent, words)
-    points = meeting_point(rig)
-    for stretch_bytes, both in points:
-        report.row(
-            f"stretches of {stretch_bytes >> 10} KiB, the slower way",
-            f"kernel {both[CopyForm.KERNEL]:.1f} GB/s, async {both[CopyForm.ASYNC]:.1f} GB/s",
-            "kernel" if stretch_bytes < KERNEL_BELOW_BYTES else "async",
-        )
-    first = [stretch for stretch, both in points if both[CopyForm.ASYNC] >= both[CopyForm.KERNEL]]
-    if points:
-        met = f"{first[0] >> 10} KiB" if first else "no stretch that was tried"
-        report.row("async is as fast as the kernel from", met, f"kernel_below_bytes is {KERNEL_BELOW_BYTES >> 10} KiB")
-
-
-async def measure_load(rig: Rig, report: Report) -> None:
-    """Measure a step beside copies, the threads that wait, and layers."""
-    step = decode_like(rig)
-    chosen: dict[str, float] = {}
-    for shape in SHAPES[:2]:
-        pools = Pools(rig, shape)
-        slower = await slowdown_percent(rig, pools, None, step)
-        report.row(f"decode-like step beside copies as chosen, {shape}", f"{slower:+.1f} %", "≤ 3 %")
-        chosen[str(shape)] = slower
-        for way in (TO_DEVICE, TO_HOST):
-            slower = await slowdown_percent(rig, pools, None, step, (way,))
-            report.row(f"the same, copies {way} alone", f"{slower:+.1f} %")
-        for form, below_bytes in ((CopyForm.KERNEL, ALWAYS), (CopyForm.ASYNC, NEVER)):
-            if rig.find_launch() is not None:
-                slower = await slowdown_percent(rig, pools, CopyChoice(below_bytes), step)
-                report.row(f"the same, {form.value}", f"{slower:+.1f} %")
-    worst = max(chosen, key=lambda name: chosen[name])
-    report.figure("gpu.compute", chosen[worst], f"copies both ways without a pause, {worst}")
-    pools = Pools(rig, SHAPES[1])
-    cpu = await waiting_cpu(pools)
-    report.row(
-        "threads that wait for copies", f"{cpu['wait']:.2f} % of a core, {cpu['copies_per_s']:.0f} copies/s", "≤ 1 %"
+def commit() -> str:
+    """Return the commit of this checkout, if git knows it."""
+    if shutil.which("git") is None:
+        return os.environ.get("TIDEKV_COMMIT", "unknown")
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    report.row("threads that launch them", f"{cpu['launch']:.1f} % of a core")
-    words = f"they sleep in the driver; {cpu['copies_per_s']:.0f} copies/s, launching takes {cpu['launch']:.1f} %"
-    report.figure("gpu.polling", cpu["wait"], words)
-    times = await layer_times_ms(rig, pools)
-    report.row("layer 0 can be read, of 64 MiB by layers", f"{times['first']:.2f} ms")
-    report.row("all layers can be read", f"{times['all']:.2f} ms; {times['plain']:.2f} ms without layers")
+    return done.stdout.strip() or os.environ.get("TIDEKV_COMMIT", "unknown")
 
 
-def measure_nixl(report: Report) -> None:
-    """Measure a write in device memory, in a process that may crash."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu", "--nixl-only"]
+def run_child(step: Step, setting: Setting, path: Path) -> int:
+    """Run a step in this process; returns the exit code."""
+    # All stacks are in the log if it hangs, a moment before it is killed.
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(1.0, step.limit_s - 2), exit=True)
+    if setting.on_cuda:
+        torch.cuda.set_device(setting.device)
+    else:
+        torch.set_num_threads(1)
+    report = Report(about(setting.device), path)
+    report.save()
+    step.load()(setting, report)
+    report.save()
+    faulthandler.cancel_dump_traceback_later()
+    failed = sum(not passed for _, passed, _ in report.checks)
+    sys.stdout.flush()
+    return 1 if failed else 0
+
+
+def run_step(step: Step, chosen: argparse.Namespace, folder: Path, log: BinaryIO) -> Found:
+    """Run a step in a process of its own, and return what it found and how it ended."""
+    path = folder / f"{step.name}.json"
+    work = folder / step.name
+    work.mkdir()
+    command = [sys.executable, "-m", "benchmarks.gpu", "--child", step.name, "--device", chosen.device]
+    command += ["--out", str(folder), *(["--short"] if chosen.short else [])]
+    log.write(f"\n=== {step.name}: {step.about}\n".encode())
+    log.flush()
+    began_s = time.perf_counter()
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT
+    )
+    verdict, why = "", ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=NIXL_TIMEOUT_S)
-        said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-        measured = said[-1] if said else f"it exited with {done.returncode} and printed nothing"
+        code = child.wait(step.limit_s)
+        verdict = {0: "passed", 1: "failed"}.get(code, "crashed")
+        why = "" if code in (0, 1) else f"signal {-code}" if code < 0 else f"exit code {code}"
     except subprocess.TimeoutExpired:
-        measured = f"it was not done after {NIXL_TIMEOUT_S} s"
-    report.row("NIXL write between pools on the device", measured)
+        verdict, why = "timed out", f"after {step.limit_s:g} s"
+    finally:
+        _end_group(child)
+    found: Found = json.loads(path.read_text()) if path.exists() else {}
+    failed = [what for what, passed, _ in found.get("checks", ()) if not passed]
+    if verdict == "failed":
+        why = f"{len(failed)} checks: {failed[0]}" if failed else "see the log"
+    shutil.rmtree(work, ignore_errors=True)
+    return {"verdict": verdict, "why": why, "seconds": round(time.perf_counter() - began_s, 1), **found}
 
 
-def main() -> None:
-    """Measure, print, and write the file."""
+def _end_group(child: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of a step: it has a session of its own, which only its own processes are in."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def described_by(steps: dict[str, Found]) -> dict[str, str]:
+    """Return card and versions as the first step reported them."""
+    return next((found["about"] for found in steps.values() if found.get("about")), {})
+
+
+def show(steps: dict[str, Found]) -> None:
+    """Print rows, failed checks and verdicts."""
+    described = described_by(steps)
+    title = ", ".join(f"{name} {is_}" for name, is_ in described.items())
+    console = Console(width=None if Console().is_terminal else 150)
+    rows = Table("step", "what", "measured", "asked", title=title)
+    for name, found in steps.items():
+        for row in found.get("rows", ()):
+            rows.add_row(name, *row)
+    if rows.row_count:
+        console.print(rows)
+    table = Table("step", "verdict", "checks", "seconds", "why")
+    for name, found in steps.items():
+        checks = found.get("checks", ())
+        passed = sum(passed for _, passed, _ in checks)
+        table.add_row(name, found["verdict"], f"{passed}/{len(checks)}", str(found["seconds"]), found["why"])
+    console.print(table)
+    for name, found in steps.items():
+        for what, passed, detail in found.get("checks", ()):
+            if not passed:
+                console.print(f"{name}: {what}: {detail}", markup=False, highlight=False)
+
+
+def for_targets(steps: dict[str, Found]) -> Found:
+    """Return the figures of the target table, as `benchmarks.measurements` reads them."""
+    described = described_by(steps)
+    merged: Found = {"verdict": "measured", "about": described, "figures": {}, "words": {}, "missing": {}, "rows": []}
+    for name, found in steps.items():
+        merged["figures"] |= found.get("figures", {})
+        merged["words"] |= found.get("words", {})
+        merged["rows"] += found.get("rows", [])
+        if found["verdict"] not in ("passed", "skipped"):
+            merged["missing"][name] = f"{found['verdict']}: {found['why']}"
+    return merged | {"notes": [str(described)]}
+
+
+def main() -> int:
+    """Run the steps, print what they found, and return 1 if one did not pass."""
+    names = [step.name for step in STEPS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write figures and rows to this file")
-    parser.add_argument("--nixl-only", action="store_true", help="measure only the write by NIXL, and print its speed")
+    parser.add_argument("--out", type=Path, help="folder for results.json and log.txt; without it, a temporary one")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STEP", help=", ".join(names))
+    parser.add_argument("--skip", nargs="+", choices=names, default=[], metavar="STEP", help="leave these steps out")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with stand-ins for streams")
+    parser.add_argument("--short", action="store_true", help="little of everything, in seconds")
+    parser.add_argument("--budget", type=float, default=3600.0, metavar="S", help="start no step after these seconds")
+    parser.add_argument("--json", type=Path, help="write the figures of the target table to this file")
+    parser.add_argument("--child", choices=names, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    if not torch.cuda.is_available():
+    if chosen.child is not None:
+        step = next(step for step in STEPS if step.name == chosen.child)
+        device = torch.device("cuda", 0) if chosen.device == "cuda" else torch.device("cpu")
+        setting = Setting(device=device, short=chosen.short, work=chosen.out / step.name)
+        return run_child(step, setting, chosen.out / f"{step.name}.json")
+    if chosen.device == "cuda" and not torch.cuda.is_available():
         print(f"not measured: {NO_GPU}")
         if chosen.json:
             chosen.json.write_text(json.dumps({"verdict": "not measured", "why": NO_GPU}, indent=1))
-        return
-    rig = Rig.of_this_machine()
-    if chosen.nixl_only:
-        print(f"{asyncio.run(nixl_gb_s(rig)):.1f} GB/s")
-        return
-    report = Report(about())
-    measure_speeds(rig, report)
-    asyncio.run(measure_load(rig, report))
-    measure_nixl(report)
-    report.print()
+        return 0
+    with tempfile.TemporaryDirectory(prefix="tidekv-gpu-") as temporary:
+        folder = chosen.out or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        steps = run_all(chosen, folder, Path(temporary))
+        show(steps)
     if chosen.json:
-        found = {"verdict": "measured", "about": report.about, "figures": report.figures, "words": report.words}
-        rest = {"missing": report.missing, "notes": [str(report.about)], "rows": report.rows}
-        chosen.json.write_text(json.dumps(found | rest, indent=1, ensure_ascii=False))
+        chosen.json.write_text(json.dumps(for_targets(steps), indent=1, ensure_ascii=False))
+    return 0 if all(found["verdict"] in ("passed", "skipped") for found in steps.values()) else 1
+
+
+def run_all(chosen: argparse.Namespace, folder: Path, temporary: Path) -> dict[str, Found]:
+    """Run the chosen steps in order; results.json is whole after each."""
+    steps: dict[str, Found] = {}
+    began_s = time.perf_counter()
+    scratch = temporary / "steps"
+    scratch.mkdir()
+    with (folder / "log.txt").open("ab") as log:
+        for step in STEPS:
+            if step.name not in chosen.only or step.name in chosen.skip:
+                continue
+            found: Found = {"verdict": "skipped", "why": "", "seconds": 0.0}
+            if step.needs_gpu and chosen.device != "cuda":
+                found["why"] = "it needs a GPU"
+            elif time.perf_counter() - began_s > chosen.budget:
+                found |= {"verdict": "not started", "why": f"{chosen.budget:g} s had passed"}
+            else:
+                found = run_step(step, chosen, scratch, log)
+            steps[step.name] = found
+            write_whole(folder / "results.json", json.dumps(steps, indent=1, ensure_ascii=False))
+            print(f"{step.name}: {found['verdict']} {found['why']} ({found['seconds']} s)", flush=True)
+    return steps
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,13 +12,15 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from benchmarks.gpu.rig import SHAPES, TO_DEVICE, TO_HOST, Pools, Rig, Shape
+from benchmarks.gpu.rig import TO_DEVICE, TO_HOST, Pools, Rig, Shape
 from tidekv import NixlTransport
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.copies.cuda import CopyChoice
+from tidekv.backends.copies.streams import streams_of
 from tidekv.backends.device.pool import DevicePool
 from tidekv.engine.poller import PollerThread
 from tidekv.states.types import page_ids
@@ -68,6 +70,17 @@ def decode_like(rig: Rig) -> Callable[[], None]:
     with torch.cuda.graph(graph, stream=stream):
         step()
     return GraphedStep(graph, step)
+
+
+def matmul_like(rig: Rig) -> Callable[[], None]:
+    """Return a product of square matrices, which is bound by the multiprocessors."""
+    left, right = (torch.randn(rig.matmul, rig.matmul, dtype=torch.bfloat16, device=rig.device) for _ in range(2))
+    out = torch.empty_like(left)
+
+    def step() -> None:
+        torch.matmul(left, right, out=out)
+
+    return step
 
 
 def steps_ms(rig: Rig, step: Callable[[], None]) -> float:
@@ -166,6 +179,34 @@ async def waiting_cpu(pools: Pools) -> dict[str, float]:
     return found
 
 
+async def ending_us(rig: Rig, pools: Pools) -> dict[str, float]:
+    """Return microseconds of a copy of one page: awaited, and launched and waited for by one thread; and of the launch.
+
+    The difference of the first two is the way from the caller to the launching thread, and from the event's end to the
+    future's.
+    """
+    copier = await started(pools)
+    mover = pools.mover()
+    above, below = pools.pages(1, seed=1)[:1], pools.pages(1, seed=2)[:1]
+    stream = streams_of(rig.device).make()
+    spent: dict[str, list[float]] = {"awaited": [], "bare": [], "launch": []}
+
+    def bare() -> None:
+        began_s = time.perf_counter()
+        stream.run(partial(mover.to_device, below, above))
+        spent["launch"].append(time.perf_counter() - began_s)
+        stream.mark().wait()
+        spent["bare"].append(time.perf_counter() - began_s)
+
+    for _ in range(20 * rig.rounds):
+        bare()
+        began_s = time.perf_counter()
+        await copier.to_device(below, above)
+        spent["awaited"].append(time.perf_counter() - began_s)
+    await copier.close()
+    return {name: 1e6 * statistics.median(times) for name, times in spent.items()}
+
+
 async def layer_times_ms(rig: Rig, pools: Pools) -> dict[str, float]:
     """Return milliseconds from the call until layer 0, and all layers, can be read; and of a copy without layers."""
     copier = await started(pools)
@@ -188,7 +229,7 @@ async def layer_times_ms(rig: Rig, pools: Pools) -> dict[str, float]:
     return {name: 1e3 * statistics.median(times) for name, times in spent.items()}
 
 
-async def nixl_gb_s(rig: Rig, shape: Shape = SHAPES[1]) -> float:
+async def nixl_gb_s(rig: Rig, shape: Shape) -> float:
     """Return GB/s of a NIXL write between two pools in device memory, by two agents of this process."""
     pages = max(2, rig.total_bytes // 4 // shape.layout.page_bytes)
     source, target = (DevicePool.allocate(shape.layout, pages, device=rig.device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Tools for this package: pools of a given size, copies in one form, timing on the device, and the limit of its bus.
+"""Tools for the figures: pools of a given size, copies in one form, timing on the device, and the limit of its bus.
 
 Everything goes through a `Rig`, so that the program itself can be run without a GPU, with meaningless figures.
 """
@@ -14,6 +14,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from benchmarks.gpu.copy_rig import ALWAYS, NEVER, memmove_launch
+from benchmarks.gpu.report import Setting
 from tidekv.backends.copies.cuda import CopyChoice, CopyForm, CudaMover, triton_launch
 from tidekv.backends.copies.pieces import Launch
 from tidekv.backends.copies.streams import streams_of
@@ -22,46 +24,7 @@ from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.memory import PageIndex
 
-# Below and above the length of every stretch.
-ALWAYS, NEVER = 1 << 60, 0
 TO_DEVICE, TO_HOST = "to device", "to host"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rig:
-    """A device, the size and number of copies, and the dimensions of the decode-like step beside copies."""
-
-    device: torch.device
-    total_bytes: int
-    rounds: int
-    hidden: int = 8192
-    context: int = 1024
-    steps: int = 300
-    load_s: float = 3.0
-    find_launch: Callable[[], Launch | None] = triton_launch
-
-    @classmethod
-    def of_this_machine(cls) -> Rig:
-        """Return a rig for the current GPU: 512 MiB, or an eighth of its free memory if that is less."""
-        free_bytes, _ = torch.cuda.mem_get_info()
-        device = torch.device("cuda", torch.cuda.current_device())
-        return cls(device=device, total_bytes=min(512 << 20, free_bytes // 8), rounds=7)
-
-    def synchronize(self) -> None:
-        """Wait until the device is idle."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def gb_s(self, work: Callable[[], None], total_bytes: int) -> float:
-        """Return GB/s of work on a stream of its own, launch included: the median of the rounds after a warm-up."""
-        stream, spent_s = streams_of(self.device).make(), []
-        for _ in range(self.rounds + 1):
-            self.synchronize()
-            began_s = time.perf_counter()
-            stream.run(work)
-            self.synchronize()
-            spent_s.append(time.perf_counter() - began_s)
-        return total_bytes / statistics.median(spent_s[1:]) / 1e9
 
 
 @dataclass(frozen=True)
@@ -96,6 +59,64 @@ SHAPES = (
 )
 # Pages of 32 KiB, from which stretches of any length can be formed.
 SMALL = Shape("4 layers, 1 head", 16, layers=4, kv_heads=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rig:
+    """A device, the size and number of copies, and the dimensions of the decode-like step beside copies."""
+
+    device: torch.device
+    total_bytes: int
+    rounds: int
+    hidden: int = 8192
+    context: int = 1024
+    steps: int = 300
+    load_s: float = 3.0
+    matmul: int = 8192
+    find_launch: Callable[[], Launch | None] = triton_launch
+    shapes: tuple[Shape, ...] = SHAPES
+    small: Shape = SMALL
+
+    @classmethod
+    def of(cls, setting: Setting) -> Rig:
+        """Return a rig for the current GPU: 512 MiB, or an eighth of its free memory if that is less.
+
+        Without a GPU everything is tiny, and nothing is a figure.
+        """
+        if setting.on_cuda:
+            free_bytes, _ = torch.cuda.mem_get_info()
+            total_bytes = min((64 if setting.short else 512) << 20, free_bytes // 8)
+            return cls(device=setting.device, total_bytes=total_bytes, rounds=3 if setting.short else 7)
+        tiny = tuple(Shape("tiny", page_size, layers=2, kv_heads=1) for page_size in (4, 1))
+        return cls(
+            device=setting.device,
+            total_bytes=1 << 16,
+            rounds=1,
+            hidden=16,
+            context=4,
+            steps=2,
+            load_s=0.05,
+            matmul=16,
+            find_launch=lambda: memmove_launch,
+            shapes=tiny,
+            small=Shape("tiny", 1, layers=1, kv_heads=1),
+        )
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def gb_s(self, work: Callable[[], None], total_bytes: int) -> float:
+        """Return GB/s of work on a stream of its own, launch included: the median of the rounds after a warm-up."""
+        stream, spent_s = streams_of(self.device).make(), []
+        for _ in range(self.rounds + 1):
+            self.synchronize()
+            began_s = time.perf_counter()
+            stream.run(work)
+            self.synchronize()
+            spent_s.append(time.perf_counter() - began_s)
+        return total_bytes / statistics.median(spent_s[1:]) / 1e9
 
 
 class Pools:
@@ -152,7 +173,7 @@ class Speed:
 
 def pinned_limits(rig: Rig) -> dict[str, float]:
     """Return GB/s of one asynchronous copy of contiguous pinned memory, in each direction."""
-    pools = Pools(rig, SMALL)  # Keeps its memory pinned while it is referenced.
+    pools = Pools(rig, rig.small)  # Keeps its memory pinned while it is referenced.
     host = pools.host.buffer.view(-1)[: rig.total_bytes]
     device = torch.empty(len(host), dtype=torch.uint8, device=rig.device)
 
@@ -168,7 +189,7 @@ def pinned_limits(rig: Rig) -> dict[str, float]:
 def page_speeds(rig: Rig, limits: dict[str, float]) -> list[Speed]:
     """Return the speeds of pages at random places on both sides, in all shapes, directions and forms."""
     speeds = []
-    for shape in SHAPES:
+    for shape in rig.shapes:
         pools = Pools(rig, shape)
         chosen = pools.mover().form(pools.pages(1, seed=2))
         for form, below_bytes in ((CopyForm.KERNEL, ALWAYS), (CopyForm.ASYNC, NEVER)):
@@ -183,7 +204,7 @@ def page_speeds(rig: Rig, limits: dict[str, float]) -> list[Speed]:
 
 def meeting_point(rig: Rig) -> list[tuple[int, dict[CopyForm, float]]]:
     """Return GB/s of both forms, each in its slower direction, by bytes of a stretch; empty without a kernel."""
-    pools = Pools(rig, SMALL)
+    pools = Pools(rig, rig.small)
     movers = {CopyForm.KERNEL: pools.mover(ALWAYS), CopyForm.ASYNC: pools.mover(NEVER)}
     if not movers[CopyForm.KERNEL].has_kernel:
         return []

@@ -1,24 +1,19 @@
-"""The GPU benchmark without a GPU: it reports that, and its parts run on the CPU, on meaningless figures."""
+"""The GPU checks without a GPU: they report that, and every step runs to its end on stand-ins."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-from tidekv.backends.copies.pieces import PieceShape
-
-
-@pytest.fixture
-def gpu() -> ModuleType:
-    return importlib.import_module("benchmarks.gpu.__main__")
+STEPS = importlib.import_module("benchmarks.gpu.steps").STEPS
+# Tests that this suite has already, and steps whose figures have a test of their own.
+ELSEWHERE = {"tests", "copies", "load"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without CUDA")
@@ -34,32 +29,31 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
     assert read.why_not("gpu.copies") == ("not measured", "there was no GPU: the CUDA paths have not run")
 
 
-def no_bytes(*tensors: torch.Tensor, pairs: range, pieces: range, shape: PieceShape, to_rows: bool) -> None:
-    """A kernel that moves nothing, at any speed."""
+@pytest.mark.parametrize("step", [step.name for step in STEPS if step.name not in ELSEWHERE])
+def test_each_step_passes_on_stand_ins(step: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--short", "--only", step, "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    log = (tmp_path / "log.txt").read_text()
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + log[-4000:]
+    found = json.loads((tmp_path / "results.json").read_text())[step]
+    assert found["verdict"] in ("passed", "skipped")
+    assert all(passed for _, passed, _ in found.get("checks", ()))
 
 
-def test_its_parts_run_and_bring_the_figures_that_targets_ask_for(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rig_module = importlib.import_module("benchmarks.gpu.rig")
-    shape = rig_module.Shape
-    small = tuple(shape("tiny", page_size, layers=2, kv_heads=1) for page_size in (4, 1))
-    for module in (gpu, rig_module):
-        monkeypatch.setattr(module, "SHAPES", small)
-    monkeypatch.setattr(rig_module, "SMALL", shape("tiny", 1, layers=1, kv_heads=1))
-    rig = rig_module.Rig(
-        device=torch.device("cpu"), total_bytes=1 << 16, rounds=1, hidden=16, context=4, steps=2, load_s=0.05,
-        find_launch=lambda: no_bytes,
-    )  # fmt: skip
-    report = gpu.Report({"card": "none"})
-    gpu.measure_speeds(rig, report)
-    asyncio.run(gpu.measure_load(rig, report))
+def test_the_steps_bring_the_figures_that_targets_ask_for(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    arguments = ["--device", "cpu", "--short", "--only", "copies", "load", "--json", str(file)]
+    subprocess.run([sys.executable, "-m", "benchmarks.gpu", *arguments], capture_output=True, check=True)
     targets = importlib.import_module("benchmarks.target_table").TARGETS
-    asked = [target for target in targets if target.measurement == "gpu"]
-    assert {target.figure for target in asked} == set(report.figures) == set(report.words)
-    report.print()
-    said = capsys.readouterr().out
+    asked = {target.figure for target in targets if target.measurement == "gpu"}
+    found = json.loads(file.read_text())
+    assert asked == set(found["figures"]) == set(found["words"])
+    said = "\n".join(row[0] for row in found["rows"])
     for word in ("one pinned copy to device", "kernel copies to host, tiny, page 4", "async is as fast", "layer 0"):
         assert word in said
     # Of both forms the one that is chosen is asked for, in each shape and way.
-    assert sum(asked == "≥ 90 %" for _, _, asked in report.rows) == 4
+    assert sum(asked == "≥ 90 %" for _, _, asked in found["rows"]) == 4

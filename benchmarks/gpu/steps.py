@@ -1,0 +1,34 @@
+"""The steps: their names, their modules and their time limits, the most important first."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.gpu.report import Report, Setting
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step runs in a process of its own, and is killed with all its processes at its limit."""
+
+    name: str
+    module: str
+    about: str
+    limit_s: float = 60.0
+    needs_gpu: bool = False
+
+    def load(self) -> Callable[[Setting, Report], None]:
+        """Import what it runs."""
+        found: Callable[[Setting, Report], None] = importlib.import_module(f"benchmarks.gpu.{self.module}").run
+        return found
+
+
+STEPS = (
+    Step("tests", "step_tests", "the tests marked gpu", limit_s=110),
+    Step("bytes", "step_bytes", "every byte of copies in all forms and layouts"),
+    Step("order", "step_order", "copies behind a forward pass that spins, and planted breaks"),
+    Step("copies", "step_copies", "speed of copies beside one pinned copy, both forms, launches"),
+    Step("load", "step_load", "copies beside other work, threads, time to an outcome"),
+)
