@@ -17,9 +17,9 @@ MARKER = VENV / "tidekv-installed"
 
 COMMANDS = {
     "run": (["-m", "tidekv", "run"], "serve a workload with a prefill and a decode worker, and compare"),
-    "test": (["-m", "pytest"], "run the tests"),
+    "test": (["-m", "pytest"], "run the tests in parallel; --all: slow ones as well; PATH…: these, in one process"),
     "check": ([], "run the lint and type checks"),
-    "coverage": (["-m", "pytest", "--cov", "--cov-report="], "run the tests; print what branches they take"),
+    "coverage": (["-m", "pytest", "--cov", "--cov-report="], "run all tests or PATH…; print what branches they take"),
     "bench": (["-m", "benchmarks"], "measure all targets, or run one benchmark by name; --help lists them"),
     "tidekv": (["-m", "tidekv"], "run any tidekv command"),
     "vllm": (["-m", "benchmarks.vllm_pair"], "serve conversations through real vLLM servers, and compare every token"),
@@ -33,6 +33,8 @@ CHECKS = (
     ["-m", "ruff", "format", "--check", "."],
     ["-m", "mypy"],
 )
+WORKERS_MAX = 16
+"""Maximum processes of tests at once, each of which imports torch."""
 # What is looked at, and how many percent of its branches tests must take.
 COVERED = (["--include=*/states/*", "--fail-under=100"], ["--fail-under=90"])
 
@@ -48,6 +50,21 @@ def set_up() -> None:
     from tools import environment  # Not before the version of Python is checked.
 
     environment.fill(VENV, ["-e", f"{ROOT}[dev]"], marker=MARKER, wanted=wanted_marker())
+
+
+def pytest_arguments(arguments: list[str], *, everything: bool = False) -> list[str]:
+    """Return the arguments of pytest for those of `test`.
+
+    Without a path: the tests that are not marked slow, or all with --all, in two processes per core, since many tests
+    wait for other processes. With paths: what they name, in one process. Options of pytest come last and win.
+    """
+    rest = [word for word in arguments if word != "--all"]
+    paths = [Path(word.partition("::")[0]).resolve() for word in rest if not word.startswith("-")]
+    if any(path.is_relative_to(ROOT / "tests") and path.exists() for path in paths):
+        return rest
+    workers = min(2 * len(os.sched_getaffinity(0)), WORKERS_MAX)
+    tier = [] if everything or "--all" in arguments else ["-m", "not slow"]
+    return ["-n", str(workers), "--dist", "worksteal", *tier, *rest]
 
 
 def usage() -> str:
@@ -80,11 +97,14 @@ def main(arguments: list[str]) -> int:
         codes = [subprocess.run([PYTHON, *check], cwd=ROOT, check=False).returncode for check in CHECKS]
         return max(codes)
     if command == "coverage":
-        codes = [subprocess.run([PYTHON, *COMMANDS[command][0], *rest], cwd=ROOT, check=False).returncode]
+        tests = [PYTHON, *COMMANDS[command][0], *pytest_arguments(rest, everything=True)]
+        codes = [subprocess.run(tests, cwd=ROOT, check=False).returncode]
         for looked_at in COVERED:
             report = [PYTHON, "-m", "coverage", "report", *looked_at]
             codes.append(subprocess.run(report, cwd=ROOT, check=False).returncode)
         return max(codes)
+    if command == "test":
+        rest = pytest_arguments(rest)
     if command == "bench" and not rest:
         rest = ["all"]
     os.execv(PYTHON, [str(PYTHON), *COMMANDS[command][0], *rest])

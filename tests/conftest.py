@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import os
 import re
 import subprocess
@@ -19,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from transitions import Machine
 
+from tests.support import limits
 from tests.support.configs import engine_config
 from tests.support.waits import PATIENT
 from tidekv import (
@@ -53,12 +53,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 settings.register_profile("tidekv", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tidekv")
 
-EXIT_LIMIT_S = 120.0
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    limits.add_options(parser)
 
 
-def pytest_unconfigure() -> None:
-    """End the interpreter, with the stacks of all threads, if a thread that a test left keeps it from its end."""
-    faulthandler.dump_traceback_later(EXIT_LIMIT_S, exit=True, file=sys.__stderr__)
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(limits.TimeLimits(config), "tidekv-limits")
 
 
 @pytest.fixture(params=[ShortMachine, Machine], ids=["short machine", "plain machine"])

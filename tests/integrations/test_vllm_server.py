@@ -19,7 +19,7 @@ from tidekv.engine.integrations.vllm.jobs import COUNTS
 
 VENV = os.environ.get("TIDEKV_TEST_VLLM_VENV")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow(limit_s=1800),
     pytest.mark.skipif(VENV is None, reason="set TIDEKV_TEST_VLLM_VENV, or run .ci/vllm, to start real vLLM servers"),
 ]
 ROOT = Path(__file__).parents[2]
