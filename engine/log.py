@@ -1,22 +1,38 @@
-"""What the engine logs of its core, and the fields that records of a request have.
+"""What the engine logs of its core and of its requests, and the fields that records of a request have.
 
 `tidekv.transports.log` has the logger, which transports use as well.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+from contextvars import Context
+from typing import TYPE_CHECKING, TypeAlias, get_args
 
-from tidekv.states.events import WriterDead, WriterLost
-from tidekv.transports.log import engine_log
+from tidekv.states.commands import (
+    ReportDropped,
+    ReportFailed,
+    ReportFinished,
+    ReportReady,
+    ReportRestored,
+    ReportRetracted,
+)
+from tidekv.states.events import RequestArrived, WriterDead, WriterLost
+from tidekv.transports.log import EngineLog, engine_log, own_context, run_in
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
     from tidekv.states.events import Event
     from tidekv.states.request.request import Request
 
-__all__ = ["CoreLog", "engine_log", "request_fields"]
+End: TypeAlias = ReportReady | ReportRestored | ReportFailed | ReportFinished | ReportRetracted | ReportDropped
+ENDS = get_args(End)
+"""Commands that end the wait of a request, or the request."""
+
+__all__ = ["CoreLog", "EngineLog", "engine_log", "own_context", "request_fields", "run_in"]
 
 
 def request_fields(request: Request) -> dict[str, object]:
@@ -28,20 +44,106 @@ def request_fields(request: Request) -> dict[str, object]:
     }
 
 
-class CoreLog:
-    """Logs what a running core survives or changes by itself: rules that raise, the storage breaker, lost peers."""
+class Story:
+    """A live request: the context of its caller, and how long it has waited in which state."""
 
-    def __init__(self, core: Core, name: str = "tidekv.engine") -> None:
-        self._log = engine_log(name)
+    __slots__ = ("_arrived_at_s", "_context", "_since_s", "_state", "_waits_s")
+
+    def __init__(self, context: Context, *, at_s: float) -> None:
+        self._context = context
+        self._arrived_at_s = self._since_s = at_s
+        self._state = ""
+        self._waits_s: dict[str, float] = {}
+
+    def move(self, state: str, at_s: float) -> None:
+        """Note the state that the request is in from now on."""
+        if self._state:
+            self._waits_s[self._state] = self._waits_s.get(self._state, 0.0) + at_s - self._since_s
+        self._state, self._since_s = state, at_s
+
+    def tell(self, log: EngineLog, what: str, **fields: object) -> None:
+        """Log what has become of the request, with its caller's trace id if that has one."""
+        # A copy: a context cannot be entered twice, and the caller may be in it.
+        self._context.copy().run(log.info, what, **fields)
+
+    def waits(self, at_s: float) -> dict[str, object]:
+        """Return the milliseconds since its arrival, and in each state."""
+        return {
+            "after_ms": round((at_s - self._arrived_at_s) * 1e3, 1),
+            "waits_ms": {state: round(waited_s * 1e3, 1) for state, waited_s in self._waits_s.items()},
+        }
+
+
+class CoreLog:
+    """Logs the requests of a running core, and what it survives or changes by itself: rules that raise, the storage
+    breaker, lost peers. A watcher of the driver.
+    """
+
+    def __init__(self, core: Core, name: str = "tidekv.engine", *, instance: str = "") -> None:
+        self.context_of: Callable[[str], Context] = lambda request_id: Context()
+        """Returns the context of the caller of a request that arrives."""
+        self._log = engine_log(name, instance=instance) if instance else engine_log(name)
+        self._stories: dict[str, Story] = {}
+        self._is_silent = False
+        """Records of requests are not made any more: the application's configuration raises."""
         self.follow(core)
 
     def follow(self, core: Core) -> None:
         """Log of this core from now on; it has taken no event."""
         self._core = core
+        self._stories.clear()
         self._breaker_is_open = False
         core.state.raise_watchers.append(self._note_raise)
 
-    def of_command(self, command: Command) -> Any:  # Any: a logger of structlog, see `engine_log`.
+    def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
+        """Log the requests that arrived and ended by the core's last step, at level info."""
+        arrived = type(event) is RequestArrived and not error and self._log.takes("info")
+        if not (arrived or self._stories) or self._is_silent:
+            return
+        try:
+            if arrived:
+                assert isinstance(event, RequestArrived)
+                self._note_arrival(event)
+            for request_id, state in self._core.moves:
+                if (story := self._stories.get(request_id)) is not None:
+                    story.move(state._value_, event.at_s)
+            for command in given:
+                if isinstance(command, ENDS):
+                    self._note_end(command, event.at_s)
+        except Exception as raised:
+            # A processor or a renderer of the application. It must not end the engine, whose watcher this is.
+            self._is_silent = True
+            self._stories.clear()
+            fallback = logging.getLogger(self._log.name)
+            fallback.error("the log's configuration raised: requests are not logged any more", exc_info=raised)
+
+    def _note_arrival(self, event: RequestArrived) -> None:
+        story = self._stories[event.request_id] = Story(self.context_of(event.request_id), at_s=event.at_s)
+        fields = {"request_id": event.request_id, "tokens": event.prompt_tokens, "prefills": list(event.prefills)}
+        story.tell(self._log, "a request arrived", **fields)
+
+    def _note_end(self, command: End, at_s: float) -> None:
+        story = self._stories.get(command.request_id)
+        if story is None:
+            return
+        log = self._log.bind(request_id=command.request_id)
+        if isinstance(command, ReportReady):
+            story.tell(log, "a request is ready", sources=command.sources, **story.waits(at_s))
+            return
+        del self._stories[command.request_id]
+        if isinstance(command, ReportRestored):
+            fields = {"tokens_in_place": command.good_tokens, "cause": command.cause, "sources": command.sources}
+            story.tell(log, "a request was restored", **fields, **story.waits(at_s))
+        elif isinstance(command, ReportFailed):
+            story.tell(log, "a request failed", cause=command.cause, **story.waits(at_s))
+        elif isinstance(command, ReportFinished):
+            story.tell(log, "a request has finished", pages_new_in_cache=command.inserted, **story.waits(at_s))
+        elif isinstance(command, ReportRetracted):
+            story.tell(log, "a request was retracted", pages_held=command.held_pages, **story.waits(at_s))
+        else:
+            story.tell(log, "a request was aborted after it had been ready", **story.waits(at_s))
+
+    def of_command(self, command: Command) -> EngineLog:
         """Return a logger with the command, and with the fields of its request if it is of one that lives."""
         log = self._log.bind(command=type(command).__name__)
         op, request_id = getattr(command, "op", None), getattr(command, "request_id", None)

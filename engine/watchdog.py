@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Final
 
-from tidekv.engine.log import engine_log
+from tidekv.engine.log import engine_log, own_context
 from tidekv.engine.metrics.fold import Histogram
 
 LOG = engine_log("tidekv.engine")
@@ -60,7 +60,9 @@ class Watchdog:
         """Observe the running loop from now on, while `set_busy(True)` is in effect."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._thread = threading.Thread(target=self._watch, name="tidekv-watchdog", daemon=True)
+        self._thread = threading.Thread(
+            target=own_context().run, args=(self._watch,), name="tidekv-watchdog", daemon=True
+        )
         self._thread.start()
 
     def set_busy(self, busy: bool) -> None:

@@ -52,16 +52,27 @@ def test_names_asked_for_later_are_the_public_ones() -> None:
     assert set(tidekv._LATER) | imported_at_once | {"__version__"} == set(tidekv.__all__)
 
 
-@pytest.mark.parametrize(("verbose", "said"), [([], ""), (["-v"], "WARNING tidekv.engine: careful")])
-def test_the_command_line_shows_warnings_only_where_asked(verbose: list[str], said: str) -> None:
+@pytest.mark.parametrize(("verbose", "said"), [([], ["WARNING"]), (["-v"], ["INFO", "WARNING"])])
+def test_the_command_line_shows_warnings_and_requests_where_asked(verbose: list[str], said: list[str]) -> None:
     found = run_python(f"""
 import logging
 from tidekv.engine.cli.main import app
 @app.command()
 def warn() -> None:
+    logging.getLogger("tidekv.engine").info("careful")
     logging.getLogger("tidekv.engine").warning("careful")
 app({[*verbose, "warn"]}, standalone_mode=False)
 """)
-    assert found.stderr.strip().endswith(said)
-    assert bool(found.stderr) == bool(said)
+    assert [line.split(" ", 2)[2] for line in found.stderr.splitlines()] == [
+        f"{level} tidekv.engine: careful" for level in said
+    ]
     assert found.stdout == ""
+
+
+def test_without_a_configured_log_warnings_are_on_stderr() -> None:
+    found = run_python("""
+from tidekv.engine.log import engine_log
+engine_log("tidekv.engine").info("a request arrived")
+engine_log("tidekv.engine").warning("careful", pages=3)
+""")
+    assert found.stderr.splitlines() == ["careful: pages=3"]

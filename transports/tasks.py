@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextvars import Context
 from typing import Any, TypeVar
+
+from tidekv.transports.log import engine_log, own_context
+
+LOG = engine_log("tidekv.transports")
 
 T = TypeVar("T")
 
@@ -15,12 +20,14 @@ T = TypeVar("T")
 class OwnedTasks:
     """Tasks that live no longer than their owner.
 
-    An exception that leaves a task is a bug of ours: the loop's exception handler is called at once, and `close` raises
-    the first one.
+    An exception that leaves a task is a bug of ours: it is logged at once, by the loop's exception handler if the
+    application has set one, and `close` raises the first one.
     """
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, *, instance: str = "") -> None:
+        """`instance` is the name in records of these tasks, by default that of the context of `spawn`."""
         self._label = label
+        self._instance = instance
         self._tasks: set[asyncio.Task[Any]] = set()  # Results of every kind; only the caller of `spawn` uses them.
         self._failure: BaseException | None = None
         self._closing = False
@@ -28,12 +35,18 @@ class OwnedTasks:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def spawn(self, work: Coroutine[object, object, T], *, name: str) -> asyncio.Task[T]:
-        """Run `work` in a task of this owner. Raises RuntimeError after `close`."""
+    def spawn(
+        self, work: Coroutine[object, object, T], *, name: str, context: Context | None = None
+    ) -> asyncio.Task[T]:
+        """Run `work` in a task of this owner, by default in a context without variables of the caller, which the task
+        may outlive. Raises RuntimeError after `close`.
+        """
         if self._closing:
             work.close()
             raise RuntimeError(f"{self._label} is closing and starts no {name}")
-        task = asyncio.get_running_loop().create_task(work, name=f"{self._label}: {name}")
+        task = asyncio.get_running_loop().create_task(
+            work, name=f"{self._label}: {name}", context=own_context(self._instance) if context is None else context
+        )
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -59,9 +72,12 @@ class OwnedTasks:
         if task.cancelled() or (error := task.exception()) is None:
             return
         self._failure = self._failure or error
-        task.get_loop().call_exception_handler(
-            {"message": f"a task of {self._label} failed", "exception": error, "task": task}
-        )
+        what = f"a task of {self._label} failed"
+        if task.get_loop().get_exception_handler() is None:
+            # Not the loop's default handler: it logs past the application's structlog.
+            LOG.error(what, exc_info=error)
+        else:
+            task.get_loop().call_exception_handler({"message": what, "exception": error, "task": task})
 
 
 async def settle(work: asyncio.Future[int]) -> int:

@@ -32,13 +32,17 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and end.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the library's warnings on stderr.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print each request and each peer on stderr, not only warnings.")
+    ] = False,
 ) -> None:
     """Tiered decode-side KV cache for prefill/decode disaggregated LLM serving."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("tidekv")
+    logger.addHandler(handler)
     if verbose:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        logging.getLogger("tidekv").addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 for register in COMMANDS:

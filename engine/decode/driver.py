@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tidekv.engine.log import engine_log
+from tidekv.engine.log import engine_log, own_context
 from tidekv.states.commands import Command, ReportEarly, ReportLayers, ReportReady, ReportRestored
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent
@@ -111,6 +111,7 @@ class Driver:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = float("inf")
         self._loop = asyncio.get_running_loop()
+        self._context = own_context()
         self._thread = threading.get_ident()
         self.illegal_events = 0
         self.last_illegal = ""
@@ -142,7 +143,8 @@ class Driver:
             return
         if not self._armed:
             # Before the event is queued: if this raises, the event was not posted.
-            self._loop.call_soon(self._drain)
+            # Not in the context of the caller: this callback also serves the requests of others.
+            self._loop.call_soon(self._drain, context=self._context)
             self._armed = True
         if type(event) is AbortRequested:
             self._is_in_order = True
@@ -157,6 +159,10 @@ class Driver:
         """Take everything that is queued, and then this event, before returning."""
         assert not self._stepping, "the core is not stepped from within a step"
         self._calls.append(event)
+        # A copy: a context cannot be entered twice, and this may be called from it.
+        self._context.copy().run(self._take_all)
+
+    def _take_all(self) -> None:
         while not (self.is_caught_up or self._broken):
             self._take_batch()
         self._arm_timer()
@@ -182,7 +188,7 @@ class Driver:
         finally:
             self._armed = not (self.is_caught_up or self._broken)
             if self._armed:
-                self._loop.call_soon(self._drain)
+                self._loop.call_soon(self._drain, context=self._context)
 
     def _take_batch(self) -> None:
         ends_at_s = self.clock() + TURN_S_MAX

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextvars import Context, copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +22,7 @@ from tidekv.engine.decode.values import (
     RecomputeJob,
     RestoredPages,
 )
+from tidekv.engine.log import run_in
 from tidekv.states import commands
 from tidekv.states.commands import Command
 from tidekv.states.errors import (
@@ -47,6 +49,8 @@ class LiveCall:
 
     def __init__(self, request: DecodeRequest, prompt: Prompt, *, serial: int, deadline_at_s: float) -> None:
         self.request = request
+        self.context = copy_context()
+        """Of the caller: its trace id, its span."""
         self.prompt = prompt
         """The tokens that the request's pages are computed from: at first its prompt, later with its output."""
         self.serial = serial
@@ -156,6 +160,11 @@ class PendingCalls:
         """Whether this READY request was neither given back nor aborted."""
         live = self._live.get(ready.request_id)
         return live is not None and live.ready is ready and not live.is_aborted
+
+    def context_of(self, request_id: str) -> Context:
+        """The context of the caller of a request, an empty one if that has gone."""
+        live = self._live.get(request_id)
+        return Context() if live is None else live.context
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request waits, or is READY and not given back."""
@@ -342,7 +351,9 @@ class PendingCalls:
             },
         )
         try:
-            first_token, aux = await own_cancels_only(self.last_resort(job), "recompute")
+            # In the context of the caller, whose request the work is: its trace id, its span.
+            recompute = run_in(live.context.copy(), _awaited(self.last_resort, job))
+            first_token, aux = await own_cancels_only(recompute, "recompute")
             live.first_tokens[command.generation] = (int(first_token), dict(aux))
         except Exception as error:
             end(command, error)
@@ -535,6 +546,10 @@ async def own_cancels_only(call: Awaitable[T], whose: str) -> T:
         if task is None or task.cancelling():
             raise
         raise TidekvError(f"{whose} cancelled itself") from error
+
+
+async def _awaited(recompute: Recompute, job: RecomputeJob) -> tuple[int, Mapping[str, object]]:
+    return await recompute(job)
 
 
 def _ignore(op: int) -> None:

@@ -30,7 +30,7 @@ from tidekv.engine.decode.storage_swap import StorageInUse, check_storage
 from tidekv.engine.journal import Journal
 from tidekv.engine.kv_events.publisher import KVEventPublisher
 from tidekv.engine.kv_events.watcher import KVEventWatcher
-from tidekv.engine.log import CoreLog, engine_log
+from tidekv.engine.log import CoreLog, engine_log, own_context, run_in
 from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.ranks.driver import RankDriver
@@ -113,10 +113,11 @@ class Runtime:
                 ),
             )
         )
-        self.log = CoreLog(self.core)
+        self.log = CoreLog(self.core, instance=transport.instance)
         self.calls = PendingCalls(
             page_size=device.layout.page_size, layer_count=layer_count(device), last_resort=recompute
         )
+        self.log.context_of = self.calls.context_of
         self.poller = PollerThread()
         # File I/O copies within the call that posts it, which would delay transfers that share its poller.
         self.storage_poller = PollerThread(name="tidekv-storage-poller")
@@ -155,14 +156,28 @@ class Runtime:
             raise EngineClosed("this engine was entered before: an engine lives once, make another one")
         self.loop = asyncio.get_running_loop()
         try:
-            await self._start()
+            # What is started here lives longer than the request that may have entered the engine.
+            await run_in(own_context(self.transport.instance), self._start())
         except BaseException as error:
             try:
-                await settled(self.loop.create_task(self._stop(), name="tidekv stop"))
+                await settled(
+                    self.loop.create_task(
+                        self._stop(), name="tidekv stop", context=own_context(self.transport.instance)
+                    )
+                )
             except Exception as failure:
                 error.add_note(f"and stopping what had been started raised {failure!r}")
             raise
         self.is_open = True
+        own_context(self.transport.instance).run(
+            LOG.info,
+            "the engine is running",
+            device_pages=self._device.num_pages,
+            host_pages=0 if self.host is None else self.host.num_pages,
+            storage=None if self.storage is None else self.storage.uri,
+            metrics=None if self.metrics is None else self.metrics.address,
+            journal=None if self.journal is None else str(self.journal.path),
+        )
 
     async def _start(self) -> None:
         config = self.config
@@ -261,7 +276,7 @@ class Runtime:
     async def _drive_core(self) -> None:
         """Make the journal and the driver of the core, with its watchers."""
         self.journal = await self._open_journal()
-        watchers: list[Watcher | None] = [self.journal, self._fold, self.ranks]
+        watchers: list[Watcher | None] = [self.journal, self._fold, self.ranks, self.log]
         if self.kv_events is not None:
             watchers.append(
                 KVEventWatcher(
@@ -349,9 +364,11 @@ class Runtime:
         Storage that hangs is abandoned at that deadline, too. Raises the error that broke the engine, if any. A
         cancelled caller still waits for the end.
         """
-        await settled(asyncio.get_running_loop().create_task(self._close(), name="tidekv close"))
+        context = own_context(self.transport.instance)
+        await settled(asyncio.get_running_loop().create_task(self._close(), name="tidekv close", context=context))
 
     async def _close(self) -> None:
+        LOG.info("the engine closes", requests=len(self.calls.live_ids()))
         await self._settle()
         try:
             await self._stop()
@@ -582,7 +599,8 @@ class EffectGroup:
     async def start(self) -> None:
         """Start the supervisor; when this returns, effects can be spawned."""
         ready = asyncio.Event()
-        self._supervisor = asyncio.create_task(self._run(ready), name="tidekv effects")
+        self._context = own_context()
+        self._supervisor = asyncio.create_task(self._run(ready), name="tidekv effects", context=self._context)
         await ready.wait()
 
     def spawn(self, effect: Awaitable[None], name: str) -> None:
@@ -597,7 +615,7 @@ class EffectGroup:
                 raise
 
         assert self._group is not None, "effects are spawned after start and before close"
-        self._group.create_task(run(), name=f"tidekv {name}")
+        self._group.create_task(run(), name=f"tidekv {name}", context=self._context.copy())
 
     async def close(self, *, timeout_s: float) -> bool:
         """Wait for running effects; after `timeout_s` cancel them and wait as long again. False if some still run.

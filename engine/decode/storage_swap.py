@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tidekv.backends.storage.base import Neighbors, Siblings
 from tidekv.backends.storage.label import set_label
 from tidekv.engine.converted_storage import ConvertedStorage
-from tidekv.engine.log import engine_log
+from tidekv.engine.log import engine_log, own_context
 from tidekv.engine.ranks.group import place_of
 from tidekv.engine.stored_layouts import RankLayout, other_layouts
 from tidekv.states import events
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from tidekv.engine.ranks.group import RankGroup
     from tidekv.states.core import Core
     from tidekv.states.types import Identity
+    from tidekv.transports.base import Transport
 
 
 class Engine(Protocol):
@@ -49,6 +51,7 @@ class Engine(Protocol):
     identity: Identity
     rank_group: RankGroup | None
     storage_poller: PollerThread
+    transport: Transport
     is_open: bool
 
 
@@ -212,7 +215,7 @@ class StorageInUse:
 
         Raises errors of closing that occur before the deadline.
         """
-        task = asyncio.get_running_loop().create_task(ending, name=f"closing {engines[0].uri}")
+        task = asyncio.get_running_loop().create_task(ending, name=f"closing {engines[0].uri}", context=self._context())
         self.retired += engines
         self._leaving.add(task)
         task.add_done_callback(partial(self._left, engines))
@@ -224,6 +227,10 @@ class StorageInUse:
         task.add_done_callback(_log_failure)
         LOG.warning("storage is not closed yet: its calls have not ended", storage=engines[0].uri)
 
+    def _context(self) -> Context:
+        """Storage outlives the request whose caller may have attached it."""
+        return own_context(self._runtime.transport.instance)
+
     def _left(self, engines: Sequence[Storage], task: asyncio.Task[None]) -> None:
         self._leaving.discard(task)
         if not task.cancelled() and task.exception() is None:
@@ -233,7 +240,9 @@ class StorageInUse:
 
     def _begin_register(self, storage: Storage) -> asyncio.Task[Opened]:
         """Open a storage in its own task: a store that hangs may not even settle when it is cancelled."""
-        return asyncio.get_running_loop().create_task(self._register(storage), name=f"opening {storage.uri}")
+        return asyncio.get_running_loop().create_task(
+            self._register(storage), name=f"opening {storage.uri}", context=self._context()
+        )
 
     async def _register(self, storage: Storage) -> Opened:
         """Open a storage for full pages, and one for each component."""
@@ -307,7 +316,7 @@ async def _close_unused(storage: Storage, opening: asyncio.Task[Opened]) -> None
 
 async def _within(call: Coroutine[object, object, int], uri: str, what: str, deadline_s: float) -> int:
     """Await a call into storage until the deadline; StorageFailed leaves it running."""
-    task = asyncio.get_running_loop().create_task(call, name=f"{uri} {what}")
+    task = asyncio.get_running_loop().create_task(call, name=f"{uri} {what}", context=own_context())
     try:
         await asyncio.wait({task}, timeout=max(deadline_s - asyncio.get_running_loop().time(), 0.0))
     except asyncio.CancelledError:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from tidekv.backends.storage.base import Storage
 from tidekv.states.errors import TidekvError
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
+from tidekv.transports.log import EngineLog
 from tidekv.transports.tasks import OwnedTasks
 
 FAILURES_MAX: Final = 8
@@ -19,7 +20,7 @@ BACKOFF_MAX_S: Final = 30.0
 class StorageGuard:
     """Receives the results of storage calls and decides whether storage may be used. All calls on one loop."""
 
-    def __init__(self, storages: Sequence[Storage], log: Any) -> None:  # Any: a logger of structlog.
+    def __init__(self, storages: Sequence[Storage], log: EngineLog) -> None:
         """The caller owns the engines; the sequence is read at each probe, so engines added later are probed too."""
         self._storages = storages
         self._log = log

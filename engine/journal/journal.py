@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tidekv.engine.journal.format import seal
 from tidekv.engine.journal.recorder import Recorder, Stepped, Turn
 from tidekv.engine.journal.segments import SegmentFiles, place_of_run
-from tidekv.engine.log import engine_log
+from tidekv.engine.log import engine_log, own_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -101,7 +101,9 @@ class Journal:
         self._has_ended = self._is_given_up = False
         self._is_awake = False
         self._wake, self._hurry, self._closing = threading.Event(), threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._write_all, name="tidekv-journal", daemon=True)
+        self._thread = threading.Thread(
+            target=own_context().run, args=(self._write_all,), name="tidekv-journal", daemon=True
+        )
         self._thread.start()
 
     # --- On the loop ---

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from tidekv.engine.kv_events.messages import KVEvent, packed
-from tidekv.engine.log import engine_log
+from tidekv.engine.log import engine_log, own_context
 from tidekv.states.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ class KVEventPublisher:
         self._woken.bind("inproc://wake")
         self._wake.connect("inproc://wake")
         self._wake.sndtimeo = int(CLOSE_TIMEOUT_S * 1000)
-        self._thread = threading.Thread(target=self._run, name="tidekv-kv-events", daemon=True)
+        self._thread = threading.Thread(
+            target=own_context().run, args=(self._run,), name="tidekv-kv-events", daemon=True
+        )
         self._thread.start()
 
     @property

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from tidekv.engine.log import engine_log
+from tidekv.engine.log import engine_log, own_context
 from tidekv.states.errors import InvalidConfig, TidekvError, cause_of
 from tidekv.states.validation import host_and_port
 
@@ -54,7 +54,7 @@ class MetricsServer:
         self._open: dict[asyncio.Task[None], None] = {}
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="tidekv-metrics", daemon=True)
+        self._thread = threading.Thread(target=own_context().run, args=(self._run,), name="tidekv-metrics", daemon=True)
         self._thread.start()
 
     @property

@@ -19,6 +19,7 @@ import msgspec
 from tidekv.backends.checksums import ChecksumThread
 from tidekv.backends.component_pools import ComponentPools, check_components, with_components
 from tidekv.backends.device.pool import DevicePool
+from tidekv.engine.log import engine_log, own_context, run_in
 from tidekv.engine.metrics import Histogram, MetricsServer, PrefillCollector
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prefill.prompt_store import PromptStore, PromptStoreSettings
@@ -35,6 +36,8 @@ from tidekv.transports.tasks import OwnedTasks
 if TYPE_CHECKING:
     from tidekv.backends.host.pool import HostPool
     from tidekv.backends.storage.base import Storage
+
+LOG = engine_log("tidekv.engine")
 
 __all__ = ["PrefillPeer", "PromptStoreSettings", "Room", "RoomOutcome", "RoomSettings"]
 
@@ -175,7 +178,7 @@ class PrefillPeer:
         self._write_s = Histogram()
         self._poller = poller
         self._close_deadline_s = close_deadline_s
-        self._tasks = OwnedTasks(f"prefill peer {transport.instance}")
+        self._tasks = OwnedTasks(f"prefill peer {transport.instance}", instance=transport.instance)
         self._stack = AsyncExitStack()
         self._was_entered = False
         self._store: PromptStore | None = None
@@ -228,6 +231,11 @@ class PrefillPeer:
         if self._was_entered:
             raise EngineClosed("this prefill peer was entered before: a peer lives once, make another one")
         self._was_entered = True
+        # What is started here lives longer than a request that may have entered the peer.
+        await run_in(own_context(self._transport.instance), self._start())
+        return self
+
+    async def _start(self) -> None:
         async with AsyncExitStack() as stack:
             poller = self._poller
             if poller is None:
@@ -260,12 +268,13 @@ class PrefillPeer:
                 # Registered last, so that it runs first: prompts being stored still need their rooms' pages.
                 stack.push_async_callback(self._store.settle)
             self._stack = stack.pop_all()
-        return self
+        LOG.info("prefill is listening", address=self.address, metrics=self.metrics_address)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop the tasks of `on_room`, end all rooms, wait for the writes in flight, close."""
+        own_context(self._transport.instance).run(LOG.info, "prefill closes", address=self.address)
         await self._stack.aclose()
 
     @property
@@ -341,9 +350,6 @@ class PrefillPeer:
         try:
             await on_room(room)
         except Exception as error:
-            # The failure concerns one request: only its room fails. Decode gets the message, the loop's exception
-            # handler the traceback.
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": f"on_room failed for request {room.request_id!r}", "exception": error}
-            )
+            # The failure concerns one request: only its room fails. Decode gets the message, the log the traceback.
+            LOG.error("on_room raised, the room fails", request_id=room.request_id, exc_info=error)
             room.fail(PrefillCause.RAISED.words(f"{type(error).__name__}: {error}"))

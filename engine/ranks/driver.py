@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tidekv.engine.log import engine_log
+from tidekv.engine.log import engine_log, own_context
 from tidekv.engine.metrics.fold import Histogram
 from tidekv.engine.ranks.group import open_channel
 from tidekv.states import commands, events
@@ -89,6 +89,7 @@ class RankDriver:
         self._channel = open_channel(group, self, settings=settings)
         self._tasks = OwnedTasks("rank driver")
         self._loop = asyncio.get_running_loop()
+        self._context = own_context()
         self._held: deque[Event] = deque()
         """Posted while the core has not taken all of a turn."""
         self._openings: deque[Opening] = deque()
@@ -193,7 +194,7 @@ class RankDriver:
             )
             if self._group.rank != LEADER:
                 # Bounded: the leader's caller may never make this call.
-                self._loop.call_later(self._group.hold_s, self._heard)
+                self._loop.call_later(self._group.hold_s, self._heard, context=self._context)
         if isinstance(event, events.RoomFailed | events.RoomRefused):
             # Ranks vote on the cause; its message differs between them.
             self._calls.note_prefill(event.request_id, event.cause)
@@ -276,7 +277,7 @@ class RankDriver:
         elif not self._is_called:
             # After the other callbacks of this turn of the loop, so that their events share one vote.
             self._is_called = True
-            self._loop.call_soon(self._begin_turn)
+            self._loop.call_soon(self._begin_turn, context=self._context)
 
     def _begin_turn(self) -> None:
         """Begin the next turn if there are events and no turn is under way."""
@@ -349,7 +350,7 @@ class RankDriver:
     def _end_turn(self) -> None:
         self._in_turn = False
         self._is_called = True
-        self._loop.call_soon(self._begin_turn)
+        self._loop.call_soon(self._begin_turn, context=self._context)
         while self._held:
             self._receive(self._held.popleft())
         self._heard()

@@ -13,6 +13,7 @@ One wake-up of the loop serves all orders posted meanwhile, in their order. Only
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -428,8 +429,10 @@ class EngineThread:
         return packed, {tail.component: (tail.first, tail.pages) for tail in left}
 
     def _begin(self, ticket: Ticket, work: Callable[[], Coroutine[object, object, Outcome]]) -> int:
+        # The request's records and spans, and its recompute, belong to the caller's context.
+        context = copy_context()
         try:
-            self._loop.post(lambda: self._loop.spawn(self._perform(ticket, work), ticket.call))
+            self._loop.post(lambda: self._loop.spawn(self._perform(ticket, work), ticket.call, context=context))
         except BaseException as error:
             # If the engine's end has reached the ticket already, its outcome reports that.
             if self._tickets.withdraw(ticket) or not isinstance(error, EngineClosed):

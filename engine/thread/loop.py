@@ -11,11 +11,13 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextvars import Context
 from typing import TYPE_CHECKING, TypeVar
 
 import uvloop
 
 from tidekv.states.errors import EngineClosed, InvalidRequest, TidekvError
+from tidekv.transports.log import own_context
 from tidekv.transports.tasks import OwnedTasks
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class EngineLoop:
         self._wants_stop = True
         with self._lock:
             if not self._closed:
-                self._loop.call_soon_threadsafe(self._stop.set)
+                self._loop.call_soon_threadsafe(self._stop.set, context=own_context())
         if self._thread.ident is not None:
             limit_s = self.engine.config.close_deadline_s + END_S
             self._thread.join(limit_s)
@@ -155,13 +157,14 @@ class EngineLoop:
         self._orders.append(order)
         if not self._is_woken:
             self._is_woken = True
-            self._loop.call_soon_threadsafe(self._take_orders)
+            # Not in the context of this thread: the callback also takes the orders of others.
+            self._loop.call_soon_threadsafe(self._take_orders, context=own_context())
 
     # --- On the engine's thread ---
 
-    def spawn(self, work: Coroutine[object, object, None], name: str) -> None:
+    def spawn(self, work: Coroutine[object, object, None], name: str, *, context: Context | None = None) -> None:
         """Run a coroutine as a task of this thread. It may raise only EngineClosed."""
-        self._tasks.spawn(work, name=name)
+        self._tasks.spawn(work, name=name, context=context)
 
     def _take_orders(self) -> None:
         with self._lock:

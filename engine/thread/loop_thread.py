@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import EngineClosed, TidekvError
+from tidekv.transports.log import own_context
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class LoopThread:
         """Schedule a call of `step` on the loop. Raises EngineClosed once closed."""
         if self._is_closed:
             raise EngineClosed(f"{self._name} is closed")
-        self._loop.call_soon_threadsafe(step)
+        self._loop.call_soon_threadsafe(step, context=own_context())
 
     def call(self, work: Coroutine[object, object, T]) -> T:
         """Run `work` on the loop and return its result. Raises EngineClosed once closed.

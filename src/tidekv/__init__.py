@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.metadata
-import logging
 from typing import TYPE_CHECKING
 
 from tidekv.states.errors import (
@@ -241,7 +240,6 @@ _LATER = {
 }
 
 # Where logs go is the application's business; without this Python would print warnings by itself.
-logging.getLogger("tidekv").addHandler(logging.NullHandler())
 
 
 if not TYPE_CHECKING:  # A type checker that sees `__getattr__` accepts every name, misspelt ones too.

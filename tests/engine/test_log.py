@@ -39,7 +39,10 @@ def test_an_application_that_has_configured_structlog_gets_every_record_with_its
     application: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     LOG.bind(request_id="r1").warning("a thing happened", pages=3)
-    assert application == [{"level": "warning", "event": "a thing happened", "request_id": "r1", "pages": 3}]
+    (record,) = application
+    assert record == {
+        "level": "warning", "logger": "tidekv.engine", "event": "a thing happened", "request_id": "r1", "pages": 3,
+    }  # fmt: skip
     assert not caplog.records
 
 
@@ -68,8 +71,10 @@ def test_a_handled_exception_is_logged_with_its_traceback(caplog: pytest.LogCapt
     except KeyError:
         LOG.exception("it raised", part="writer")
     (record,) = caplog.records
-    assert record.getMessage() == "it raised: part=writer"
-    assert record.exc_info is not None and record.exc_info[0] is KeyError
+    assert record.getMessage().startswith("it raised: part=writer\nTraceback (most recent call last):\n")
+    assert record.getMessage().endswith("\nKeyError: 'x'")
+    # As text only: formatters may render the locals of an exception's frames, which hold prompts.
+    assert record.exc_info is None
 
 
 def test_a_rule_that_raises_is_logged_with_its_request_and_its_traceback(
@@ -90,7 +95,8 @@ def test_a_rule_that_raises_is_logged_with_its_request_and_its_traceback(
     (record,) = application
     assert (record["event"], record["level"]) == ("a rule of the core raised, the request falls back", "error")
     assert (record["request_id"], record["generation"], record["state"]) == ("a", 0, State.MATCH.value)
-    assert record["exc_info"] is True
+    assert "ZeroDivisionError: a bug" in record["exception"]
+    assert "exc_info" not in record
 
 
 def test_the_breaker_is_logged_when_it_opens_and_when_it_closes(application: list[dict[str, Any]]) -> None:
@@ -112,6 +118,77 @@ def test_the_breaker_is_logged_when_it_opens_and_when_it_closes(application: lis
     rig.step(events.StorageProbed, op=probe[0].op)
     log.end_turn()
     assert [record["level"] for record in application] == ["warning", "info"]
+
+
+def test_the_call_site_of_a_record_is_the_line_that_logs_it(caplog: pytest.LogCaptureFixture) -> None:
+    LOG.warning("without structlog")
+    (record,) = caplog.records
+    assert record.pathname == __file__
+    assert record.funcName == "test_the_call_site_of_a_record_is_the_line_that_logs_it"
+    found: list[dict[str, Any]] = []
+    add_call_site = structlog.processors.CallsiteParameterAdder()
+
+    def keep(logger: object, method: str, fields: dict[str, Any]) -> dict[str, Any]:
+        found.append(dict(fields))
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[add_call_site, keep])
+    try:
+        LOG.warning("with structlog")
+    finally:
+        structlog.reset_defaults()
+    assert (found[0]["pathname"], found[0]["func_name"]) == (__file__, record.funcName)
+
+
+@pytest.mark.parametrize(("level", "kept"), [
+    (None, ["info", "error"]),
+    (logging.DEBUG, ["debug", "info", "error"]),
+    (logging.ERROR, ["error"]),
+])  # fmt: skip
+def test_the_level_of_the_logger_holds_with_structlog_too(
+    level: int | None, kept: list[str], application: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("tidekv"), "level", level or logging.NOTSET)
+    for name in ("debug", "info", "error"):
+        getattr(engine_log("tidekv.engine"), name)("a thing happened")
+    assert [record["level"] for record in application] == kept
+
+
+def test_a_structlog_whose_methods_are_coroutine_functions_gets_records_at_once() -> None:
+    records: list[str] = []
+
+    def keep(logger: object, method: str, fields: dict[str, Any]) -> dict[str, Any]:
+        records.append(fields["event"])
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[keep], wrapper_class=structlog.stdlib.AsyncBoundLogger)
+    try:
+        LOG.warning("a thing happened")
+    finally:
+        structlog.reset_defaults()
+    assert records == ["a thing happened"]
+
+
+def test_a_configuration_that_raises_ends_the_records_of_requests_and_not_the_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(logger: object, method: str, fields: dict[str, Any]) -> dict[str, Any]:
+        raise TypeError("not serializable")
+
+    rig = Rig()
+    log = CoreLog(rig.core)
+    structlog.configure(processors=[fails])
+    try:
+        for name in ("a", "b"):
+            rig.arrive(name, b"abcdefgh")
+            arrived = events.RequestArrived(
+                at_s=1.0, request_id=name, serial=1, keys=b"", prompt_tokens=1, namespace="", prefills=("prefill",)
+            )
+            log.stepped(arrived, [])
+    finally:
+        structlog.reset_defaults()
+    (record,) = caplog.records
+    assert "requests are not logged any more" in record.getMessage()
 
 
 def test_a_lost_peer_is_logged_by_its_name(application: list[dict[str, Any]]) -> None:

@@ -39,20 +39,18 @@ async def test_a_prefill_of_another_model_is_told_by_the_field(make_pair) -> Non
         assert not PrefillCause(failed.cause).retryable
 
 
-async def test_an_exception_in_on_room(make_pair) -> None:
+async def test_an_exception_in_on_room(make_pair, caplog: pytest.LogCaptureFixture) -> None:
     async def bug(room: object) -> None:
         raise ZeroDivisionError("first line\nsecond line")
 
     async with make_pair() as pair:
         pool = DevicePool.allocate(pair.device.layout, 8)
         transport = LoopbackTransport("buggy", pair.network)
-        heard: list[dict[str, object]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: heard.append(context))
         async with PrefillPeer(device=pool, transport=transport, listen="buggy", on_room=bug):
             failed = await failure(pair, "buggy")
         assert failed.cause == PrefillCause.RAISED
         assert failed.detail == "ZeroDivisionError: first line\\nsecond line"
-        assert len(heard) == 1
+        assert caplog.text.count("on_room raised") == 1
 
 
 async def test_a_prefill_that_closes(make_pair) -> None:

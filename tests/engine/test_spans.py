@@ -179,7 +179,7 @@ async def test_nothing_is_kept_of_requests_that_are_over(make_pair, provider) ->
 async def test_without_tracing_nobody_watches(make_pair) -> None:
     async with make_pair() as pair:
         assert pair.engine._runtime.calls.on_begin is None
-        assert pair.engine._runtime.driver._watchers == ()
+        assert pair.engine._runtime.driver._watchers == (pair.engine._runtime.log,)
 
 
 async def test_tracing_begins_before_the_first_request(make_pair, provider) -> None:

@@ -208,7 +208,7 @@ def test_mistake_of_the_writer_ends_the_journal_with_its_traceback(
         step(core, journal, 10)
         journal.close()
     assert "ends here" in caplog.messages[0]
-    assert caplog.records[0].exc_info is not None
+    assert "Traceback (most recent call last)" in caplog.records[0].getMessage()
     assert journal.events_dropped == 20
 
 

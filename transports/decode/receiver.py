@@ -28,7 +28,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from tidekv.states import events
 from tidekv.states.components.specs import ComponentPages
@@ -58,7 +58,7 @@ from tidekv.transports.decode.decode_room import (
 from tidekv.transports.decode.page_checks import DamagedPage, InOrder, PageChecks, damaged_page
 from tidekv.transports.decode.prefill_link import PrefillLink, cause_of
 from tidekv.transports.decode.staged_pages import StagedPages
-from tidekv.transports.log import engine_log
+from tidekv.transports.log import EngineLog, engine_log
 from tidekv.transports.staging import Staging
 from tidekv.transports.tasks import OwnedTasks
 
@@ -154,7 +154,7 @@ class Receiver:
         self._watched: set[str] = set()
         self._redialled: set[str] = set()
         self._peer_backoff = PeerBackoff(clock=clock)
-        self._tasks = OwnedTasks(f"receiver {transport.instance}")
+        self._tasks = OwnedTasks(f"receiver {transport.instance}", instance=transport.instance)
         self._ours: wire.Hello | None = None
         spawn = partial(self._tasks.spawn, name="slots of the staging ring")
         self._staged = None if staging is None else StagedPages(staging, spawn)
@@ -341,6 +341,7 @@ class Receiver:
     def link_opened(self, link: PrefillLink[RankLink], theirs: wire.Hello) -> None:
         """See `LinkOwner`: abort the rooms that an earlier link to this process left, and send waiting messages."""
         assert self._ours is not None
+        LOG.info("connected to a prefill", peer=theirs.instance, address=link.address)
         self._exchanges[link] = components.exchanges_with(decode=self._ours, prefill=theirs)
         if self._hashing is not None:
             self._page_checks[link] = PageChecks(self._hashing, self._exchanges[link])
@@ -360,6 +361,7 @@ class Receiver:
     def link_refused(self, link: PrefillLink[RankLink], cause: str) -> None:
         """See `LinkOwner`: nothing was promised, so nothing can be written."""
         self.counts["dials_failed"] += 1
+        LOG.info("a prefill cannot be connected to", address=link.address, cause=cause)
         del self._links[link.address]
         for rank_link in self._rank_links_of(link):
             self._fail_unsent(rank_link, cause)
@@ -717,6 +719,6 @@ def _hello_of(rank_link: RankLink) -> wire.Hello:
     return theirs
 
 
-def _log_of(rank_link: RankLink) -> Any:  # Any: a logger of structlog, see `engine_log`.
+def _log_of(rank_link: RankLink) -> EngineLog:
     request_id, generation = rank_link.room.room_key
     return LOG.bind(request_id=request_id, generation=generation, peer=rank_link.link.address)

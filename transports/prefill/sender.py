@@ -35,6 +35,7 @@ from tidekv.states.types import Identity, PoolMemory
 from tidekv.transports import base
 from tidekv.transports.control import handshake, wire
 from tidekv.transports.control.peer_backoff import is_offence
+from tidekv.transports.log import engine_log
 from tidekv.transports.prefill.pending_rooms import PendingRoom, PendingRooms
 from tidekv.transports.prefill.prefill_room import Room, RoomOutcome
 from tidekv.transports.prefill.room_writer import (
@@ -46,6 +47,8 @@ from tidekv.transports.prefill.room_writer import (
 )
 from tidekv.transports.staging import Staging
 from tidekv.transports.tasks import OwnedTasks
+
+LOG = engine_log("tidekv.transports")
 
 COUNTS = (
     "frames_foreign",
@@ -125,7 +128,7 @@ class Sender:
         self._rooms_max = rooms_max
         self._hashing = hashing
         self._staging = staging
-        self._tasks = OwnedTasks(f"sender {transport.instance}")
+        self._tasks = OwnedTasks(f"sender {transport.instance}", instance=transport.instance)
         self._send_context = SendContext(
             transport=transport,
             memory=memory,
@@ -291,6 +294,7 @@ class Sender:
             return
         peer = DecodePeer(link, theirs, target, lease_s=handshake.lease_of(ours, theirs))
         self._peers.add(peer)
+        LOG.info("a decode worker is connected", peer=theirs.instance)
         cause = "prefill is shutting down"
         is_lost = False
         try:
@@ -305,6 +309,7 @@ class Sender:
         finally:
             # Rooms only pause: decode may reach this process again, and then aborts them to get its Drained.
             self.counts["links_lost"] += is_lost
+            LOG.info("a decode worker has left", peer=theirs.instance, cause=cause, is_lost=is_lost)
             peer.is_lost = True
             for room_writer in [room_writer for room_writer in self._room_writers.values() if room_writer.peer is peer]:
                 room_writer.room.pause()
@@ -463,6 +468,13 @@ class Sender:
             room_writer.peer.room_writers[room.request_id, room.generation] = room_writer
         self._newest[room.request_id] = room
         self._declined.pop(room.request_id, None)
+        LOG.info(
+            "a room opened",
+            request_id=room.request_id,
+            generation=room.generation,
+            tokens=room.prompt_tokens,
+            promised_tokens=room.decode_prefix_len,
+        )
         self._start_lease_timer()
         for waiter in self._waiting.pop(room.request_id, ()):
             if not waiter.done():
@@ -508,6 +520,13 @@ class Sender:
         self.counts[f"rooms_{room.outcome.name.lower()}"] += 1
         self.counts["pages_withdrawn"] += sum(room_writer.state.pages_unlanded for room_writer in room.room_writers)
         self.ended[room.outcome.value] += 1
+        LOG.info(
+            "a room ended",
+            request_id=room.request_id,
+            generation=room.generation,
+            outcome=room.outcome.value,
+            cause=room.cause or "",
+        )
         if room.outcome is not RoomOutcome.RECEIVED:
             parsed = PrefillCause.parse(room.cause or "")
             self.aborts[parsed[0].value if parsed else room.outcome.value] += 1

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import TCPStore as Store
 
 from tidekv.states.errors import InvalidConfig, TransferFailed
 from tidekv.states.ranks.agreement import LEADER
-from tidekv.transports.log import engine_log
+from tidekv.transports.log import engine_log, own_context
 
 if TYPE_CHECKING:
     from tidekv.states.ranks.votes import SlotValues
@@ -92,7 +92,7 @@ class VoteThread:
 
     def start(self) -> None:
         """Start the thread; it sleeps until it has a job."""
-        self._thread = threading.Thread(target=self._run, name="tidekv-votes", daemon=True)
+        self._thread = threading.Thread(target=own_context().run, args=(self._run,), name="tidekv-votes", daemon=True)
         self._thread.start()
 
     async def close(self) -> None:

@@ -171,7 +171,6 @@ async def test_a_prefill_that_forgets_a_tail_fails_the_request_by_name(
             """Sends no tail at all."""
 
         monkeypatch.setattr(worker.prefill, "_send_components", forgets)
-        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         with pytest.raises(RequestFailed, match="the pages of component 'ssm' were never sent"):
             await worker.engine.restore(worker.request("r", WHOLE))
         await worker.assert_nothing_held()

@@ -196,7 +196,6 @@ async def test_what_one_prefill_rank_raises_is_the_cause_on_all_ranks_and_its_wo
             raise ZeroDivisionError("no such head")
 
         members[1].peer._on_room = bug
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         failed = await asyncio.gather(
             *(member.restore("r1", world.PROMPT) for member in members), return_exceptions=True
         )
