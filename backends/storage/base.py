@@ -17,6 +17,8 @@ from tidekv.states.types import PageIds, PoolMemory
 from tidekv.states.validation import short
 
 KEY_BYTES: Final = 32
+PAGE_BYTES_MAX: Final = 1 << 32
+"""Maximum bytes of a page that a store may name."""
 
 BufferOf = Callable[[int], memoryview]
 """Maps a host page id to the page's bytes, writable and in place."""

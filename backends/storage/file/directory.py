@@ -16,12 +16,27 @@ from typing import Final
 
 from tidekv.backends.storage.file.index import INDEX_FILE, FileIndex
 from tidekv.backends.storage.file.options import FileOptions
+from tidekv.backends.storage.file.ownership import is_own_directory, make_directory, make_root, open_file
 from tidekv.backends.storage.file.records import BLOCK_BYTES, HEADER_BYTES, Geometry
 from tidekv.backends.storage.file.schema import connect, join_namespace, opening, prepare, rebuild, set_aside
-from tidekv.backends.storage.file.segments import DIRECTORY_MODE, SLOTS_PER_SEGMENT_MAX, Segments, namespace_directory
-from tidekv.backends.storage.file.writer_locks import WriterLock
+from tidekv.backends.storage.file.segments import (
+    SLOTS_PER_SEGMENT_MAX,
+    Segments,
+    namespace_directories,
+    namespace_directory,
+    segment_files,
+    write_all,
+)
+from tidekv.backends.storage.file.writer_locks import WRITER_NAME, WriterLock
 from tidekv.states.errors import InvalidConfig, StorageFailed, cause_of
 
+_DAMAGE: Final = frozenset(
+    [
+        *(sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT),
+        *(sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_SCHEMA, sqlite3.SQLITE_TOOBIG),
+    ]
+)
+_PROBE_SUFFIX: Final = ".probe"
 # Minimum number of segments of a directory, so that retiring one does not empty it.
 _SEGMENTS_MIN: Final = 8
 # Approximate maximum number of segments, since each is an open file.
@@ -37,7 +52,7 @@ class Directory:
         root = options.root
         wanted = _geometry(options, namespace=namespace, page_bytes=page_bytes)
         try:
-            root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            make_root(root)
             with opening(root, timeout_s=options.busy_timeout_s):
                 self._writer = WriterLock(root)
                 try:
@@ -56,13 +71,15 @@ class Directory:
     def try_out(self) -> None:
         """Change the index, write a file as long as a page and read it; raises what fails."""
         self.index.note_touched()
-        path = self.segments.directory / f"{self._writer.name}.probe"
+        path = self.segments.directory / (self._writer.name + _PROBE_SUFFIX)
         content = os.urandom(BLOCK_BYTES) * -(-self.segments.geometry.page_bytes // BLOCK_BYTES)
+        file = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
-            path.write_bytes(content)
-            if path.read_bytes() != content:
+            write_all(file, memoryview(content), 0)
+            if os.pread(file, len(content), 0) != content:
                 raise OSError(f"{path} does not hold what was written")
         finally:
+            os.close(file)
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -75,9 +92,11 @@ class Directory:
         path = self.options.root / INDEX_FILE
         try:
             return self._open_index(path, wanted)
-        except sqlite3.OperationalError:
-            raise
         except sqlite3.DatabaseError as error:
+            # Every other code means that the file cannot be used now. Of a header that is damaged SQLite says no more
+            # than that there is an error.
+            if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF not in _DAMAGE:
+                raise
             if not self._writer.alone():
                 raise StorageFailed(
                     f"{path} is damaged ({error}); stop every process that uses it, then start again"
@@ -95,7 +114,7 @@ class Directory:
                 f"capacity {options.capacity} of {options.root} holds no segment of {geometry.segment_bytes} bytes"
             )
         directory = namespace_directory(options.root, geometry.namespace)
-        directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        make_directory(directory)
         self._sweep(path)
         segments = Segments(directory, geometry)
         index = FileIndex(
@@ -111,9 +130,12 @@ class Directory:
         return index, segments
 
     def _sweep(self, path: Path) -> None:
-        """Remove segment and probe files that the index does not know: they would not count against the capacity."""
+        """Remove segment and probe files that the index does not know: they would not count against the capacity.
+
+        Only in directories of namespaces that the index names: everything else below the root is not ours.
+        """
         # Listed before the index is read: a segment is in the index before its file is made.
-        found = [file for file in self.options.root.glob("*/*.seg") if file.stem.isdigit()]
+        found = {directory: list(segment_files(directory)) for directory in namespace_directories(self.options.root)}
         alone = self._writer.alone()
         db = connect(path, busy_timeout_s=self.options.busy_timeout_s)
         try:
@@ -126,16 +148,22 @@ class Directory:
                     "SELECT n.digest, s.id FROM segments s JOIN namespaces n ON n.id=s.namespace WHERE s.retired=0"
                 )
             }
+            named = {
+                namespace_directory(self.options.root, digest)
+                for (digest,) in db.execute("SELECT digest FROM namespaces")
+            }
             writers = {name for (name,) in db.execute("SELECT name FROM writers")}
         finally:
             db.close()
         self._writer.forget_strangers(writers)
-        for file in found:
-            if (file.parent, int(file.stem)) not in known:
-                file.unlink(missing_ok=True)
-        if alone:
-            for file in self.options.root.glob("*/*.probe"):
-                file.unlink(missing_ok=True)
+        for directory in named & found.keys():
+            for segment, file in found[directory]:
+                if (directory, segment) not in known:
+                    file.unlink(missing_ok=True)
+            if alone and is_own_directory(directory):
+                for file in directory.glob("*" + _PROBE_SUFFIX):
+                    if WRITER_NAME.fullmatch(file.stem):
+                        file.unlink(missing_ok=True)
 
 
 def _geometry(options: FileOptions, *, namespace: bytes, page_bytes: int) -> Geometry:
@@ -152,7 +180,7 @@ def _geometry(options: FileOptions, *, namespace: bytes, page_bytes: int) -> Geo
 
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        found = path.lstat()
     except OSError:
         return None
     return found.st_dev, found.st_ino

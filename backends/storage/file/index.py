@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Final
 
 from tidekv.backends.storage.base import KEY_BYTES
+from tidekv.backends.storage.file.ownership import open_file
 from tidekv.backends.storage.file.records import Geometry
 from tidekv.backends.storage.file.schema import connect
 from tidekv.backends.storage.file.segments import (
-    FILE_MODE,
     INDEX_BITS,
     NO_WAIT,
     namespace_directory,
@@ -406,8 +406,11 @@ class FileIndex:
         while self._to_remove:
             path = self._to_remove.pop()
             try:
-                with path.open("r+b") as file:
-                    file.truncate(0)
+                file = open_file(path, os.O_RDWR)
+                try:
+                    os.ftruncate(file, 0)
+                finally:
+                    os.close(file)
                 path.unlink()
             except OSError:
                 # Gone already; otherwise removed when the directory is opened next.
@@ -432,7 +435,7 @@ class ChangeTick:
     """
 
     def __init__(self, root: Path) -> None:
-        self._file = os.open(root / TICK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        self._file = open_file(root / TICK_FILE, os.O_RDWR | os.O_CREAT)
 
     def write(self, seq: int) -> None:
         """Write that a change of this tick is about to be committed.

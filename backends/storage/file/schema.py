@@ -12,9 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from tidekv.backends.storage.base import Holding
+from tidekv.backends.storage.base import PAGE_BYTES_MAX, Holding
+from tidekv.backends.storage.file.ownership import check_file, check_root, open_file, read_start
 from tidekv.backends.storage.file.records import BLOCK_BYTES, HEADER_BYTES, Geometry, keys_in, unpack_segment
-from tidekv.backends.storage.file.segments import FILE_MODE, SLOTS_PER_SEGMENT_MAX, namespace_directory, slot_of
+from tidekv.backends.storage.file.row_checks import check_rows
+from tidekv.backends.storage.file.segments import (
+    SLOTS_PER_SEGMENT_MAX,
+    namespace_directories,
+    namespace_directory,
+    segment_files,
+    slot_of,
+    write_all,
+)
+from tidekv.backends.storage.label import LABEL_BYTES_MAX
 from tidekv.states.errors import InvalidConfig, StorageFailed, cause_of
 
 SCHEMA_VERSION: Final = 1
@@ -58,7 +68,7 @@ def opening(root: Path, *, timeout_s: float) -> Iterator[None]:
     Raises StorageFailed if another process does that for longer than the timeout. Blocks; the kernel drops the lock
     with the process.
     """
-    file = os.open(root / "open.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    file = open_file(root / "open.lock", os.O_RDWR | os.O_CREAT)
     deadline_s = time.monotonic() + timeout_s
     try:
         while True:
@@ -76,10 +86,11 @@ def opening(root: Path, *, timeout_s: float) -> Iterator[None]:
 
 def prepare(path: Path, *, busy_timeout_s: float) -> bool:
     """Create the tables if they are missing; True if they were. Raises sqlite3.DatabaseError if the file is damaged,
-    StorageFailed if it is of another version.
+    StorageFailed if it is of another version, OSError if it is a link or another user's.
     """
-    if not path.exists():
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+    if not os.path.lexists(path):
+        os.close(open_file(path, os.O_RDWR | os.O_CREAT))
+    check_file(path)
     with contextlib.closing(connect(path, busy_timeout_s=busy_timeout_s)) as db:
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
@@ -88,7 +99,7 @@ def prepare(path: Path, *, busy_timeout_s: float) -> bool:
             raise StorageFailed(
                 f"{path} is of version {version}, this is version {SCHEMA_VERSION}; use another directory"
             )
-        db.execute("SELECT value FROM clock").fetchone()
+        check_rows(db, _TABLES)
         return bool(version == 0)
 
 
@@ -119,18 +130,21 @@ def join_namespace(path: Path, wanted: Geometry, *, busy_timeout_s: float) -> tu
 def file_holdings(root: Path) -> list[Holding]:
     """Return the namespaces of a directory of the `file:` engine. Blocks, and changes nothing."""
     path = root / "index.sqlite"
+    with contextlib.suppress(OSError):
+        check_root(root)
     if not path.is_file():
         raise StorageFailed(
             f"{root} is not a storage directory: it has no index.sqlite; an engine that serves from it creates one"
         )
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+        with _reading(path) as db:
+            check_rows(db, _TABLES)
             rows = db.execute(
                 "SELECT n.digest, n.page_bytes, (SELECT COUNT(*) FROM slots s WHERE s.namespace=n.id AND s.state=2) "
                 "FROM namespaces n ORDER BY n.digest"
             ).fetchall()
-    except sqlite3.Error as error:
-        raise StorageFailed(f"{path} cannot be read: {error}") from error
+    except (OSError, sqlite3.Error) as error:
+        raise StorageFailed(f"{path} cannot be read: {cause_of(error)}") from error
     return [_holding(root, *row) for row in rows]
 
 
@@ -138,10 +152,20 @@ def file_namespaces(root: Path) -> set[bytes]:
     """Return the digests of the namespaces of a directory. Blocks, and changes nothing. Raises StorageFailed."""
     path = root / "index.sqlite"
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
-            return {digest for (digest,) in db.execute("SELECT digest FROM namespaces")}
-    except sqlite3.Error as error:
-        raise StorageFailed(f"{path} cannot be read: {error}") from error
+        with _reading(path) as db:
+            return {digest for (digest,) in db.execute("SELECT digest FROM namespaces") if isinstance(digest, bytes)}
+    except (OSError, sqlite3.Error) as error:
+        raise StorageFailed(f"{path} cannot be read: {cause_of(error)}") from error
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open an index to read it only."""
+    check_file(path)
+    with contextlib.closing(
+        sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    ) as db:
+        yield db
 
 
 def _holding(root: Path, digest: bytes, page_bytes: int, pages: int) -> Holding:
@@ -149,8 +173,9 @@ def _holding(root: Path, digest: bytes, page_bytes: int, pages: int) -> Holding:
     label, times = b"", []
     # An engine at work may remove a segment between its listing and its stat.
     with contextlib.suppress(OSError):
-        label = (directory / LABEL_NAME).read_bytes()
-    for file in directory.glob("*.seg"):
+        # One byte more than a label has shows that it is none.
+        label = read_start(directory / LABEL_NAME, LABEL_BYTES_MAX + 1)
+    for _, file in segment_files(directory):
         with contextlib.suppress(OSError):
             times.append(file.stat().st_mtime)
     written_s = (min(times), max(times)) if times and pages else None
@@ -160,12 +185,16 @@ def _holding(root: Path, digest: bytes, page_bytes: int, pages: int) -> Holding:
 def write_label(directory: Path, label: bytes) -> None:
     """Store the label of a namespace in its directory, unless there is one. Raises StorageFailed. Blocks."""
     target = directory / LABEL_NAME
-    if target.exists():
+    if os.path.lexists(target):
         return
     # Renamed into place, so that no reader sees a part of it. Engines that do this at once write the same.
     part = target.with_suffix(f".{os.getpid()}-{threading.get_native_id()}")
     try:
-        part.write_bytes(label)
+        file = open_file(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_all(file, memoryview(label), 0)
+        finally:
+            os.close(file)
         part.replace(target)
     except OSError as error:
         raise StorageFailed(f"{target} cannot be written: {cause_of(error)}") from error
@@ -185,8 +214,8 @@ def rebuild(path: Path, *, busy_timeout_s: float) -> int:
         db.execute("BEGIN IMMEDIATE")
         # The newest first: if a writer was killed while it replaced a page, its key is in two places, and the newer one
         # stays.
-        for file in sorted(path.parent.glob("*/*.seg"), key=lambda file: file.name, reverse=True):
-            segment = int(file.stem) if file.stem.isdigit() else 0
+        found = [file for directory in namespace_directories(path.parent) for file in segment_files(directory)]
+        for segment, file in sorted(found, reverse=True):
             read = _read(file) if segment else None
             if read is None:
                 continue
@@ -221,12 +250,12 @@ def rebuild(path: Path, *, busy_timeout_s: float) -> int:
 def _read(path: Path) -> tuple[Geometry, dict[int, bytes]] | None:
     """Return a segment's geometry and the key of each slot that has one; None if the file is not usable."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = open_file(path, os.O_RDONLY)
     except OSError:
         return None
     try:
         geometry = unpack_segment(os.pread(file, BLOCK_BYTES, 0))
-        if geometry is None or geometry.slots > SLOTS_PER_SEGMENT_MAX:
+        if geometry is None or geometry.slots > SLOTS_PER_SEGMENT_MAX or geometry.page_bytes > PAGE_BYTES_MAX:
             return None
         if namespace_directory(path.parent.parent, geometry.namespace) != path.parent:
             return None

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,14 +20,16 @@ from typing import Final
 
 import numpy as np
 
+from tidekv.backends.storage.file.ownership import is_own_directory, open_file
 from tidekv.backends.storage.file.records import BLOCK_BYTES, HEADER_BYTES, Geometry, is_segment_of, pack_segment
-
-FILE_MODE: Final = 0o600
-DIRECTORY_MODE: Final = 0o700
 
 # A slot is one int: the segment's number, and the index in the segment.
 INDEX_BITS: Final = 20
 SLOTS_PER_SEGMENT_MAX: Final = 1 << INDEX_BITS
+SEGMENT_MAX: Final = 10**10 - 1
+"""The highest number of a segment: ten digits in the name of its file."""
+_NAMESPACE_NAME: Final = re.compile("[0-9a-f]{32}")
+_SEGMENT_NAME: Final = re.compile(r"[0-9]{10}\.seg")
 # Absent if the system has no reads that never wait; 0 disables them.
 NO_WAIT: Final[int] = getattr(os, "RWF_NOWAIT", 0)
 
@@ -59,6 +62,24 @@ def namespace_directory(root: Path, namespace: bytes) -> Path:
 def segment_name(segment: int) -> str:
     """Return the name of a segment's file."""
     return f"{segment:010d}.seg"
+
+
+def namespace_directories(root: Path) -> list[Path]:
+    """Return the directories below a storage directory that have the name of a namespace's."""
+    with os.scandir(root) as entries:
+        return [Path(entry.path) for entry in entries if _NAMESPACE_NAME.fullmatch(entry.name)]
+
+
+def segment_files(directory: Path) -> Iterator[tuple[int, Path]]:
+    """Yield the number and the path of each file in a namespace's directory that has the name of a segment. None if the
+    directory is missing, a link, or another user's.
+    """
+    if not is_own_directory(directory):
+        return
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if _SEGMENT_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                yield int(entry.name[:10]), Path(entry.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +255,8 @@ class Segments:
             self._files.clear()
 
     def _open(self, segment: int, *, create: bool) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         path = self.path(segment)
-        file = os.open(path, flags | (os.O_CREAT if create else 0), FILE_MODE)
+        file = open_file(path, os.O_RDWR | (os.O_CREAT if create else 0))
         try:
             record = os.pread(file, BLOCK_BYTES, 0)
             if not record and create:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
-from tidekv.backends.storage.file.segments import DIRECTORY_MODE, FILE_MODE
+from tidekv.backends.storage.file.ownership import make_directory, open_file
 
 _SUFFIX: Final = ".lock"
+WRITER_NAME: Final = re.compile("[0-9a-f]{32}")
+"""The name of a writer, which is also the name of its files."""
 
 
 class WriterLock:
@@ -20,10 +23,10 @@ class WriterLock:
 
     def __init__(self, root: Path) -> None:
         self._directory = root / "writers"
-        self._directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        make_directory(self._directory)
         self.name = uuid.uuid4().hex
         # The lock is taken before any process can read the name, so a living writer is never found unlocked.
-        self._file = os.open(self._path(self.name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        self._file = open_file(self._path(self.name), os.O_RDWR | os.O_CREAT | os.O_EXCL)
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def is_alive(self, name: str) -> bool:
@@ -38,21 +41,25 @@ class WriterLock:
         """Remove lock files of dead writers that are not in the index. No other process may create a lock meanwhile: a
         new file is not locked yet.
         """
-        for path in self._directory.glob("*" + _SUFFIX):
-            if path.stem not in known and not self.is_alive(path.stem):
-                path.unlink(missing_ok=True)
+        for name in self._names():
+            if name not in known and not self.is_alive(name):
+                self.forget(name)
 
     def alone(self) -> bool:
         """True if no other writer lives."""
-        return not any(
-            self.is_alive(path.stem) for path in self._directory.glob("*" + _SUFFIX) if path.stem != self.name
-        )
+        return not any(self.is_alive(name) for name in self._names() if name != self.name)
 
     def close(self) -> None:
         """Release the lock. If the disk is gone or read-only, the file stays and counts as a dead writer's."""
         with contextlib.suppress(OSError):
             self.forget(self.name)
         os.close(self._file)
+
+    def _names(self) -> Iterator[str]:
+        """Yield the names of the writers that have a file."""
+        for path in self._directory.glob("*" + _SUFFIX):
+            if WRITER_NAME.fullmatch(path.stem):
+                yield path.stem
 
     def _path(self, name: str) -> Path:
         return self._directory / (name + _SUFFIX)
@@ -61,11 +68,11 @@ class WriterLock:
 def is_locked(path: Path) -> bool:
     """True if a process holds, or may hold, the lock of a file; a missing file is not locked."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        file = open_file(path, os.O_RDWR)
     except FileNotFoundError:
         return False
     except OSError:
-        # Another user's file, or a failing disk: a writer that cannot be checked counts as alive.
+        # Another user's file, a link, or a failing disk: a writer that cannot be checked counts as alive.
         return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

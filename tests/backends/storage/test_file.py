@@ -54,11 +54,20 @@ async def test_what_a_crash_left_beside_the_index_is_swept_up(files: Rig) -> Non
     await files.put(engine, range(4))
     directory = files.only_segment().parent
     await engine.close()
-    for name in ("0000000077.seg", "somebody.probe"):
+    for name in ("0000000077.seg", "ab" * 16 + ".probe"):
         (directory / name).write_bytes(b"x" * 9000)
-    (directory / "notes.txt").write_text("not ours")
+    # What only looks like ours stays: another name, or a directory that the index does not name.
+    elsewhere, photos = files.root / ("cd" * 16), files.root / "photos"
+    for path in (elsewhere, photos):
+        path.mkdir()
+        (path / "0000000077.seg").write_bytes(b"mine")
+    for name in ("notes.txt", "mine.probe", "77.seg"):
+        (directory / name).write_text("not ours")
+    (files.root / "writers" / "mine.lock").write_text("not ours")
     engine = await files.open()
-    assert {path.name for path in directory.iterdir()} == {"0000000001.seg", "notes.txt"}
+    assert {path.name for path in directory.iterdir()} == {"0000000001.seg", "notes.txt", "mine.probe", "77.seg"}
+    assert all((path / "0000000077.seg").read_bytes() == b"mine" for path in (elsewhere, photos))
+    assert (files.root / "writers" / "mine.lock").exists()
     assert all(await files.get(engine, range(4)))
 
 
