@@ -13,6 +13,7 @@ from typing import Final, Protocol, TypeVar
 
 from tidekv.backends.base import Poller
 from tidekv.backends.storage.base import (
+    PAGE_BYTES_MAX,
     BufferOf,
     Holding,
     StorageStatistics,
@@ -358,6 +359,16 @@ class RemoteStorage:
                 raise EngineClosed(f"{self.uri} is closed")
             raise InvalidRequest(f"{self.uri} has no pool yet; register one first")
         return self._envelope
+
+
+SIZE_DIGITS_MAX: Final = len(str(PAGE_BYTES_MAX))
+"""Maximum bytes of a record of the size of pages."""
+
+
+def page_bytes_of(record: bytes) -> int | None:
+    """Parse the record of the size of pages; None if it is none."""
+    size = int(record) if len(record) <= SIZE_DIGITS_MAX and record.isdigit() else 0
+    return size if 1 <= size <= PAGE_BYTES_MAX else None
 
 
 def as_namespace(text: str) -> bytes | None:

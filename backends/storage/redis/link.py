@@ -46,6 +46,13 @@ class RedisLink:
         except exceptions.GlideError as error:
             raise _trouble(error) from error
 
+    def start_of(self, key: bytes, count: int) -> bytes:
+        """Return the first `count + 1` bytes of a value, fewer if it is shorter, none without one. Raises
+        ServerTrouble.
+        """
+        answer = self.call(b"GETRANGE", key, b"0", str(count).encode())
+        return answer if isinstance(answer, bytes) else b""
+
     def batch(self, commands: Sequence[Sequence[bytes]]) -> list[object]:
         """Run commands in one batch. Returns an answer for each: a ServerTrouble for one that failed alone."""
         if not commands:

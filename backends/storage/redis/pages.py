@@ -22,10 +22,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from tidekv.backends.storage.base import BufferOf, Holding
+from tidekv.backends.storage.label import LABEL_BYTES_MAX
 from tidekv.backends.storage.options import read_authority
 from tidekv.backends.storage.page_header import PageHeader
 from tidekv.backends.storage.redis.options import DEFAULT_PORT, RedisOptions, read_redis_options
-from tidekv.backends.storage.remote import NO_SERVICE, Limits, RemoteStorage, ServerTrouble, as_namespace
+from tidekv.backends.storage.remote import (
+    NO_SERVICE,
+    SIZE_DIGITS_MAX,
+    Limits,
+    RemoteStorage,
+    ServerTrouble,
+    as_namespace,
+    page_bytes_of,
+)
 from tidekv.backends.storage.stats import StorageCounters
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.types import PageIds, PoolMemory
@@ -258,12 +267,10 @@ class RedisPages:
                     for name in names:
                         digest = name.decode(errors="replace").removeprefix(prefix).removesuffix(":meta")
                         if (namespace := as_namespace(digest)) is not None:
-                            size = link.call(b"GET", name)
+                            size = link.start_of(name, SIZE_DIGITS_MAX)
                             pages = RedisIndex(name.removesuffix(b"meta") + b"index").count(link)
-                            page_bytes = int(size) if isinstance(size, bytes) and size.isdigit() else None
-                            label = link.call(b"GET", name.removesuffix(b"meta") + b"label")
-                            label = label if isinstance(label, bytes) else b""
-                            found.append(Holding(namespace, page_bytes, pages, label=label))
+                            label = link.start_of(name.removesuffix(b"meta") + b"label", LABEL_BYTES_MAX)
+                            found.append(Holding(namespace, page_bytes_of(size), pages, label=label))
                 return sorted(found, key=lambda one: one.namespace)
             finally:
                 link.close()
@@ -284,10 +291,11 @@ class RedisPages:
         """Check that the namespace has pages of our size, and return how many."""
         page_bytes = str(self._envelope.page_bytes).encode()
         link.call(b"SET", self._names + b"meta", page_bytes, b"NX")
-        found = link.call(b"GET", self._names + b"meta")
+        found = link.start_of(self._names + b"meta", SIZE_DIGITS_MAX)
         if found != page_bytes:
             raise InvalidConfig(
-                f"this namespace has pages of {_shown(found)} bytes there; the pool has {page_bytes.decode()}"
+                f"this namespace has pages of {found.decode(errors='replace')} bytes there; "
+                f"the pool has {page_bytes.decode()}"
             )
         return self._index.count(link)
 
@@ -304,7 +312,9 @@ class RedisPages:
 
     def _read_part(self, worker: Worker, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[str]:
         if len(keys) > 1:
-            answers = worker.link.batch([(b"GET", self._page(key)) for key in keys])
+            # One byte more than a page has shows that a value is none; the rest of it is not read.
+            last = str(self._envelope.value_bytes).encode()
+            answers = worker.link.batch([(b"GETRANGE", self._page(key), b"0", last) for key in keys])
             return [
                 self._unwrap(key, answer, buffer) for key, answer, buffer in zip(keys, answers, buffers, strict=True)
             ]
@@ -318,8 +328,8 @@ class RedisPages:
 
     def _unwrap(self, key: bytes, answer: object, buffer: memoryview) -> str:
         if isinstance(answer, bytes):
-            return self._envelope.unwrap(key, memoryview(answer), buffer)
-        return "missing" if answer is None else cast(ServerTrouble, answer).cause
+            return self._envelope.unwrap(key, memoryview(answer), buffer) if answer else "missing"
+        return cast(ServerTrouble, answer).cause
 
     def _note_reads(self, link: RedisLink, keys: Sequence[bytes], causes: Sequence[str]) -> int | None:
         """Update the index with what was used and what is gone, and remove damaged pages; returns the number of pages
@@ -425,10 +435,6 @@ class RedisPages:
                 self._workers.put(worker)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, run)
-
-
-def _shown(value: object) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else repr(value)
 
 
 class RedisIndex:

@@ -62,10 +62,15 @@ class S3Link:
         except (BaseError, ValueError) as error:
             raise InvalidConfig(f"s3: {_words(error)}") from error
 
-    async def get(self, name: str) -> Bytes | None:
-        """Return an object, None if there is none."""
+    async def get(self, name: str, *, bytes_max: int) -> Bytes | None:
+        """Return an object, None if there is none. Of one that is larger, the first `bytes_max + 1` bytes: anyone who
+        can write to the bucket chooses the size.
+        """
         try:
-            return await (await obstore.get_async(self._store, name)).bytes_async()
+            found = await obstore.get_async(self._store, name)
+            if found.meta["size"] <= bytes_max:
+                return await found.bytes_async()
+            return await obstore.get_range_async(self._store, name, start=0, end=bytes_max + 1)
         except FileNotFoundError:
             return None
         except BaseError as error:

@@ -20,8 +20,17 @@ import numpy as np
 from tidekv.backends.storage.base import KEY_BYTES, BufferOf, Holding
 from tidekv.backends.storage.calls import all_settled
 from tidekv.backends.storage.key_lru import KeyLRU
+from tidekv.backends.storage.label import LABEL_BYTES_MAX
 from tidekv.backends.storage.page_header import PageHeader
-from tidekv.backends.storage.remote import NO_SERVICE, Limits, RemoteStorage, ServerTrouble, as_namespace
+from tidekv.backends.storage.remote import (
+    NO_SERVICE,
+    SIZE_DIGITS_MAX,
+    Limits,
+    RemoteStorage,
+    ServerTrouble,
+    as_namespace,
+    page_bytes_of,
+)
 from tidekv.backends.storage.s3.options import S3Options, read_s3_options
 from tidekv.backends.storage.stats import StorageCounters
 from tidekv.states.errors import InvalidConfig, StorageFailed
@@ -169,7 +178,7 @@ class S3Pages:
         """Write an object and read it back."""
         name, value = f"{self._prefix}/probe/{uuid.uuid4().hex}", uuid.uuid4().bytes
         await self._link.put(name, value)
-        found = await self._link.get(name)
+        found = await self._link.get(name, bytes_max=len(value))
         if found is None or bytes(found) != value:
             raise StorageFailed("the server does not give back what was written just now")
         await self._link.delete([name])
@@ -177,7 +186,7 @@ class S3Pages:
     async def set_label(self, label: bytes) -> None:
         """Store the label of the namespace unless it has one."""
         try:
-            if await self._link.get(f"{self._prefix}/label") is None:
+            if await self._link.size(f"{self._prefix}/label") is None:
                 await self._link.put(f"{self._prefix}/label", label)
         except ServerTrouble as trouble:
             raise StorageFailed(f"the label cannot be stored: {trouble}") from trouble
@@ -230,11 +239,11 @@ class S3Pages:
         for below in await self._on_thread(lambda: self._link.below(self._options.prefix)):
             prefix = below.rstrip("/")
             if (namespace := as_namespace(prefix.rpartition("/")[2])) is not None:
-                size = await self._link.get(f"{prefix}/meta")
-                page_bytes = int(bytes(size)) if size is not None and bytes(size).isdigit() else None
-                label = await self._link.get(f"{prefix}/label")
+                size = await self._link.get(f"{prefix}/meta", bytes_max=SIZE_DIGITS_MAX)
+                label = await self._link.get(f"{prefix}/label", bytes_max=LABEL_BYTES_MAX)
                 pages, written_s = await asyncio.get_running_loop().run_in_executor(self._threads, count, prefix)
-                found.append(Holding(namespace, page_bytes, pages, label=bytes(label or b""), written_s=written_s))
+                page_bytes, words = page_bytes_of(bytes(size or b"")), bytes(label or b"")
+                found.append(Holding(namespace, page_bytes, pages, label=words, written_s=written_s))
         return found
 
     async def close(self) -> None:
@@ -256,7 +265,7 @@ class S3Pages:
     async def _greet(self) -> None:
         """Check that the namespace has pages of our size."""
         name, page_bytes = f"{self._prefix}/meta", str(self._envelope.page_bytes).encode()
-        found = await self._link.get(name)
+        found = await self._link.get(name, bytes_max=SIZE_DIGITS_MAX)
         if found is None:
             await self._link.put(name, page_bytes)
         elif bytes(found) != page_bytes:
@@ -309,7 +318,7 @@ class S3Pages:
         return causes
 
     async def _read(self, key: bytes, buffer: Callable[[], memoryview]) -> str:
-        value = await self._link.get(self._page(key))
+        value = await self._link.get(self._page(key), bytes_max=self._envelope.value_bytes)
         if value is None:
             return "missing"
         return await self._on_thread(lambda: self._envelope.unwrap(key, memoryview(value), buffer()))

@@ -11,6 +11,7 @@ import pytest
 
 from tidekv.backends.storage.base import Census, Holding
 from tidekv.backends.storage.file.schema import file_holdings
+from tidekv.backends.storage.label import LABEL_BYTES_MAX
 from tidekv.states.errors import InvalidConfig, StorageFailed
 
 # The rig and servers of conftest.py, which test modules cannot import.
@@ -74,3 +75,31 @@ async def test_what_cannot_be_asked_says_so(rig_on: Callable[..., Rig], free_add
     (tmp_path / "index.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(StorageFailed, match="cannot be read"):
         file_holdings(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["redis", "s3"])
+async def test_records_of_a_server_are_not_read_beyond_their_limit(
+    request: pytest.FixtureRequest, rig_on: Callable[..., Rig], kind: str
+) -> None:
+    rig = rig_on(kind, request.getfixturevalue(f"{kind}_server").address)
+    engine = await rig.open()
+    assert all(await rig.put(engine, range(3)))
+    # What anyone who can write to the server may leave there: a huge label, size and page.
+    service = engine._service
+    huge = {"label": bytes(1 << 20), "meta": b"9" * (1 << 20)}
+    pages = [service._page(key) for key in rig.keys([0, 1])]
+    if kind == "s3":
+        for name, value in [(f"{service._prefix}/{name}", value) for name, value in huge.items()]:
+            await service._link.put(name, value)
+        for name in pages:
+            await service._link.put(name, bytes(1 << 20))
+    else:
+        values = [(service._names + name.encode(), value) for name, value in huge.items()]
+        values += [(name, bytes(1 << 20)) for name in pages]
+        await service._on_worker(lambda worker: worker.link.batch([(b"SET", *pair) for pair in values]))
+    (holding,) = await rig.make().holdings()
+    assert (len(holding.label), holding.page_bytes) == (LABEL_BYTES_MAX + 1, None)
+    with pytest.raises(InvalidConfig, match=r"has pages of 9{11} bytes there"):
+        await rig.open()
+    assert await rig.get(engine, range(3)) == [False, False, True]
+    assert engine.statistics().misses == {"foreign": 2}

@@ -248,7 +248,7 @@ async def test_passwords_and_rights_are_checked_and_never_shown(
 
 
 COMMANDS = (
-    "+get +set +setrange +strlen +rename +persist +pexpire +unlink +zadd +zrem +zcard +zpopmin +scan "
+    "+get +getrange +set +setrange +strlen +rename +persist +pexpire +unlink +zadd +zrem +zcard +zpopmin +scan "
     "+ping +info +hello +client|setname"
 )
 
