@@ -68,3 +68,14 @@ def page_index(pages: PageIds | npt.ArrayLike, *, num_pages: int, what: str) -> 
             f"{what} has pages 0 to {num_pages - 1}; page {found[position]} (number {position}) is not one"
         )
     return index
+
+
+def consecutive(first: PageIndex, second: PageIndex) -> tuple[PageIndex, PageIndex, PageIndex]:
+    """Return (starts in first, starts in second, counts) of the stretches that are consecutive in both."""
+    # Plain differences: np.diff and np.flatnonzero cost as much as the copy of a small page.
+    breaks = ((first[1:] - first[:-1] != 1) | (second[1:] - second[:-1] != 1)).nonzero()[0]
+    starts = np.zeros(len(breaks) + 1 if len(first) else 0, dtype=np.int64)
+    starts[1:] = breaks + 1
+    counts = np.full(len(starts), len(first), dtype=np.int64)
+    counts[:-1] = starts[1:]
+    return first[starts], second[starts], counts - starts

@@ -6,7 +6,6 @@ reach a quarter of it; memmove by ctypes loses to its call overhead below 64 KiB
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeAlias
 
@@ -16,7 +15,7 @@ from tidekv.backends.copies.pieces import layer_count
 from tidekv.backends.copies.streams import InlineMark, Mark
 from tidekv.backends.device.pool import DevicePool, PoolGroup
 from tidekv.backends.host.pool import HostPool
-from tidekv.backends.memory import PageIndex
+from tidekv.backends.memory import PageIndex, consecutive
 from tidekv.backends.page_layout import group_offsets
 
 # Separate tensors need one assignment for each run and piece. Below this many bytes for each on average, one gather and
@@ -30,11 +29,7 @@ def page_runs(first: PageIndex, second: PageIndex) -> Iterator[tuple[int, int, i
     if len(first) < 2:
         yield from ((int(one), int(other), 1) for one, other in zip(first, second, strict=True))
         return
-    # Plain differences: np.diff and np.flatnonzero cost as much as the copy of a small page.
-    breaks = ((first[1:] - first[:-1] != 1) | (second[1:] - second[:-1] != 1)).nonzero()[0]
-    edges = [0, *(breaks + 1).tolist(), len(first)]
-    for start, end in itertools.pairwise(edges):
-        yield int(first[start]), int(second[start]), end - start
+    yield from zip(*(part.tolist() for part in consecutive(first, second)), strict=True)
 
 
 class PageMover:

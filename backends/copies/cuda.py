@@ -1,12 +1,14 @@
 """Copies between a device pool on a GPU and pinned host memory, in one of two forms.
 
-    kernel   one launch reads and writes the pinned host pages over the bus, piece by piece
     async    each stretch of host pages crosses by one asynchronous copy, to or from staged pages on the device
+    kernel   one launch reads the pinned host pages over the bus, piece by piece
 
 An asynchronous copy keeps the GPU's multiprocessors free and runs at the speed of the bus once it has begun. Its
-start-up cost is paid for each stretch of consecutive host pages, by the CPU (about 6 µs through torch) and by the copy
-engine (about 2 µs), so it needs long stretches: at 50 GB/s, 6 µs are 300 KiB. The kernel starts once, however scattered
-the pages are; but its programs occupy multiprocessors for as long as the bus takes.
+start-up cost is paid for each stretch of consecutive host pages, so it needs stretches of some length. The kernel
+starts once, however scattered the pages are; but its programs occupy multiprocessors for as long as the bus takes.
+
+Copies to the host never take the kernel: multiprocessors that write host memory hold up all other work of the GPU (a
+memory-bound step beside them took 1.8 to 1.9 times as long; beside reads, 1.07 times).
 
 All copies are enqueued on the current stream; nothing here waits. In a copy by layers each layer is marked when it was
 enqueued, so that a forward pass can follow the first while others still arrive.
@@ -21,19 +23,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from tidekv.backends.copies.cpu_moves import page_runs
-from tidekv.backends.copies.pieces import IndexPieces, KernelPieces, Launch, PagePairs, layer_count
+import numpy as np
+
+from tidekv.backends.copies.pieces import IndexPieces, KernelPieces, Launch, PagePairs, Pieces, layer_count
 from tidekv.backends.copies.staged import StagedMover, positions
 from tidekv.backends.copies.streams import Mark, Streams, streams_of
+from tidekv.backends.copies.stretches import StretchCopies, Stretches, stretch_copies
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
-from tidekv.backends.memory import PageIndex
+from tidekv.backends.memory import PageIndex, consecutive
 from tidekv.backends.page_layout import group_offsets
 from tidekv.states.errors import InvalidConfig
 
-# Estimated from the costs above, with a margin; not measured yet. `python -m benchmarks.gpu` measures both forms over
-# stretches of all sizes, and prints where they meet.
-KERNEL_BELOW_BYTES: Final = 512 << 10
+# Where both forms are equally fast to the device, measured on an H100: stretches of 64 KiB (`docs/gpu.md`).
+KERNEL_BELOW_BYTES: Final = 64 << 10
 
 
 def triton_launch() -> Launch | None:
@@ -55,7 +58,7 @@ class CopyForm(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CopyChoice:
-    """Chooses the kernel for copies whose stretches of host memory have fewer bytes than this on average.
+    """Chooses the kernel for copies to the device whose stretches of host memory have fewer bytes than this on average.
 
     0 never chooses it. Raises InvalidConfig for a negative number.
     """
@@ -78,7 +81,7 @@ Told = Callable[[Mark], None]
 
 
 class KernelMover:
-    """The kernel form: one launch for each group, directly between the pool's tensors and pinned host pages."""
+    """The kernel form: one launch for each group, directly from pinned host pages to the pool's tensors."""
 
     def __init__(self, device: DevicePool, host: HostPool, *, streams: Streams, pieces: KernelPieces) -> None:
         self._device = device
@@ -89,11 +92,10 @@ class KernelMover:
 
     def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
         """Enqueue copies of host pages to device pages, pairwise."""
-        self._move(device_pages, host_pages, to_rows=True)
-
-    def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
-        """Enqueue copies of device pages to host pages, pairwise."""
-        self._move(device_pages, host_pages, to_rows=False)
+        pairs = PagePairs(device_pages, host_pages, self._device.device)
+        stream = self._streams.current()
+        stream.run(pairs.upload)
+        stream.run(partial(self._pieces.move, self._pages, pairs, range(pairs.count), to_rows=True))
 
     def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Told) -> None:
         """As `to_device`, layer 0 first; calls `told` after each."""
@@ -112,18 +114,13 @@ class KernelMover:
         for to_rows in (True, False):
             stream.run(partial(self._pieces.move, self._pages, pairs, range(0), to_rows=to_rows))
 
-    def _move(self, rows: PageIndex, pages: PageIndex, *, to_rows: bool) -> None:
-        pairs = PagePairs(rows, pages, self._device.device)
-        stream = self._streams.current()
-        stream.run(pairs.upload)
-        stream.run(partial(self._pieces.move, self._pages, pairs, range(pairs.count), to_rows=to_rows))
-
 
 class LayerMover:
     """The async form by layers: an asynchronous copy for each piece of each page, without staging."""
 
-    def __init__(self, device: DevicePool, host: HostPool, *, streams: Streams) -> None:
+    def __init__(self, device: DevicePool, host: HostPool, *, streams: Streams, copies: StretchCopies) -> None:
         self._streams = streams
+        self._copies = copies
         self._rows = [group.rows for group in device.groups]
         self._steps = [group.layout.tensors_per_layer for group in device.groups]
         self._layers = layer_count(device)
@@ -145,10 +142,12 @@ class LayerMover:
             told(stream.mark())
 
     def _move_layer(self, layer: int, host_pages: PageIndex, device_pages: PageIndex) -> None:
-        for rows, parts, step in zip(self._rows, self._parts, self._steps, strict=True):
-            for row, part in zip(rows[layer * step :][:step], parts[layer * step :][:step], strict=True):
-                for source, target in zip(host_pages.tolist(), device_pages.tolist(), strict=True):
-                    row[target].copy_(part[source], non_blocking=True)
+        ones = np.ones(len(host_pages), dtype=np.int64)
+        self._copies.enqueue(
+            Stretches(row, part, device_pages, host_pages, ones)
+            for rows, parts, step in zip(self._rows, self._parts, self._steps, strict=True)
+            for row, part in zip(rows[layer * step :][:step], parts[layer * step :][:step], strict=True)
+        )
 
 
 class CudaMover:
@@ -173,8 +172,9 @@ class CudaMover:
         self._piece_bytes = min(device.layout.pieces)
         self._streams = streams_of(device.device) if streams is None else streams
         self._find_launch = find_launch
-        self._staged = StagedMover(device, host, streams=self._streams, pieces=IndexPieces(device))
-        self._layers = LayerMover(device, host, streams=self._streams)
+        self._copies = stretch_copies(device.device)
+        self._staged = self._staged_by(IndexPieces(device))
+        self._layers = LayerMover(device, host, streams=self._streams, copies=self._copies)
         self._kernel: KernelMover | None = None
 
     @property
@@ -192,15 +192,15 @@ class CudaMover:
         pieces = KernelPieces(self._device, launch)
         kernel = KernelMover(self._device, self._host, streams=self._streams, pieces=pieces)
         kernel.warm_up()
-        self._staged = StagedMover(self._device, self._host, streams=self._streams, pieces=pieces)
+        self._staged = self._staged_by(pieces)
         # Last: the other direction's thread may be choosing right now.
         self._kernel = kernel
 
     def form(self, host_pages: PageIndex) -> CopyForm:
-        """Return the form of a copy from or to these host pages."""
-        stretches = sum(1 for _ in page_runs(host_pages, positions(len(host_pages))))
+        """Return the form of a copy of these host pages to the device."""
+        _, _, counts = consecutive(host_pages, positions(len(host_pages)))
         total_bytes = len(host_pages) * self._page_bytes
-        return self._choice.form(total_bytes=total_bytes, stretch_count=stretches, has_kernel=self.has_kernel)
+        return self._choice.form(total_bytes=total_bytes, stretch_count=len(counts), has_kernel=self.has_kernel)
 
     def layer_form(self) -> CopyForm:
         """Return the form of copies by layers: their stretches are pieces, whichever pages they are."""
@@ -208,13 +208,17 @@ class CudaMover:
 
     def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
         """Enqueue copies of host pages to device pages, pairwise."""
-        if len(host_pages):
-            self._mover(host_pages).to_device(host_pages, device_pages)
+        if not len(host_pages):
+            return
+        if self._kernel is not None and self.form(host_pages) is CopyForm.KERNEL:
+            self._kernel.to_device(host_pages, device_pages)
+        else:
+            self._staged.to_device(host_pages, device_pages)
 
     def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
         """Enqueue copies of device pages to host pages, pairwise."""
         if len(host_pages):
-            self._mover(host_pages).to_host(device_pages, host_pages)
+            self._staged.to_host(device_pages, host_pages)
 
     def to_device_by_layer(self, host_pages: PageIndex, device_pages: PageIndex, told: Told) -> None:
         """Enqueue copies of host pages to device pages, layer 0 of all pages first; calls `told` after each."""
@@ -223,10 +227,8 @@ class CudaMover:
         else:
             self._layers.to_device_by_layer(host_pages, device_pages, told)
 
-    def _mover(self, host_pages: PageIndex) -> KernelMover | StagedMover:
-        if self._kernel is not None and self.form(host_pages) is CopyForm.KERNEL:
-            return self._kernel
-        return self._staged
+    def _staged_by(self, pieces: Pieces) -> StagedMover:
+        return StagedMover(self._device, self._host, streams=self._streams, pieces=pieces, copies=self._copies)
 
 
 class StagedCloner:

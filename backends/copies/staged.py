@@ -6,36 +6,45 @@ the host pages allow, and the rest is done in fast device memory:
     to device    host stretches ──bus──▶ staged [pages, page_bytes] ──spread──▶ each piece's tensor
     to host      each piece's tensor ──gather──▶ staged ──bus──▶ host stretches
 
-Two halves are staged, and two streams at work, so that the bus never waits for a gather:
+Each direction has a few slots, each with staged memory and a stream of its own, which take the parts of a copy in turn.
+While one slot is spread, the others keep the bus busy; and copies of several streams overlap on the bus, which short
+stretches need: one stream moves stretches of 256 KiB at 83 % of the bus, two at 90 % (`docs/gpu.md`).
 
-    lane   bring half 0 │ bring half 1 │ bring half 0 │ …        follows "spread half 0" before it brings it again
-    side                │ spread 0     │ spread 1     │ …        follows "brought half 0" before it spreads it
+    slot 0   bring part 0 │ spread 0 │ bring part 2 │ spread 2 │ …
+    slot 1   bring part 1 │ spread 1 │ bring part 3 │ …
+
+A slot's own stream orders the use of its memory. The slots begin behind the lane's earlier work, and the lane continues
+behind all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import numpy as np
 import torch
 
-from tidekv.backends.copies.cpu_moves import page_runs
 from tidekv.backends.copies.pieces import PagePairs, Pieces
-from tidekv.backends.copies.streams import Mark, Stream, Streams
+from tidekv.backends.copies.streams import Stream, Streams
+from tidekv.backends.copies.stretches import StretchCopies, Stretches
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
-from tidekv.backends.memory import PageIndex
+from tidekv.backends.memory import PageIndex, consecutive
 
-# Bytes of one half. Long enough to hide the launch cost (about 50 µs) behind its way over the bus (150 µs at 55 GB/s);
-# short, because the bus waits for the first half to be gathered, and for the last to be spread.
-HALF_BYTES: Final = 8 << 20
+# Long enough to hide the launch of a part (about 100 µs of CPU) behind its way over the bus (300 µs at 55 GB/s); short,
+# because the bus waits for the first part to be gathered, and for the last to be spread.
+SLOT_BYTES: Final = 16 << 20
+SLOTS: Final = 2
 
 
 class StagedMover:
     """Enqueues page copies on the current stream; returns before they are done. Works on any torch device.
 
-    Copies of one direction must be enqueued on one stream: they share their halves in its order. Each direction
+    Copies of one direction must be enqueued on one stream: they share their slots in its order. Each direction
     allocates its own at its first use.
     """
 
@@ -46,80 +55,80 @@ class StagedMover:
         *,
         streams: Streams,
         pieces: Pieces,
-        half_bytes: int = HALF_BYTES,
+        copies: StretchCopies,
+        slot_bytes: int = SLOT_BYTES,
     ) -> None:
         self._device = device.device
         self._host = host.buffer
         self._streams = streams
         self._pieces = pieces
-        self._half_pages = max(1, half_bytes // device.layout.page_bytes)
+        self._copies = copies
+        self._slot_pages = max(1, slot_bytes // device.layout.page_bytes)
         self._page_bytes = device.layout.page_bytes
-        self._up = _Staging(streams.make())
-        self._down = _Staging(streams.make())
+        self._up: list[_Slot] = []
+        self._down: list[_Slot] = []
 
     def to_device(self, host_pages: PageIndex, device_pages: PageIndex) -> None:
         """Enqueue copies of host pages to device pages, pairwise."""
-        lane, side = self._streams.current(), self._up.side
-        pairs, parts = self._begin(self._up, lane, device_pages)
-        spread: list[Mark] = []
-        try:
-            for number, part in enumerate(parts):
-                half = self._up.halves[number % 2]
-                if number >= 2:
-                    lane.follow(spread[number - 2])
-                lane.run(partial(self._bring, half, host_pages[part.start : part.stop]))
-                side.follow(lane.mark())
-                side.run(partial(self._pieces.move, half, pairs, part, to_rows=True))
-                spread.append(side.mark())
-        finally:
-            # However the copy ends: nothing of it may come after later work of the lane.
-            lane.follow(side.mark())
+
+        def enqueue(slot: _Slot, pairs: PagePairs, part: range) -> None:
+            slot.stream.run(partial(self._bring, slot.staged, host_pages[part.start : part.stop]))
+            slot.stream.run(partial(self._pieces.move, slot.staged, pairs, part, to_rows=True))
+
+        self._move(self._up, device_pages, enqueue)
 
     def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
         """Enqueue copies of device pages to host pages, pairwise."""
-        lane, side = self._streams.current(), self._down.side
-        pairs, parts = self._begin(self._down, lane, device_pages)
-        taken: list[Mark] = []
-        try:
-            for number, part in enumerate(parts):
-                half = self._down.halves[number % 2]
-                if number >= 2:
-                    side.follow(taken[number - 2])
-                side.run(partial(self._pieces.move, half, pairs, part, to_rows=False))
-                lane.follow(side.mark())
-                lane.run(partial(self._take, half, host_pages[part.start : part.stop]))
-                taken.append(lane.mark())
-        finally:
-            lane.follow(side.mark())
 
-    def _begin(self, staging: _Staging, lane: Stream, device_pages: PageIndex) -> tuple[PagePairs, list[range]]:
-        """Allocate the halves, order `side` behind the lane, and upload the ids."""
+        def enqueue(slot: _Slot, pairs: PagePairs, part: range) -> None:
+            slot.stream.run(partial(self._pieces.move, slot.staged, pairs, part, to_rows=False))
+            slot.stream.run(partial(self._take, slot.staged, host_pages[part.start : part.stop]))
+
+        self._move(self._down, device_pages, enqueue)
+
+    def _move(
+        self, slots: list[_Slot], device_pages: PageIndex, enqueue: Callable[[_Slot, PagePairs, range], None]
+    ) -> None:
+        """Enqueue the parts of a copy on the slots in turn, between the lane's earlier and its later work."""
         count = len(device_pages)
-        if not staging.halves:
-            # Allocated within the lane: the memory may still be in use there, and `side` follows it.
-            shape = (self._half_pages, self._page_bytes)
-            staging.halves = [torch.empty(shape, dtype=torch.uint8, device=self._device) for _ in range(2)]
-        staging.side.follow(lane.mark())
-        pairs = PagePairs(device_pages, positions(count) % self._half_pages, self._device)
-        staging.side.run(pairs.upload)
-        starts = range(0, count, self._half_pages)
-        return pairs, [range(start, min(start + self._half_pages, count)) for start in starts]
+        lane = self._streams.current()
+        if not slots:
+            # The memory is allocated on the lane, where it may still be in use: the slots begin behind the lane.
+            shape = (self._slot_pages, self._page_bytes)
+            for _ in range(SLOTS):
+                staged = torch.empty(shape, dtype=torch.uint8, device=self._device)
+                slots.append(_Slot(self._streams.make(), staged))
+        pairs = PagePairs(device_pages, positions(count) % self._slot_pages, self._device)
+        lane.run(pairs.upload)
+        begin = lane.mark()
+        used = slots[: -(-count // self._slot_pages)]
+        with ExitStack() as ways_out:
+            for slot in used:
+                slot.stream.follow(begin)
+                # However the copy ends: nothing of it may come after later work of the lane.
+                ways_out.callback(_continue_behind, lane, slot)
+            for number, start in enumerate(range(0, count, self._slot_pages)):
+                enqueue(slots[number % SLOTS], pairs, range(start, min(start + self._slot_pages, count)))
 
-    def _bring(self, half: torch.Tensor, host_pages: PageIndex) -> None:
-        for source, target, count in page_runs(host_pages, positions(len(host_pages))):
-            half[target : target + count].copy_(self._host[source : source + count], non_blocking=True)
+    def _bring(self, staged: torch.Tensor, host_pages: PageIndex) -> None:
+        from_rows, to_rows, counts = consecutive(host_pages, positions(len(host_pages)))
+        self._copies.enqueue([Stretches(staged, self._host, to_rows, from_rows, counts)])
 
-    def _take(self, half: torch.Tensor, host_pages: PageIndex) -> None:
-        for target, source, count in page_runs(host_pages, positions(len(host_pages))):
-            self._host[target : target + count].copy_(half[source : source + count], non_blocking=True)
+    def _take(self, staged: torch.Tensor, host_pages: PageIndex) -> None:
+        to_rows, from_rows, counts = consecutive(host_pages, positions(len(host_pages)))
+        self._copies.enqueue([Stretches(self._host, staged, to_rows, from_rows, counts)])
 
 
-class _Staging:
-    """One direction's halves, and the stream that spreads or gathers."""
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Staged memory, uint8 [pages, page_bytes], and the stream that orders its use."""
 
-    def __init__(self, side: Stream) -> None:
-        self.side = side
-        self.halves: list[torch.Tensor] = []
+    stream: Stream
+    staged: torch.Tensor
+
+
+def _continue_behind(lane: Stream, slot: _Slot) -> None:
+    lane.follow(slot.stream.mark())
 
 
 def positions(count: int) -> PageIndex:

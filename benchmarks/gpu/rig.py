@@ -192,18 +192,17 @@ def page_speeds(rig: Rig, limits: dict[str, float]) -> list[Speed]:
     for shape in rig.shapes:
         pools = Pools(rig, shape)
         chosen = pools.mover().form(pools.pages(1, seed=2))
-        for form, below_bytes in ((CopyForm.KERNEL, ALWAYS), (CopyForm.ASYNC, NEVER)):
-            mover = pools.mover(below_bytes)
-            if form is CopyForm.KERNEL and not mover.has_kernel:
-                continue
-            speeds += [
-                Speed(shape, way, form, form is chosen, pools.gb_s(mover, way), limit) for way, limit in limits.items()
-            ]
+        kernel, asynchronous = pools.mover(ALWAYS), pools.mover(NEVER)
+        ways = [(CopyForm.KERNEL, kernel, TO_DEVICE)] if kernel.has_kernel else []
+        ways += [(CopyForm.ASYNC, asynchronous, way) for way in limits]
+        for form, mover, way in ways:
+            is_chosen = way == TO_HOST or form is chosen
+            speeds.append(Speed(shape, way, form, is_chosen, pools.gb_s(mover, way), limits[way]))
     return speeds
 
 
 def meeting_point(rig: Rig) -> list[tuple[int, dict[CopyForm, float]]]:
-    """Return GB/s of both forms, each in its slower direction, by bytes of a stretch; empty without a kernel."""
+    """Return GB/s of both forms to the device, by bytes of a stretch; empty without a kernel."""
     pools = Pools(rig, rig.small)
     movers = {CopyForm.KERNEL: pools.mover(ALWAYS), CopyForm.ASYNC: pools.mover(NEVER)}
     if not movers[CopyForm.KERNEL].has_kernel:
@@ -211,10 +210,7 @@ def meeting_point(rig: Rig) -> list[tuple[int, dict[CopyForm, float]]]:
     found = []
     run_pages = 1
     while run_pages <= min(128, pools.count):
-        speeds = {
-            form: min(pools.gb_s(mover, way, run_pages) for way in (TO_DEVICE, TO_HOST))
-            for form, mover in movers.items()
-        }
+        speeds = {form: pools.gb_s(mover, TO_DEVICE, run_pages) for form, mover in movers.items()}
         found.append((run_pages * pools.device.layout.page_bytes, speeds))
         run_pages *= 2
     return found

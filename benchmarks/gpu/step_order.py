@@ -24,6 +24,7 @@ from tidekv.backends.copies.pieces import IndexPieces, PagePairs, Pieces
 from tidekv.backends.copies.staged import StagedMover
 from tidekv.backends.copies.stream_lane import StreamLane
 from tidekv.backends.copies.streams import CudaStream
+from tidekv.backends.copies.stretches import stretch_copies
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
@@ -171,7 +172,7 @@ async def both_ways(order: Order, form: str, rounds: int) -> int:
 
 
 class SlowPieces:
-    """Spreads and gathers late, so that a half which is not waited for is overwritten before."""
+    """Spreads and gathers late, so that a slot which is not waited for is read or overwritten before."""
 
     def __init__(self, pieces: Pieces, device: torch.device) -> None:
         self._pieces = pieces
@@ -186,13 +187,19 @@ class SlowPieces:
         self._pieces.move(pages, pairs, part, to_rows=to_rows)
 
 
-async def halves(order: Order, _: str, rounds: int) -> int:
+async def slots(order: Order, _: str, rounds: int) -> int:
     """Copy many times what is staged, with gathers that are later than the bus. Counts wrong rounds."""
     wrong = 0
     lane = order.rig.streams.make()
     pieces = SlowPieces(IndexPieces(order.device), order.rig.device)
-    half_bytes = 2 * order.device.layout.page_bytes
-    mover = StagedMover(order.device, order.host, streams=order.rig.streams, pieces=pieces, half_bytes=half_bytes)
+    mover = StagedMover(
+        order.device,
+        order.host,
+        streams=order.rig.streams,
+        pieces=pieces,
+        copies=stretch_copies(order.rig.device),
+        slot_bytes=2 * order.device.layout.page_bytes,
+    )
     random = torch.Generator().manual_seed(3)
     for _number in range(rounds):
         above, below = order.some_pages()
@@ -251,7 +258,7 @@ CHECKS: tuple[tuple[str, Check, Plant | None, tuple[str, ...]], ...] = (
     ("a store waits for the forward pass that writes the pages", stores, lane_without_wait, FORMS),
     ("a load waits for the forward pass that reads the pages", loads, lane_without_wait, FORMS),
     ("a forward pass reads a layer once it is there", layers, layers_without_wait, FORMS),
-    ("staged halves are waited for", halves, streams_without_wait, (ASYNC,)),
+    ("staged slots are waited for", slots, streams_without_wait, (ASYNC,)),
     ("stores and loads at once, pages reused at once", both_ways, None, FORMS),
 )
 

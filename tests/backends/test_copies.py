@@ -21,6 +21,7 @@ from tidekv.backends.copies.lanes import CopyLanes
 from tidekv.backends.copies.pieces import IndexPieces
 from tidekv.backends.copies.staged import StagedMover
 from tidekv.backends.copies.streams import InlineStreams
+from tidekv.backends.copies.stretches import SingleCopies
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
@@ -135,8 +136,14 @@ def test_copies_equal_a_page_by_page_model(
     device, host = device_pool(layout, wrapped=wrapped), HostPool.allocate(layout, PAGES)
     mover = PageMover(device, host)
     if mover_type is StagedMover:
-        pieces, half_bytes = IndexPieces(device), 3 * layout.page_bytes
-        mover = StagedMover(device, host, streams=InlineStreams(), pieces=pieces, half_bytes=half_bytes)
+        mover = StagedMover(
+            device,
+            host,
+            streams=InlineStreams(),
+            pieces=IndexPieces(device),
+            copies=SingleCopies(),
+            slot_bytes=3 * layout.page_bytes,
+        )
     on_device, on_host = filled(device, 1), filled(host, 2)
     mover.to_device(sources, targets)
     for source, target in zip(*pairs, strict=True):

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,9 +22,11 @@ from tidekv.backends.copies.cuda import KERNEL_BELOW_BYTES, CopyChoice, CopyForm
 from tidekv.backends.copies.pieces import IndexPieces, KernelPieces, PagePairs, PieceShape
 from tidekv.backends.copies.staged import StagedMover
 from tidekv.backends.copies.streams import InlineStreams, Mark, Stream
+from tidekv.backends.copies.stretches import BatchedCopies, SingleCopies, Stretches, stretch_copies
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
+from tidekv.backends.memory import consecutive
 from tidekv.backends.page_layout import Layout, PageLayout
 from tidekv.states.errors import InvalidConfig
 
@@ -35,7 +39,7 @@ GROUPS = PageLayout.of(
     indexer=KVLayout(num_layers=4, num_kv_heads=1, head_dim=5, dtype="uint8", page_size=4, kind="mla"),
 )
 PAGES = 24
-MOVERS = ["kernel", "staged by kernel", "staged by torch"]
+MOVERS = ["by kernel", "by torch"]
 
 
 class ScrambledStreams:
@@ -128,6 +132,38 @@ def memmove_launch(
             ctypes.memmove(*((row, page) if to_rows else (page, row)), shape.piece_bytes)
 
 
+class MemmoveRuntime:
+    """NVIDIA's runtime with memmove in the place of its copies, which it makes in a random order."""
+
+    cudaMemcpyAttributes = SimpleNamespace  # noqa: N815  # The runtime's own name.
+    cudaMemcpySrcAccessOrder = SimpleNamespace(cudaMemcpySrcAccessOrderStream=1)  # noqa: N815  # As above.
+    status = 0
+
+    @classmethod
+    def cudaMemcpyBatchAsync(  # noqa: N802  # As above.
+        cls,
+        targets: list[int],
+        sources: list[int],
+        sizes: list[int],
+        count: int,
+        attributes: list[SimpleNamespace],
+        attribute_starts: list[int],
+        attribute_count: int,
+        stream: int,
+    ) -> tuple[int]:
+        assert len(targets) == len(sources) == len(sizes) == count > 0
+        assert (attribute_starts, attribute_count, attributes[0].srcAccessOrder, stream) == ([0], 1, 1, 7)
+        for number in random.sample(range(count), count):
+            ctypes.memmove(targets[number], sources[number], sizes[number])
+        return (cls.status,)
+
+
+@pytest.fixture(autouse=True)
+def stream_seven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A current stream, on a machine without any."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
+
+
 def pools(layout: Layout) -> tuple[DevicePool, HostPool, torch.Tensor, torch.Tensor]:
     """Pools, and the bytes that they hold."""
     device, host = DevicePool.allocate(layout, PAGES), HostPool.allocate(layout, PAGES)
@@ -141,14 +177,12 @@ def pools(layout: Layout) -> tuple[DevicePool, HostPool, torch.Tensor, torch.Ten
 
 
 def mover_of(
-    kind: str, device: DevicePool, host: HostPool, streams: ScrambledStreams | InlineStreams, half_pages: int = 2
-) -> KernelMover | StagedMover:
-    pieces = IndexPieces(device) if kind == "staged by torch" else KernelPieces(device, memmove_launch)
-    if kind == "kernel":
-        assert isinstance(pieces, KernelPieces)
-        return KernelMover(device, host, streams=streams, pieces=pieces)
-    half_bytes = half_pages * device.layout.page_bytes
-    return StagedMover(device, host, streams=streams, pieces=pieces, half_bytes=half_bytes)
+    kind: str, device: DevicePool, host: HostPool, streams: ScrambledStreams | InlineStreams, slot_pages: int = 2
+) -> StagedMover:
+    pieces = IndexPieces(device) if kind == "by torch" else KernelPieces(device, memmove_launch)
+    slot_bytes = slot_pages * device.layout.page_bytes
+    copies = SingleCopies() if kind == "by torch" else BatchedCopies(MemmoveRuntime, device.device)
+    return StagedMover(device, host, streams=streams, pieces=pieces, copies=copies, slot_bytes=slot_bytes)
 
 
 @st.composite
@@ -163,19 +197,19 @@ def page_lists(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("layout", [LAYOUT, GROUPS], ids=["mha", "groups"])
 @pytest.mark.parametrize("kind", MOVERS)
 @settings(max_examples=20)
-@given(up=page_lists(), down=page_lists(), half_pages=st.integers(1, 5), seed=st.integers())
+@given(up=page_lists(), down=page_lists(), slot_pages=st.integers(1, 5), seed=st.integers())
 def test_copies_are_right_in_whatever_order_streams_advance(
     layout: Layout,
     kind: str,
     up: tuple[np.ndarray, np.ndarray],
     down: tuple[np.ndarray, np.ndarray],
-    half_pages: int,
+    slot_pages: int,
     seed: int,
 ) -> None:
     """Two copies a direction, and then what the lane has next."""
     device, host, on_device, on_host = pools(layout)
     streams = ScrambledStreams(seed)
-    mover = mover_of(kind, device, host, streams, half_pages)
+    mover = mover_of(kind, device, host, streams, slot_pages)
     seen: list[torch.Tensor] = []
     for _ in range(2):
         mover.to_device(up[0], up[1])
@@ -203,26 +237,26 @@ def test_a_copy_waits_for_what_the_lane_had_before(kind: str) -> None:
         assert not device.read_pages(range(PAGES)).any()
 
 
-@pytest.mark.parametrize("kind", MOVERS[1:])
+@pytest.mark.parametrize("kind", MOVERS)
 @pytest.mark.parametrize("to_device", [True, False])
 def test_a_copy_that_fails_half_way_leaves_nothing_behind_the_lane(kind: str, *, to_device: bool) -> None:
     for seed in range(20):
         device, host, _, _ = pools(LAYOUT)
         streams = ScrambledStreams(seed)
-        mover = mover_of(kind, device, host, streams, half_pages=2)
-        assert isinstance(mover, StagedMover)
-        follow, calls = streams.lane.follow, iter(range(100))
-
-        def failing(mark: Mark) -> None:
-            # Once: the way out follows as well.
-            if next(calls) == 1:  # noqa: B023  # Called before the next round.
-                raise RuntimeError("cudaErrorUnknown")
-            follow(mark)  # noqa: B023  # As above.
-
-        streams.lane.follow = failing  # type: ignore[method-assign]  # The device's own error.
+        mover = mover_of(kind, device, host, streams, slot_pages=2)
+        move = mover.to_device if to_device else mover.to_host
         pages = np.arange(10)
+        move(pages, pages)
+        run, calls = streams.streams[-1].run, iter(range(100))
+
+        def failing(work: Callable[[], None]) -> None:
+            if next(calls) == 2:  # noqa: B023  # Called before the next round.
+                raise RuntimeError("cudaErrorUnknown")
+            run(work)  # noqa: B023  # As above.
+
+        streams.streams[-1].run = failing  # type: ignore[method-assign]  # The device's own error.
         with pytest.raises(RuntimeError, match="cudaErrorUnknown"):
-            (mover.to_device if to_device else mover.to_host)(pages, pages)
+            move(pages, pages)
         streams.finish(until=streams.lane.mark())
         assert not any(stream.queue for stream in streams.streams)
 
@@ -237,7 +271,7 @@ def test_layers_come_in_order_each_with_its_mark(layout: Layout, *, by_kernel: b
     mover = (
         KernelMover(device, host, streams=streams, pieces=KernelPieces(device, memmove_launch))
         if by_kernel
-        else LayerMover(device, host, streams=streams)
+        else LayerMover(device, host, streams=streams, copies=BatchedCopies(MemmoveRuntime, device.device))
     )
     before = device.read_pages(range(PAGES))
     marks: list[Mark] = []
@@ -345,6 +379,11 @@ def test_scattered_pages_take_the_kernel_and_long_stretches_do_not() -> None:
     assert torch.equal(device.read_pages([5, 6]), expected[2:])
     assert torch.equal(device.read_pages(stretch), on_host[scattered])
     assert mover.layer_form() is CopyForm.KERNEL
+    # No multiprocessor writes host memory: one pair more is launched for each page, to gather it on the device.
+    launched = recorder.moved
+    mover.to_host(scattered, np.array([8, 10, 12, 14]))
+    assert recorder.moved == launched + 4
+    assert torch.equal(host.read_pages([8, 10, 12, 14]), device.read_pages(scattered))
 
 
 def test_where_there_is_no_triton_all_copies_are_asynchronous() -> None:
@@ -375,3 +414,44 @@ def test_a_kernel_that_cannot_be_compiled_is_left_out() -> None:
     pages = np.array([5, 1, 9])
     mover.to_device(pages, pages)
     assert torch.equal(device.read_pages(pages), on_host[pages])
+
+
+@given(pairs=page_lists())
+def test_stretches_are_the_longest_that_are_consecutive_on_both_sides(pairs: tuple[np.ndarray, np.ndarray]) -> None:
+    first, second, counts = consecutive(*pairs)
+    rows = [(int(a) + step, int(b) + step) for a, b, n in zip(first, second, counts, strict=True) for step in range(n)]
+    assert rows == list(zip(pairs[0].tolist(), pairs[1].tolist(), strict=True))
+    starts = list(zip(first.tolist(), second.tolist(), strict=True))
+    ends = [(a + n, b + n) for (a, b), n in zip(starts, counts.tolist(), strict=True)]
+    assert all(end != start for end, start in zip(ends, starts[1:], strict=False))
+
+
+@pytest.mark.parametrize("copies", [SingleCopies(), BatchedCopies(MemmoveRuntime, torch.device("cpu"))])
+def test_stretches_of_rows_with_other_bytes_between_them(copies: SingleCopies | BatchedCopies) -> None:
+    source = torch.randint(0, 256, (9, 10), dtype=torch.uint8)
+    target = torch.zeros(9, 4, dtype=torch.uint8)
+    rows = Stretches(target, source[:, 3:7], np.array([0, 5]), np.array([2, 6]), np.array([3, 2]))
+    copies.enqueue([rows, Stretches(target, source[:, :4], np.array([8]), np.array([0]), np.array([1]))])
+    expected = torch.zeros(9, 4, dtype=torch.uint8)
+    expected[0:3], expected[5:7], expected[8] = source[2:5, 3:7], source[6:8, 3:7], source[0, :4]
+    assert torch.equal(target, expected)
+    copies.enqueue([])
+
+
+def test_a_batch_that_the_driver_refuses_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemmoveRuntime, "status", 1)
+    copies = BatchedCopies(MemmoveRuntime, torch.device("cpu"))
+    one = Stretches(torch.zeros(1, 4), torch.zeros(1, 4), np.array([0]), np.array([0]), np.array([1]))
+    with pytest.raises(RuntimeError, match="a batch of 1 asynchronous copies was refused"):
+        copies.enqueue([one])
+
+
+@pytest.mark.parametrize(("version", "batched"), [(12080, True), (13000, True), (12040, False), (None, False)])
+def test_copies_are_batched_where_the_driver_can(
+    version: int | None, batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = None if version is None else MemmoveRuntime
+    monkeypatch.setattr(MemmoveRuntime, "cudaDriverGetVersion", lambda: (0, version), raising=False)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", runtime)
+    assert isinstance(stretch_copies(torch.device("cuda")), BatchedCopies) is batched
+    assert isinstance(stretch_copies(torch.device("cpu")), SingleCopies)

@@ -53,7 +53,7 @@ def test_the_steps_bring_the_figures_that_targets_ask_for(tmp_path: Path) -> Non
     found = json.loads(file.read_text())
     assert asked == set(found["figures"]) == set(found["words"])
     said = "\n".join(row[0] for row in found["rows"])
-    for word in ("one pinned copy to device", "kernel copies to host, tiny, page 4", "async is as fast", "layer 0"):
+    for word in ("one pinned copy to device", "async copies to host, tiny, page 4", "async is as fast", "layer 0"):
         assert word in said
     # Of both forms the one that is chosen is asked for, in each shape and way.
     assert sum(asked == "≥ 90 %" for _, _, asked in found["rows"]) == 4

@@ -69,7 +69,9 @@ def test_the_kernel_moves_what_numpy_does(interpreted: ModuleType, layout: PageL
         mover.to_device(pages, rows)
         on_device[rows] = on_host[pages]
     elif data.draw(st.booleans()):
-        mover.to_host(rows, pages)
+        pairs = PagePairs(rows, pages, device.device)
+        pairs.upload()
+        pieces.move(host.buffer, pairs, range(count), to_rows=False)
         on_host[pages] = on_device[rows]
     else:
         told: list[object] = []
