@@ -29,6 +29,7 @@ STEPS = (
     Step("tests", "step_tests", "the tests marked gpu", limit_s=110),
     Step("bytes", "step_bytes", "every byte of copies in all forms and layouts"),
     Step("order", "step_order", "copies behind a forward pass that spins, and planted breaks"),
+    Step("pair", "step_pair", "a whole engine and two prefill workers over NIXL, with faults"),
     Step("copies", "step_copies", "speed of copies beside one pinned copy, both forms, launches"),
     Step("load", "step_load", "copies beside other work, threads, time to an outcome"),
 )

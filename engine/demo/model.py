@@ -89,8 +89,8 @@ def check_installed() -> None:
         raise InvalidConfig("the small model needs the package transformers: pip install 'tidekv[demo]'")
 
 
-def build_llama(shape: ModelShape) -> Llama:
-    """Build the model. Equal shapes give equal weights in every process. Raises InvalidConfig without transformers."""
+def build_llama(shape: ModelShape, device: str | torch.device = "cpu") -> Llama:
+    """Build the model on a device. Equal shapes give equal weights in every process. Raises InvalidConfig without transformers."""
     check_installed()
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -117,7 +117,7 @@ def build_llama(shape: ModelShape) -> Llama:
         if weight.dim() > 1:
             std = 1.0 if "embed_tokens" in name else shape.weight_std
             weight.copy_(torch.randn(weight.shape, generator=source, dtype=torch.float64) * std)
-    return model
+    return model.to(device)
 
 
 def cache_argument(model: Any) -> str:  # Any: `transformers` is optional and is not type-checked.

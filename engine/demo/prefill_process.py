@@ -9,10 +9,13 @@ parent closes the socket: the child closes its peer and ends. A child that ends 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from types import TracebackType
 from typing import Literal, Self
 
@@ -66,6 +69,7 @@ class PrefillOrder(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int
     vocabulary: int
     model: ModelShape | None = None
+    device: str = "cpu"
     keep_prefixes: bool = True
     components: tuple[ComponentOrder, ...] = ()
     link_bytes_per_s: float | None = None
@@ -94,8 +98,10 @@ Counts = dict[str, float]
 class PrefillProcess:
     """The parent's end, an async context manager. The child runs for the duration of the block."""
 
-    def __init__(self, order: PrefillOrder) -> None:
+    def __init__(self, order: PrefillOrder, *, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: variables of the child beside those of this process."""
         self._order = order
+        self._environment = dict(os.environ) | dict(environment or {})
         self.address = ""
 
     async def __aenter__(self) -> Self:
@@ -104,7 +110,12 @@ class PrefillProcess:
         with theirs:
             try:
                 self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", __name__, str(theirs.fileno()), pass_fds=(theirs.fileno(),)
+                    sys.executable,
+                    "-m",
+                    __name__,
+                    str(theirs.fileno()),
+                    pass_fds=(theirs.fileno(),),
+                    env=self._environment,
                 )
             except BaseException:
                 ours.close()
@@ -130,6 +141,10 @@ class PrefillProcess:
     ) -> None:
         """Close the line and wait for the child's end; kill it after a timeout."""
         await self._end()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Stop, continue or kill the child."""
+        self._process.send_signal(number)
 
     async def counts(self, *, forget: bool = False) -> Counts:
         """Return the child's counts: those of the peer, its pages, and the number of tokens computed."""
@@ -190,14 +205,15 @@ async def prefill_worker(
     metrics_listen: str | None = None,
 ) -> AsyncIterator[tuple[PrefillPeer, ModelPrefill | SyntheticPrefill, PrefixPages]]:
     """Run the prefill worker of an order for the duration of the block."""
-    pool = DevicePool.allocate(order.layout, order.num_pages)
+    pool = DevicePool.allocate(order.layout, order.num_pages, device=order.device)
     components = [component.pools() for component in order.components]
     with ExitStack() as stack:
         pages = PrefixPages(order.num_pages, order.layout.page_size, keep=order.keep_prefixes)
         worker: ModelPrefill | SyntheticPrefill
         if order.model is not None:
             compute = stack.enter_context(ComputeThread("prefill"))
-            model = PagedModel(await compute.run(lambda: build_llama(_required(order.model))), pool)
+            build = partial(build_llama, _required(order.model), device=pool.device)
+            model = PagedModel(await compute.run(build), pool)
             worker = ModelPrefill(model, pages, compute, chunk_tokens=order.chunk_tokens)
         else:
             chunk_pages = max(1, order.chunk_tokens // order.layout.page_size)

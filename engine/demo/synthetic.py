@@ -55,10 +55,13 @@ class SyntheticKV:
         self._rows = tuple(row.view(unit) for row in pool.rows)
 
     def fill(self, pages: PageIds | Sequence[int], digests: Sequence[bytes]) -> None:
-        """Overwrite each page with the content of its digest. Pages must be distinct."""
+        """Overwrite each page with the content of its digest. Pages must be distinct. Returns with the bytes in place."""
         for index, keys in self._batches(pages, digests):
             for piece, row in enumerate(self._rows):
                 row.index_copy_(0, index, self._content(piece, keys))
+        if self._pool.device.type == "cuda":
+            # A transfer reads the pages without regard to streams.
+            torch.cuda.current_stream(self._pool.device).synchronize()
 
     def verify(self, pages: PageIds | Sequence[int], digests: Sequence[bytes]) -> list[int]:
         """Compare each page, byte for byte, with the content of its digest.
