@@ -58,6 +58,7 @@ class TierOptions:
     in_flight_max: int = 0
     compare: bool = True
     journal: str | None = None
+    device: str = "cpu"
     storage_options: Mapping[str, object] | None = None
     trace_layout: KVLayout | None = None
     """Page layout of a recording's synthetic KV; its page size overrides `page_size`. None uses little KV per token."""
@@ -127,11 +128,12 @@ async def run_conversations(
     workload = make_workload(options)
     result = _sized_for(workload, shape, tiers)
     order = model_order(shape, result.layout, num_pages=4 * max(result.l1_pages, result.l2_pages))
+    order = msgspec.structs.replace(order, device=tiers.device)
     if deployment is not None:
         order = msgspec.structs.replace(order, link_bytes_per_s=deployment.bytes_per_s(result.layout))
     with ComputeThread("decode") as compute:
         async with DistantPrefill(prefill_address) if prefill_address else PrefillProcess(order) as prefill:
-            llama = await compute.run(partial(build_llama, shape))
+            llama = await compute.run(partial(build_llama, shape, tiers.device))
             passes = []
             for cache in (True, False) if tiers.compare else (True,):
                 phase = Phase(CACHED if cache else UNCACHED)
@@ -256,7 +258,7 @@ async def _decode_worker(
 ) -> AsyncIterator[_Worker]:
     """Run a decode worker with new pools for the duration of the block; then the phase's figures are complete."""
     before = await prefill.counts(forget=True)
-    device = DevicePool.allocate(result.layout, result.l1_pages)
+    device = DevicePool.allocate(result.layout, result.l1_pages, device=tiers.device)
     host = HostPool.allocate(result.layout, result.l2_pages) if cache else None
     # Small workloads have short prefixes and loopback is fast; the job shows that L3 works, not from when on it pays.
     shown = EngineConfig(

@@ -90,7 +90,10 @@ def check_installed() -> None:
 
 
 def build_llama(shape: ModelShape, device: str | torch.device = "cpu") -> Llama:
-    """Build the model on a device. Equal shapes give equal weights in every process. Raises InvalidConfig without transformers."""
+    """Build the model on a device. Equal shapes give equal weights in every process.
+
+    Raises InvalidConfig without transformers.
+    """
     check_installed()
     from transformers import LlamaConfig, LlamaForCausalLM
 

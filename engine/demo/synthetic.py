@@ -55,7 +55,9 @@ class SyntheticKV:
         self._rows = tuple(row.view(unit) for row in pool.rows)
 
     def fill(self, pages: PageIds | Sequence[int], digests: Sequence[bytes]) -> None:
-        """Overwrite each page with the content of its digest. Pages must be distinct. Returns with the bytes in place."""
+        """Overwrite each page with the content of its digest, and return with the bytes in place. Pages must be
+        distinct.
+        """
         for index, keys in self._batches(pages, digests):
             for piece, row in enumerate(self._rows):
                 row.index_copy_(0, index, self._content(piece, keys))
