@@ -14,6 +14,7 @@ from typing import Final
 
 from tidekv.engine.config.memory import cpu_limit, host_memory
 from tidekv.engine.doctor.finding import Finding, in_bytes
+from tidekv.transports.nixl.rdma_module import rdma_devices
 
 GIB: Final = 1 << 30
 LOCKED_WANTED_BYTES: Final = 8 * GIB
@@ -120,12 +121,6 @@ def same_host_copies(root: Path) -> Finding:
         return Finding("same-host copies", "ok", "cross-memory attach is allowed")
     advice = "For prefill and decode on one host: sysctl kernel.yama.ptrace_scope=0, or the capability SYS_PTRACE."
     return Finding("same-host copies", "warn", f"kernel.yama.ptrace_scope is {scope}", advice)
-
-
-def rdma_devices(root: Path) -> list[str]:
-    """Return the names of InfiniBand and RoCE devices."""
-    folder = root / "sys/class/infiniband"
-    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
 def rdma(root: Path, *, environment: Mapping[str, str]) -> Finding:

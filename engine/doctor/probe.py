@@ -32,6 +32,7 @@ def nixl(_: str) -> list[Finding]:
     """Create an agent, list its plugins, and start UCX as a worker does."""
     from tidekv.engine.doctor.machine import data_plane, listening
     from tidekv.states.errors import TidekvError
+    from tidekv.transports.nixl import rdma_module
     from tidekv.transports.nixl.agent import NixlAgent
 
     reinstall = "Run: pip install --force-reinstall nixl==1.5.1, and read the messages of NIXL above."
@@ -43,6 +44,7 @@ def nixl(_: str) -> list[Finding]:
     listed = ", ".join(plugins)
     if "UCX" not in plugins:
         return [Finding("nixl", "bad", f"plugins: {listed}; UCX is missing", reinstall)]
+    is_set = rdma_module.MODULES_VARIABLE in os.environ
     try:
         before = set(listening())
         agent = NixlAgent(f"doctor-ucx-{os.getpid()}", backends={"UCX": {}}, progress_delay_us=20_000)
@@ -50,10 +52,28 @@ def nixl(_: str) -> list[Finding]:
     except TidekvError as error:
         advice = "Unset UCX_TLS and UCX_NET_DEVICES, or name devices that exist."
         return [Finding("nixl", "bad", f"UCX does not start: {error}", advice)]
+    ending = process_end(rdma_module.why_unused({}, os.environ), is_set=is_set, crashes=rdma_module.keep_exit_code())
     if "POSIX" not in plugins:
         advice = "Storage needs it with io=nixl only."
-        return [Finding("nixl", "warn", f"plugins: {listed}; POSIX is missing", advice), ports]
-    return [Finding("nixl", "ok", f"UCX starts; plugins: {listed}"), ports]
+        return [Finding("nixl", "warn", f"plugins: {listed}; POSIX is missing", advice), ports, ending]
+    return [Finding("nixl", "ok", f"UCX starts; plugins: {listed}"), ports, ending]
+
+
+def process_end(unused: str, *, is_set: bool, crashes: bool) -> Finding:
+    """Tell how a process with a NIXL agent ends. `unused` is why no RDMA device is used, empty if one is."""
+    variable = "UCX_MODULES"
+    if crashes:
+        found = (
+            "NIXL and the system each bring RDMA libraries: a process that loads both crashes at its end; those with a "
+            "NixlTransport skip the libraries' destructors and keep their exit code"
+        )
+        advice = f"Set {variable}=^ib if no RDMA device is to be used." if not unused else f"Unset {variable}."
+        return Finding("process end", "warn", found, advice)
+    if is_set:
+        return Finding("process end", "ok", f"{variable}={os.environ[variable]}; RDMA libraries are loaded once")
+    if unused:
+        return Finding("process end", "ok", f"UCX loads without its RDMA module: {unused}")
+    return Finding("process end", "ok", "RDMA libraries are loaded once")
 
 
 def ucx(_: str) -> list[Finding]:

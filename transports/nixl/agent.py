@@ -21,6 +21,7 @@ import numpy as np
 
 from tidekv.states.errors import InvalidConfig, LocalProtocolError, TransferFailed
 from tidekv.states.types import PoolMemory, Segment
+from tidekv.transports.nixl import rdma_module
 from tidekv.transports.nixl.layout import extents, strided_rows
 from tidekv.transports.nixl.plan import Part
 
@@ -49,7 +50,10 @@ class NixlAgent:
         except Exception as error:
             _raise_translated("an agent cannot be made", error)
         for backend, options in backends.items():
+            if backend == "UCX":
+                rdma_module.leave_out_unused(options, os.environ)
             self._call(f"backend {backend} cannot be started", "createBackend", backend, dict(options))
+        rdma_module.keep_exit_code()
 
     def plugins(self) -> list[str]:
         """Return the names of the plugins that NIXL found, started or not."""
