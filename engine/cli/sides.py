@@ -67,6 +67,8 @@ def prefill(
     console = Console()
 
     async def serve() -> None:
+        # Before the address is printed: a supervisor may stop the worker as soon as it has read it.
+        _cancel_at_signals()
         async with prefill_worker(
             order,
             listen=section.listen,
@@ -83,25 +85,37 @@ def prefill(
             if peer.metrics_address is not None:
                 console.print(f"metrics at http://{peer.metrics_address}/metrics", soft_wrap=True)
             try:
-                await _told_to_end()
+                await asyncio.Event().wait()
             finally:
                 counts = peer.statistics()
                 console.print(f"sent {counts['pages_sent']:,} pages, {counts['bytes_sent']:,} bytes")
 
     torch.set_num_threads(1)
-    # Ctrl-C may interrupt the start.
-    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    # Ctrl-C may arrive before the handler is set.
+    with (
+        contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         runner.run(serve())
     console.print("ended")
 
 
-async def _told_to_end() -> None:
-    """Wait for SIGTERM or Ctrl-C. Ctrl-C stays ignored if it is, as for background jobs of a shell."""
-    told = asyncio.Event()
+def _cancel_at_signals() -> None:
+    """Cancel the calling task at SIGTERM or Ctrl-C: its worker closes in order, whether it has started or not.
+
+    Further signals change nothing, since a close is bounded. Ctrl-C stays ignored if it is, as for background jobs of a
+    shell.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "called in a task"
+
+    def end() -> None:
+        if not task.cancelling():
+            task.cancel()
+
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            asyncio.get_running_loop().add_signal_handler(number, told.set)
-    await told.wait()
+            asyncio.get_running_loop().add_signal_handler(number, end)
 
 
 def decode(

@@ -1,6 +1,7 @@
 """A prefill worker: computes the KV of prompts and hands it over. `python prefill.py [HOST:PORT]`"""
 
 import asyncio
+import signal
 import sys
 
 import tidekv
@@ -21,10 +22,12 @@ async def serve(room: tidekv.Room) -> None:
 
 
 async def main(listen: str) -> None:
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)  # Before others learn the address.
     transport = tidekv.NixlTransport(name="prefill-0")
     async with tidekv.PrefillPeer(device=pool, transport=transport, listen=listen, on_room=serve) as peer:
         print("listening on", peer.address, flush=True)
-        await asyncio.Event().wait()
+        await told.wait()
 
 
 try:

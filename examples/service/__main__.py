@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 from functools import partial
 from types import FrameType
@@ -120,6 +121,9 @@ async def serve(
             config = uvicorn.Config(Api(worker).app(), lifespan="off", log_level="warning", access_log=False)
             server = DrainingServer(config, worker, drain_timeout_s=drain_timeout_s)
             await prefill_worker.is_up.wait()
+            # uvicorn sets these when it serves; a supervisor may stop the service as soon as it has read the address.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, server.handle_exit)
             address, bound = listener.getsockname()[:2]
             print(f"serving {served.name} at http://{address}:{bound}", flush=True)
             await server.run_until_drained(listener)

@@ -48,6 +48,19 @@ def test_a_decode_worker_finds_a_prefill_worker_that_runs_already(
 
 @pytest.mark.nixl
 @pytest.mark.slow
+def test_a_prefill_worker_that_is_stopped_right_behind_its_address_closes_in_order(
+    prefill_command: Callable[[dict[str, str]], AbstractContextManager[tuple[subprocess.Popen[str], str]]],
+) -> None:
+    for _attempt in range(3):
+        with prefill_command({}) as (prefill, _):
+            prefill.send_signal(signal.SIGTERM)
+            said, _ = prefill.communicate(timeout=LIMIT_S)
+            assert "ended" in said
+            assert prefill.returncode == 0
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
 def test_a_prefill_worker_that_does_not_run_is_one_line_with_advice() -> None:
     with socket.socket() as silent:
         # Bound but not listening: connections are refused.
