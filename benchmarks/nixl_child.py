@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 import msgspec
 import numpy as np
+import torch
 
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import TidekvError
@@ -110,6 +111,40 @@ class NumpyPool:
         return b"".join(piece[index].tobytes() for piece in self.pieces)
 
 
+class TorchPool:
+    """The same on a torch device."""
+
+    def __init__(self, pages: int, pieces: tuple[int, ...], *, device: str, seed: int | None = None) -> None:
+        place = torch.device(device)
+        self.pieces = [torch.zeros(pages, size, dtype=torch.uint8, device=place) for size in pieces]
+        if seed is not None:
+            random = torch.Generator(place).manual_seed(seed)
+            for piece in self.pieces:
+                piece.random_(0, 256, generator=random)
+        self.memory = PoolMemory(
+            segments=tuple(
+                Segment(address=piece.data_ptr(), piece_bytes=size, stride_bytes=size, page_count=pages)
+                for piece, size in zip(self.pieces, pieces, strict=True)
+            ),
+            page_count=pages,
+            kind="VRAM" if place.type == "cuda" else "DRAM",
+            device=place.index or 0,
+        )
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+
+    def page(self, index: int) -> bytes:
+        """Return the bytes of one page."""
+        return b"".join(piece[index].cpu().numpy().tobytes() for piece in self.pieces)
+
+
+def make_pool(pages: int, pieces: tuple[int, ...], *, device: str, seed: int | None) -> NumpyPool | TorchPool:
+    """Make a pool in plain memory, or on a GPU."""
+    if device == "cpu":
+        return NumpyPool(pages, pieces, seed=seed)
+    return TorchPool(pages, pieces, device=device, seed=seed)
+
+
 class NixlChild:
     """The parent's end of a child process."""
 
@@ -120,12 +155,20 @@ class NixlChild:
 
     @classmethod
     async def spawn(
-        cls, *, pages: int, pieces: tuple[int, ...], seed: int | None = None, environment: dict[str, str] | None = None
+        cls,
+        *,
+        pages: int,
+        pieces: tuple[int, ...],
+        seed: int | None = None,
+        environment: dict[str, str] | None = None,
+        device: str = "cpu",
     ) -> NixlChild:
         """Start a child and wait until its pool is registered."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        child = context.Process(target=serve, args=(theirs, pages, pieces, seed, environment or {}), daemon=True)
+        child = context.Process(
+            target=serve, args=(theirs, pages, pieces, seed, environment or {}, device), daemon=True
+        )
         child.start()
         theirs.close()
         self = cls(child, ours)
@@ -168,14 +211,19 @@ class NixlChild:
 
 
 def serve(
-    connection: Connection, pages: int, pieces: tuple[int, ...], seed: int | None, environment: dict[str, str]
+    connection: Connection,
+    pages: int,
+    pieces: tuple[int, ...],
+    seed: int | None,
+    environment: dict[str, str],
+    device: str,
 ) -> None:
     """Run the child until the other end of the pipe is closed."""
     os.environ.update(environment)
-    asyncio.run(_serve(connection, NumpyPool(pages, pieces, seed=seed)))
+    asyncio.run(_serve(connection, make_pool(pages, pieces, device=device, seed=seed)))
 
 
-async def _serve(connection: Connection, pool: NumpyPool) -> None:
+async def _serve(connection: Connection, pool: NumpyPool | TorchPool) -> None:
     poller = PollerThread()
     poller.start()
     transport = NixlTransport("child")

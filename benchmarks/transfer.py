@@ -112,7 +112,7 @@ def of_pairs(limits_s: list[float], ours_s: list[float]) -> float:
     return statistics.median(limit_s / s for limit_s, s in zip(limits_s, ours_s, strict=True))
 
 
-async def measure_stream(row: Row, rig: Rig, lists: list[Lists]) -> None:
+async def measure_stream(row: Row, rig: Rig, lists: list[Lists], *, pairs: int = PAIRS) -> None:
     """Measure streams in turns: transport and bare in alternating order, and bare once more next to bare."""
     parts = [rig.whole(some) for some in lists]
     bare_streamed(rig, parts, TRIAL_WRITES)
@@ -128,7 +128,7 @@ async def measure_stream(row: Row, rig: Rig, lists: list[Lists]) -> None:
         row.led.append(await our_streamed(rig, lists, lead_writes))
         row.streamed.append(await our_streamed(rig, lists, row.stream_writes))
 
-    for turn in range(PAIRS):
+    for turn in range(pairs):
         gc.collect()
         if turn % 2:
             bare([], row.bare_again)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.nixl_child import NixlChild, NumpyPool
+from benchmarks.nixl_child import Content, NixlChild, ReadPage, make_pool
 from tidekv.engine.poller import PollerThread
 from tidekv.states.types import PageIds, page_ids
 from tidekv.transports.nixl.agent import NixlAgent, Request
@@ -59,17 +59,18 @@ class Lists:
 class Rig:
     """A transport with a filled pool, and a process with another pool whose memory was touched."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, *, device: str = "cpu") -> None:
         self.shape = shape
+        self._device = device
         self.pool_pages = shape.pages + MARGIN_PAGES
-        self._pool = NumpyPool(self.pool_pages, (shape.piece_bytes,) * shape.pieces, seed=1)
+        self._pool = make_pool(self.pool_pages, (shape.piece_bytes,) * shape.pieces, device=device, seed=1)
         self._poller = PollerThread()
         self.transport = NixlTransport("bench")
 
     async def start(self) -> None:
         """Start the other process and connect to it."""
         pieces = (self.shape.piece_bytes,) * self.shape.pieces
-        self._child = await NixlChild.spawn(pages=self.pool_pages, pieces=pieces, seed=2)
+        self._child = await NixlChild.spawn(pages=self.pool_pages, pieces=pieces, seed=2, device=self._device)
         self._poller.start()
         await self.transport.start(poller=self._poller)
         await self.transport.register(self._pool.memory)
@@ -91,6 +92,12 @@ class Rig:
             starts = range(0, MARGIN_PAGES, MARGIN_PAGES // LISTS)
             pairs = [(range(at, at + pages), range(MARGIN_PAGES - at, MARGIN_PAGES - at + pages)) for at in starts]
         return [Lists(page_ids(ours), page_ids(theirs)) for ours, theirs in pairs]
+
+    async def has_written(self, our_page: int, their_page: int) -> bool:
+        """Whether the other process has the bytes of our page."""
+        answer = await self._child.ask(ReadPage(their_page))
+        assert isinstance(answer, Content)
+        return answer.content == self._pool.page(our_page)
 
     @property
     def agent(self) -> NixlAgent:

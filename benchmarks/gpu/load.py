@@ -16,14 +16,10 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu.rig import TO_DEVICE, TO_HOST, Pools, Rig, Shape
-from tidekv import NixlTransport
+from benchmarks.gpu.rig import TO_DEVICE, TO_HOST, Pools, Rig
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.copies.cuda import CopyChoice
 from tidekv.backends.copies.streams import streams_of
-from tidekv.backends.device.pool import DevicePool
-from tidekv.engine.poller import PollerThread
-from tidekv.states.types import page_ids
 
 # Bytes of one copy: the KV of a prompt of some hundred tokens.
 COPY_BYTES = 64 << 20
@@ -227,32 +223,3 @@ async def layer_times_ms(rig: Rig, pools: Pools) -> dict[str, float]:
         spent["all"].append(time.perf_counter() - began_s)
     await copier.close()
     return {name: 1e3 * statistics.median(times) for name, times in spent.items()}
-
-
-async def nixl_gb_s(rig: Rig, shape: Shape) -> float:
-    """Return GB/s of a NIXL write between two pools in device memory, by two agents of this process."""
-    pages = max(2, rig.total_bytes // 4 // shape.layout.page_bytes)
-    source, target = (DevicePool.allocate(shape.layout, pages, device=rig.device) for _ in range(2))
-    source.rows[0].fill_(7)
-    rig.synchronize()
-    poller = PollerThread()
-    poller.start()
-    writer, owner = NixlTransport("gpu-writer"), NixlTransport("gpu-owner")
-    try:
-        for transport, pool in ((writer, source), (owner, target)):
-            await transport.start(poller=poller)
-            await transport.register(pool.memory)
-        peer = await writer.add_peer(owner.instance, owner.metadata(), target.memory)
-        ids = page_ids(range(pages))
-        spent_s = []
-        for _ in range(rig.rounds):
-            began_s = time.perf_counter()
-            await writer.write(peer, ids, ids)
-            spent_s.append(time.perf_counter() - began_s)
-        if not torch.equal(source.rows[0], target.rows[0]):
-            raise RuntimeError("NIXL reported the write as done, but the bytes are not in place")
-        return pages * shape.layout.page_bytes / statistics.median(spent_s) / 1e9
-    finally:
-        await writer.close()
-        await owner.close()
-        await poller.close()

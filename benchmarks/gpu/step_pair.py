@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import uvloop
 
 from benchmarks.gpu.report import Report, Setting
+from benchmarks.gpu.ucx_log import logging_to, tell_path
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import pack_tokens
@@ -36,7 +35,6 @@ MODEL = "gpu-pair"
 VOCABULARY = 50_000
 OUTPUT_TOKENS, USER_TOKENS = 33, 31
 SETTLE_S = 15.0
-UCX_LINES_MAX = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +161,6 @@ async def serve(setting: Setting, report: Report, load: Load) -> None:
     )
     other = PrefillOrder(**{name: getattr(order, name) for name in order.__struct_fields__} | {"name": "prefill-b"})
     log = setting.work / "ucx.log"
-    environment = {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": str(log)}
     device = DevicePool.allocate(layout, load.device_pages, device=setting.device)
     config = EngineConfig(
         model=MODEL,
@@ -174,7 +171,7 @@ async def serve(setting: Setting, report: Report, load: Load) -> None:
     first = PrefillProcess(order)
     async with (
         first,
-        PrefillProcess(other, environment=environment) as second,
+        PrefillProcess(other, environment=logging_to(log)) as second,
         DecodeEngine(
             config,
             device=device,
@@ -224,18 +221,6 @@ def judge(report: Report, served: Served, load: Load) -> None:
     )
     missing = [source for source in SOURCES if not served.sources[source]]
     report.check("every tier served", not missing, f"tokens by source: {dict(served.sources)}")
-
-
-def tell_path(report: Report, log: Path) -> None:
-    """Report the transports that UCX chose for the prefill's writes, as its log says."""
-    lines = [re.sub(r"^\[[^]]*\]\s*", "", line) for line in log.read_text().splitlines()] if log.exists() else []
-    chosen = [line for line in lines if re.search(r"cuda|rma|put|zcopy|ep_cfg", line)]
-    used = sorted(
-        set(re.findall(r"\b(cuda_ipc|cuda_copy|gdr_copy|tcp|sysv|posix|cma|self|rc_\w+)\b", "\n".join(chosen)))
-    )
-    report.row("transports that UCX names in its log", ", ".join(used) or "none: the log is empty")
-    for line in chosen[:UCX_LINES_MAX]:
-        report.note(f"ucx: {line[:200]}")
 
 
 def run(setting: Setting, report: Report) -> None:

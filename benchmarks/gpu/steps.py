@@ -34,4 +34,6 @@ STEPS = (
     Step("lent", "step_lent", "pages in tensors that a serving engine lends"),
     Step("copies", "step_copies", "speed of copies beside one pinned copy, both forms, launches"),
     Step("load", "step_load", "copies beside other work, threads, time to an outcome"),
+    Step("nixl", "step_nixl", "device to device between two processes, beside bare NIXL"),
+    Step("pinning", "step_pinning", "time to touch and pin host memory"),
 )
