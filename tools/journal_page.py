@@ -68,11 +68,13 @@ that left `Core.step` stands in `errors`: a refused event, or the end of the eng
 nothing else: each is a SipHash of the page's tokens under the secret that Python draws at the start of a process
 and that is not written anywhere. If Python hashes in another way, or `PYTHONHASHSEED` gives the secret, it is
 BLAKE2b under a secret of the run. With `journal.tokens` keys are the tokens, packed as little-endian u32; with
-`bigram_keys` each page's key has the token behind the page as well. Texts of errors are written as they are.
+`bigram_keys` each page's key has the token behind the page as well. Namespaces of requests are digests under a secret
+of the run, too (with `journal.tokens` in clear): a vLLM request's `cache_salt` is part of one. Texts of errors are
+written as they are.
 
 **Files.** With `journal.segment_bytes` the journal goes on in `NAME.1`, `NAME.2`, …; with `journal.segments_max`
 the oldest are deleted, and the rest cannot be replayed: a replay needs the run from its start. An earlier run of
-the same name is moved to `NAME.previous`.
+the same name is moved to `NAME.previous`; so is a symbolic link, and what it names is not written to.
 
 **The end.** A run that was closed has an `end` line. After kill -9 it is missing, and the last line may be cut off:
 all lines before it are good, and at most the last {coalesce_s:g} s are missing. A journal that was cut later looks

@@ -86,7 +86,7 @@ class SegmentLine(Line, frozen=True, kw_only=True, tag="segment"):
 
 
 class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestArrived"):
-    """A `RequestArrived`. `keys` and `rest` are those of the journal: digests, or tokens. A null deadline is none."""
+    """A `RequestArrived`. `keys`, `rest`, `namespace` are the journal's: digests, or clear. A null deadline is none."""
 
     at_s: float
     request_id: str
@@ -106,15 +106,15 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
     rest: bytes
 
     @classmethod
-    def of(cls, event: RequestArrived, keys: bytes, rest: bytes) -> ArrivalRecord:
-        """Make the record of an arrival, with keys and rest as they are written."""
+    def of(cls, event: RequestArrived, keys: bytes, rest: bytes, namespace: str) -> ArrivalRecord:
+        """Make the record of an arrival, with keys, rest and namespace as they are written."""
         return cls(
             event.at_s,
             event.request_id,
             event.serial,
             keys,
             event.prompt_tokens,
-            event.namespace,
+            namespace,
             event.prefills,
             None if event.deadline_at_s == NO_DEADLINE else event.deadline_at_s,
             event.priority,
@@ -169,7 +169,7 @@ class RetractRecord(KeptRecord, frozen=True, array_like=True, tag="RetractReques
 
 
 class OfferRecord(msgspec.Struct, frozen=True, array_like=True, tag="PagesOffered"):
-    """A `PagesOffered`. `keys` are those of the journal."""
+    """A `PagesOffered`. `keys` and `namespace` are those of the journal."""
 
     at_s: float
     offer: int

@@ -1,4 +1,4 @@
-"""Page keys of a journal: keyed digests instead of tokens, so that a journal does not reveal prompts.
+"""Page keys of a journal: keyed digests instead of tokens, so that a journal does not reveal prompts. Namespaces too.
 
 Each page's digest is over its tokens only: the index compares pages for equality and needs nothing else. The key is the
 secret that Python draws for its own hash (SipHash) at the start of a process. It is not written anywhere, and without
@@ -86,6 +86,13 @@ class PageDigests:
         if not rest or not IS_SECRET:
             return rest and hashlib.blake2b(rest, digest_size=DIGEST_BYTES, key=self._key).digest()
         return struct.pack("<q", hash(rest))
+
+    def of_namespace(self, namespace: str) -> str:
+        """Return a digest that stands for a namespace; nothing for the one without a name. Who reads the text could ask
+        for what is cached there: a vLLM request's `cache_salt` is in it.
+        """
+        text = namespace.encode(errors="surrogatepass")
+        return namespace and hashlib.blake2b(text, digest_size=DIGEST_BYTES, key=self._key).hexdigest()
 
     def _remember(self, prompts: list[tuple[bytes, bytes]], found: int, keys: bytes, digests: bytes) -> None:
         """Append a prompt to the others with the same first page, and remove number `found` (-1: none)."""

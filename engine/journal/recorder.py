@@ -212,7 +212,7 @@ class Recorder:
         if len(self._arrived) > self._arrived_max:
             self._forget_ended()
         self._arrived[event.request_id] = (keys, written)
-        return ArrivalRecord.of(event, written, rest)
+        return ArrivalRecord.of(event, written, rest, self._namespace(event.namespace))
 
     def _finish(self, event: FinishRequested) -> FinishRecord:
         return FinishRecord(event.at_s, event.request_id, *self._left(event))
@@ -222,7 +222,10 @@ class Recorder:
 
     def _offer(self, event: PagesOffered) -> OfferRecord:
         written = event.keys if self._digests is None else self._digests.of(event.keys)
-        return OfferRecord(event.at_s, event.offer, written, event.pages, event.namespace)
+        return OfferRecord(event.at_s, event.offer, written, event.pages, self._namespace(event.namespace))
+
+    def _namespace(self, namespace: str) -> str:
+        return namespace if self._digests is None else self._digests.of_namespace(namespace)
 
     def _left(self, event: FinishRequested | RetractRequested) -> tuple[bytes, int, Any, int]:
         """Return the record of a finished request: keys after those of its arrival, tokens, tails, and keys omitted."""

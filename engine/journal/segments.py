@@ -45,9 +45,10 @@ def place_of_run(path: str, *, instance: str, run: str) -> Path:
         if place.is_dir():
             started = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
             return place / f"{re.sub('[^A-Za-z0-9._-]', '_', instance) or 'tidekv'}-{started}-{run[:8]}.journal"
+        # A symbolic link is moved aside like a file, also one that leads nowhere: what it names is never written.
         if place.exists() and not place.is_file():
             raise InvalidConfig(f"journal {path!r} is no regular file: name a file or a directory")
-        if place.exists() or segment_numbers(place):
+        if os.path.lexists(place) or segment_numbers(place):
             _move_aside(place)
     except OSError as error:
         raise InvalidConfig(f"journal {path!r} cannot be written: {cause_of(error)}") from error
@@ -59,13 +60,14 @@ def _move_aside(first: Path) -> None:
     for number in (0, *segment_numbers(aside)):
         segment_path(aside, number).unlink(missing_ok=True)
     for number in (0, *segment_numbers(first)):
-        if segment_path(first, number).exists():
+        if os.path.lexists(segment_path(first, number)):
             segment_path(first, number).rename(segment_path(aside, number))
 
 
 def _open_own(path: Path) -> FileIO:
+    # A file that appears here meanwhile is another program's, and a link leads to one: neither is written to.
     # Unbuffered: lines are long enough, and a thread that hangs in a write must not hold a lock of the file.
-    return FileIO(path, "wb", opener=lambda name, flags: os.open(name, flags, FILE_MODE))
+    return FileIO(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE))
 
 
 class SegmentFiles:

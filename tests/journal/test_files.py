@@ -12,6 +12,9 @@ import pytest
 
 from tidekv import InvalidConfig, JournalDamaged, JournalRefused, Replayer
 from tidekv.engine.journal import Journal
+from tidekv.engine.journal.format import ArrivalRecord, TurnLine
+from tidekv.engine.journal.reader import JournalReader
+from tidekv.engine.journal.segments import SegmentFiles
 from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings
@@ -19,13 +22,20 @@ from tidekv.states.settings import CoreSettings
 SETTINGS = CoreSettings(page_size=2, key_bytes=2, device_pages=16)
 
 
-def write(path: Path, requests: int, **options: int) -> tuple[Core, Journal]:
+def write(path: Path, requests: int, namespace: str = "", **options: int) -> tuple[Core, Journal]:
     """A journal of requests that arrive and are aborted."""
     core = Core(SETTINGS)
     journal = Journal(str(path), core, **options)
     for number in range(requests):
         for event in (
-            events.RequestArrived(at_s=number, request_id=f"r{number}", serial=number, keys=b"aabbcc", prompt_tokens=7),
+            events.RequestArrived(
+                at_s=number,
+                request_id=f"r{number}",
+                serial=number,
+                keys=b"aabbcc",
+                prompt_tokens=7,
+                namespace=namespace,
+            ),
             events.AbortRequested(at_s=number, request_id=f"r{number}"),
         ):
             journal.stepped(event, core.step(event))
@@ -77,6 +87,42 @@ def test_earlier_run_is_moved_aside(tmp_path: Path) -> None:
     assert first is not second
 
 
+def test_a_link_that_leads_nowhere_is_moved_aside_and_what_it_names_not_made(tmp_path: Path) -> None:
+    (tmp_path / "j").symlink_to(tmp_path / "victim")
+    (tmp_path / "j.1").symlink_to(tmp_path / "other victim")
+    write(tmp_path / "j", 200, segment_bytes=4000)
+    assert Replayer(tmp_path / "j").run().complete
+    assert not (tmp_path / "victim").exists() and not (tmp_path / "other victim").exists()
+    assert (tmp_path / "j.previous").is_symlink() and (tmp_path / "j.previous.1").is_symlink()
+
+
+def test_a_file_that_appears_in_the_place_of_the_next_one_is_not_written_to(tmp_path: Path) -> None:
+    files = SegmentFiles(tmp_path / "j", segments_max=0, run_line=b"run")
+    (tmp_path / "j.1").symlink_to(tmp_path / "victim")
+    with pytest.raises(FileExistsError):
+        files.begin_next()
+    files.write([b"goes on"])
+    files.close()
+    assert not (tmp_path / "victim").exists()
+    assert (tmp_path / "j").read_bytes() == b"rungoes on"
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_a_namespace_is_in_clear_only_where_tokens_are(tmp_path: Path, tokens: bool) -> None:
+    write(tmp_path / "j", 3, "tenant-7/SALT-c0ffee", with_tokens=tokens)
+    assert (b"SALT-c0ffee" in (tmp_path / "j").read_bytes()) == tokens
+    replayer = Replayer(tmp_path / "j")
+    assert replayer.run().complete
+    write(tmp_path / "k", 1, "another", with_tokens=tokens)
+    arrived = [
+        Replayer(path).event_of(line.took[0]).namespace
+        for path in (tmp_path / "j", tmp_path / "k")
+        for line in JournalReader(path).lines()
+        if isinstance(line, TurnLine) and isinstance(line.took[0], ArrivalRecord)
+    ]
+    assert len(arrived) == 4 and len(set(arrived)) == 2
+
+
 def test_directory_gets_a_file_for_each_run(tmp_path: Path) -> None:
     journals = [write(tmp_path, 2)[1] for _ in range(3)]
     assert len({journal.path for journal in journals}) == 3
@@ -122,6 +168,9 @@ def test_killed_process_leaves_a_journal_that_replays_as_far_as_it_goes(tmp_path
     script = f"""
 from pathlib import Path
 from tidekv.engine.journal import Journal
+from tidekv.engine.journal.format import ArrivalRecord, TurnLine
+from tidekv.engine.journal.reader import JournalReader
+from tidekv.engine.journal.segments import SegmentFiles
 from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings
