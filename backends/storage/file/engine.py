@@ -69,6 +69,7 @@ class FileStorage:
         self._file_store: FileStore | None = None
         # Stores whose directory was lost. Reads may still be running there, so they are closed at the end.
         self._lost: list[FileStore] = []
+        self._closing: asyncio.Task[None] | None = None
 
     async def register(self, pool: PoolMemory, buffer_of: BufferOf, *, namespace: bytes, poller: Poller) -> None:
         """Open the directory for pages of this pool; see Storage."""
@@ -219,7 +220,16 @@ class FileStorage:
         return await asyncio.get_running_loop().run_in_executor(None, file_holdings, self._options.root)
 
     async def close(self) -> None:
-        """Wait for the calls that run, and close the files; see Storage."""
+        """Wait for the calls that run, and close the files; see Storage. A second call waits for the first, which goes
+        on if its caller is cancelled: half closed, the directory would stay locked.
+        """
+        # One that failed is tried again, with what is left.
+        task = self._closing
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            self._closing = asyncio.get_running_loop().create_task(self._close(), name=f"closing {self.uri}")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         shelves = [*self._lost, *([] if self._file_store is None else [self._file_store])]
         for file_store in shelves:
             file_store.hurry()

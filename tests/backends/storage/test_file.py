@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import stat
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from tidekv.backends.storage.file import records, segments
+from tidekv.backends.storage.file.directory import Directory
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.types import page_ids
 
@@ -342,6 +344,36 @@ async def test_a_read_only_disk_is_refused(files: Rig, small_disk: Path) -> None
     remount(small_disk, "rw")
     engine = await files.open()
     assert all(await files.put(engine, [1]))
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_second_close_waits_for_the_first(files: Rig, monkeypatch: pytest.MonkeyPatch, cancelled: bool) -> None:
+    engine = await files.open()
+    await files.put(engine, range(3))
+    loop, begun, gate = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    real = Directory.close
+
+    def slow(directory: Directory) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        gate.wait()
+        real(directory)
+
+    monkeypatch.setattr(Directory, "close", slow)
+    first = asyncio.create_task(engine.close())
+    await begun.wait()
+    if cancelled:
+        first.cancel()
+        await asyncio.wait([first])
+    second = asyncio.create_task(engine.close())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not second.done()
+    gate.set()
+    await second
+    await asyncio.wait([first])
+    assert first.cancelled() == cancelled
+    await engine.close()
+    assert not list((files.root / "writers").iterdir())
 
 
 async def test_closing_waits_for_no_lock_that_another_process_has_on_the_index(files: Rig) -> None:
