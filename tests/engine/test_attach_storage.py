@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.threads import thread_names, threads_left
 from tidekv import InvalidConfig, InvalidRequest, Replayer, open_storage
+from tidekv.backends.storage.file.directory import Directory
+from tidekv.backends.storage.file.engine import FileStorage
 from tidekv.states.errors import StorageFailed
 
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
@@ -342,6 +346,38 @@ async def test_a_store_that_does_not_open_in_time_leaves_the_old_one_in_use(make
             assert pair.engine.statistics()["storage"]["puts"] == 5
             hung.release.set()
             await pair.assert_nothing_held()
+
+
+async def test_an_engine_ends_while_a_file_storage_that_it_gave_up_still_closes(
+    make_pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens, both = threading.Event(), threading.Event()
+    open_directory, close_directory, close = Directory.__init__, Directory.close, FileStorage.close
+    closes = 0
+
+    def slow_open(directory: Directory, *arguments: Any, **names: Any) -> None:
+        opens.wait()
+        open_directory(directory, *arguments, **names)
+
+    def slow_close(directory: Directory) -> None:
+        both.wait()
+        close_directory(directory)
+
+    async def counted(storage: FileStorage) -> None:
+        nonlocal closes
+        closes += 1
+        if closes == 2:
+            both.set()
+        await close(storage)
+
+    monkeypatch.setattr(Directory, "__init__", slow_open)
+    monkeypatch.setattr(Directory, "close", slow_close)
+    monkeypatch.setattr(FileStorage, "close", counted)
+    async with make_pair() as pair:
+        with pytest.raises(StorageFailed, match="not open in time"):
+            await pair.engine.attach_storage(f"file:{tmp_path / 'kv'}?capacity=4MiB", timeout_s=0.05)
+        opens.set()
+    assert closes == 2, "by what gave it up, and by the engine's end"
 
 
 async def test_a_second_exchange_waits_for_the_first_one_until_its_deadline(make_pair) -> None:
