@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import TypeVar
@@ -21,12 +22,16 @@ CLOSE_S = 60.0
 
 
 class LoopThread:
-    """Owns the loop, its thread and the poller until `close`. Methods may be called on any thread except its own."""
+    """Owns the loop, its thread and the poller until `close`. Methods may be called on any thread except its own.
+
+    A forked child does not have the thread: every call raises EngineClosed there, and `close` does nothing.
+    """
 
     def __init__(self, name: str) -> None:
         """Start the thread under this name, the loop and the poller."""
         self._is_closed = False
         self._name = name
+        self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self.poller = PollerThread(name=f"{name}-poller")
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
@@ -38,17 +43,34 @@ class LoopThread:
         """Whether `close` was called."""
         return self._is_closed
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that has the thread."""
+        return self._pid != os.getpid()
+
+    def check(self) -> None:
+        """Raise EngineClosed, with the reason, if the thread takes no calls.
+
+        A caller with a lock of its own calls this before it takes that: in a forked child the lock may be held for
+        ever, by a thread that is not there.
+        """
+        if self.is_forked:
+            raise EngineClosed(f"{self._name} runs in the process that this one was forked from, and not here")
+        if self._is_closed:
+            raise EngineClosed(f"{self._name} is closed")
+
     def start(self, work: Coroutine[object, object, T]) -> concurrent.futures.Future[T]:
         """Run `work` on the loop; the caller owns its future. Raises EngineClosed once closed."""
-        if self._is_closed:
+        try:
+            self.check()
+        except EngineClosed:
             work.close()
-            raise EngineClosed(f"{self._name} is closed")
+            raise
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def post(self, step: Callable[[], object]) -> None:
         """Schedule a call of `step` on the loop. Raises EngineClosed once closed."""
-        if self._is_closed:
-            raise EngineClosed(f"{self._name} is closed")
+        self.check()
         self._loop.call_soon_threadsafe(step, context=own_context())
 
     def call(self, work: Coroutine[object, object, T]) -> T:
@@ -64,7 +86,7 @@ class LoopThread:
         Raises TidekvError if `last` takes longer than `within_s`, its own deadline, and CLOSE_S: work that hangs is
         left behind, and the thread is stopped.
         """
-        if self._is_closed:
+        if self._is_closed or self.is_forked:
             last.close()
             return
         self._is_closed = True

@@ -11,7 +11,6 @@ when the room opens, the rest as it comes.
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -95,7 +94,8 @@ class PrefillThread:
     hand-over waits for the next promise of the same request, and starts over with the pages that it has. If decode
     declines the request, it ends at once. After an end without success, further promises are refused for
     `promise_timeout_s`. Methods may be called on any thread but the peer's; only `stop`, `restart`, `statistics`,
-    `start` and `close` wait.
+    `start` and `close` wait. A forked child does not have the thread: every call raises EngineClosed there, and `close`
+    does nothing.
     """
 
     def __init__(self, peer: PrefillPeer, *, promise_timeout_s: float = 60.0, name: str = "tidekv-prefill") -> None:
@@ -112,7 +112,9 @@ class PrefillThread:
         self._lock = threading.Lock()
         self._live: dict[str, _HandOver] = {}
         self._refusing: dict[str, asyncio.Task[None]] = {}
-        self._ended: queue.SimpleQueue[HandedOver] = queue.SimpleQueue()
+        # Not a SimpleQueue, whose timed get may miss its deadline between two clock reads and then waits for ever.
+        self._ended: list[HandedOver] = []
+        self._has_ended = threading.Condition(self._lock)
 
     def start(self) -> None:
         """Start the thread and enter the peer. Raises what entering raises, with the thread stopped again."""
@@ -154,12 +156,13 @@ class PrefillThread:
         checked(request_id, Text, "request_id")
         checked(prompt_tokens, PositiveCount, "prompt_tokens")
         handed = _HandOver(request_id, prompt_tokens)
+        loop = self._started()
         with self._lock:
             if request_id in self._live:
                 raise InvalidRequest(f"request {request_id!r} is being handed over already; wait for its end")
             self._live[request_id] = handed
         try:
-            self._started().post(lambda: self._tasks.spawn(self._serve(handed), name=f"hand-over of {request_id}"))
+            loop.post(lambda: self._tasks.spawn(self._serve(handed), name=f"hand-over of {request_id}"))
         except BaseException:
             self._forget(handed)
             raise
@@ -212,12 +215,12 @@ class PrefillThread:
     def poll(self, timeout_s: float = 0.0) -> list[HandedOver]:
         """Take the hand-overs that ended, oldest first; waits at most `timeout_s` for the first one."""
         checked(timeout_s, SecondsOrZero, "timeout_s")
-        ended: list[HandedOver] = []
-        with suppress(queue.Empty):
+        if self._loop is not None and self._loop.is_forked:
+            self._loop.check()
+        with self._has_ended:
             if timeout_s:
-                ended.append(self._ended.get(timeout=timeout_s))
-            while True:
-                ended.append(self._ended.get_nowait())
+                self._has_ended.wait_for(lambda: self._ended, timeout_s)
+            ended, self._ended = self._ended, []
         return ended
 
     def statistics(self) -> dict[str, int | float]:
@@ -233,9 +236,12 @@ class PrefillThread:
     def _started(self) -> LoopThread:
         if self._loop is None:
             raise EngineClosed(f"{self._name} was not started: enter it with `with`, or call start()")
+        if self._loop.is_forked:
+            self._loop.check()
         return self._loop
 
     def _change(self, request_id: str, change: Callable[[_HandOver], None]) -> None:
+        loop = self._started()
         with self._lock:
             handed = self._live.get(request_id)
         if handed is None:
@@ -247,9 +253,10 @@ class PrefillThread:
             if handed.waiting is not None:
                 _reschedule(handed.waiting, asyncio.get_running_loop().time() + self._promise_timeout_s)
 
-        self._started().post(apply)
+        loop.post(apply)
 
     def _interrupt(self, request_id: str, cause: str, change: Callable[[_HandOver], None]) -> None:
+        loop = self._started()
         with self._lock:
             handed = self._live.get(request_id)
         if handed is None:
@@ -261,7 +268,7 @@ class PrefillThread:
                 handed.room.fail(PrefillCause.FAILED.words(cause))
 
         try:
-            self._started().start(interrupt()).result(STOP_S)
+            loop.start(interrupt()).result(STOP_S)
         except TimeoutError:
             raise TidekvError(f"{self._name} did not withdraw {request_id!r} within {STOP_S:g} s") from None
 
@@ -294,7 +301,9 @@ class PrefillThread:
             pass  # The peer is being closed, which the cause reports.
         finally:
             self._forget(handed)
-            self._ended.put(HandedOver(handed.request_id, outcome, cause))
+            with self._has_ended:
+                self._ended.append(HandedOver(handed.request_id, outcome, cause))
+                self._has_ended.notify()
         if outcome not in FINAL and handed.request_id not in self._refusing:
             refusing = self._tasks.spawn(self._refuse(handed.request_id, cause), name=f"end of {handed.request_id}")
             self._refusing[handed.request_id] = refusing

@@ -73,6 +73,7 @@ class StorageThread:
         The tensor [page_bytes] belongs to the store and is valid only during the call.
         """
         good: list[bool] = []
+        self._loop.check()
         with self._reading:
             for first in range(0, len(keys), self._batch):
                 batch = keys[first : first + self._batch]
@@ -87,6 +88,7 @@ class StorageThread:
     def put(self, keys: Sequence[bytes], give: Callable[[int, torch.Tensor], None]) -> list[bool]:
         """Write pages; `give(number, tensor)` fills the tensor [page_bytes] of each."""
         good: list[bool] = []
+        self._loop.check()
         with self._writing:
             for first in range(0, len(keys), self._batch):
                 batch = keys[first : first + self._batch]
@@ -101,10 +103,12 @@ class StorageThread:
         return self._loop.call(self._storage.clear())
 
     def close(self) -> None:
-        """Wait for running calls, for at most CLOSE_S, and close everything. Idempotent.
+        """Wait for running calls, for at most CLOSE_S, and close everything. Idempotent. Nothing in a forked child.
 
         Raises TidekvError if storage hangs: it is left behind with the calls that use it.
         """
+        if self._loop.is_forked:
+            return
         held = [lock for lock in (self._reading, self._writing) if lock.acquire(timeout=CLOSE_S)]
         try:
             self._loop.close(self._storage.close())

@@ -233,12 +233,14 @@ class WorkerPages:
 
     def load(self, job: LoadJob) -> None:
         """Start a load. Its result is returned by `take_ended` exactly once."""
+        self._loop.check()
         after = self._copies.mark()
         self._loading += 1
         self._loop.post(lambda: self._spawn(self._load(job, after), name=f"load {job.request_id}"))
 
     def save(self, job: SaveJob) -> None:
         """Read the blocks into host pages, and start storing them. vLLM may reuse the blocks after the return."""
+        self._loop.check()
         for first in range(0, len(job.keys), self._batch):
             keys = job.keys[first : first + self._batch]
             self._save_batch(keys, job.blocks[first * self._per_page : (first + len(keys)) * self._per_page])
@@ -261,7 +263,11 @@ class WorkerPages:
         return dict(counts)
 
     def close(self) -> None:
-        """Finish running jobs, within the timeout for saves, and close everything. Idempotent."""
+        """Finish running jobs, within the timeout for saves, and close everything. Idempotent. Nothing in a forked
+        child.
+        """
+        if self._loop.is_forked:
+            return
         self._loop.close(self._close(), within_s=self._settings.save_timeout_s)
         self._writer.shutdown()
 
