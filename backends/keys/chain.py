@@ -160,6 +160,10 @@ def _packed(tokens: Tokens) -> bytes:
         found = array("I", tokens)
     except (OverflowError, TypeError) as error:
         raise _wrong_token(tokens) from error
+    # A bool is an int to Python, and a mask in place of ids is a mistake. Only ids 0 and 1 can be bools.
+    small = np.frombuffer(found, np.uintc) <= 1
+    if small.any() and any(isinstance(tokens[position], bool) for position in np.flatnonzero(small).tolist()):
+        raise _wrong_token(tokens)
     if sys.byteorder == "big":
         found.byteswap()
     return found.tobytes()
@@ -201,7 +205,7 @@ def _halved(ids: npt.NDArray[np.integer]) -> bytes | None:
 def _wrong_token(tokens: Sequence[int]) -> InvalidRequest:
     """Find the token that the fast path stumbled over."""
     for position, token in enumerate(tokens):
-        if isinstance(token, float) or not hasattr(token, "__index__"):
+        if isinstance(token, float | bool) or not hasattr(token, "__index__"):
             return InvalidRequest(f"token {short(token)} at position {position} is not an int")
         if not 0 <= token <= TOKEN_MAX:
             return InvalidRequest(f"token {token} at position {position} is not from 0 to {TOKEN_MAX}")

@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from tidekv.states.errors import InvalidRequest, LayersLost
-from tidekv.states.validation import Count, checked
+from tidekv.states.errors import LayersLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,12 +53,7 @@ class LayerProgress:
     # --- The caller ---
 
     async def wait(self, layer: int) -> None:
-        """Wait until a layer of all pages is in place; see `ReadyRequest.wait_layer`."""
-        checked(layer, Count, f"request {self._request_id!r}: layer")
-        if layer >= self._layer_count:
-            raise InvalidRequest(
-                f"request {self._request_id!r}: layers are 0 to {self._layer_count - 1}; layer {layer} is not one"
-            )
+        """Wait until a layer of all pages is in place; see `ReadyRequest.wait_layer`, which checks the layer."""
         if self._has_raised:
             self.end_use()
         while not self.is_complete:

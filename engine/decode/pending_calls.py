@@ -402,6 +402,7 @@ class PendingCalls:
             generation=command.generation,
             reserve=deque(command.reserve),
             component_pages=ready_component_pages(command.component_pages),
+            layer_count=self._layer_count,
         )
 
     def _renew(self, live: LiveCall, ready: ReadyRequest, command: commands.ReportReady | commands.ReportEarly) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.validation import Count, PlainText, Seconds, check_fields, short
+from tidekv.states.validation import Count, PlainText, Seconds, check_fields, checked, short
 from tidekv.transports.control.wire import check_name
 
 if TYPE_CHECKING:
@@ -132,6 +132,8 @@ class ReadyRequest:
     """
     layers: LayerProgress | None = field(default=None, repr=False)
     """Progress of its layers, if it was reported early; for the engine."""
+    layer_count: int = field(default=0, repr=False)
+    """Layers of the engine's pages, which `wait_layer` accepts."""
 
     @property
     def layers_in_place(self) -> int | None:
@@ -150,6 +152,11 @@ class ReadyRequest:
         and room added by `grow` is gone. Raises RequestFailed and EngineClosed as `restore` does, and InvalidRequest
         for a layer that does not exist. Waits at most until the request's deadline.
         """
+        checked(layer, Count, f"request {self.request_id!r}: layer")
+        if layer >= self.layer_count:
+            raise InvalidRequest(
+                f"request {self.request_id!r}: layers are 0 to {self.layer_count - 1}; layer {layer} is not one"
+            )
         if self.layers is not None:
             await self.layers.wait(layer)
 

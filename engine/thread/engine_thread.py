@@ -17,7 +17,7 @@ from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Self, TypeVar, overload
 
 from tidekv.backends.keys.chain import TOKEN_BYTES, pack_tokens
 from tidekv.engine.decode.component_pages import component_pages_left
@@ -371,11 +371,18 @@ class EngineThread:
 
     # --- The whole ---
 
-    def call(self, work: Callable[[DecodeEngine], Awaitable[T]]) -> T:
+    @overload
+    def call(self, work: Callable[[DecodeEngine], Awaitable[T]]) -> T: ...
+
+    @overload
+    def call(self, work: Callable[[DecodeEngine], T]) -> T: ...
+
+    def call(self, work: Callable[[DecodeEngine], Awaitable[T] | T]) -> T:
         """Run `work(engine)` on the engine's loop and wait for its result or error, for what has no method here.
 
-        `thread.call(lambda engine: engine.attach_storage("file:/fast"))`. Raises InvalidRequest on the engine's own
-        thread, which would wait for itself.
+        `thread.call(lambda engine: engine.attach_storage("file:/fast"))`. What `work` returns is awaited if it can be,
+        and is the result otherwise, as of `lambda engine: engine.probe_prefix(tokens)`. Raises InvalidRequest on the
+        engine's own thread, which would wait for itself.
         """
         return self._loop.ask_async(lambda: work(self._engine))
 
@@ -389,6 +396,9 @@ class EngineThread:
         Returns the ids of the requests that are still live. `resume` is still possible.
         """
         checked(timeout_s, SecondsOrZero | None, "timeout_s")
+        # Refused before it has an effect: without a running thread, and on the engine's own, which cannot wait.
+        self._loop.check()
+        self._loop.check_elsewhere()
         self._is_draining = True
         return self.call(lambda engine: engine.drain(timeout_s))
 

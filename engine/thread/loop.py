@@ -122,16 +122,19 @@ class EngineLoop:
             return question()
         return self._wait_for(lambda answer: _settle(answer, question))
 
-    def ask_async(self, work: Callable[[], Awaitable[T]]) -> T:
-        """As `ask`, for a coroutine, which has its own deadline if it needs one. Raises InvalidRequest on the engine's
-        thread, which would wait for itself.
-        """
+    def check_elsewhere(self) -> None:
+        """Raises InvalidRequest on the engine's thread, which would wait for itself."""
         if self.is_here:
             raise InvalidRequest("this call waits for the engine's thread, and was made on it: make it elsewhere")
 
+    def ask_async(self, work: Callable[[], Awaitable[T] | T]) -> T:
+        """As `ask`, for a coroutine, which has its own deadline if it needs one. Raises as `check_elsewhere`."""
+        self.check_elsewhere()
+
         async def run(answer: Future[T]) -> None:
             try:
-                answer.set_result(await work())
+                made = work()
+                answer.set_result(await made if isinstance(made, Awaitable) else made)
             except Exception as error:
                 answer.set_exception(error)
 

@@ -205,6 +205,8 @@ def test_long_arrays_pack_alike_however_they_are_written(count: int) -> None:
         ([1, 2.0], "token 2.0 at position 1 is not an int"),
         (["1"], "token '1' at position 0 is not an int"),
         ([None], "token None at position 0 is not an int"),
+        ([7, True], "token True at position 1 is not an int"),
+        ((1, 0, False), "token False at position 2 is not an int"),
         ("123", "token '1' at position 0 is not an int"),
         ("", "must be a sequence of ints, not str"),
         ({1, 2}, "must be a sequence of ints, an array or bytes, not set"),

@@ -189,13 +189,18 @@ async def test_the_end_of_the_engine_ends_the_wait(make_pair, gate: LayerGate) -
 async def test_a_layer_that_does_not_exist_is_refused(make_pair, gate: LayerGate) -> None:
     async with make_pair() as pair:
         await on_host(pair)
+        plain = await pair.restore("plain", [1, 2, 3])
         ready = await begin(pair)
-        for layer in (2, -1):
-            with pytest.raises(InvalidRequest, match="layer"):
-                await ready.wait_layer(layer)
+        for request in (plain, ready):
+            for layer in (2, 99, -1, 0.5, True):
+                with pytest.raises(InvalidRequest, match="layer"):
+                    await request.wait_layer(layer)
         gate.open()
         await ready.wait_layer(1)
+        with pytest.raises(InvalidRequest, match="layers are 0 to 1; layer 99 is not one"):
+            await ready.wait_layer(99)
         await pair.finish(ready, PROMPT, [1])
+        await pair.finish(plain, [1, 2, 3], [1])
 
 
 async def test_with_checksums_no_layer_is_reported_before_all_are_verified(make_pair, gate: LayerGate) -> None:

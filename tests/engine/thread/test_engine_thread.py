@@ -23,6 +23,7 @@ from tidekv import (
     RestoredInto,
     Retracted,
 )
+from tidekv.engine.thread.engine_thread import Outcome
 
 WAIT_S = LIMIT_S
 
@@ -220,6 +221,35 @@ def test_close_with_drain_waits_for_whoever_gives_back(running) -> None:
             rig.thread.submit(rig.request(f"r{number}", range(number, number + 9)), on_done=on_restored)
         assert rig.thread.close(drain=True) == []
         assert [type(outcome) for outcome in finished] == [Finished] * 8
+
+
+def test_a_drain_that_is_refused_changes_nothing(running) -> None:
+    with running() as rig:
+        told: list[object] = []
+
+        def on_done(_: Outcome) -> None:
+            try:
+                rig.thread.drain(0)
+            except InvalidRequest as error:
+                told.append(error)
+
+        rig.thread.submit(rig.request("r1"), on_done=on_done)
+        rig.thread.wait_settled()
+        rig.restore("r2")
+        assert len(told) == 1
+        with pytest.raises(InvalidRequest, match="timeout_s"):
+            rig.thread.drain(-1)
+        rig.restore("r3")
+
+
+def test_a_call_of_a_plain_method_has_its_result_and_its_error(running) -> None:
+    with running() as rig:
+        ready = rig.restore("r1")
+        assert rig.thread.call(lambda engine: engine.probe_prefix(list(range(100, 122))))["l1"] == 20
+        pages = rig.thread.call(lambda engine: engine.grow(ready, 3))
+        assert list(ready.pages[len(ready.pages) - len(pages) :]) == pages
+        with pytest.raises(InvalidRequest):
+            rig.thread.call(lambda engine: engine.grow(ready, -1))
 
 
 def test_a_loop_of_one_thread_drains_itself(running) -> None:
