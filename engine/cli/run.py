@@ -62,29 +62,50 @@ def run(
 
     Exit code 1 if a result differs from the expected one, 2 for a wrong option or file.
     """
-    # Imported here: it takes seconds, and other commands do not need it.
-    from rich.console import Console
-    from rich.text import Text
-
-    from tidekv.engine.demo import main_job
+    from tidekv.backends.storage.uri import open_storage
     from tidekv.engine.demo.blocks import TraceOptions
     from tidekv.engine.demo.conversations import (
         Kind,
+        Source,
         WorkloadOptions,
         agent_options,
         long_prompt_options,
         make_workload,
     )
+    from tidekv.engine.demo.traces import read_trace
+    from tidekv.engine.trace.plots import check_plot, plot_run, save_plot
+
+    # All options are checked before the other imports, which take seconds.
+    check_plot(plot)
+    if damage:
+        checked(damage, Source, "--damage")
+    if storage:
+        open_storage(storage)  # Reads the URI; nothing is opened before the engine starts.
+    options = WorkloadOptions(kind=checked(kind, Kind, "--kind"), conversations=conversations, rounds=rounds, seed=seed)
+    if kind == "agents":
+        options = agent_options(agents=conversations, rounds=rounds, seed=seed)
+    if trace is not None:
+        recorded = TraceOptions(
+            length_scale=_factor(length_scale),
+            time_scale=time_scale,
+            requests_max=requests,
+            sessions_max=sessions,
+            prompt_tokens_max=prompt_tokens_max,
+        )
+        read_trace(trace, recorded)
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from tidekv.engine.demo import main_job
     from tidekv.engine.demo.link import LARGE_MODEL
     from tidekv.engine.demo.model import check_installed
     from tidekv.engine.demo.report import report
     from tidekv.engine.trace.live import LiveView
-    from tidekv.engine.trace.plots import check_plot, plot_run, save_plot
 
     def turns(options: WorkloadOptions) -> int:
         return sum(len(conversation.turns) for conversation in make_workload(options).conversations)
 
-    check_plot(plot)
     view = LiveView() if live else None
     tiers = main_job.TierOptions(
         page_size=page_size,
@@ -99,26 +120,10 @@ def run(
     console = Console()
     passes = (main_job.CACHED, main_job.UNCACHED)[: 1 + tiers.compare]
     if trace is not None:
-        recorded = TraceOptions(
-            length_scale=_factor(length_scale),
-            time_scale=time_scale,
-            requests_max=requests,
-            sessions_max=sessions,
-            prompt_tokens_max=prompt_tokens_max,
-        )
         with progress_bars(console, dict.fromkeys(passes, requests or None), view) as progress:
             result = finished(main_job.run_trace(trace, recorded, tiers, progress=progress))
     else:
         check_installed()
-        if kind == "agents":
-            options = agent_options(agents=conversations, rounds=rounds, seed=seed)
-        else:
-            options = WorkloadOptions(
-                kind=checked(kind, Kind, "--kind"),
-                conversations=conversations,
-                rounds=rounds,
-                seed=seed,
-            )
         names = (*passes, main_job.COMPARED)
         with progress_bars(console, dict.fromkeys(names, turns(options)), view) as progress:
             result = finished(main_job.run_conversations(options, tiers, damage=damage, progress=progress))

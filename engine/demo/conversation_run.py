@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
 from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.conversations import Conversation, Transcripts, Turn, Workload
+from tidekv.engine.demo.conversations import SOURCES, Conversation, Transcripts, Turn, Workload
 from tidekv.engine.demo.model import Choice, DecodeStep, PagedModel, greedy
-from tidekv.engine.demo.phase import SOURCES, Phase, Progress
+from tidekv.engine.demo.phase import Phase, Progress
 from tidekv.states.errors import InvalidRequest, OutOfPages
 
 if TYPE_CHECKING:

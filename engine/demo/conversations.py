@@ -10,12 +10,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 from tidekv.states.validation import checked
 
 Kind: TypeAlias = Literal["chat", "agents"]
+Source: TypeAlias = Literal["l1", "l2", "l3", "transfer"]
+SOURCES: Final[tuple[Source, ...]] = get_args(Source)
+"""Sources of a prompt's tokens."""
 
 
 @dataclass(frozen=True, slots=True)

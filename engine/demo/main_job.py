@@ -27,15 +27,14 @@ from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.demo.blocks import VOCABULARY, TraceOptions
 from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.conversation_run import Answer, ConversationRun
-from tidekv.engine.demo.conversations import Workload, WorkloadOptions, make_workload
+from tidekv.engine.demo.conversations import SOURCES, Workload, WorkloadOptions, make_workload
 from tidekv.engine.demo.link import Deployment
 from tidekv.engine.demo.model import Llama, ModelShape, PagedModel, build_llama, generate_in_one_process
-from tidekv.engine.demo.phase import SOURCES, Phase, Progress, held_by, reusable_tokens
+from tidekv.engine.demo.phase import Phase, Progress, held_by, reusable_tokens
 from tidekv.engine.demo.prefill_process import Counts, DistantPrefill, PrefillOrder, PrefillProcess
 from tidekv.engine.demo.trace_run import TraceRun
 from tidekv.engine.demo.traces import read_trace
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.validation import unknown
 from tidekv.transports.nixl.transport import NixlTransport
 
 CACHED, UNCACHED, COMPARED = "decode cache on", "decode cache off", "one process"
@@ -121,8 +120,6 @@ async def run_conversations(
     running prefill worker is used (`tidekv prefill`); the bytes that it sent are then counted at decode. With a
     deployment, the link from prefill is as slow for the small model as the stated one is for its model.
     """
-    if damage and damage not in SOURCES:
-        raise unknown(damage, SOURCES, "source to damage", InvalidConfig)
     started_s = time.perf_counter()
     shape = shape or ModelShape(vocab_size=options.vocabulary)
     workload = make_workload(options)

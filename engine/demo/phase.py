@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import numpy as np
 
@@ -37,8 +37,6 @@ def reusable_tokens(
         yield pages * page_size
         seen.update(page_digests(prompt + output[:-TOKEN_BYTES] if keep_output else prompt, page_size))
 
-
-SOURCES: Final = ("l1", "l2", "l3", "transfer")
 
 Progress: TypeAlias = Callable[[str, int], None]
 """Called with the name of a phase and how many of its requests have just ended; 0 when the phase begins."""

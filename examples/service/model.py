@@ -10,8 +10,9 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from examples.service.options import check_model_directory
 from examples.service.phrases import Phrases
-from tidekv import InvalidConfig, InvalidRequest, KVLayout
+from tidekv import InvalidRequest, KVLayout
 from tidekv.engine.demo.model import Llama, ModelShape, build_llama
 
 
@@ -89,10 +90,9 @@ def load(directory: str, *, page_size: int) -> ServedModel:
 
 
 def _from_directory(directory: Path, page_size: int) -> ServedModel:
+    check_model_directory(str(directory))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if not (directory / "config.json").is_file():
-        raise InvalidConfig(f"{directory} is not a model directory: it has no config.json")
     llama = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     llama = llama.eval().requires_grad_(False)
     tokenizer = _DirectoryTokenizer(AutoTokenizer.from_pretrained(directory, local_files_only=True))

@@ -17,6 +17,7 @@ import torch
 import uvloop
 
 from examples.service.model import load
+from examples.service.options import PrefillOptions
 from tidekv import DevicePool, InvalidConfig, NixlTransport, PrefillPeer
 from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.model import PagedModel
@@ -25,17 +26,6 @@ from tidekv.engine.demo.prefix_pages import PrefixPages
 
 RESTART_PAUSE_S = 0.5
 CHUNK_PAGES = 4
-
-
-class PrefillOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a prefill worker, passed as one JSON argument."""
-
-    model: str = ""
-    listen: str = "127.0.0.1:0"
-    num_pages: int = 1024
-    page_size: int = 16
-    ends_with_stdin: bool = False
-    """Stop when stdin is closed. This also happens if the parent process is killed by SIGKILL."""
 
 
 async def serve(options: PrefillOptions) -> None:

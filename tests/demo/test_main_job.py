@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,8 @@ from tidekv.engine.cli.main import app
 from tidekv.engine.cli.usage import run_app
 from tidekv.engine.demo import main_job
 from tidekv.engine.demo.blocks import TraceOptions
-from tidekv.engine.demo.conversations import Lengths, WorkloadOptions
+from tidekv.engine.demo.conversations import SOURCES, Lengths, WorkloadOptions
 from tidekv.engine.demo.model import ModelShape
-from tidekv.engine.demo.phase import SOURCES
 from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv.engine.demo.report import report
 from tidekv.states.errors import InvalidConfig, InvalidRequest, TransferFailed
@@ -112,7 +113,7 @@ async def test_a_prefill_worker_that_cannot_start_is_named(capfd: pytest.Capture
     ("arguments", "message"),
     [
         (["--kind", "batch"], "--kind must be chat or agents, not 'batch'"),
-        (["--damage", "l4"], "there is no source to damage 'l4'; allowed: l1, l2, l3, transfer"),
+        (["--damage", "l4"], "--damage must be l1, l2, l3 or transfer, not 'l4'"),
         (["--l1-pages", "-1"], "--l1-pages must be a whole number, 0 or more, not '-1'"),
         (["--page-size", "0"], "--page-size must be a whole number, 1 or more, not '0'"),
         (["--rounds", "0"], "--rounds must be a whole number, 1 or more, not '0'"),
@@ -130,6 +131,16 @@ def test_wrong_options_are_refused_before_the_first_progress_bar(
     assert out == ""
     assert err.startswith("tidekv: ") and err.endswith("; see 'tidekv run --help'\n")
     assert message in err
+
+
+@pytest.mark.parametrize("arguments", [["--storage", "fil:/tmp"], ["--damage", "l4"], ["--trace", "nowhere.jsonl"]])
+def test_wrong_options_are_refused_before_torch_is_imported(arguments: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "tidekv", "run", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert len(imported) > 100
+    assert not imported & {"torch", "transformers", "nixl", "matplotlib"}
 
 
 def test_a_report_names_what_failed() -> None:

@@ -29,9 +29,9 @@ from tidekv.engine.demo import model as paged
 from tidekv.engine.demo.blocks import TraceOptions
 from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.conversation_run import Answer, ConversationRun
-from tidekv.engine.demo.conversations import Lengths, Workload, WorkloadOptions, make_workload
+from tidekv.engine.demo.conversations import SOURCES, Lengths, Workload, WorkloadOptions, make_workload
 from tidekv.engine.demo.model_prefill import ModelPrefill
-from tidekv.engine.demo.phase import SOURCES, Phase, held_by
+from tidekv.engine.demo.phase import Phase, held_by
 from tidekv.engine.demo.prefix_pages import PrefixPages
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +110,39 @@ def serving() -> Serving:
     return run_service
 
 
+class Shared:
+    """The service of a module's tests, started when one needs it, and again after one that ended it."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._stack = ExitStack()
+        self._running: Service | None = None
+
+    def service(self) -> Service:
+        if self._running is not None and self._running.process.poll() is not None:
+            self.close()
+        if self._running is None:
+            # With little memory: 24 pages of 16 tokens on the device, and eight places in the queue.
+            options = ("--device-pages", "24", "--host-pages", "512", "--queue-max", "8")
+            self._running = self._stack.enter_context(run_service(self._log, *options))
+        return self._running
+
+    def close(self) -> None:
+        self._running = None
+        self._stack.close()
+
+
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One with little memory: 24 pages of 16 tokens on the device, and eight places in the queue."""
-    log = tmp_path_factory.mktemp("service") / "log"
-    with run_service(log, "--device-pages", "24", "--host-pages", "512", "--queue-max", "8") as running:
-        yield running
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    made = Shared(tmp_path_factory.mktemp("service") / "log")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def service(shared: Shared) -> Service:
+    """A running service with little memory."""
+    return shared.service()
 
 
 @pytest.fixture(scope="module")

@@ -232,25 +232,28 @@ def test_the_status_page_shows_the_machine_of_each_live_request(service, tmp_pat
     [
         (["--port", "PORT"], "cannot listen as --host and --port say: Address already in use"),
         (["--model", "/nowhere"], "/nowhere is not a model directory: it has no config.json"),
-        (["--page-size", "0"], "layout: page_size must be an int from 1 to 65536, not 0"),
+        (["--page-size", "0"], "--page-size must be a whole number from 1 to 65,536, not 0"),
+        (["--host-pages", "0"], "--host-pages must be a whole number, 1 or more, not 0"),
         (["--storage", "tape:"], "there is no storage engine 'tape'; allowed: file, memory, "),
-        (["--journal", "/nowhere/j"], "journal '/nowhere/j' cannot be written: No such file or directory"),
+        (["--journal", "/nowhere/j"], "--journal: /nowhere is not a directory that this process can write to"),
     ],
 )
-def test_a_wrong_option_is_one_line_of_each_process(options: list[str], text: str) -> None:
+def test_a_wrong_option_is_one_line_before_anything_large_is_imported(options: list[str], text: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "examples.service", "--port", "0"]
+        command = [sys.executable, "-X", "importtime", "-m", "examples.service", "--port", "0"]
         command += [option.replace("PORT", port) for option in options]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 1
-    lines = done.stderr.splitlines()
-    assert lines[-1].startswith(f"examples.service: {text.replace('PORT', port)}")
-    assert all(line.startswith("examples.service.prefill: ") for line in lines[:-1]), done.stderr
+    imported = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert len(said) == 1 and said[0].startswith(f"examples.service: {text.replace('PORT', port)}"), said
+    assert len(imported) > 100
+    assert not {line.rpartition("|")[2].strip() for line in imported} & {"torch", "transformers", "uvicorn", "nixl"}
 
 
 def test_sigterm_answers_what_was_accepted_and_refuses_what_comes(service, generate) -> None:
-    """The last test of this file: the service ends with it."""
+    """The service ends with it: the next test has another one."""
     stream = service.complete(prompt_of(500), 250, stream=True)
     tokens = list(next(iter(stream)).choices[0].token_ids)
     _, health = service.health()

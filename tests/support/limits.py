@@ -100,8 +100,10 @@ class TimeLimits:
             for line in lines:
                 terminalreporter.line(line)
 
-    def pytest_unconfigure(self) -> None:
+    def pytest_unconfigure(self, config: pytest.Config) -> None:
         """End the interpreter, with all stacks, if a thread that a test left keeps it from its end."""
+        if hasattr(config, "workerinput"):
+            return  # A worker of xdist waits here until the others have ended, and is ended by their parent.
         faulthandler.dump_traceback_later(EXIT_S, exit=True, file=self._out)
 
 

@@ -1,0 +1,70 @@
+"""Options of both processes, checked before the imports that take seconds."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tidekv import InvalidConfig, open_storage
+from tidekv.states.validation import checked
+
+PAGE_TOKENS_MAX = 1 << 16
+
+
+class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the service; see the help of `python -m examples.service`."""
+
+    host: str
+    port: int
+    model: str
+    prefill: str
+    page_size: int
+    device_pages: int
+    host_pages: int
+    storage: str
+    batch_max: int
+    queue_max: int
+    drain_timeout_s: float
+    journal: str
+
+    def check(self) -> None:
+        """Raise InvalidConfig for an option that the service could not start with."""
+        check_model_directory(self.model)
+        checked(self.page_size, Annotated[int, Meta(ge=1, le=PAGE_TOKENS_MAX)], "--page-size", InvalidConfig)
+        for name in ("device_pages", "host_pages", "batch_max", "queue_max"):
+            option = f"--{name.replace('_', '-')}"
+            checked(getattr(self, name), Annotated[int, Meta(ge=1)], option, InvalidConfig)
+        if self.storage:
+            open_storage(self.storage)  # Reads the URI; nothing is opened before the engine starts.
+        directory = Path(self.journal).parent
+        if self.journal and not (directory.is_dir() and os.access(directory, os.W_OK)):
+            raise InvalidConfig(f"--journal: {directory} is not a directory that this process can write to")
+
+    def listen(self) -> socket.socket:
+        """Return the listening socket. Raises InvalidConfig."""
+        try:
+            return socket.create_server((self.host, self.port))
+        except OSError as error:
+            raise InvalidConfig(f"cannot listen as --host and --port say: {error.strerror}") from error
+
+
+class PrefillOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a prefill worker, passed as one JSON argument."""
+
+    model: str = ""
+    listen: str = "127.0.0.1:0"
+    num_pages: int = 1024
+    page_size: int = 16
+    ends_with_stdin: bool = False
+    """Stop when stdin is closed. This also happens if the parent process is killed by SIGKILL."""
+
+
+def check_model_directory(directory: str) -> None:
+    """Raise InvalidConfig if a model directory is given and has no model."""
+    if directory and not (Path(directory) / "config.json").is_file():
+        raise InvalidConfig(f"{directory} is not a model directory: it has no config.json")

@@ -1,0 +1,110 @@
+"""The process of the service: the HTTP server and the decode worker, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from functools import partial
+from types import FrameType
+
+import torch
+import uvicorn
+import uvloop
+
+from examples.service.api import Api
+from examples.service.decode import DecodeWorker, decode_worker
+from examples.service.model import load
+from examples.service.options import PrefillOptions, ServiceOptions
+from examples.service.prefill import DistantPrefill, PrefillChild
+from tidekv import (
+    AdmissionOptions,
+    DecodeEngine,
+    DevicePool,
+    EngineConfig,
+    HostPool,
+    JournalOptions,
+    MetricsOptions,
+    NixlTransport,
+    open_storage,
+)
+from tidekv.engine.demo.model import PagedModel
+
+
+class DrainingServer(uvicorn.Server):
+    """Stops once the worker has drained. A second signal stops it at once, as in uvicorn."""
+
+    def __init__(self, config: uvicorn.Config, worker: DecodeWorker, *, drain_timeout_s: float) -> None:
+        super().__init__(config)
+        self._worker = worker
+        self._drain_timeout_s = drain_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._is_told = asyncio.Event()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Start draining; replaces uvicorn's own signal handler."""
+        if self._is_told.is_set():
+            self.should_exit = self.force_exit = True
+        self._loop.call_soon_threadsafe(self._is_told.set)
+
+    async def run_until_drained(self, listener: socket.socket) -> None:
+        """Serve until a signal arrives and every accepted request is answered."""
+        async with asyncio.TaskGroup() as tasks:
+            draining = tasks.create_task(self._stop_when_drained(), name="draining")
+            await self.serve(sockets=[listener])
+            draining.cancel()
+
+    async def _stop_when_drained(self) -> None:
+        await self._is_told.wait()
+        await self._worker.drain(self._drain_timeout_s)
+        self.should_exit = True
+
+
+async def serve(options: ServiceOptions, listener: socket.socket) -> None:
+    """Run the service until a signal arrives and the worker has drained. Closes the listener."""
+    of_prefill = PrefillOptions(model=options.model, page_size=options.page_size, num_pages=4 * options.device_pages)
+    prefill_worker = DistantPrefill(options.prefill) if options.prefill else PrefillChild(of_prefill)
+    async with asyncio.TaskGroup() as tasks:
+        # The child loads its copy of the model while this process loads its own.
+        keeping = tasks.create_task(prefill_worker.run(), name="prefill")
+        served = await asyncio.to_thread(partial(load, options.model, page_size=options.page_size))
+        device = DevicePool.allocate(served.layout, options.device_pages)
+        engine = DecodeEngine(
+            EngineConfig(
+                model=served.fingerprint,
+                vocabulary=served.vocabulary,
+                admission=AdmissionOptions(queue_max=options.queue_max),
+                metrics=MetricsOptions(listen="127.0.0.1:0"),
+                journal=JournalOptions(path=options.journal or None),
+            ),
+            device=device,
+            host=HostPool.allocate(served.layout, options.host_pages),
+            storage=open_storage(options.storage) if options.storage else None,
+            transport=NixlTransport(
+                name="decode-0",
+                secret=os.environ.get("TIDEKV_SECRET", ""),
+                dials=[options.prefill] if options.prefill else [],
+            ),
+        )
+        pool = PagedModel(served.llama, device)
+        async with decode_worker(
+            engine, pool, served, prefill_worker, device_pages=options.device_pages, batch_max=options.batch_max
+        ) as worker:
+            config = uvicorn.Config(Api(worker).app(), lifespan="off", log_level="warning", access_log=False)
+            server = DrainingServer(config, worker, drain_timeout_s=options.drain_timeout_s)
+            await prefill_worker.is_up.wait()
+            # uvicorn sets these when it serves; a supervisor may stop the service as soon as it has read the address.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, server.handle_exit)
+            address, bound = listener.getsockname()[:2]
+            print(f"serving {served.name} at http://{address}:{bound}", flush=True)
+            await server.run_until_drained(listener)
+        keeping.cancel()
+
+
+def run(options: ServiceOptions, listener: socket.socket) -> None:
+    """Run the service on an event loop of its own."""
+    torch.set_num_threads(1)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(options, listener))
