@@ -23,7 +23,10 @@ from tidekv.backends.copies.pieces import PieceShape
 ELEMENTS: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
 # Bytes in flight are the product of both, and have to cover what the bus transfers within the 1 to 2 µs of a read of
 # host memory: 55 GB/s times 2 µs are 110 KB. Few programs leave the rest of the GPU free.
-PROGRAMS: Final = 32
+BUS_PROGRAMS: Final = 32
+# Within device memory many programs end sooner, and a step beside them loses less: 16 MiB took 31 µs instead of 58, a
+# memory-bound step beside loads 6.4 % more time instead of 9.1 % (one H100, 40 GB/s).
+DEVICE_PROGRAMS: Final = 512
 BLOCK_BYTES: Final = 8 << 10
 WARPS: Final = 4
 
@@ -79,7 +82,8 @@ def launch(
 ) -> None:
     """Enqueue the copy of these pieces of these pairs on the current stream; see `move_pieces`."""
     size = shape.element_bytes
-    move_pieces[(PROGRAMS if pairs else 1,)](
+    programs = BUS_PROGRAMS if pages.device.type == "cpu" else DEVICE_PROGRAMS
+    move_pieces[(programs if pairs else 1,)](
         addresses,
         pages,
         row_ids,

@@ -102,8 +102,6 @@ async def test_copies_equal_a_page_by_page_model(layout: Layout, wrapped: bool, 
     """Both ways, with pages at random and in stretches, in odd and even numbers."""
     device, host = device_pool(layout, wrapped=wrapped), HostPool.allocate(layout, PAGES)
     assert host.pinned
-    # 712: this memory is registered already. torch's own is_pinned knows only what torch has allocated.
-    assert int(torch.cuda.cudart().cudaHostRegister(host.buffer.data_ptr(), host.buffer.nbytes, 0)) == 712
     on_device, on_host = random_pages(layout=layout), random_pages(layout=layout)
     device.write_pages(range(PAGES), on_device)
     host.write_pages(range(PAGES), on_host)

@@ -30,7 +30,7 @@ def interpreted() -> ModuleType:
     """The kernel with few programs and small blocks: each costs a millisecond."""
     assert os.environ["TRITON_INTERPRET"] == "1"
     module = importlib.import_module("tidekv.backends.copies.kernel")
-    module.PROGRAMS, module.BLOCK_BYTES = 3, 64  # type: ignore[attr-defined]  # The process is this file's own.
+    module.BUS_PROGRAMS, module.BLOCK_BYTES = 3, 64  # type: ignore[attr-defined]  # The process is this file's own.
     return module
 
 
