@@ -13,6 +13,7 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -271,6 +272,19 @@ def test_ports_of_servers_are_none_that_the_kernel_gives_away_and_none_is_return
     assert len(set(ports)) == 900
     if highest - lowest < 60_000:
         assert not any(lowest <= first <= highest for first in firsts)
+
+
+def test_two_processes_do_not_choose_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "from benchmarks.ports import free_port; print(free_port(), flush=True); input()"
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        theirs = int(other.stdout.readline())
+        offered, choice = [theirs], random.choice
+        monkeypatch.setattr(random, "choice", lambda among: offered.pop() if offered else choice(among))
+        assert free_port() != theirs
+        assert not offered
+        other.communicate("\n")
 
 
 def test_a_port_that_is_taken_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:

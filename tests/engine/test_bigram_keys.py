@@ -18,6 +18,7 @@ from random import Random
 import pytest
 
 from tests.support.configs import engine_config
+from tests.support.waits import PATIENT
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -119,7 +120,7 @@ async def bench(
     **config: object,
 ) -> AsyncIterator[Bench]:
     made = Bench()
-    options = {"bigram_keys": bigram_keys, "prefetch_threshold_tokens": 0, **config}
+    options = {**PATIENT, "bigram_keys": bigram_keys, "prefetch_threshold_tokens": 0, **config}
     async with (
         PrefillPeer(
             device=made.prefill_pool,

@@ -40,13 +40,20 @@ def make_engine(config: EngineConfig | None = None, **parts_given: object) -> De
     return DecodeEngine(config or EngineConfig(), device=DevicePool.allocate(LAYOUT, 8), **parts_given)
 
 
-def ours() -> set[str]:
-    """Tasks and threads that an engine may have left."""
-    tasks = {task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()}
-    return tasks | {thread.name for thread in threading.enumerate() if thread.name.startswith("tidekv")}
+@pytest.fixture
+def ours() -> Callable[[], set[str]]:
+    """Tasks and threads that an engine of this test has left: other tests' threads may end later than they."""
+    before = set(threading.enumerate())
+
+    def left() -> set[str]:
+        tasks = {task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+        threads = set(threading.enumerate()) - before
+        return tasks | {thread.name for thread in threads if thread.name.startswith("tidekv")}
+
+    return left
 
 
-async def test_an_engine_is_entered_once_and_goes_on_where_somebody_tries_again() -> None:
+async def test_an_engine_is_entered_once_and_goes_on_where_somebody_tries_again(ours) -> None:
     engine = make_engine()
     async with engine:
         with pytest.raises(EngineClosed, match="entered before"):
@@ -106,7 +113,7 @@ class Refusing(LoopbackTransport):
         raise InvalidConfig("no memory today")
 
 
-async def test_a_start_that_fails_half_way_stops_what_it_started(tmp_path) -> None:
+async def test_a_start_that_fails_half_way_stops_what_it_started(tmp_path, ours) -> None:
     host = HostPool.allocate(LAYOUT, 8)
     with pytest.raises(InvalidConfig, match="no memory today"):
         await make_engine(transport=Refusing("decode", LoopbackNetwork())).__aenter__()
@@ -118,7 +125,7 @@ async def test_a_start_that_fails_half_way_stops_what_it_started(tmp_path) -> No
     assert ours() == set()
 
 
-async def test_an_exception_within_the_block_comes_out_as_it_is(make_pair) -> None:
+async def test_an_exception_within_the_block_comes_out_as_it_is(make_pair, ours) -> None:
     waiting: asyncio.Task[object] | None = None
     with pytest.raises(KeyError, match="mine"):
         async with make_pair() as pair:
@@ -132,7 +139,7 @@ async def test_an_exception_within_the_block_comes_out_as_it_is(make_pair) -> No
     assert ours() == set()
 
 
-async def test_a_cancelled_close_still_closes_everything(make_pair) -> None:
+async def test_a_cancelled_close_still_closes_everything(make_pair, ours) -> None:
     held = asyncio.Event()
     inside = asyncio.Event()
 
@@ -171,7 +178,7 @@ class HangingStorage:
         return getattr(self._storage, name)
 
 
-async def test_a_part_that_hangs_does_not_keep_the_others_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_part_that_hangs_does_not_keep_the_others_from_closing(monkeypatch: pytest.MonkeyPatch, ours) -> None:
     monkeypatch.setattr(runtime, "CLOSE_PART_S", 0.05)
     engine = make_engine(
         EngineConfig(close_deadline_s=0.05), host=HostPool.allocate(LAYOUT, 8), storage=HangingStorage()
@@ -184,7 +191,7 @@ async def test_a_part_that_hangs_does_not_keep_the_others_from_closing(monkeypat
     assert ours() == set()
 
 
-async def test_a_copier_that_hangs_is_left_behind_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_copier_that_hangs_is_left_behind_at_the_deadline(monkeypatch: pytest.MonkeyPatch, ours) -> None:
     monkeypatch.setattr(runtime, "CLOSE_PART_S", 3600.0)
     monkeypatch.setattr(runtime, "STOP_MIN_S", 0.1)
     engine = make_engine(EngineConfig(close_deadline_s=0.05), host=HostPool.allocate(LAYOUT, 8))
