@@ -81,7 +81,6 @@ def run_child(step: Step, setting: Setting, path: Path) -> int:
     report.save()
     step.load()(setting, report)
     report.save()
-    faulthandler.cancel_dump_traceback_later()
     failed = sum(not passed for _, passed, _ in report.checks)
     sys.stdout.flush()
     return 1 if failed else 0

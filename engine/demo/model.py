@@ -90,7 +90,7 @@ def check_installed() -> None:
 
 
 def build_llama(shape: ModelShape, device: str | torch.device = "cpu") -> Llama:
-    """Build the model on a device. Equal shapes give equal weights in every process.
+    """Build the model on a device. Equal shapes give equal weights in every process with that kind of device.
 
     Raises InvalidConfig without transformers.
     """
@@ -113,14 +113,16 @@ def build_llama(shape: ModelShape, device: str | torch.device = "cpu") -> Llama:
         pad_token_id=None,
         attn_implementation="sdpa",
     )
-    model = LlamaForCausalLM(config).to(getattr(torch, shape.dtype)).eval().requires_grad_(False)
-    source = torch.Generator().manual_seed(shape.seed)
+    # Built where it runs: on a GPU a large model takes a second, on one core a minute.
+    with torch.device(device):
+        model = LlamaForCausalLM(config).to(getattr(torch, shape.dtype)).eval().requires_grad_(False)
+    source = torch.Generator(device).manual_seed(shape.seed)
     for name, weight in sorted(model.named_parameters()):
         # Own generator: the weights depend neither on torch's global seed nor on the initialization of transformers.
         if weight.dim() > 1:
             std = 1.0 if "embed_tokens" in name else shape.weight_std
-            weight.copy_(torch.randn(weight.shape, generator=source, dtype=torch.float64) * std)
-    return model.to(device)
+            weight.copy_(torch.randn(weight.shape, generator=source, dtype=torch.float64, device=device) * std)
+    return model
 
 
 def cache_argument(model: Any) -> str:  # Any: `transformers` is optional and is not type-checked.

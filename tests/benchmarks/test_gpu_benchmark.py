@@ -7,13 +7,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 STEPS = importlib.import_module("benchmarks.gpu.steps").STEPS
 # Tests that this suite has already, and steps whose figures have a test of their own.
-ELSEWHERE = {"tests", "copies", "load"}
+ELSEWHERE = {"tests", "copies", "load", "pinning", "turns_32k"}
+# They import transformers, or repeat another benchmark, and take as long as all others together.
+LOADED_ONLY = {"model", "nixl", "turns_4k"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without CUDA")
@@ -29,7 +32,7 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
     assert read.why_not("gpu.copies") == ("not measured", "there was no GPU: the CUDA paths have not run")
 
 
-@pytest.mark.parametrize("step", [step.name for step in STEPS if step.name not in ELSEWHERE])
+@pytest.mark.parametrize("step", [step.name for step in STEPS if step.name not in ELSEWHERE | LOADED_ONLY])
 def test_each_step_passes_on_stand_ins(step: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--short", "--only", step, "--out", str(tmp_path)],
@@ -42,6 +45,11 @@ def test_each_step_passes_on_stand_ins(step: str, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "results.json").read_text())[step]
     assert found["verdict"] in ("passed", "skipped")
     assert all(passed for _, passed, _ in found.get("checks", ()))
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+def test_each_step_can_be_loaded(step: Any) -> None:
+    assert callable(step.load())
 
 
 def test_the_steps_bring_the_figures_that_targets_ask_for(tmp_path: Path) -> None:
