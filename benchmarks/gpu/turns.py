@@ -88,8 +88,8 @@ async def serve(
     layout = model_layout(turns.shape, PAGE)
     total = turns.conversations * turns.pages
     await prefill.counts(forget=True)
-    # Half of the conversations fit in L1: the others come back from L2.
-    device = DevicePool.allocate(layout, max(total // 2, turns.pages + 2), device=setting.device)
+    # Three quarters of the conversations fit in L1: the others come back from L2.
+    device = DevicePool.allocate(layout, max(total * 3 // 4, turns.pages + 2), device=setting.device)
     config = EngineConfig(
         model=turns.shape.fingerprint,
         storage=StorageOptions(prefetch_threshold_tokens=0),
