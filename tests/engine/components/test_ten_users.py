@@ -194,11 +194,19 @@ async def instance(model: str, over: str, folder: Path) -> AsyncIterator[Instanc
         yield Instance(ranks, may_serve)
 
 
-WAYS = ["loopback", "ranks", pytest.param("nixl", marks=pytest.mark.nixl)]
+def each_way(*models: str) -> pytest.MarkDecorator:
+    """Each model over each way. Ranks decide alike whatever the model has: they are tested with all kinds at once."""
+    pairs = [(model, over) for over in ("loopback", "nixl") for model in models] + [("both", "ranks")]
+    return pytest.mark.parametrize(
+        ("model", "over"),
+        [pytest.param(*pair, marks=pytest.mark.nixl if pair[1] == "nixl" else ()) for pair in pairs],
+    )
 
 
-@pytest.mark.parametrize("over", WAYS)
-@pytest.mark.parametrize("model", KINDS)
+WITH_COMPONENTS = [model for model in KINDS if KINDS[model]]
+
+
+@each_way(*KINDS)
 async def test_ten_users_transfer_their_system_prompt_once_and_later_ones_never(
     model: str, over: str, tmp_path: Path
 ) -> None:
@@ -222,8 +230,7 @@ async def test_ten_users_transfer_their_system_prompt_once_and_later_ones_never(
         assert restarted.asked() == [of_a_user] * USERS
 
 
-@pytest.mark.parametrize("over", WAYS)
-@pytest.mark.parametrize("model", KINDS)
+@each_way(*KINDS)
 async def test_ten_users_at_once_share_one_transfer_and_each_gets_its_own_end(
     model: str, over: str, tmp_path: Path
 ) -> None:
@@ -239,8 +246,7 @@ async def test_ten_users_at_once_share_one_transfer_and_each_gets_its_own_end(
 
 
 @pytest.mark.parametrize("own_tokens", [USER_TOKENS, 7], ids=["full pages", "a partial page"])
-@pytest.mark.parametrize("over", WAYS)
-@pytest.mark.parametrize("model", [model for model in KINDS if KINDS[model]])
+@each_way(*WITH_COMPONENTS)
 async def test_ten_users_of_the_same_prompt_at_once_are_sent_the_component_pages_of_one(
     model: str, over: str, own_tokens: int, tmp_path: Path
 ) -> None:
@@ -262,8 +268,7 @@ async def test_ten_users_of_the_same_prompt_at_once_are_sent_the_component_pages
             await asyncio.gather(*(rank.engine.finish(one) for rank, one in zip(made.ranks, readies, strict=True)))
 
 
-@pytest.mark.parametrize("over", WAYS)
-@pytest.mark.parametrize("model", [model for model in KINDS if KINDS[model]])
+@each_way(*WITH_COMPONENTS)
 async def test_after_an_abort_of_the_first_user_the_next_is_sent_the_component_pages(
     model: str, over: str, tmp_path: Path
 ) -> None:
