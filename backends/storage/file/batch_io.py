@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 from tidekv.backends.storage.calls import Call
 from tidekv.backends.storage.file.directory import Directory
 from tidekv.backends.storage.file.page_io import PageIO
+from tidekv.backends.storage.file.segments import NO_SPACE
 from tidekv.backends.storage.stats import StorageCounters
 from tidekv.states.errors import StorageFailed
 from tidekv.states.types import PageIds
@@ -40,7 +41,7 @@ class IndexFailed(StorageFailed):
     def __init__(self, error: Exception) -> None:
         super().__init__(f"the index cannot be used: {error}")
         code = getattr(error, "sqlite_errorname", "")
-        self.cause = {"SQLITE_BUSY": "index busy", "SQLITE_FULL": "no space"}.get(code, "index failed")
+        self.cause = {"SQLITE_BUSY": "index busy", "SQLITE_FULL": NO_SPACE}.get(code, "index failed")
 
 
 class BatchIO:
@@ -120,6 +121,20 @@ class BatchIO:
     async def put(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         """Write and publish pages; the cause of a failure for each, empty for a stored one.
 
+        Pages for which the disk has no space are written once more, in the place of older ones.
+        """
+        causes = await self._put(call, keys, pages)
+        full = [at for at, cause in enumerate(causes) if cause == NO_SPACE]
+        if full and call.may_start():
+            self._place.index.note_disk_full()
+            again = await self._put(call, [keys[at] for at in full], [pages[at] for at in full])
+            for at, cause in zip(full, again, strict=True):
+                causes[at] = cause
+        return causes
+
+    async def _put(self, call: Call, keys: Sequence[bytes], pages: Sequence[int]) -> list[str]:
+        """Write and publish pages, with the cause of each failure.
+
         The index changes twice for the whole chunk, since a change costs the same for one page as for many.
         """
         index = self._place.index
@@ -167,7 +182,7 @@ class BatchIO:
 
         def job() -> T:
             try:
-                return work()
+                return index.with_room(work)
             finally:
                 self._counts.evictions += index.take_evictions()
 

@@ -14,14 +14,16 @@ import sqlite3
 from pathlib import Path
 from typing import Final
 
-from tidekv.backends.storage.file.index import INDEX_FILE, FileIndex
+from tidekv.backends.storage.file.index import INDEX_FILE, FileIndex, cut_file
 from tidekv.backends.storage.file.options import FileOptions
 from tidekv.backends.storage.file.ownership import is_own_directory, make_directory, make_root, open_file
 from tidekv.backends.storage.file.records import BLOCK_BYTES, HEADER_BYTES, Geometry
 from tidekv.backends.storage.file.schema import connect, join_namespace, opening, prepare, rebuild, set_aside
 from tidekv.backends.storage.file.segments import (
+    NO_SPACE,
     SLOTS_PER_SEGMENT_MAX,
     Segments,
+    failure_cause,
     namespace_directories,
     namespace_directory,
     segment_files,
@@ -69,8 +71,11 @@ class Directory:
         return _identity(self.options.root / INDEX_FILE) != self._identity
 
     def try_out(self) -> None:
-        """Change the index, write a file as long as a page and read it; raises what fails."""
-        self.index.note_touched()
+        """Change the index, write a file as long as a page and read it; raises what fails.
+
+        A disk that is full is good enough if there are pages that others can replace.
+        """
+        self.index.with_room(self.index.note_touched)
         path = self.segments.directory / (self._writer.name + _PROBE_SUFFIX)
         content = os.urandom(BLOCK_BYTES) * -(-self.segments.geometry.page_bytes // BLOCK_BYTES)
         file = open_file(path, os.O_RDWR | os.O_CREAT)
@@ -78,6 +83,10 @@ class Directory:
             write_all(file, memoryview(content), 0)
             if os.pread(file, len(content), 0) != content:
                 raise OSError(f"{path} does not hold what was written")
+        except OSError as error:
+            if failure_cause(error) != NO_SPACE or not self.index.mirror.slot_by_key:
+                raise
+            self.index.note_disk_full()
         finally:
             os.close(file)
             path.unlink(missing_ok=True)
@@ -106,6 +115,7 @@ class Directory:
 
     def _open_index(self, path: Path, wanted: Geometry) -> tuple[FileIndex, Segments]:
         options = self.options
+        self._leave_room()
         if prepare(path, busy_timeout_s=options.busy_timeout_s):
             rebuild(path, busy_timeout_s=options.busy_timeout_s)
         number, geometry = join_namespace(path, wanted, busy_timeout_s=options.busy_timeout_s)
@@ -128,6 +138,17 @@ class Directory:
             erase=segments.erase_headers,
         )
         return index, segments
+
+    def _leave_room(self) -> None:
+        """On a disk without a free byte, cut the segment that was written first: SQLite could not open the index, and
+        nothing would be served. Its pages are misses.
+        """
+        if os.statvfs(self.options.root).f_bavail or not self._writer.alone():
+            return
+        files = [file for each in namespace_directories(self.options.root) for _, file in segment_files(each)]
+        for file in sorted(files, key=lambda file: file.stat().st_mtime):
+            if cut_file(file):
+                return
 
     def _sweep(self, path: Path) -> None:
         """Remove segment and probe files that the index does not know: they would not count against the capacity.

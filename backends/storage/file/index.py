@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from tidekv.backends.storage.base import KEY_BYTES
 from tidekv.backends.storage.file.ownership import open_file
@@ -37,9 +37,13 @@ from tidekv.backends.storage.file.segments import (
 from tidekv.backends.storage.file.slot_cache import SlotCache, SlotState
 from tidekv.backends.storage.file.writer_locks import WriterLock
 
+T = TypeVar("T")
+
 INDEX_FILE: Final = "index.sqlite"
 BUSY_SLICE_S: Final = 0.1
 """Seconds that SQLite waits for a lock at once. `hurry` is checked between two waits."""
+FULL_S: Final = 30.0
+"""Seconds after a write for which the disk had no space, until slots that may need more of it are tried again."""
 # Pages of fewer bytes than twice this stay together in one file.
 RUN_BYTES_MIN: Final = 1 << 20
 
@@ -100,16 +104,23 @@ class FileIndex:
         self.touched: deque[int] = deque()
         self._to_remove: list[Path] = []
         self._given_up: list[int] = []
+        # Segments whose files were cut to make room on the disk, until a change retires them.
+        self._cut: list[tuple[int, bytes]] = []
+        self._full_until_s = 0.0
         # No writer id yet, so no slot is ours.
         self._me = -1
         try:
-            with self._change() as seq:
-                self._me = int(self._db.execute("INSERT INTO writers(name) VALUES(?)", (writer.name,)).lastrowid or 0)
-                self._take_back_from_the_dead(seq)
-                self._shrink(seq)
+            self.with_room(self._enter)
         except BaseException:
             self._close_files()
             raise
+
+    def _enter(self) -> None:
+        """Enter the writer, free what dead ones left, and keep to the capacity."""
+        with self._change() as seq:
+            self._me = int(self._db.execute("INSERT INTO writers(name) VALUES(?)", (self._writer.name,)).lastrowid or 0)
+            self._take_back_from_the_dead(seq)
+            self._shrink(seq)
 
     @property
     def is_current(self) -> bool:
@@ -135,12 +146,15 @@ class FileIndex:
     def reserve(self, count: int) -> list[int]:
         """Reserve up to `count` slots for writing; older pages make room for them. Fewer if that is not enough."""
         with self._change() as seq:
-            while self.mirror.free_count < count and self._add_segment(seq):
-                pass
-            if self.mirror.free_count < count:
-                self._take_back_from_the_dead(seq)
-            emptied = self._make_room(count, seq) if self.mirror.free_count < count else []
-            slots = self.mirror.take_free(count, run_min=max(RUN_BYTES_MIN // self.geometry.page_bytes, 1))
+            emptied = self._replace_oldest(count, seq) if time.monotonic() < self._full_until_s else []
+            slots = sorted(emptied)
+            if not emptied:
+                while self.mirror.free_count < count and self._add_segment(seq):
+                    pass
+                if self.mirror.free_count < count:
+                    self._take_back_from_the_dead(seq)
+                emptied = self._make_room(count, seq) if self.mirror.free_count < count else []
+                slots = self.mirror.take_free(count, run_min=max(RUN_BYTES_MIN // self.geometry.page_bytes, 1))
             # A slot that is freed and taken in one change is written once: rows are the cost of a change.
             self._write_rows(sorted(set(emptied).difference(slots)), SlotState.FREE, seq)
             self._set(slots, SlotState.WRITING, seq)
@@ -200,6 +214,42 @@ class FileIndex:
                 self._retire(segment, self.geometry.namespace, seq) for segment in list(self.mirror.slots_by_segment)
             )
 
+    def note_disk_full(self) -> None:
+        """Use no slot that may need more of the disk for a while: pages replace older ones. From any thread."""
+        self._full_until_s = time.monotonic() + FULL_S
+
+    def with_room(self, work: Callable[[], T]) -> T:
+        """Do work that changes the index. If the disk has no space for that, the index's own log makes room, then the
+        file of the coldest segment, and the work is done again.
+        """
+        for make_room in (self._cut_log, self._cut_coldest):
+            try:
+                return work()
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                    raise
+                self.note_disk_full()
+                make_room()
+        return work()
+
+    def _cut_log(self) -> None:
+        """Move what the log has into the database, and give its place on the disk back, unless a process reads it."""
+        with contextlib.suppress(sqlite3.OperationalError):
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+
+    def _cut_coldest(self) -> None:
+        """Cut the file of the coldest segment; the next change retires it. Its pages are misses from now on."""
+        for segment, digest in self._db.execute(
+            # Not one that is being written: its pages would be lost at once.
+            "SELECT s.id, n.digest FROM segments s JOIN namespaces n ON n.id=s.namespace WHERE s.retired=0 AND NOT "
+            "EXISTS (SELECT 1 FROM slots WHERE state=1 AND slot BETWEEN s.id << :bits AND (s.id + 1 << :bits) - 1) "
+            "ORDER BY (SELECT MAX(used) FROM slots WHERE slot BETWEEN s.id << :bits AND (s.id + 1 << :bits) - 1)",
+            {"bits": INDEX_BITS},
+        ).fetchall():
+            if cut_file(namespace_directory(self.root, digest) / segment_name(segment)):
+                self._cut.append((segment, digest))
+                return
+
     def take_evictions(self) -> int:
         """Return how many pages were evicted since the last call."""
         evictions, self._evictions = self._evictions, 0
@@ -244,6 +294,8 @@ class FileIndex:
                 "UPDATE slots SET used=? WHERE slot BETWEEN ? AND ?",
                 [(seq, first, last) for first, last in _bounds(sorted(used))],
             )
+            for segment, digest in self._cut:
+                self._retire(segment, digest, seq)
             left, self._given_up = self._given_up, []
             self._set([slot for slot in left if self.mirror.owner(slot) == self._me], SlotState.FREE, seq)
             yield seq
@@ -260,6 +312,7 @@ class FileIndex:
                 self._db.execute("ROLLBACK")
             raise
         self._seen = seq
+        self._cut.clear()
         self.mirror.settle(written=True)
         self._remove_files()
 
@@ -353,10 +406,23 @@ class FileIndex:
         if short <= 0:
             return []
         spare = int(self.mirror.slot_count * (1 - self._low_water))
+        return self._evict(short + spare)
+
+    def _replace_oldest(self, count: int, seq: int) -> list[int]:
+        """Empty our oldest slots, which have their place on the disk: free ones may have none. None if a segment of
+        another namespace made room on the disk instead, or if there is no page of ours.
+        """
+        if self._take_over_segment(seq):
+            self._full_until_s = 0.0
+            return []
+        return self._evict(count)
+
+    def _evict(self, count: int) -> list[int]:
+        """Empty the slots of our oldest pages; returns them, unchanged in the index."""
         # Of pages used together the last one is evicted first: a prefix without its beginning is worthless.
         found = self._db.execute(
             "SELECT slot FROM slots WHERE namespace=? AND state=2 ORDER BY used, slot DESC LIMIT ?",
-            (self._namespace, short + spare),
+            (self._namespace, count),
         ).fetchall()
         victims = [slot for (slot,) in found]
         self._empty(victims)
@@ -405,16 +471,24 @@ class FileIndex:
         """Remove the files of retired segments. They are truncated first, since another process may keep one open."""
         while self._to_remove:
             path = self._to_remove.pop()
-            try:
-                file = open_file(path, os.O_RDWR)
-                try:
-                    os.ftruncate(file, 0)
-                finally:
-                    os.close(file)
+            cut_file(path)
+            # Gone already; otherwise removed when the directory is opened next.
+            with contextlib.suppress(OSError):
                 path.unlink()
-            except OSError:
-                # Gone already; otherwise removed when the directory is opened next.
-                continue
+
+
+def cut_file(path: Path) -> bool:
+    """Truncate a file, so that the disk has its bytes although a process keeps it open. False if it has none."""
+    try:
+        file = open_file(path, os.O_RDWR)
+        try:
+            had_bytes = os.fstat(file).st_blocks > 0
+            os.ftruncate(file, 0)
+        finally:
+            os.close(file)
+    except OSError:
+        return False
+    return had_bytes
 
 
 def _bounds(slots: Sequence[int]) -> list[tuple[int, int]]:

@@ -104,6 +104,10 @@ def slot_runs(slots: Sequence[int]) -> list[Run]:
     return [Run(first, end - first) for first, end in pairwise(firsts)]
 
 
+NO_SPACE: Final = "no space"
+"""The cause of a failed write for which the disk, or the user's quota of it, has no space."""
+
+
 class ForeignFile(OSError):
     """A file with the name of a segment that belongs to another namespace or geometry."""
 
@@ -117,7 +121,7 @@ def miss_cause(error: OSError) -> str:
 
 def failure_cause(error: OSError) -> str:
     """Return the cause of a failure for a failed write."""
-    return "no space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unwritable"
+    return NO_SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unwritable"
 
 
 class Segments:

@@ -301,13 +301,13 @@ async def test_a_place_that_is_no_directory_is_refused(files: Rig) -> None:
         await files.open()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one mebibyte."""
+@pytest.fixture(params=["1m"])
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of one mebibyte, or of the size that a test gives."""
     where = tmp_path / "disk"
     where.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", where], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", where], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip(f"a small file system needs the right to mount: {mounted.stderr.decode().strip()}")
@@ -323,17 +323,48 @@ def those(numbers: range, good: list[bool]) -> list[int]:
     return [number for number, is_good in zip(numbers, good, strict=True) if is_good]
 
 
-async def test_a_full_disk_fails_puts_and_serves_gets(files: Rig, small_disk: Path) -> None:
+@pytest.mark.parametrize("small_disk", ["8m"], indirect=True)
+async def test_a_disk_that_is_full_below_the_capacity_keeps_the_newest_pages(files: Rig, small_disk: Path) -> None:
+    files.root = small_disk / "store"
+    engine = await files.open(capacity=64 << 20, segment=256 << 10)
+    batches = [range(first, first + 60) for first in range(0, 6000, 60)]
+    stored = [sum(await files.put(engine, batch)) for batch in batches]
+    assert stored == [60] * len(batches), engine.statistics().failures
+    found = [sum(await files.get(engine, batch)) for batch in batches]
+    # The disk has place for a thousand pages beside the index. The oldest made room for the newest.
+    assert 400 < sum(found) < 2048
+    assert found[-5:] == [60] * 5 and sum(found[:50]) == 0
+    await engine.probe()
+    await engine.close()
+    # A process that starts on a full disk serves what is there, and stores more.
+    fill(small_disk / "filler")
+    engine = await files.open(capacity=64 << 20, segment=256 << 10)
+    assert engine.statistics().pages > 300
+    assert all(await files.put(engine, range(9000, 9020)))
+    assert all(await files.get(engine, range(9000, 9020)))
+
+
+async def test_a_disk_with_no_page_to_give_up_fails_puts(files: Rig, small_disk: Path) -> None:
     files.root = small_disk / "store"
     engine = await files.open(capacity=8 << 20)
-    batches = [range(first, first + 40) for first in range(0, 400, 40)]
-    stored = [number for batch in batches for number in those(batch, await files.put(engine, batch))]
-    assert 50 < len(stored) < 256
-    assert engine.statistics().failures == {"no space": 400 - len(stored)}
-    found = [number for batch in batches for number in those(batch, await files.get(engine, batch))]
-    assert found == stored
+    fill(small_disk / "filler")
+    assert await files.put(engine, range(4)) == [False] * 4
     with pytest.raises(StorageFailed, match="cannot be used"):
         await engine.probe()
+    (small_disk / "filler").unlink()
+    await engine.probe()
+    assert all(await files.put(engine, range(4)))
+
+
+def fill(filler: Path) -> None:
+    """Leave no byte of a disk."""
+    size = 1 << 20
+    with filler.open("wb", buffering=0) as file:
+        while size:
+            try:
+                file.write(bytes(size))
+            except OSError:
+                size //= 2
 
 
 async def test_a_read_only_disk_is_refused(files: Rig, small_disk: Path) -> None:
