@@ -226,8 +226,8 @@ class FileStorage:
         # One that failed is tried again, with what is left.
         task = self._closing
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            self._closing = asyncio.get_running_loop().create_task(self._close(), name=f"closing {self.uri}")
-        await asyncio.shield(self._closing)
+            task = self._closing = asyncio.get_running_loop().create_task(self._close(), name=f"closing {self.uri}")
+        await asyncio.shield(task)
 
     async def _close(self) -> None:
         shelves = [*self._lost, *([] if self._file_store is None else [self._file_store])]
