@@ -454,6 +454,8 @@ class Core:
         if self.state.reclaimable_loads or self.loads.has_settled:
             self.state.run_guarded(self.loads.free_settled_reclaiming)
         self.state.pages_freed = False
+        if self.queue and self._runs_as_many_as_may():
+            return
         for request in self.queue.candidates(self.state.now_s) if self.queue else ():
             try:
                 granted = self.restore.grant(request)
@@ -465,6 +467,22 @@ class Core:
             if granted:
                 self._admit(request)
                 return
+
+    def _runs_as_many_as_may(self) -> bool:
+        """Whether no further request may leave the queue, whose first one then waits for the end of another."""
+        limit = self.settings.running_max
+        if not limit or self.running < limit:
+            return False
+        first = next(self.queue.candidates(self.state.now_s))
+        if not first.waited_to_run:
+            first.waited_to_run = True
+            self.state.count("running_waits")
+        return True
+
+    @property
+    def running(self) -> int:
+        """Number of requests that have left the queue and not ended."""
+        return len(self.state.requests) - len(self.queue)
 
     def _admit(self, request: Request) -> None:
         self.queue.remove(request)

@@ -70,6 +70,7 @@ COUNTERS: Final = (
     "prefill_retries",
     "quota_waits",
     "recomputes",
+    "running_waits",
     "sent_back",
     "shared_component_pages",
     "shared_ends_passed_on",

@@ -72,6 +72,8 @@ class RequestArrived(Event, frozen=True, kw_only=True):
     early: bool = False
     """Whether the caller begins with the first layer, and waits for each further one (`ReportEarly`)."""
     rest: bytes = b""
+    tokens_max: int = 0
+    """Tokens of the prompt and of its output that will have KV at most. 0: unknown."""
 
 
 class AbortRequested(Event, frozen=True, kw_only=True):

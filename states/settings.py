@@ -28,7 +28,11 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     host_pages: Count = 0
     """Size of the host pool. 0 means no host tier."""
     growth_reserve_pages: Count = 1
-    """Device pages that an admitted request holds in reserve for the tokens it will generate."""
+    """Device pages that an admitted request holds in reserve for the tokens it will generate. Fewer where it cannot
+    use so many: see `reserve_pages`.
+    """
+    running_max: Count = 0
+    """Maximum requests that have left the queue and not ended. Others wait in PREALLOC. 0 means no limit."""
     queue_max: PositiveCount = 16384
     """Maximum number of requests that wait for admission; further ones are refused."""
     admission_scan_max: PositiveCount = 16
@@ -93,6 +97,16 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     def pages_of(self, tokens: int) -> int:
         """Return the number of pages for `tokens` tokens; the last page may be partial."""
         return -(-tokens // self.page_size)
+
+    def reserve_pages(self, *, tokens_max: int, held: int) -> int:
+        """Return the pages that a request holds in reserve for growth beside `held` others: `growth_reserve_pages`, but
+        no more than it can use.
+
+        `tokens_max`: the tokens that have KV at most, 0 if unknown. A prompt that fills the pool needs no reserve, and
+        would wait for one for ever.
+        """
+        pages_max = min(self.device_pages, self.pages_of(tokens_max)) if tokens_max else self.device_pages
+        return max(0, min(self.growth_reserve_pages, pages_max - held))
 
     def prefetch_deadline_s(self, pages: int, request_s: float = float("inf")) -> float:
         """Return the seconds that a fetch of `pages` pages may take for a request with `request_s` seconds left."""

@@ -52,7 +52,13 @@ class AdmissionOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
     ageing_s: Seconds = 5.0
     """Waiting for this long weighs as much as one step of priority."""
     growth_reserve_pages: Count = 1
-    """Device pages that an admitted request holds in reserve for the tokens that it generates."""
+    """Device pages that an admitted request holds in reserve for the tokens that it generates. Fewer if its
+    `max_new_tokens`, or the pool, leaves no use for so many.
+    """
+    running_max: Count = 0
+    """Maximum requests between admission and `finish`, `retract` or failure; others wait in the queue. A larger batch
+    makes each token slower. 0 means no limit. Not with lent device pages, whose owner admits.
+    """
     prefill_share: PositiveShare = 0.75
     """Maximum share of the device pool that requests of one prefill may withhold before they are READY, its quarantine
     included. Further requests of that prefill wait; a prompt that is larger is served alone. 1 means no limit.
@@ -266,6 +272,7 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             # Requests in lent pages are not admitted and do not grow, and each fills its own.
             lends_device=self.device == "lent",
             growth_reserve_pages=0 if self.device == "lent" else self.admission.growth_reserve_pages,
+            running_max=0 if self.device == "lent" else self.admission.running_max,
             share_transfers=self.sharing.enabled and self.device != "lent",
             share_wait_s=self.sharing.wait_s,
             attempts_per_prefill=self.peer.attempts,

@@ -38,6 +38,7 @@ _UNITS: Final = {
     "l2": "a size",
     "vocabulary": "token ids",
     "queue_max": "requests",
+    "running_max": "requests",
     "hits_min": "prompts",
     "segments_max": "files",
     "breaker_failures": "failures",

@@ -64,11 +64,11 @@ class Arrivals:
         """Raise InvalidRequest for a prompt that never fits in the device pool, CapacityError if the queue is full."""
         core = self._runtime.core
         settings, tokens = core.settings, len(packed) // TOKEN_BYTES
-        needed = settings.pages_of(tokens) + settings.growth_reserve_pages
+        needed = settings.pages_of(tokens)
         if needed > settings.device_pages:
             raise InvalidRequest(
-                f"request {request.request_id!r}: its prompt of {tokens} tokens needs {needed} device pages with its "
-                f"reserve; the pool has {settings.device_pages}"
+                f"request {request.request_id!r}: its prompt of {tokens} tokens needs {needed} device pages; the pool "
+                f"has {settings.device_pages}"
             )
         # Requests that arrived in this turn of the loop are in no queue yet.
         if len(core.queue) + self._runtime.calls.arriving(core) >= settings.queue_max:
@@ -106,6 +106,8 @@ class Arrivals:
             early=request.early and lent_pages is None,
             # With bigrams, the KV of the prompt's end depends on the first token of the answer.
             rest=packed[len(keys) :] if runtime.core.settings.components and not page_keys.bigrams else b"",
+            # The last token that is generated has no KV.
+            tokens_max=request.max_new_tokens and len(packed) // TOKEN_BYTES + request.max_new_tokens - 1,
         )
         # From here on the id is live and the event is posted: both or neither, even if a statement in between raises.
         try:

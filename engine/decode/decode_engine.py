@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, Unpack
@@ -282,8 +283,12 @@ class DecodeEngine:
         except BaseException:
             done.add_done_callback(partial(self._drop_unclaimed, ready.request_id))
             raise
+        request, generated = live.request, (len(live.prompt.packed) - len(ready.packed_tokens)) // TOKEN_BYTES
+        if request.max_new_tokens:
+            # What is left of the budget. A request that has used it up grows by the token that `resume` computes.
+            request = replace(request, max_new_tokens=max(1, request.max_new_tokens - generated))
         return RetractedRequest(
-            request=live.request,
+            request=request,
             packed_tokens=live.prompt.packed,
             held_tokens=held_pages * self.layout.page_size,
         )

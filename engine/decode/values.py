@@ -42,7 +42,9 @@ class DecodeRequest:
     the addresses of all of them, in order, joined by commas; the same on all ranks of a decode instance.
     """
     max_new_tokens: Count = 0
-    """Maximum tokens to be generated, if it is known; a hint."""
+    """Maximum tokens to be generated, the first one included; 0 if it is unknown. No device page is held in reserve for
+    more. `grow` beyond it is possible, without reserve.
+    """
     deadline_s: Seconds | None = None
     """Maximum time of the restore, from the call on. None: the engine's `default_deadline_s`."""
     priority: Priority = 0

@@ -104,6 +104,7 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
     held_pages: int
     early: bool
     rest: bytes
+    tokens_max: int
 
     @classmethod
     def of(cls, event: RequestArrived, keys: bytes, rest: bytes, namespace: str) -> ArrivalRecord:
@@ -125,6 +126,7 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
             event.held_pages,
             event.early,
             rest,
+            event.tokens_max,
         )
 
     def event(self) -> RequestArrived:

@@ -125,6 +125,7 @@ def draw_settings(random: Random) -> CoreSettings:
         # Drawn last, so that everything before is what it was for the same seed.
         prefill_share=random.choice((1.0, 0.75, 0.4, 0.1)),
         namespace_share=random.choice((1.0, 1.0, 0.5, 0.2)),
+        running_max=random.choice((0, 0, 0, 1, 3, 8)),
     )
 
 
@@ -146,5 +147,5 @@ def with_lent_device(settings: CoreSettings, seed: int) -> CoreSettings:
 def lending(settings: CoreSettings) -> CoreSettings:
     """Return settings without components for a host engine that lends its device pages."""
     return msgspec.structs.replace(
-        settings, lends_device=True, share_transfers=False, growth_reserve_pages=0, prefill_share=1.0
+        settings, lends_device=True, share_transfers=False, growth_reserve_pages=0, prefill_share=1.0, running_max=0
     )

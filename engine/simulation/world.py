@@ -260,6 +260,8 @@ class World:
                 lent_pages=tuple(caller.pages),
                 held_pages=caller.held,
                 early=self.early_callers is not None and self.early_callers.draw(),
+                # By the number and not drawn, so that other draws of a seed stay what they were.
+                tokens_max=len(caller.tokens) + caller.serial % 5 if caller.serial % 3 == 0 else 0,
             )
         )
 

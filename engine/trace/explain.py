@@ -108,6 +108,8 @@ def _waits(trace: RequestTrace, now_s: float) -> list[str]:
             f"In PREALLOC it waited for the quota of prefill {trace.over_quota_of}: other requests of that prefill "
             "withheld as many device pages as they may (admission.prefill_share)."
         )
+    if trace.waited_to_run:
+        lines.append("In PREALLOC it waited until another request ended: as many ran as may (admission.running_max).")
     return lines
 
 

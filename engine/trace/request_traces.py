@@ -312,6 +312,8 @@ class RequestTraces:
         request = core.request(request_id)
         if request is not None and request.waited_for_quota and not request_trace.over_quota_of:
             request_trace.over_quota_of = request.prefill
+        if request is not None and request.waited_to_run:
+            request_trace.waited_to_run = True
         if state in (State.PREALLOC, State.MATCH) and request is not None:
             request_trace.needed_pages = request.short_need
         if state is State.PREALLOC and request is not None:

@@ -63,6 +63,11 @@ class Parts(Protocol):
     lending: Lending
     offers: Offers
 
+    @property
+    def running(self) -> int:
+        """See `Core.running`."""
+        ...
+
 
 def audit_core(core: Parts) -> None:
     """Raise BrokenInvariant at the first contradiction found."""

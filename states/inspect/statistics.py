@@ -45,6 +45,7 @@ def count_core(core: Parts) -> dict[str, int]:
         "rooms": len(core.rooms),
         "rooms_draining": core.rooms.draining_rooms,
         "requests_returning": len(core.lending.returning),
+        "requests_running": core.running,
         "requests_retracted": core.backups.retracted_requests,
         **state.counters,
     }

@@ -48,7 +48,7 @@ def content_of(call: Call) -> int:
     """A digest of everything in a call that must be the same on all ranks."""
     if isinstance(call, events.RequestArrived):
         prompt, how = (call.prompt_tokens, call.namespace, call.prefills), (call.priority, call.cache, call.early)
-        plain = zlib.crc32(repr((*prompt, *how, call.can_recompute)).encode())
+        plain = zlib.crc32(repr((*prompt, *how, call.can_recompute, call.tokens_max)).encode())
         return zlib.crc32(call.rest, zlib.crc32(call.keys, plain))
     if isinstance(call, events.FinishRequested | events.RetractRequested):
         return zlib.crc32(call.keys, zlib.crc32(repr((call.tokens, call.component_pages)).encode()))

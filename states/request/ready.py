@@ -39,7 +39,9 @@ class Serving:
         """
         state = self._state
         taken, reserve = request.reserve[: event.page_count], request.reserve[event.page_count :]
-        short = state.settings.growth_reserve_pages + event.wanted - len(reserve)
+        held = len(request.table) + len(taken)
+        target = state.settings.reserve_pages(tokens_max=request.tokens_max, held=held)
+        short = max(target - len(reserve), 0) + event.wanted
         count = min(max(short, 0), state.device.free + state.index.device_evictable)
         if short > 0 and (request.raises_of(type(event).__name__) or not (count and state.make_device_room(count))):
             count = 0

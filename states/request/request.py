@@ -133,8 +133,10 @@ class Request:
         "stored_first",
         "stored_found",
         "table",
+        "tokens_max",
         "trouble",
         "waited_for_quota",
+        "waited_to_run",
         "waits_for_answer",
     )
 
@@ -148,6 +150,7 @@ class Request:
         self.prefills = event.prefills
         self.deadline_at_s = event.deadline_at_s
         self.priority = event.priority
+        self.tokens_max = event.tokens_max
         self.cache = event.cache
         self.can_recompute = event.can_recompute
         self.early = event.early
@@ -173,15 +176,13 @@ class Request:
         self.ending: Ending | None = None
         """Progress of the caller's `finish` or `retract`."""
         self.passed = 0
-        self.short_need = 0
-        """Device pages that it needed when it was last refused admission."""
+        self.short_need = 0  # Device pages that it needed when it was last refused admission.
         self.short_version = -1
         self.quota_need = 0
         """Pages that its prefill would have been charged with at that time."""
-        self.over_quota = False
-        """Whether that refusal was because of the quota of its prefill."""
-        self.waited_for_quota = False
-        """Whether there was any such refusal."""
+        self.over_quota = False  # Whether that refusal was because of the quota of its prefill.
+        self.waited_for_quota = False  # Whether there was any such refusal.
+        self.waited_to_run = False  # Whether it was first in the queue while as many requests ran as may.
         self.charged = 0
         """Pages that its prefill is charged with, from the grant until READY."""
         self.query_op = 0

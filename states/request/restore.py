@@ -177,7 +177,8 @@ class Restore:
         match = self._match(request)
         # Lock before making room: eviction must not take the pages just matched.
         request.lock = state.index.lock(match.device_node)
-        needed = request.page_count - match.device_pages + state.settings.growth_reserve_pages
+        reserve = state.settings.reserve_pages(tokens_max=request.tokens_max, held=request.page_count)
+        needed = request.page_count - match.device_pages + reserve
         # The charge: pages that it takes, and cached ones that only this lock keeps from eviction.
         available_now = state.device.free + state.index.device_evictable
         charge = needed + available - available_now
@@ -196,8 +197,7 @@ class Restore:
                 state.count("quota_waits")
             return False
         pages = state.device.take(needed)
-        reserved = needed - state.settings.growth_reserve_pages
-        request.own, request.reserve = pages[:reserved], pages[reserved:]
+        request.own, request.reserve = pages[: needed - reserve], pages[needed - reserve :]
         state.quota.charge(request.prefill, charge)
         request.charged = charge
         # The pin keeps the host part from eviction until `fix_plan` starts its copies.

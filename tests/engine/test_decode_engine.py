@@ -151,7 +151,7 @@ async def test_many_requests_at_once_through_a_small_device(make_pair) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "words"),
-    [([], "empty"), ([1, -2], "-2"), ([1, 2**32], str(2**32)), (list(range(4 * 64)), "pool has 64")],
+    [([], "empty"), ([1, -2], "-2"), ([1, 2**32], str(2**32)), (list(range(4 * 64 + 1)), "pool has 64")],
 )
 async def test_bad_prompts_are_refused_by_name_and_change_nothing(make_pair, tokens: list[int], words: str) -> None:
     async with make_pair() as pair:

@@ -167,6 +167,16 @@ def prefill_is_at_its_quota(play: Play) -> None:
     play.bring_everything("r1")
 
 
+@says("it waited until another request ended", "admission.running_max", "READY", counts="running_waits")
+def as_many_run_as_may(play: Play) -> None:
+    play.begin_with(running_max=1)
+    play.arrive("r0", tokens=b"aabb")
+    play.arrive("r1", tokens=b"ccdd")
+    play.bring_everything("r0")
+    play.take(events.FinishRequested, request_id="r0", keys=b"aabb", tokens=4)
+    play.bring_everything("r1")
+
+
 @says("pages damaged: page 3 of the prompt differs", "next prefill", "READY")
 def sent_page_is_damaged(play: Play) -> None:
     # Once more than the attempts: there is one prefill, which is tried once.
