@@ -16,7 +16,7 @@ def run(setting: Setting, report: Report) -> None:
     """Serve conversations, with and without the decode cache, and once with a page damaged on purpose."""
     os.environ.setdefault("UCX_MODULES", "^ib")
     options = (
-        WorkloadOptions(conversations=2, rounds=2) if setting.short else WorkloadOptions(conversations=8, rounds=4)
+        WorkloadOptions(conversations=2, rounds=2) if setting.short else WorkloadOptions(conversations=5, rounds=3)
     )
     tiers = TierOptions(device=str(setting.device), compare=not setting.short)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

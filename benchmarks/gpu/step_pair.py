@@ -25,7 +25,8 @@ from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config.engine_config import AdmissionOptions, EngineConfig, PeerOptions, StorageOptions
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
-from tidekv.engine.demo.phase import SOURCES, held_by
+from tidekv.engine.demo.conversations import SOURCES
+from tidekv.engine.demo.phase import held_by
 from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.states.errors import RequestFailed, TransferFailed
