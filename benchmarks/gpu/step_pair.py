@@ -29,7 +29,7 @@ from tidekv.engine.demo.conversations import SOURCES
 from tidekv.engine.demo.phase import held_by
 from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.states.errors import RequestFailed, TransferFailed
+from tidekv.states.errors import OutOfPages, RequestFailed, TransferFailed
 from tidekv.transports.nixl.transport import NixlTransport
 
 MODEL = "gpu-pair"
@@ -140,7 +140,12 @@ class Conversations:
         self.served.sources.update(ready.sources)
         output = [ready.first_token, *self._tokens(OUTPUT_TOKENS - 1)]
         written = [*prompt, *output[:-1]]
-        self.engine.grow(ready, len(output) - 1)
+        try:
+            self.engine.grow(ready, len(output) - 1)
+        except OutOfPages:
+            # A stopped prefill worker may hold many pages in quarantine.
+            await self.engine.finish(ready)
+            return prompt
         first = len(prompt) // self.page_size
         digests = prompt_digests(pack_tokens(written), self.page_size)
         self.kv.fill(ready.pages[first : len(digests)].tolist(), digests[first:])
@@ -244,8 +249,8 @@ def run(setting: Setting, report: Report) -> None:
             at_once=4,
             system_tokens=32,
             prompt_tokens=64,
-            device_pages=90,
-            host_pages=70,
+            device_pages=110,
+            host_pages=60,
             stopped_s=1.5,
             abort_share=0.15,
         )
