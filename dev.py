@@ -18,13 +18,14 @@ MARKER = VENV / "tidekv-installed"
 COMMANDS = {
     "run": (["-m", "tidekv", "run"], "serve a workload with a prefill and a decode worker, and compare"),
     "test": (["-m", "pytest"], "run the tests in parallel; --all: slow ones as well; PATH…: these, in one process"),
-    "check": ([], "run the lint and type checks"),
+    "check": ([], "run the lint and type checks, and look for known holes of dependencies"),
     "coverage": (["-m", "pytest", "--cov", "--cov-report="], "run all tests or PATH…; print what branches they take"),
     "bench": (["-m", "benchmarks"], "measure all targets, or run one benchmark by name; --help lists them"),
     "tidekv": (["-m", "tidekv"], "run any tidekv command"),
     "vllm": (["-m", "benchmarks.vllm_pair"], "serve conversations through real vLLM servers, and compare every token"),
     "docs": (["-m", "mkdocs", "build", "--strict"], "build the pages of docs/ in build/docs; a warning is an error"),
-    "setup": ([], "only set up .venv"),
+    "setup": ([], "only set up .venv; --newest: with the newest versions, not those of constraints.txt"),
+    "constraints": (["-m", "tools.environment"], "write the versions in .venv to constraints.txt"),
 }
 # Makes the environment of `vllm`, .venv-vllm unless TIDEKV_TEST_VLLM_VENV names another, and prints its Python.
 VLLM_ENVIRONMENT = "benchmarks.vllm_pair.environment"
@@ -32,24 +33,33 @@ CHECKS = (
     ["-m", "ruff", "check", "."],
     ["-m", "ruff", "format", "--check", "."],
     ["-m", "mypy"],
+    ["-m", "tools.audit"],
 )
+EXTRAS = {"run": "demo"}
+"""What a command needs of pyproject.toml's extras; all others need `dev`."""
+CONSTRAINTS = ROOT / "constraints.txt"
 WORKERS_MAX = 16
 """Maximum processes of tests at once, each of which imports torch."""
 # What is looked at, and how many percent of its branches tests must take.
 COVERED = (["--include=*/states/*", "--fail-under=100"], ["--fail-under=90"])
 
 
-def wanted_marker() -> str:
-    """What a finished set-up was made from: another pyproject.toml or Python needs another set-up."""
-    digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
-    return f"{digest} {sys.version_info.major}.{sys.version_info.minor} {ROOT}\n"
+def wanted_marker(extra: str) -> str:
+    """What a finished set-up was made from: other requirements or another Python need another set-up."""
+    given = (ROOT / "pyproject.toml").read_bytes() + CONSTRAINTS.read_bytes()
+    digest = hashlib.sha256(given).hexdigest()
+    return f"{digest} {extra} {sys.version_info.major}.{sys.version_info.minor} {ROOT}\n"
 
 
-def set_up() -> None:
-    """Make and fill .venv unless the marker says that it is up to date."""
+def set_up(extra: str = "dev", *, newest: bool = False) -> None:
+    """Make and fill .venv for an extra, unless the marker says that it has that or `dev`."""
     from tools import environment  # Not before the version of Python is checked.
 
-    environment.fill(VENV, ["-e", f"{ROOT}[dev]"], marker=MARKER, wanted=wanted_marker())
+    if not newest and MARKER.is_file() and MARKER.read_text() == wanted_marker("dev"):
+        return
+    versions = [] if newest else ["-c", str(CONSTRAINTS)]
+    wanted = wanted_marker(extra)
+    environment.fill(VENV, [*versions, "-e", f"{ROOT}[{extra}]"], marker=MARKER, wanted=wanted)
 
 
 def pytest_arguments(arguments: list[str], *, everything: bool = False) -> list[str]:
@@ -90,7 +100,7 @@ def main(arguments: list[str]) -> int:
         python = made.stdout.split()[-1]
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
         os.execv(python, [python, *COMMANDS[command][0], *rest])
-    set_up()
+    set_up(EXTRAS.get(command, "dev"), newest=command == "setup" and "--newest" in rest)
     if command == "setup":
         return 0
     if command == "check":

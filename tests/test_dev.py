@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import dev
+from tools import environment
 
 CORES = len(os.sched_getaffinity(0))
 IN_PARALLEL = ["-n", str(min(2 * CORES, dev.WORKERS_MAX)), "--dist", "worksteal"]
@@ -32,6 +36,38 @@ PATH = str(dev.ROOT / "tests" / "test_dev.py")
 )
 def test_tests_run_in_parallel_unless_they_are_named(given: list[str], everything: bool, expected: list[str]) -> None:
     assert dev.pytest_arguments(given, everything=everything) == expected
+
+
+@pytest.mark.parametrize(
+    ("has", "wanted", "filled"),
+    [("", "demo", True), ("demo", "demo", False), ("dev", "demo", False), ("demo", "dev", True), ("dev", "dev", False)],
+)
+def test_an_environment_is_filled_with_what_a_command_needs(
+    has: str, wanted: str, filled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Sequence[str]] = []
+
+    def fill(directory: Path, requirements: Sequence[str], *, marker: Path, wanted: str) -> None:
+        if not (marker.is_file() and marker.read_text() == wanted):
+            given.append(requirements)
+
+    monkeypatch.setattr(environment, "fill", fill)
+    monkeypatch.setattr(dev, "MARKER", tmp_path / "marker")
+    if has:
+        dev.MARKER.write_text(dev.wanted_marker(has))
+    dev.set_up(wanted)
+    assert given == ([["-c", str(dev.CONSTRAINTS), "-e", f"{dev.ROOT}[{wanted}]"]] if filled else [])
+
+
+def test_each_requirement_of_the_development_environment_has_one_version() -> None:
+    lines = [line for line in dev.CONSTRAINTS.read_text().splitlines() if not line.startswith("#")]
+    names = {line.partition("==")[0] for line in lines}
+    assert len(names) == len(lines)
+    project = tomllib.loads((dev.ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(each for name, extra in extras.items() if name != "vllm" for each in extra)]
+    wanted = [re.match(r"[\w-]+", each)[0].lower() for each in wanted if not each.startswith("tidekv[")]
+    assert set(wanted) - names == set()
 
 
 CONFTEST = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,15 @@ def test_a_python_without_pip_is_named_with_a_way_out(tmp_path: Path, monkeypatc
     with pytest.raises(SystemExit, match=rf"{sys.executable} has no pip, .* python3-pip"):
         environment.fill(tmp_path / "made", [], marker=tmp_path / "marker", wanted="1")
     assert not (tmp_path / "made").exists()
+
+
+def test_constraints_have_no_builds_and_not_the_checkout(tmp_path: Path) -> None:
+    for name, version in (("tidekv", "0.1"), ("Some_Thing.x", "2.0+cpu"), ("abc", "1")):
+        information = tmp_path / f"{name}-{version}.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    found = environment.pinned(metadata.distributions(path=[str(tmp_path)]))
+    assert found == ["abc==1", "some-thing-x==2.0"]
 
 
 def test_sizes_are_summed_and_large_packages_listed() -> None:

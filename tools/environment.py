@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import venv
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -170,6 +172,15 @@ def install(python: Path, packages: Sequence[Package]) -> None:
         fail(running.returncode, command)
 
 
+def pinned(distributions: Iterable[metadata.Distribution]) -> list[str]:
+    """Return `name==version` of installed packages, in order, without builds (+cpu) and without tidekv itself."""
+    lines = set()
+    for each in distributions:
+        if each.name != "tidekv":
+            lines.add(f"{re.sub('[-_.]+', '-', each.name).lower()}=={each.version.partition('+')[0]}")
+    return sorted(lines)
+
+
 def pip(python: Path, arguments: Sequence[str]) -> None:
     """Run pip on the environment of `python`. Exits with its message if it fails."""
     command = [*PIP, "--python", str(python), *arguments]
@@ -193,3 +204,9 @@ def progress(text: str) -> None:
     """Replace the line of progress on a terminal; elsewhere print nothing, so that logs stay short."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    place = Path(__file__).resolve().parents[1] / "constraints.txt"
+    heading = "# Versions that the tests are known to pass with: `python3 dev.py constraints` writes them.\n"
+    place.write_text(heading + "".join(f"{line}\n" for line in pinned(metadata.distributions())))
