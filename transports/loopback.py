@@ -23,7 +23,16 @@ from tidekv.states.errors import (
     TransferFailed,
 )
 from tidekv.states.types import PageIds, PoolMemory
-from tidekv.transports.base import DialFailed, Exchange, Link, PeerMemory, Poller, check_memory, check_pages
+from tidekv.transports.base import (
+    LISTENER_COUNTS,
+    DialFailed,
+    Exchange,
+    Link,
+    PeerMemory,
+    Poller,
+    check_memory,
+    check_pages,
+)
 from tidekv.transports.control import wire
 from tidekv.transports.tasks import OwnedTasks, settle
 
@@ -109,13 +118,15 @@ PROCESS_NETWORK = LoopbackNetwork()
 class LoopbackLink:
     """One end of a pair; see `Link`."""
 
-    def __init__(self, owner: LoopbackTransport, peer_label: str) -> None:
+    def __init__(self, owner: LoopbackTransport, peer_label: str, inbound: wire.Inbound) -> None:
         self.peer_label = peer_label
         self.on_offence: Callable[[], None] | None = None
         self._owner = owner
         self._incoming: deque[bytes] = deque()
         self._incoming_bytes = 0
         self._frame_bytes_max = wire.HELLO_BYTES_MAX
+        self._inbound = inbound
+        self._decoder = inbound.first
         self._arrived = asyncio.Event()
         self._cause: str | None = None
         self._ending: str | None = None
@@ -152,7 +163,7 @@ class LoopbackLink:
         self._incoming_bytes -= len(frame)
         try:
             wire.body_length(frame[: wire.LENGTH.size], frame_bytes_max=self._frame_bytes_max)
-            message = wire.decode_body(frame[wire.LENGTH.size :])
+            message = wire.decode_body(frame[wire.LENGTH.size :], self._decoder)
         except RemoteProtocolError as error:
             self.report_offence()
             await self.close(str(error))
@@ -164,7 +175,7 @@ class LoopbackLink:
 
     def mark_greeted(self) -> None:
         """See `Link.mark_greeted`."""
-        self._frame_bytes_max = wire.FRAME_BYTES_MAX
+        self._frame_bytes_max, self._decoder = wire.FRAME_BYTES_MAX, self._inbound.later
 
     def report_offence(self) -> None:
         """See `Link.report_offence`. Offences are counted; no peer of this process is refused."""
@@ -217,8 +228,8 @@ class LoopbackListener:
 
     def accept(self, dialler: LoopbackTransport) -> LoopbackLink:
         """Make a pair of ends: serve one in a task, return the other."""
-        theirs = LoopbackLink(dialler, self.address)
-        ours = LoopbackLink(self.owner, dialler.instance)
+        theirs = LoopbackLink(dialler, self.address, wire.FROM_PREFILL)
+        ours = LoopbackLink(self.owner, dialler.instance, wire.FROM_DECODE)
         ours.pair_with(theirs)
         ours.on_offence = self._note_offence
         self._tasks.spawn(self._serve(ours), name=f"link of {dialler.instance}")
@@ -226,13 +237,7 @@ class LoopbackListener:
 
     def statistics(self) -> dict[str, int | float]:
         """See `Listener.statistics`."""
-        return {
-            "links_refused": 0,
-            "links_over_limit": 0,
-            "links_over_quota": 0,
-            "links_in_pause": 0,
-            "offences": self.offences,
-        }
+        return {**dict.fromkeys(LISTENER_COUNTS, 0), "offences": self.offences}
 
     async def close(self) -> None:
         """See `Listener.close`."""

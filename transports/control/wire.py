@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import sys
 from array import array
-from typing import Annotated, Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
 from tidekv.states.types import Identity, PageIds, PoolMemory
 from tidekv.transports.control import frames
+from tidekv.transports.control.aux_values import AUX_BYTES_MAX
 
-VERSION = 9
+VERSION = 10
 FRAME_BYTES_MAX = 8 * 1024 * 1024
 HELLO_BYTES_MAX = 1024 * 1024
 """Maximum size of a frame before the Hello is accepted: a Hello of 10,000 registered regions fits."""
@@ -39,7 +41,9 @@ CHECKSUM_BYTES = 16
 """Bytes of one page's checksum in a message: XXH3-128 over the bytes of the page that the sender writes."""
 Checksums = Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
 PackedPages = Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
-AuxFields: TypeAlias = dict[str, Any]  # Msgpack values of the embedder (logprobs, seeds), passed through unchanged.
+AuxBytes = Annotated[bytes, msgspec.Meta(max_length=AUX_BYTES_MAX)]
+CACHE_SOURCES_MAX = 16
+"""Maximum number of sources in the counts of cached tokens."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
@@ -256,13 +260,16 @@ class Staged(Message, frozen=True, tag="staged"):
 
 
 class Aux(Message, frozen=True, tag="aux"):
-    """The first token and its data. `cached` is the number of tokens that prefill had cached, by source."""
+    """The first token and its data. `cached` is the number of tokens that prefill had cached, by source.
+
+    `aux` has the bytes of a map: see `aux_values`.
+    """
 
     room: Room
     rank: Count
     first_token: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**32 - 1)]
-    aux: AuxFields = {}
-    cached: dict[str, Count] = {}
+    aux: AuxBytes = b"\x80"
+    cached: Annotated[dict[Name, Count], msgspec.Meta(max_length=CACHE_SOURCES_MAX)] = {}
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -356,8 +363,45 @@ AnyMessage = (
     | Bye
 )
 
+AT_THE_TAG: Final = "at `$[0]`"
+"""End of the decoder's error about the kind of a message."""
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+@dataclass(frozen=True, slots=True)
+class Inbound:
+    """Decoders of what one end may send: `first` until its Hello is accepted, `later` after that.
+
+    A frame of any other kind is refused by its tag, before its fields are looked at.
+    """
+
+    first: msgspec.msgpack.Decoder[Any]  # Any: each decoder has a union of its own.
+    later: msgspec.msgpack.Decoder[Any]
+
+
+FROM_DECODE: Final = Inbound(
+    first=msgspec.msgpack.Decoder(Hello | Declined | Bye),
+    later=msgspec.msgpack.Decoder(
+        Promise | Extend | StagingGranted | Failed | Abort | Declined | Received | Ping | Bye,
+    ),
+)
+FROM_PREFILL: Final = Inbound(
+    first=msgspec.msgpack.Decoder(Hello | Bye),
+    later=msgspec.msgpack.Decoder(
+        Chunk
+        | ComponentSent
+        | StagingRequest
+        | StagingReturned
+        | Staged
+        | Aux
+        | Refused
+        | Failed
+        | Drained
+        | Ping
+        | Bye
+    ),
+)
 
 
 def pack_pages(pages: PageIds) -> bytes:
@@ -410,9 +454,16 @@ def body_length(prefix: bytes, *, frame_bytes_max: int = FRAME_BYTES_MAX) -> int
     return frames.body_length(prefix, frame_bytes_max=frame_bytes_max)
 
 
-def decode_body(body: bytes) -> AnyMessage:
-    """Return the message of one frame's body. Raises RemoteProtocolError for any other bytes."""
-    message = frames.decode(_decoder, body)
+def decode_body(body: bytes, decoder: msgspec.msgpack.Decoder[Any] = _decoder) -> AnyMessage:
+    """Return the message of one frame's body. Raises RemoteProtocolError for any other bytes, and for a message that is
+    not one of the decoder's; without a decoder, messages of both ends are taken.
+    """
+    try:
+        message: AnyMessage = frames.decode(decoder, body)
+    except RemoteProtocolError as error:
+        if str(error.__cause__).endswith(AT_THE_TAG):
+            raise RemoteProtocolError(f"peer sent a message that it may not send now: {error}") from error
+        raise
     _check_names(message)
     return message
 

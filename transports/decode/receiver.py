@@ -45,6 +45,7 @@ from tidekv.states.handover.head_slices import check_stages, partition_of
 from tidekv.states.types import Identity, PageIds, PoolMemory
 from tidekv.transports import base, components
 from tidekv.transports.control import handshake, wire
+from tidekv.transports.control.aux_values import decode_aux
 from tidekv.transports.control.peer_backoff import PeerBackoff
 from tidekv.transports.decode.decode_room import (
     DecodeRoom,
@@ -602,7 +603,12 @@ class Receiver:
 
     def _take_of_rank_link(self, rank_link: RankLink, message: FrameOfRoom, hashed: bytes | None) -> None:
         """Handle a message. `hashed` are the checksums of the pages that it reports; None: they are not verified."""
+        # Every writing rank sends an Aux: the content of the first writer's is delivered, before its event.
+        is_first = rank_link.number == 0 and not rank_link.state.has_aux
+        first_aux = message if isinstance(message, wire.Aux) and is_first else None
         try:
+            # Before the event, which would otherwise report values that cannot be read.
+            aux = {} if first_aux is None else decode_aux(first_aux.aux)
             event = event_of(rank_link, message, self._clock())
             damaged = None if hashed is None else damaged_page(rank_link.destinations, message, hashed)
         except RemoteProtocolError as error:
@@ -619,10 +625,10 @@ class Receiver:
         if event is None:
             self.counts["frames_late"] += 1
             return
-        # Every writing rank sends an Aux: the content of the first writer's is delivered, before its event.
-        if isinstance(message, wire.Aux) and rank_link.number == 0:
-            aux = {**message.aux, "cached_tokens": message.cached} if message.cached else message.aux
-            self._deliver_aux(*rank_link.room.room_key, message.first_token, aux)
+        if first_aux is not None:
+            if first_aux.cached:
+                aux["cached_tokens"] = first_aux.cached
+            self._deliver_aux(*rank_link.room.room_key, first_aux.first_token, aux)
         self._deliver(event)
 
     def _break_room(self, rank_link: RankLink, error: RemoteProtocolError) -> None:

@@ -17,6 +17,7 @@ from tidekv.states.handover.sender import ComponentRequest
 from tidekv.states.types import PageIds, PoolMemory, page_ids
 from tidekv.transports import base
 from tidekv.transports.control import wire
+from tidekv.transports.control.aux_values import encode_aux
 from tidekv.transports.prefill.room_writer import DecodePeer, RoomSettings, RoomWriter, SendContext
 
 __all__ = ["Room", "RoomOutcome", "RoomSettings"]
@@ -197,7 +198,9 @@ class Room:
         cached: Mapping[str, int] | None = None,
         tokens: bytes | None = None,
     ) -> None:
-        """Send the first token and `aux` (msgpack values) to decode. Call it always, even if no page had to be sent.
+        """Send the first token and `aux` to decode. Call it always, even if no page had to be sent.
+
+        `aux` holds msgpack values, 64 KiB at most, with text as keys.
 
         `cached` is the number of tokens that prefill had cached, by source. `tokens` is the prompt as packed
         little-endian u32, for a peer with storage whose promises bring no tokens: without them its pages there cannot
@@ -211,14 +214,14 @@ class Room:
             room=self.key,
             rank=self._send_context.rank,
             first_token=int(first_token),
-            aux=dict(aux or {}),
+            aux=encode_aux(aux or {}),
             cached=dict(cached or {}),
         )
         # Decoded as decode will: a value that msgpack encodes may still exceed the limits of `Aux`.
         try:
             wire.decode_body(wire.encode_frame(message)[wire.LENGTH.size :])
         except ProtocolError as error:
-            raise InvalidRequest(f"the first token or aux cannot be sent: {error}") from error
+            raise InvalidRequest(f"the first token or `cached` cannot be sent: {error}") from error
         if self._state.stopped is None:
             for room_writer in self.room_writers:
                 room_writer.state.finish()
