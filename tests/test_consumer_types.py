@@ -39,7 +39,7 @@ class Prefill:
 
 async def serve(storage: tidekv.Storage, prefill: str, ids: list[int]) -> None:
     device = tidekv.DevicePool.allocate(LAYOUT, num_pages=64)
-    transport: tidekv.Transport = tidekv.NixlTransport(name="decode-0")
+    transport: tidekv.Transport = tidekv.NixlTransport(name="decode-0", dials=["127.0.0.1:*"])
     policy = tidekv.StoragePolicy(prefetch="best_effort")
     options = tidekv.StorageOptions(prefetch=policy.prefetch)
     forms: list[tidekv.Tokens] = [ids, bytes(8), array.array("I", ids), np.array(ids), torch.tensor(ids)]

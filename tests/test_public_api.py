@@ -65,7 +65,7 @@ async def test_every_call_works_as_documented(tmp_path: Path) -> None:
                 device=device,
                 host=host,
                 storage=storage,
-                transport=NixlTransport(name="decode-0"),
+                transport=NixlTransport(name="decode-0", dials=["127.0.0.1:*", "nobody:1"]),
             ) as engine,
         ):
             group.create_task(serve("r1", 5))
@@ -127,7 +127,9 @@ async def test_prefill_is_called_where_the_promise_brings_the_tokens() -> None:
 
     async with (
         PrefillPeer(device=prefill_pool, transport=NixlTransport("prefill-0"), on_room=start_prefill) as peer,
-        DecodeEngine(EngineConfig(), device=device, transport=NixlTransport("decode-0")) as engine,
+        DecodeEngine(
+            EngineConfig(), device=device, transport=NixlTransport("decode-0", dials=["127.0.0.1:*"])
+        ) as engine,
     ):
         request = DecodeRequest(request_id="r1", tokens=[5, 6], prefill=peer.address, send_prompt=True)
         ready = await engine.restore(request)

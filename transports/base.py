@@ -9,13 +9,23 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from tidekv.states.errors import PrefillCause, RemoteProtocolError, TransferFailed
 from tidekv.states.types import PageIds, PoolMemory
 from tidekv.transports.control import wire
 
 ADDRESS_END = 2**64
+LISTENER_COUNTS: Final = (
+    "handshakes_dropped",
+    "links_in_pause",
+    "links_misdirected",
+    "links_over_limit",
+    "links_over_quota",
+    "links_refused",
+    "links_silent",
+)
+"""Names of the counts of a listener; see `Listener.statistics`."""
 
 
 class DialFailed(TransferFailed):
@@ -155,8 +165,10 @@ class Listener(Protocol):
         ...
 
     def statistics(self) -> dict[str, int | float]:
-        """Counters: links_refused (failed before their first message), links_over_limit, links_over_quota (of their
-        address), links_in_pause (their address is refused after offences), offences.
+        """Counters: links_refused (failed before their first message; of them links_silent sent nothing, and
+        links_misdirected were meant for another address), links_over_limit, links_over_quota (of their address),
+        links_in_pause (their address is refused after offences), handshakes_dropped (the oldest connections in the
+        challenge, for newer ones), offences.
         """
         ...
 
@@ -248,12 +260,13 @@ class Transport(Protocol):
         ...
 
     def check_address(self, address: str) -> None:
-        """Raise InvalidRequest if `address` is malformed. Opens no connection."""
+        """Raise InvalidRequest if `address` is malformed, or may not be dialled. Opens no connection."""
         ...
 
     async def dial(self, address: str) -> Link:
-        """Open a link and pass the challenge. Raises DialFailed, RemoteProtocolError, or InvalidConfig for a malformed
-        address.
+        """Open a link and pass the challenge.
+
+        Raises DialFailed, RemoteProtocolError, and InvalidRequest for an address that `check_address` refuses.
         """
         ...
 

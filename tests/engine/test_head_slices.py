@@ -89,7 +89,7 @@ async def test_every_head_comes_to_the_rank_that_holds_it(
             EngineConfig(close_deadline_s=5.0, page_checksums=True),
             device=pool,
             components=windows[rank],
-            transport=NixlTransport(f"decode-{rank}"),
+            transport=NixlTransport(f"decode-{rank}", dials=["127.0.0.1:*"]),
             ranks=RankGroup(rank=rank, ranks=decode.ranks, address=address, kv_heads_total=decode.total),
         )
         for rank, pool in enumerate(pools)
@@ -129,7 +129,7 @@ def test_engines_on_threads_of_their_own_decide_as_one(prefills: dict[str, str])
         EngineThread(
             EngineConfig(close_deadline_s=5.0),
             device=pool,
-            transport=NixlTransport(f"decode-{rank}"),
+            transport=NixlTransport(f"decode-{rank}", dials=["127.0.0.1:*"]),
             ranks=RankGroup(rank=rank, ranks=2, address=address),
         )
         for rank, pool in enumerate(pools)

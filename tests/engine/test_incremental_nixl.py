@@ -38,7 +38,7 @@ async def test_bytes_sent_are_the_pages_of_the_delta(tmp_path) -> None:
             device=device,
             host=host,
             storage=open_storage(f"file:{tmp_path}?capacity=64MiB"),
-            transport=NixlTransport("decode-0"),
+            transport=NixlTransport("decode-0", dials=["127.0.0.1:*"]),
         ) as engine,
     ):
 

@@ -92,7 +92,10 @@ async def worker(
     make_pool = wrapped if nixl else DevicePool.allocate
     prefill_pool = make_pool(prefill_layout or layout, 64)
     device, host = make_pool(layout, 32), HostPool.allocate(layout, 32)
-    ends = [NixlTransport(name) if nixl else LoopbackTransport(name, network) for name in ("prefill-0", "decode-0")]
+    ends = [
+        NixlTransport(name, dials=["127.0.0.1:*"]) if nixl else LoopbackTransport(name, network)
+        for name in ("prefill-0", "decode-0")
+    ]
     async with (
         PrefillPeer(
             device=prefill_pool,

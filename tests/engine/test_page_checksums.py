@@ -350,7 +350,7 @@ async def test_a_bit_flipped_by_a_real_write_is_found(flipped_writes, flips: int
             engine_config(**PATIENT, page_checksums=True),
             device=device,
             host=HostPool.allocate(layout, 32),
-            transport=NixlTransport("decode-0"),
+            transport=NixlTransport("decode-0", dials=["127.0.0.1:*"]),
         ) as engine,
     ):
         flipped_writes(device, flips)

@@ -74,5 +74,5 @@ async def test_a_prefill_that_begins_with_anything_but_hello(make_pair) -> None:
         listener = await transport.listen("rogue", rogue)
         failed = await failure(pair, "rogue")
         assert failed.cause == PrefillCause.PROTOCOL_ERROR
-        assert "began with Ping" in failed.detail
+        assert "may not send now" in failed.detail
         await listener.close()

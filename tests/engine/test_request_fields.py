@@ -66,7 +66,7 @@ def test_a_field_of_the_wrong_kind_is_refused_by_its_name(field: str, value: obj
 )
 @pytest.mark.nixl
 async def test_a_malformed_address_is_refused_by_the_call(address: str) -> None:
-    transport = NixlTransport("decode-0")
+    transport = NixlTransport("decode-0", dials=["127.0.0.1:*"])
     async with DecodeEngine(EngineConfig(), device=DevicePool.allocate(LAYOUT, 8), transport=transport) as engine:
         for prefill in (address, ["127.0.0.1:7000", address], f"127.0.0.1:7000,{address}"):
             with pytest.raises(InvalidRequest, match="prefill"):

@@ -64,7 +64,7 @@ async def workers(prefill_transport: NixlTransport, decode_transport: NixlTransp
 
 async def test_a_prompt_is_handed_over_under_tls_and_a_secret() -> None:
     prefill = NixlTransport("prefill-0", secret="s3cret", listen_tls=only_with_certificate(listening()))
-    decode = NixlTransport("decode-0", secret="s3cret", dial_tls=with_certificate(trusting()))
+    decode = NixlTransport("decode-0", dials=["127.0.0.1:*"], secret="s3cret", dial_tls=with_certificate(trusting()))
     async with workers(prefill, decode) as restore:
         assert await restore("r1") == []
 
@@ -85,7 +85,7 @@ async def test_whoever_is_configured_in_another_way_fails_its_requests_in_words(
     if (kind := decode_options.get("dial_tls")) is not None:
         decode_options = decode_options | {"dial_tls": contexts[kind]()}
     prefill = NixlTransport("prefill-0", secret="s3cret", listen_tls=listening())
-    async with workers(prefill, NixlTransport("decode-0", **decode_options)) as restore:
+    async with workers(prefill, NixlTransport("decode-0", dials=["127.0.0.1:*"], **decode_options)) as restore:
         with pytest.raises(RequestFailed, match=words) as failed:
             await restore("r1")
         assert failed.value.cause == cause
@@ -93,6 +93,8 @@ async def test_whoever_is_configured_in_another_way_fails_its_requests_in_words(
 
 async def test_prefill_takes_no_decode_worker_without_a_certificate_where_it_asks_for_one() -> None:
     prefill = NixlTransport("prefill-0", secret="s3cret", listen_tls=only_with_certificate(listening()))
-    async with workers(prefill, NixlTransport("decode-0", secret="s3cret", dial_tls=trusting())) as restore:
+    async with workers(
+        prefill, NixlTransport("decode-0", dials=["127.0.0.1:*"], secret="s3cret", dial_tls=trusting())
+    ) as restore:
         with pytest.raises(RequestFailed, match=r"127\.0\.0\.1"):
             await restore("r1")

@@ -45,7 +45,10 @@ async def test_the_bytes_of_a_common_prefix_leave_prefill_once(shares: bool) -> 
     async with (
         PrefillPeer(device=prefill_pool, transport=sending, on_room=prefill.serve) as peer,
         DecodeEngine(
-            engine_config(sharing_enabled=shares), device=device, host=host, transport=NixlTransport("decode-0")
+            engine_config(sharing_enabled=shares),
+            device=device,
+            host=host,
+            transport=NixlTransport("decode-0", dials=["127.0.0.1:*"]),
         ) as engine,
     ):
         asked = prompts(PAGE_SIZE, PREFIX_PAGES)

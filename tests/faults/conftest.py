@@ -155,7 +155,7 @@ async def open_decode(
         host=HostPool.allocate(LAYOUT, host_pages),
         components=components,
         storage=storage,
-        transport=NixlTransport("decode-0"),
+        transport=NixlTransport("decode-0", dials=["127.0.0.1:*"]),
     )
     async with engine:
         yield Decode(engine, device, list(prefills), components)

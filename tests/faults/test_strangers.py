@@ -16,8 +16,8 @@ import pytest
 from tidekv.engine.doctor.machine import listening
 from tidekv.states.errors import TidekvError
 from tidekv.states.types import PoolMemory
+from tidekv.transports.control import addresses, challenge, wire
 from tidekv.transports.control import connection as control
-from tidekv.transports.control import wire
 
 pytestmark = pytest.mark.nixl
 
@@ -53,12 +53,13 @@ class Stranger:
 
     @classmethod
     async def connect(cls, address: str, source: str = "127.0.0.1") -> Stranger:
-        host, port = control.parse_address(address)
+        host, port = addresses.parse_address(address)
         return cls(*await asyncio.open_connection(host, port, local_addr=(source, 0)))
 
     async def hello(self) -> wire.Hello:
         """Pass the challenge, as every program can without a secret; prefill's Hello."""
-        await control._prove(self.reader, self.writer, "")
+        host, port = self.writer.get_extra_info("peername")
+        await challenge.prove(self.reader, self.writer, key=b"", dialled=f"{host}:{port}")
         link = control.ControlLink(self.reader, self.writer, peer_label="prefill", options=OPTIONS)
         found = await link.receive()
         assert isinstance(found, wire.Hello)
@@ -95,9 +96,9 @@ async def trouble(address: str, number: int, source: Random, hello: wire.Hello) 
             case "noise":
                 stranger.writer.write(source.randbytes(source.randint(1, 4096)))
             case "greeting":
-                stranger.writer.write(mutated(control._greeting(source.randbytes(32)), source))
+                stranger.writer.write(mutated(challenge.greeting(source.randbytes(32)), source))
             case "proof":
-                stranger.writer.write(control._greeting(source.randbytes(32)) + source.randbytes(32))
+                stranger.writer.write(challenge.greeting(source.randbytes(32)) + source.randbytes(64))
             case "frame noise":
                 await stranger.hello()
                 noise = source.randbytes(source.randint(1, 4096))

@@ -52,7 +52,7 @@ async def test_a_router_sees_all_three_tiers_of_an_engine(tmp_path: Path) -> Non
         device=DevicePool.allocate(LAYOUT, 32),
         host=HostPool.allocate(LAYOUT, 32),
         storage=open_storage(f"file:{tmp_path}?capacity=64MB"),
-        transport=NixlTransport(name="decode-0"),
+        transport=NixlTransport(name="decode-0", dials=["127.0.0.1:*"]),
     )
     async with (
         PrefillPeer(device=prefill_pool, transport=NixlTransport("prefill-0"), on_room=synthetic.serve) as peer,
@@ -104,7 +104,7 @@ async def test_an_endpoint_that_cannot_be_bound_stops_the_start() -> None:
     engine = DecodeEngine(
         engine_config(kv_events_endpoint="nonsense"),
         device=DevicePool.allocate(LAYOUT, 4),
-        transport=NixlTransport(name="decode-0"),
+        transport=NixlTransport(name="decode-0", dials=["127.0.0.1:*"]),
     )
     with pytest.raises(InvalidConfig, match="KV events cannot be served"):
         async with engine:

@@ -96,7 +96,7 @@ class Rig:
     address: str = "prefill"
 
     def transport(self, name: str) -> LoopbackTransport | NixlTransport:
-        return NixlTransport(name) if self.nixl else LoopbackTransport(name, self.network)
+        return NixlTransport(name, dials=["127.0.0.1:*"]) if self.nixl else LoopbackTransport(name, self.network)
 
     @asynccontextmanager
     async def prefill(self) -> AsyncIterator[None]:

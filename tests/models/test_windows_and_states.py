@@ -261,7 +261,10 @@ async def worker(name: str, folder: Path, *, nixl: bool = False) -> AsyncIterato
     model = model_of(name)
     layouts = layouts_of(model, SIZE)
     network = LoopbackNetwork()
-    ends = [NixlTransport(end) if nixl else LoopbackTransport(end, network) for end in ("prefill-0", "decode-0")]
+    ends = [
+        NixlTransport(end, dials=["127.0.0.1:*"]) if nixl else LoopbackTransport(end, network)
+        for end in ("prefill-0", "decode-0")
+    ]
     prefill_pool, device = DevicePool.allocate(layouts.full, PAGES), DevicePool.allocate(layouts.full, PAGES)
     theirs, ours = pools_of(layouts, host=False), pools_of(layouts, host=True)
     prefill_model = on_pools(model, prefill_pool, theirs)

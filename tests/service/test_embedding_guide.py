@@ -323,7 +323,7 @@ def test_the_snippet_of_a_prefill_thread_works(guide: dict[str, Any]) -> None:
     source.write_pages(pages, torch.randint(0, 255, (3, source.layout.page_bytes)).to(torch.uint8))
     with (
         PrefillThread(peer) as prefill,
-        EngineThread(EngineConfig(), device=target, transport=NixlTransport("d")) as decode,
+        EngineThread(EngineConfig(), device=target, transport=NixlTransport("d", dials=["127.0.0.1:*"])) as decode,
     ):
         decode.submit(DecodeRequest(request_id="r", tokens=prompt, prefill=prefill.address))
         step = guide["prefill_step"]

@@ -99,7 +99,7 @@ async def serve_decode(line: said.Line, order: DecodeOrder) -> None:
         device=device,
         host=HostPool.allocate(order.layout, order.host_pages),
         storage=storage,  # type: ignore[arg-type]  # It passes on what it does not gate.
-        transport=nixl.NixlTransport(order.name),
+        transport=nixl.NixlTransport(order.name, dials=["127.0.0.1:*"]),
     )
     kv = SyntheticKV(device)
     try:

@@ -168,7 +168,7 @@ class RankWorker:
             device=self._device,
             host=HostPool.allocate(LAYOUT, plan.host_pages),
             storage=failing,  # type: ignore[arg-type]  # It passes everything else on to a real one.
-            transport=NixlTransport(f"decode-{plan.rank}"),
+            transport=NixlTransport(f"decode-{plan.rank}", dials=["127.0.0.1:*"]),
             ranks=RankGroup(
                 rank=plan.rank,
                 ranks=plan.ranks,

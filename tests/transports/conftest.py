@@ -228,6 +228,7 @@ class Dialler:
         link = await self.transport.dial(address)
         link.send(greeting or self.hello())
         assert isinstance(await self.receive(link), wire.Hello)
+        link.mark_greeted()
         return link
 
     async def open_room(self, prefill: Prefill, **promised: Any) -> tuple[Any, Room]:

@@ -257,7 +257,7 @@ class Liar:
             )
         )
         while not isinstance(promised := await link.receive(), wire.Promise):
-            pass
+            link.mark_greeted()
         for component in self.said:
             link.send(wire.ComponentSent(room=promised.room, rank=0, component=component))
         link.send(wire.Chunk(room=promised.room, rank=0, span=0, first=2, count=3, last=True))

@@ -12,9 +12,11 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.waits import LIMIT_S
+from tests.transports.test_wire import HELLO
 from tidekv.states.errors import (
     InvalidConfig,
     LinkClosed,
@@ -24,7 +26,7 @@ from tidekv.states.errors import (
     TransferFailed,
 )
 from tidekv.transports.base import DialFailed, Link
-from tidekv.transports.control import connection, wire
+from tidekv.transports.control import addresses, challenge, connection, wire
 from tidekv.transports.control import connection as control
 from tidekv.transports.control.connection import ControlOptions
 
@@ -174,9 +176,10 @@ async def test_a_wrong_secret_is_refused_before_anything_is_read(ends: Ends) -> 
 
 async def test_a_listener_that_cannot_prove_the_secret_is_refused(ends: Ends) -> None:
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(control._greeting(bytes(32)))
-        await reader.readexactly(control.GREETING_BYTES + control.PROOF_BYTES)
-        writer.write(b"x" * control.PROOF_BYTES)
+        writer.write(challenge.greeting(bytes(32)))
+        await reader.readexactly(challenge.GREETING_BYTES)
+        await reader.readexactly(int.from_bytes(await reader.readexactly(2), "little") + challenge.PROOF_BYTES)
+        writer.write(b"x" * challenge.PROOF_BYTES)
         await writer.drain()
         writer.close()
 
@@ -191,32 +194,40 @@ async def test_a_listener_that_cannot_prove_the_secret_is_refused(ends: Ends) ->
 async def test_a_proof_played_back_is_refused(ends: Ends) -> None:
     """A peer without the secret gets no proof out of the listener, and its own greeting back is none."""
     listener = await ends.listen(secret="right")
-    reader, writer = await asyncio.open_connection(*control.parse_address(listener.address))
-    greeting = await reader.readexactly(control.GREETING_BYTES)
-    writer.write(greeting + control._proof("", b"listen", greeting[-32:], greeting[-32:]))
-    assert await reader.read() == control.REFUSED_PROOF
+    reader, writer = await asyncio.open_connection(*addresses.parse_address(listener.address))
+    greeting = await reader.readexactly(challenge.GREETING_BYTES)
+    writer.write(greeting + bytes(2) + challenge.proof(b"", b"listen", greeting[-32:] * 2))
+    assert await reader.read() == challenge.REFUSED_PROOF
     writer.close()
     assert listener.statistics()["links_refused"] == 1
     assert ends.links.empty()
 
 
-def test_a_proof_is_bound_to_secret_role_and_both_nonces() -> None:
+def test_a_proof_is_bound_to_key_role_nonces_and_target() -> None:
     ours, theirs = bytes(32), bytes(range(32))
     proofs = {
-        control._proof(secret, role, first, second)
-        for secret in ("", "s")
+        challenge.proof(key, role, first + second + target)
+        for key in (b"", b"k")
         for role in (b"dial", b"listen")
         for first in (ours, theirs)
         for second in (ours, theirs)
+        for target in (b"", b"127.0.0.1:1\n127.0.0.1:1")
     }
-    assert len(proofs) == 16
+    assert len(proofs) == 32
     said = b"tidekv\r\n" + b"dial" + ours + theirs
-    assert control._proof("s", b"dial", ours, theirs) == hmac.new(b"s", said, hashlib.sha256).digest()
+    assert challenge.proof(b"k", b"dial", ours + theirs) == hmac.new(b"k", said, hashlib.sha256).digest()
+
+
+async def test_a_secret_is_stretched_once() -> None:
+    key = await challenge.stretched("passphrase")
+    assert key == hashlib.scrypt(b"passphrase", salt=b"tidekv\r\n", n=2**14, r=8, p=1, dklen=32)
+    assert await challenge.stretched("passphrase") is key
+    assert await challenge.stretched("") == b""
 
 
 async def test_another_version_is_named(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     async def newer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(control.MAGIC + (wire.VERSION + 1).to_bytes(2, "little") + bytes(32))
+        writer.write(challenge.MAGIC + (wire.VERSION + 1).to_bytes(2, "little") + bytes(32))
         await writer.drain()
         await reader.read()
         writer.close()
@@ -233,7 +244,7 @@ async def test_another_version_is_named(ends: Ends, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n" * 10, b"\0" * 200, b""])
 async def test_a_stranger_is_cut_off_and_others_are_served(ends: Ends, said: bytes) -> None:
     listener = await ends.listen(handshake_s=0.2)
-    reader, writer = await asyncio.open_connection(*control.parse_address(listener.address))
+    reader, writer = await asyncio.open_connection(*addresses.parse_address(listener.address))
     writer.write(said)
     with contextlib.suppress(ConnectionResetError):  # The listener drops what it has not read.
         await reader.read()
@@ -381,9 +392,9 @@ async def test_a_taken_port_is_named(ends: Ends) -> None:
 
 
 def test_addresses_of_both_families_are_read_and_written() -> None:
-    assert control.parse_address("10.0.0.5:7000") == ("10.0.0.5", 7000)
-    assert control.parse_address("[::1]:7000") == ("::1", 7000)
-    assert control.format_address("::1", 7000) == "[::1]:7000"
+    assert addresses.parse_address("10.0.0.5:7000") == ("10.0.0.5", 7000)
+    assert addresses.parse_address("[::1]:7000") == ("::1", 7000)
+    assert addresses.format_address("::1", 7000) == "[::1]:7000"
 
 
 def unfinished(length: int, *, sent: int) -> bytes:
@@ -414,16 +425,17 @@ async def test_large_frames_wait_for_their_share_of_the_budget(ends: Ends, monke
     monkeypatch.setattr(control.FrameBudget, "reserve", noted)
     ours = await ends.dial(listener.address)
     theirs = await ends.links.get()
-    large = wire.Aux(room=ROOM, rank=0, first_token=1, aux={"x": bytes(control.SMALL_FRAME_BYTES)})
-    size = len(wire.encode_frame(large)) - wire.LENGTH.size
-    ours.send(large)
-    assert await theirs.receive() == large
+    hello = msgspec.structs.replace(HELLO, metadata=bytes(control.SMALL_FRAME_BYTES))
+    large = wire.Promise(room=ROOM, prompt_tokens=1, decode_prefix_len=0, pages=bytes(control.SMALL_FRAME_BYTES))
+    size, hello_size = (len(wire.encode_frame(message)) - wire.LENGTH.size for message in (large, hello))
+    ours.send(hello)
+    assert await theirs.receive() == hello
     theirs.mark_greeted()
     ours.send(large)
     ours.send(wire.Ping(sent_at=1.0))
     assert await theirs.receive() == large
     assert await theirs.receive() == wire.Ping(sent_at=1.0)
-    assert reserved == [("greeting", size), ("greeted", size)]
+    assert reserved == [("greeting", hello_size), ("greeted", size)]
 
 
 async def test_a_budget_is_given_out_in_order_and_never_exceeded(watchdog: None) -> None:
@@ -501,8 +513,8 @@ async def test_an_address_of_the_network_needs_a_secret_or_certificates(ends: En
     [("127.0.0.1:1", True), ("127.8.0.1:1", True), ("[::1]:1", True), ("localhost:1", True), ("0.0.0.0:1", False)],
 )
 async def test_addresses_of_this_machine_only_are_known(address: str, is_loopback: bool) -> None:
-    assert await control.is_loopback(address) is is_loopback
-    assert not await control.is_loopback("name.invalid:1")
+    assert await addresses.is_loopback(address) is is_loopback
+    assert not await addresses.is_loopback("name.invalid:1")
 
 
 async def test_why_a_listener_cannot_be_dialled_is_one_of_a_few_causes(
@@ -539,8 +551,9 @@ async def test_why_a_listener_cannot_be_dialled_is_one_of_a_few_causes(
 
 async def test_a_listener_that_ends_during_the_handshake_is_no_wrong_secret(ends: Ends) -> None:
     async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(control._greeting(bytes(32)))
-        await reader.readexactly(control.GREETING_BYTES + control.PROOF_BYTES)
+        writer.write(challenge.greeting(bytes(32)))
+        await reader.readexactly(challenge.GREETING_BYTES)
+        await reader.readexactly(int.from_bytes(await reader.readexactly(2), "little") + challenge.PROOF_BYTES)
         writer.close()
 
     server = await asyncio.start_server(end, "127.0.0.1", 0)
@@ -554,9 +567,10 @@ async def test_a_listener_that_ends_during_the_handshake_is_no_wrong_secret(ends
 
 async def test_a_listener_that_proves_another_secret_is_told_as_that(ends: Ends) -> None:
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(control._greeting(bytes(32)))
-        await reader.readexactly(control.GREETING_BYTES + control.PROOF_BYTES)
-        writer.write(b"x" * control.PROOF_BYTES)
+        writer.write(challenge.greeting(bytes(32)))
+        await reader.readexactly(challenge.GREETING_BYTES)
+        await reader.readexactly(int.from_bytes(await reader.readexactly(2), "little") + challenge.PROOF_BYTES)
+        writer.write(b"x" * challenge.PROOF_BYTES)
         await reader.read()
         writer.close()
 

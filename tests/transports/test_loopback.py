@@ -209,6 +209,7 @@ async def test_device_memory_is_refused(world) -> None:
 
 async def test_links_carry_frames_in_order_and_the_cause_of_their_end(pair) -> None:
     ours, theirs = await pair.links()
+    theirs.mark_greeted()
     for sent_at in range(3):
         ours.send(wire.Ping(sent_at=sent_at))
     await ours.close("enough")

@@ -19,7 +19,7 @@ async def stay(link: Link) -> None:
 async def test_as_many_links_are_taken_as_was_said() -> None:
     listening = NixlTransport("prefill", links_max=2)
     listener = await listening.listen("127.0.0.1:0", stay)
-    dialling = NixlTransport("decode")
+    dialling = NixlTransport("decode", dials=["127.0.0.1:*"])
     links = [await dialling.dial(listener.address) for _ in range(2)]
     with pytest.raises(TransferFailed):
         await dialling.dial(listener.address)
@@ -35,7 +35,7 @@ async def test_whoever_offends_more_often_than_was_said_is_kept_away() -> None:
     listener = await listening.listen("127.0.0.1:0", stay)
     for secret in ("wrong", "right"):
         with pytest.raises(TransferFailed):
-            await NixlTransport("decode", secret=secret).dial(listener.address)
+            await NixlTransport("decode", dials=["127.0.0.1:*"], secret=secret).dial(listener.address)
     assert listener.statistics()["links_in_pause"] == 1
     await listener.close()
 
@@ -48,7 +48,7 @@ def test_no_links_at_all_are_refused_at_once() -> None:
 
 async def test_one_address_has_as_many_links_as_was_said() -> None:
     listener = await NixlTransport("prefill", links_per_address_max=1).listen("127.0.0.1:0", stay)
-    dialling = NixlTransport("decode")
+    dialling = NixlTransport("decode", dials=["127.0.0.1:*"])
     link = await dialling.dial(listener.address)
     with pytest.raises(TransferFailed):
         await dialling.dial(listener.address)

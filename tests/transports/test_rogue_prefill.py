@@ -11,6 +11,7 @@ from tests.support.waits import LIMIT_S
 from tidekv.states import events
 from tidekv.transports.control import handshake as hello
 from tidekv.transports.control import wire
+from tidekv.transports.control.aux_values import encode_aux
 from tidekv.transports.loopback import LoopbackTransport
 
 
@@ -53,6 +54,7 @@ class Rogue:
         try:
             while True:
                 self.received.append(await link.receive())
+                link.mark_greeted()
                 self._news.set()
         except Exception as error:
             self.received.append(wire.Bye(cause=str(error)))
@@ -148,7 +150,7 @@ async def test_a_second_aux_is_late_and_drained_without_a_cause_fails_the_room(w
     decode = await world.decode()
     decode.promise(rogue.address, "r1", tokens=16, promised=8, pages=[1, 2])
     room = (await rogue.receive(wire.Promise)).room
-    rogue.link.send(wire.Aux(room=room, rank=0, first_token=3, aux={"a": 1}, cached={"l1": 4}))
+    rogue.link.send(wire.Aux(room=room, rank=0, first_token=3, aux=encode_aux({"a": 1}), cached={"l1": 4}))
     rogue.link.send(wire.Aux(room=room, rank=0, first_token=4))
     rogue.link.send(wire.Drained(room=room, rank=0))
     await decode.wait(events.RoomDrained)
@@ -164,8 +166,10 @@ async def test_a_message_of_the_wrong_direction_ends_the_link(world, rogue, mess
     room = (await rogue.receive(wire.Promise)).room
     rogue.link.send(message(room=room))
     lost = await decode.wait(events.WriterLost)
-    assert message.__name__ in lost.cause
-    assert message.__name__ in (await rogue.receive(wire.Bye)).cause
+    kind = message.__struct_config__.tag
+    assert "may not send now: peer sent a frame of" in lost.cause
+    assert kind in lost.cause
+    assert kind in (await rogue.receive(wire.Bye)).cause
 
 
 async def test_a_peer_that_does_not_begin_with_hello_is_refused(world) -> None:
@@ -179,7 +183,7 @@ async def test_a_peer_that_does_not_begin_with_hello_is_refused(world) -> None:
 
     listener = await transport.listen("mute:1", serve)
     decode.promise("mute:1", "r1", tokens=4, promised=0, pages=[1])
-    assert "instead of Hello" in (await decode.wait(events.RoomFailed, settled=True)).cause
+    assert "may not send now" in (await decode.wait(events.RoomFailed, settled=True)).cause
     await listener.close()
     await transport.close()
 

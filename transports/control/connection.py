@@ -1,14 +1,4 @@
-"""Control connection: framed messages over TCP or TLS, behind a challenge.
-
-Before any message of the peer is decoded, both ends prove that they know the shared secret:
-
-    dialler  → listener   magic, version, nonce d
-    listener → dialler    magic, version, nonce l
-    dialler  → listener   HMAC(secret, "dial"   ‖ d ‖ l)
-    listener → dialler    HMAC(secret, "listen" ‖ d ‖ l)
-
-The dialler proves first, so a mere connection obtains no proof, and the role inside the proof prevents a replay in the
-other direction. The challenge authenticates the ends, not the frames: on a network that is not private, use TLS.
+"""Control connection: framed messages over TCP or TLS, behind the challenge of `challenge`.
 
 Outgoing frames of one loop iteration are written with one system call (`Outbox`). The kernel wakes the peer in each
 call, and the peer then often runs at once on this core. Frames that are not urgent therefore wait up to `BATCH_DELAY_S`
@@ -18,15 +8,13 @@ for the next urgent frame. Order is always kept.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
-import secrets
 import socket
 import ssl
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
@@ -35,16 +23,15 @@ from typing import Final, cast
 from tidekv.states.errors import (
     InvalidConfig,
     LinkClosed,
-    PeerMismatch,
     PrefillCause,
     RemoteProtocolError,
     TidekvError,
     TransferFailed,
     cause_of,
 )
-from tidekv.states.validation import host_and_port
-from tidekv.transports.base import DialFailed, Link
-from tidekv.transports.control import wire
+from tidekv.transports.base import LISTENER_COUNTS, DialFailed, Link
+from tidekv.transports.control import challenge, wire
+from tidekv.transports.control.addresses import are_loopback, format_address, parse_address
 from tidekv.transports.control.peer_backoff import BackoffLimits, PeerBackoff, is_offence, offence_key
 from tidekv.transports.tasks import OwnedTasks
 
@@ -102,12 +89,6 @@ class Outbox:
             self._timer = None
 
 
-MAGIC = b"tidekv\r\n"
-NONCE_BYTES = 32
-PROOF_BYTES = 32
-REFUSED_PROOF = bytes(PROOF_BYTES)
-"""The answer to a proof of another secret. Without it, a process that ends during a handshake would look like one."""
-GREETING_BYTES = len(MAGIC) + 2 + NONCE_BYTES
 CLOSE_S = 1.0
 KEEPALIVE_S = 20
 """Seconds of silence before the kernel's first keep-alive probe, and between its probes."""
@@ -125,9 +106,11 @@ ACCEPT_PAUSE_S = 0.5
 class ControlOptions:
     """Secret and limits of control links. The TLS contexts turn TLS on for dialling and for listening.
 
-    `handshake_s` bounds everything before the first message: TLS and the challenge. `links_max`, and
-    `links_per_address_max` for one address, also count links that are still in that phase. Until the Hello of the other
-    end is accepted its frames have at most `hello_bytes_max`. A listener holds at most `greeting_bytes_max` of
+    `handshake_s` bounds everything before the first message: TLS and the challenge. At most `links_max` links, and
+    `links_per_address_max` of one address, have passed the challenge; as many connections again may be in it, beside
+    them: a new one takes the place of the oldest. `announces` are further addresses under which a listener may be
+    dialled, beside the one that a connection reaches. Until the Hello of the other end is accepted its frames have at
+    most `hello_bytes_max`. A listener holds at most `greeting_bytes_max` of
     unfinished frames of links before their Hello, and `unfinished_bytes_max` of all others, in addition to
     `SMALL_FRAME_BYTES` per link.
     """
@@ -142,6 +125,7 @@ class ControlOptions:
     greeting_bytes_max: int = 16 * wire.HELLO_BYTES_MAX
     unfinished_bytes_max: int = 16 * wire.FRAME_BYTES_MAX
     allow_no_secret: bool = False
+    announces: tuple[str, ...] = ()
     offences: BackoffLimits = field(default_factory=BackoffLimits)
     dial_tls: ssl.SSLContext | None = None
     listen_tls: ssl.SSLContext | None = None
@@ -208,13 +192,18 @@ class ControlLink:
         *,
         peer_label: str,
         options: ControlOptions,
+        seals: challenge.Seals | None = None,
         on_offence: Callable[[], None] | None = None,
         budgets: FrameBudgets | None = None,
     ) -> None:
-        """`budgets` are those of the listener; None: the link was dialled and has its own."""
+        """`seals` are those of the challenge. `budgets` are those of the listener; None: the link was dialled, to
+        prefill, and has its own.
+        """
         self.peer_label = peer_label
         self._budgets = budgets or FrameBudgets(options)
+        self._inbound = wire.FROM_PREFILL if budgets is None else wire.FROM_DECODE
         self._is_greeted = False
+        self._seals = seals
         self._on_offence = on_offence
         self._reader = reader
         self._writer = writer
@@ -232,7 +221,7 @@ class ControlLink:
         """See `Link.send`."""
         if self._cause is not None:
             raise LinkClosed(self._cause)
-        frame = wire.encode_frame(message, frame_bytes_max=self._options.frame_bytes_max)
+        frame = self._sealed(wire.encode_frame(message, frame_bytes_max=self._options.frame_bytes_max))
         if (waiting := self._outbox.waiting_bytes) + len(frame) > self._options.outgoing_bytes_max:
             self._end(f"{self.peer_label} does not read: {waiting} bytes wait to be sent")
             raise LinkClosed(self._cause)
@@ -276,7 +265,7 @@ class ControlLink:
             self._outbox.write()
             # Set before the first await: a concurrent `send` or `receive` must find the link closed.
             self._cause = f"closed by us: {cause}"
-            bye = wire.encode_frame(wire.Bye(cause=wire.brief(cause)))
+            bye = self._sealed(wire.encode_frame(wire.Bye(cause=wire.brief(cause))))
             if self._writer.transport.get_write_buffer_size() + len(bye) <= self._options.outgoing_bytes_max:
                 self._writer.write(bye)
             self._writer.close()
@@ -287,13 +276,26 @@ class ControlLink:
         options, is_greeted = self._options, self._is_greeted
         limit = options.frame_bytes_max if is_greeted else min(options.hello_bytes_max, options.frame_bytes_max)
         length = wire.body_length(prefix, frame_bytes_max=limit)
+        decoder = self._inbound.later if is_greeted else self._inbound.first
         if length <= SMALL_FRAME_BYTES:
-            return wire.decode_body(await self._reader.readexactly(length))
+            return wire.decode_body(await self._read_body(length), decoder)
         # The bytes are reserved before they are read, and held until the frame is decoded or has failed.
         budget = self._budgets.greeted if is_greeted else self._budgets.greeting
         async with asyncio.timeout(FRAME_S), budget.reserve(length):
-            body = await self._reader.readexactly(length)
-        return wire.decode_body(body)
+            body = await self._read_body(length)
+        return wire.decode_body(body, decoder)
+
+    async def _read_body(self, length: int) -> bytes:
+        """Read a frame's body, and check its seal before anything of it is decoded."""
+        if self._seals is None:
+            return await self._reader.readexactly(length)
+        raw = await self._reader.readexactly(length + challenge.SEAL_BYTES)
+        body = raw[:length]
+        self._seals.theirs.check(body, raw[length:])
+        return body
+
+    def _sealed(self, frame: bytes) -> bytes:
+        return frame if self._seals is None else frame + self._seals.ours.next(frame[wire.LENGTH.size :])
 
     def _end(self, cause: str) -> None:
         """Abort the connection and drop the frames that wait in it. The first cause is kept."""
@@ -314,8 +316,12 @@ class ControlListener:
         self.address = ""
         self._on_link = on_link
         self._options = options
-        self._counts: Counter[str] = Counter(links_refused=0, links_over_limit=0, links_over_quota=0, links_in_pause=0)
+        self._counts: Counter[str] = Counter(dict.fromkeys(LISTENER_COUNTS, 0))
         self._links_by_address: Counter[str] = Counter()
+        """Links that have passed the challenge, by the address of their dialler."""
+        self._handshakes: dict[asyncio.Task[None], str] = {}
+        """Addresses of the connections in the challenge, oldest first."""
+        self._key = b""
         self._budgets = FrameBudgets(options)
         self._peer_backoff = PeerBackoff(clock=time.monotonic, limits=options.offences)
         self._tasks = OwnedTasks("control listener")
@@ -329,6 +335,7 @@ class ControlListener:
         authentication.
         """
         host, port = parse_address(address)
+        self._key = await challenge.stretched(self._options.secret)
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -364,7 +371,7 @@ class ControlListener:
     def _check_authentication(self, address: str, hosts: list[str]) -> None:
         tls = self._options.listen_tls
         asks_for_certificates = tls is not None and tls.verify_mode is ssl.CERT_REQUIRED
-        if self._options.secret or asks_for_certificates or self._options.allow_no_secret or _are_loopback(hosts):
+        if self._options.secret or asks_for_certificates or self._options.allow_no_secret or are_loopback(hosts):
             return
         raise InvalidConfig(
             f"cannot listen on {address}: without a secret, every program that reaches it could read and write this "
@@ -395,47 +402,105 @@ class ControlListener:
 
     def _accept(self, connection: socket.socket, host: str, port: int) -> None:
         address = offence_key(host)
-        if len(self._tasks) >= self._options.links_max:
-            self._counts["links_over_limit"] += 1
-        elif self._peer_backoff.pause_left_s(address) > 0:
+        if self._peer_backoff.pause_left_s(address) > 0:
             self._counts["links_in_pause"] += 1
+            connection.close()
+            return
+        self._make_place(address)
+        task = self._tasks.spawn(self._serve(connection, host, port), name="link")
+        self._handshakes[task] = address
+        # In the callback, not in `_serve`: a task cancelled before its first step runs nothing of its body.
+        task.add_done_callback(partial(self._forget, connection))
+
+    def _make_place(self, address: str) -> None:
+        """Drop the oldest connection in the challenge if one more would exceed a limit.
+
+        Not the newest: connections that stay silent would keep out every dialler that comes after them.
+        """
+        of_address = [task for task, one in self._handshakes.items() if one == address]
+        if len(of_address) >= self._options.links_per_address_max:
+            oldest = of_address[0]
+        elif len(self._handshakes) >= self._options.links_max:
+            oldest = next(iter(self._handshakes))
+        else:
+            return
+        self._counts["handshakes_dropped"] += 1
+        del self._handshakes[oldest]
+        oldest.cancel()
+
+    def _admit(self, address: str) -> bool:
+        """Count a dialler that has passed the challenge as a link; False if a limit is reached."""
+        if self._links_by_address.total() >= self._options.links_max:
+            self._counts["links_over_limit"] += 1
         elif self._links_by_address[address] >= self._options.links_per_address_max:
             self._counts["links_over_quota"] += 1
         else:
             self._links_by_address[address] += 1
-            task = self._tasks.spawn(self._serve(connection, host, port), name="link")
-            # In the callback, not in `_serve`: a task cancelled before its first step runs nothing of its body.
-            task.add_done_callback(lambda _: self._forget(connection, address))
-            return
-        connection.close()
+            return True
+        return False
 
-    def _forget(self, connection: socket.socket, address: str) -> None:
+    def _forget(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._handshakes.pop(task, None)
         connection.close()
-        self._links_by_address[address] -= 1
-        if not self._links_by_address[address]:
-            del self._links_by_address[address]
 
     async def _serve(self, connection: socket.socket, host: str, port: int) -> None:
+        address = offence_key(host)
         writer: asyncio.StreamWriter | None = None
+        has_place = False
+
+        def admit() -> bool:
+            nonlocal has_place
+            has_place = self._admit(address)
+            return has_place
+
         try:
-            async with asyncio.timeout(self._options.handshake_s):
-                reader, writer = await _streams(connection, self._options.listen_tls)
-                await _answer(reader, writer, self._options.secret)
-        except BaseException as error:
-            if writer is not None:
-                writer.transport.abort()
-            if isinstance(error, TransferFailed | RemoteProtocolError | asyncio.IncompleteReadError | OSError):
-                # Port scanners and wrong secrets are counted. They get our greeting, and a proof is refused, no more.
-                self._counts["links_refused"] += 1
-                if _is_failed_challenge(error):
-                    self._peer_backoff.note(offence_key(host))
-                return
-            raise
+            try:
+                async with asyncio.timeout(self._options.handshake_s):
+                    reader, writer = await _streams(connection, self._options.listen_tls)
+                    _set_up(writer)
+                    announces = (self.address, *self._options.announces)
+                    seals = await challenge.answer(reader, writer, key=self._key, announces=announces, admit=admit)
+            except BaseException as error:
+                if writer is not None:
+                    writer.transport.abort()
+                if isinstance(error, TransferFailed | RemoteProtocolError | asyncio.IncompleteReadError | OSError):
+                    # Port scanners and wrong secrets are counted. They get our greeting, and a proof is refused, no
+                    # more.
+                    self._note_refused(address, error)
+                    return
+                raise
+            self._handshakes.pop(_this_task(), None)
+            await self._run(reader, writer, seals, host, port)
+        finally:
+            if has_place:
+                self._links_by_address[address] -= 1
+                if not self._links_by_address[address]:
+                    del self._links_by_address[address]
+
+    def _note_refused(self, address: str, error: Exception) -> None:
+        self._counts["links_refused"] += 1
+        if isinstance(error, asyncio.IncompleteReadError) and not error.partial:
+            self._counts["links_silent"] += 1
+        if isinstance(error, challenge.MisdirectedDial):
+            self._counts["links_misdirected"] += 1
+        if _is_failed_challenge(error):
+            self._peer_backoff.note(address)
+
+    async def _run(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        seals: challenge.Seals | None,
+        host: str,
+        port: int,
+    ) -> None:
+        """Run a link that has passed the challenge."""
         link = ControlLink(
             reader,
             writer,
             peer_label=format_address(host, port),
             options=self._options,
+            seals=seals,
             on_offence=partial(self._peer_backoff.note, offence_key(host)),
             budgets=self._budgets,
         )
@@ -452,12 +517,13 @@ async def dial(address: str, options: ControlOptions) -> ControlLink:
     another version of the protocol.
     """
     host, port = parse_address(address)
+    key = await challenge.stretched(options.secret)
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(options.handshake_s):
             reader, writer = await asyncio.open_connection(host, port, ssl=options.dial_tls)
             _set_up(writer)
-            await _prove(reader, writer, options.secret)
+            seals = await challenge.prove(reader, writer, key=key, dialled=address)
     except BaseException as error:
         # BaseException: a cancelled dial must close its connection, too.
         if writer is not None:
@@ -477,7 +543,7 @@ async def dial(address: str, options: ControlOptions) -> ControlLink:
         if isinstance(error, ValueError) and not isinstance(error, TidekvError):
             raise InvalidConfig(f"address {address!r} names no host: {error}") from error
         raise
-    return ControlLink(reader, writer, peer_label=address, options=options)
+    return ControlLink(reader, writer, peer_label=address, options=options, seals=seals)
 
 
 async def listen(address: str, on_link: Callable[[Link], Awaitable[None]], options: ControlOptions) -> ControlListener:
@@ -485,82 +551,6 @@ async def listen(address: str, on_link: Callable[[Link], Awaitable[None]], optio
     listener = ControlListener(on_link, options)
     await listener.open(address)
     return listener
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """Return host and port of "host:port" or "[v6]:port". Raises InvalidConfig."""
-    return host_and_port(address, "address", InvalidConfig, any_port=True)
-
-
-def format_address(host: str, port: int) -> str:
-    """The inverse of `parse_address`."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-async def is_loopback(address: str) -> bool:
-    """Whether `address` ("host:port") can be reached from this machine only.
-
-    False for a name that does not resolve now, since it may be anywhere. Raises InvalidConfig for a malformed address.
-    """
-    host, port = parse_address(address)
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except (OSError, UnicodeError):
-        return False
-    return _are_loopback([str(where[0]) for _, _, _, _, where in found])
-
-
-def _are_loopback(hosts: Iterable[str]) -> bool:
-    return all(ip_address(host.partition("%")[0]).is_loopback for host in hosts)
-
-
-async def _prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str) -> None:
-    ours = secrets.token_bytes(NONCE_BYTES)
-    writer.write(_greeting(ours))
-    theirs = _nonce_of(await reader.readexactly(GREETING_BYTES))
-    writer.write(_proof(secret, b"dial", ours, theirs))
-    try:
-        answer = await reader.readexactly(PROOF_BYTES)
-    except (asyncio.IncompleteReadError, ConnectionError) as error:
-        raise DialFailed(PrefillCause.UNREACHABLE, "it closed the connection before it answered our proof") from error
-    if hmac.compare_digest(answer, REFUSED_PROOF):
-        raise DialFailed(PrefillCause.WRONG_SECRET, "it refused our proof: the secrets differ")
-    if not hmac.compare_digest(answer, _proof(secret, b"listen", ours, theirs)):
-        raise DialFailed(PrefillCause.WRONG_SECRET, "it did not prove that it knows the secret")
-
-
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str) -> None:
-    _set_up(writer)
-    ours = secrets.token_bytes(NONCE_BYTES)
-    writer.write(_greeting(ours))
-    theirs = _nonce_of(await reader.readexactly(GREETING_BYTES))
-    proof = await reader.readexactly(PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(secret, b"dial", theirs, ours)):
-        writer.write(REFUSED_PROOF)
-        writer.close()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
-        raise TransferFailed("the dialler did not prove that it knows the secret")
-    writer.write(_proof(secret, b"listen", theirs, ours))
-
-
-def _greeting(nonce: bytes) -> bytes:
-    return MAGIC + wire.VERSION.to_bytes(2, "little") + nonce
-
-
-def _nonce_of(greeting: bytes) -> bytes:
-    if not greeting.startswith(MAGIC):
-        raise RemoteProtocolError("the other end does not speak this protocol")
-    version = int.from_bytes(greeting[len(MAGIC) : len(MAGIC) + 2], "little")
-    if version != wire.VERSION:
-        raise PeerMismatch(field="version", ours=wire.VERSION, theirs=version)
-    return greeting[-NONCE_BYTES:]
-
-
-def _proof(secret: str, role: bytes, dialler: bytes, listener: bytes) -> bytes:
-    return hmac.digest(secret.encode(), MAGIC + role + dialler + listener, "sha256")
 
 
 def _set_up(writer: asyncio.StreamWriter) -> None:
@@ -589,6 +579,8 @@ async def _streams(
 def _is_failed_challenge(error: Exception) -> bool:
     """Whether a failed handshake counts as an offence."""
     match error:
+        case challenge.MisdirectedDial() | challenge.TooManyLinks():
+            return False  # It knows the secret.
         case asyncio.IncompleteReadError(partial=received):
             # A connection closed without a byte may be a check whether the port is open.
             return bool(received)
@@ -597,6 +589,12 @@ def _is_failed_challenge(error: Exception) -> bool:
         case RemoteProtocolError():
             return is_offence(error)
     return True
+
+
+def _this_task() -> asyncio.Task[None]:
+    task = asyncio.current_task()
+    assert task is not None, "a link runs in a task"
+    return task
 
 
 def _cause_of(error: OSError) -> PrefillCause:

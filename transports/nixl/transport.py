@@ -24,14 +24,15 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from tidekv.states.errors import InvalidConfig, LocalProtocolError, TransferFailed
+from tidekv.states.errors import InvalidConfig, InvalidRequest, LocalProtocolError, TransferFailed
 from tidekv.states.types import PageIds, PoolMemory
-from tidekv.states.validation import PositiveCount, Seconds, Text, checked, host_and_port
+from tidekv.states.validation import PositiveCount, Seconds, Text, checked, host_and_port, short
 from tidekv.transports import process
 from tidekv.transports.base import Drive, Exchange, Link, Listener, PeerMemory, Poller
 from tidekv.transports.blocking import call_in_thread, settled
 from tidekv.transports.control import connection as control
 from tidekv.transports.control import wire
+from tidekv.transports.control.addresses import Dials, is_loopback
 from tidekv.transports.control.peer_backoff import BackoffLimits
 from tidekv.transports.log import engine_log
 from tidekv.transports.nixl.agent import NixlAgent
@@ -93,13 +94,20 @@ class NixlTransport:
         offences: BackoffLimits | None = None,
         data_network: Literal["auto", "loopback", "any"] = "auto",
         dials: Iterable[str] = (),
+        announces: Iterable[str] = (),
         allow_no_secret: bool = False,
     ) -> None:
         """Raises InvalidConfig.
 
+        `dials` are the addresses of the prefill workers that this worker may dial, on this machine, too; it dials no
+        others, whatever a request names. An entry is host:port; the host may be a network such as "10.0.0.0/24" or
+        contain `*` ("*.prefill.svc"), the port may be a range such as "7000-7007" or `*`. `announces` are the addresses
+        under which decode workers dial this prefill worker, if connections to it are forwarded; without forwarding the
+        address that a connection reaches is known.
+
         `data_network` selects the devices on which UCX opens ports: "loopback" on this machine only, "any" on every
         network device, RDMA included. "auto" is "any" if this worker listens on an address of the network or if one of
-        `dials`, the prefill workers that it will dial, is on another machine; otherwise "loopback". Devices named in
+        `dials` is on another machine; otherwise "loopback". Devices named in
         `UCX_NET_DEVICES` or in `backends` take precedence. `call_timeout_s` bounds each set-up call, such as starting a
         backend. `close_timeout_s` is the number of seconds that `close` waits for writes before it destroys the agent
         under them.
@@ -121,7 +129,7 @@ class NixlTransport:
         self.instance = f"{name}-{uuid.uuid4().hex}"
         self._backends = UCX_ONLY if backends is None else backends
         self._data_network = data_network
-        self._dials = tuple(dials)
+        self._dials = Dials.parse(dials)
         self._is_on_loopback = False
         self._progress_delay_us = progress_delay_us
         self._call_timeout_s = call_timeout_s
@@ -134,7 +142,10 @@ class NixlTransport:
             links_per_address_max=links_per_address_max,
             offences=offences or BackoffLimits(),
             allow_no_secret=allow_no_secret,
+            announces=tuple(announces),
         )
+        for one in self._control.announces:
+            host_and_port(one, "announces", InvalidConfig)
         self._is_closed = False
         self._poller: Poller | None = None
         self._agent: NixlAgent | None = None
@@ -228,11 +239,19 @@ class NixlTransport:
         return bytes_done
 
     def check_address(self, address: str) -> None:
-        """See `Transport.check_address`."""
+        """See `Transport.check_address`. Refuses addresses that are not in `dials`."""
         host_and_port(address, "prefill")
+        if not self._dials.allows(address):
+            raise InvalidRequest(
+                f"{short(address)} is not in `dials`, the addresses of prefill workers that this worker may dial: "
+                + (", ".join(rule.text for rule in self._dials.rules) or "none")
+            )
 
     async def dial(self, address: str) -> Link:
-        """See `control.dial`. Raises InvalidConfig for a peer on another machine if UCX listens on loopback only."""
+        """See `control.dial`. Raises InvalidRequest for an address that is not in `dials`, before anything is sent, and
+        InvalidConfig for a peer on another machine if UCX listens on loopback only.
+        """
+        self.check_address(address)
         link = await control.dial(address, self._control)
         if self._is_on_loopback and link.leaves_host:
             await link.close("the data plane of this worker listens on loopback only")
@@ -306,8 +325,8 @@ class NixlTransport:
         options = self._backends.get("UCX")
         if options is None or os.environ.get(UCX_DEVICES_VARIABLE) or _names_devices(options):
             return self._backends
-        used = [one for address in (listen, *self._dials) if address for one in address.split(",")]
-        is_public = not all([await control.is_loopback(address) for address in used])
+        is_public = bool(listen) and not await is_loopback(listen)
+        is_public = is_public or await self._dials.leave_host()
         if self._data_network == "any" or (self._data_network == "auto" and is_public):
             LOG.warning(
                 "UCX opens ports on every network device of this machine, and a program that reaches one reads and "

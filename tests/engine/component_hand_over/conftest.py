@@ -128,7 +128,10 @@ async def open_worker(
     **config: Any,
 ) -> AsyncIterator[Worker]:
     network = LoopbackNetwork()
-    ends = [NixlTransport(name) if nixl else LoopbackTransport(name, network) for name in ("prefill-0", "decode-0")]
+    ends = [
+        NixlTransport(name, dials=["127.0.0.1:*"]) if nixl else LoopbackTransport(name, network)
+        for name in ("prefill-0", "decode-0")
+    ]
     here, there = components(), (prefill_components or components)()
     device, prefill_pool = DevicePool.allocate(FULL, device_pages), DevicePool.allocate(FULL, 256)
     prefill = SyntheticPrefill(prefill_pool, chunk_pages=3, components=there)

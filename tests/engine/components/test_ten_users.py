@@ -152,7 +152,10 @@ async def instance(model: str, over: str, folder: Path) -> AsyncIterator[Instanc
     ranks, parts = list[Rank](), []
     for number in range(count):
         names = (f"prefill-{number}", f"decode-{number}")
-        ends = [NixlTransport(name) if over == "nixl" else LoopbackTransport(name, network) for name in names]
+        ends = [
+            NixlTransport(name, dials=["127.0.0.1:*"]) if over == "nixl" else LoopbackTransport(name, network)
+            for name in names
+        ]
         theirs, ours = pools_of(KINDS[model], host=False), pools_of(KINDS[model], host=True)
         device, pool = DevicePool.allocate(full, 1000), DevicePool.allocate(full, 1000)
         prefill = SyntheticPrefill(pool, components=theirs)

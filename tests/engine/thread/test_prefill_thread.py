@@ -77,7 +77,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     config = engine_config(peer=PeerOptions(attempts=2, silence_s=10.0))
     with (
         PrefillThread(peer, promise_timeout_s=LIMIT_S) as prefill,
-        EngineThread(config, device=target, transport=NixlTransport("decode")) as decode,
+        EngineThread(config, device=target, transport=NixlTransport("decode", dials=["127.0.0.1:*"])) as decode,
     ):
         yield Pair(prefill, source, decode, target)
 

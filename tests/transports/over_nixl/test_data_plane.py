@@ -91,7 +91,7 @@ async def test_a_worker_on_loopback_does_not_dial_a_peer_that_could_not_write_to
     async def wait(link: Link) -> None:
         await link.receive()
 
-    transport, _ = await start()
+    transport, _ = await start(dials=["127.0.0.1:*"])
     listener = await transport.listen("127.0.0.1:0", wait)
     monkeypatch.setattr(connection.ControlLink, "leaves_host", True)
     with pytest.raises(InvalidConfig, match='data_network="any"'):

@@ -330,10 +330,11 @@ async def test_links_pass_messages(pair: Any) -> None:
     async def on_link(link: object) -> None:
         got.set_result(await link.receive())  # type: ignore[attr-defined]  # Test.
 
+    room = wire.Room(instance="d", epoch="e", request_id="r", generation=0)
     listener = await pair.target.transport.listen("127.0.0.1:0", on_link)
     link = await pair.writer.transport.dial(listener.address)
-    link.send(wire.Ping(sent_at=1.0))
-    assert await got == wire.Ping(sent_at=1.0)
+    link.send(wire.Declined(room=room))
+    assert await got == wire.Declined(room=room)
     await link.close()
     await listener.close()
     assert pair.writer.transport.statistics()["links"] == 1
