@@ -93,7 +93,7 @@ async def measure_restores(figures: Figures, rounds: int) -> None:
                 EngineConfig(model="c", page_checksums=is_checked, default_deadline_s=300.0),
                 device=DevicePool.allocate(LARGE, PAGES + 8),
                 host=HostPool.allocate(LARGE, PAGES + 8),
-                transport=NixlTransport(name=f"decode-{is_checked:d}"),
+                transport=NixlTransport(name=f"decode-{is_checked:d}", dials=["127.0.0.1:*"]),
             )
             pairs[is_checked] = Pair(await stack.enter_async_context(engine), prefill)
 

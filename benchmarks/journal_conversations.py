@@ -100,7 +100,7 @@ class Side:
             EngineConfig(model="synthetic", journal=JournalOptions(path=journal)),
             device=DevicePool.allocate(layout, DEVICE_TOKENS // layout.page_size),
             host=HostPool.allocate(layout, HOST_TOKENS // layout.page_size),
-            transport=NixlTransport(name=name),
+            transport=NixlTransport(name=name, dials=["127.0.0.1:*"]),
         )
         self.requests = 0
         self.block_s: list[float] = []

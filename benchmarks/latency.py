@@ -229,7 +229,9 @@ async def measure_load(figures: Figures, seconds: float) -> None:
     device = DevicePool.allocate(LAYOUT, IN_FLIGHT * (2 * PROMPT_TOKENS // PAGE))
     config = EngineConfig(model="synthetic", loop_stall_report_s=1.0)
     try:
-        async with DecodeEngine(config, device=device, transport=NixlTransport(name="decode-0")) as engine:
+        async with DecodeEngine(
+            config, device=device, transport=NixlTransport(name="decode-0", dials=["127.0.0.1:*"])
+        ) as engine:
             load = Load(engine, address, arrived_ns)
 
             async def asked() -> tuple[list[tuple[int, int]], float]:

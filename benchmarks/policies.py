@@ -210,7 +210,7 @@ class Bench:
             device=device,
             host=HostPool.allocate(LAYOUT, self._prompts.pages) if cached else None,
             storage=storage and ThrottledStorage(storage, self._throttle, page_bytes=LAYOUT.page_bytes),  # type: ignore[arg-type]  # It passes on the rest.
-            transport=NixlTransport(name=f"decode-{self._engines}"),
+            transport=NixlTransport(name=f"decode-{self._engines}", dials=["127.0.0.1:*"]),
         ) as engine:
             yield Arm(engine, self._prefill.address, cache=cached)
 
@@ -241,7 +241,7 @@ async def _fill(prompts: Prompts, order: PrefillOrder, uri: str) -> None:
             device=DevicePool.allocate(LAYOUT, 4 * HALF_PAGES[1]),
             host=HostPool.allocate(LAYOUT, 4 * HALF_PAGES[1]),
             storage=open_storage(uri),
-            transport=NixlTransport(name="decode-fill"),
+            transport=NixlTransport(name="decode-fill", dials=["127.0.0.1:*"]),
         ) as engine,
     ):
         arm = Arm(engine, prefill.address, cache=True)

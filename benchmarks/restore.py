@@ -117,7 +117,7 @@ async def measure_sharing(figures: Figures) -> None:
             device=DevicePool.allocate(SMALL, num_pages),
             host=HostPool.allocate(SMALL, num_pages),
             storage=open_storage("memory:?capacity=64MB"),
-            transport=NixlTransport(name="decode-0"),
+            transport=NixlTransport(name="decode-0", dials=["127.0.0.1:*"]),
         ) as engine,
     ):
         pair = Pair(engine, prefill)

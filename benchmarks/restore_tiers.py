@@ -203,7 +203,7 @@ async def tier_rig(folder: Path) -> AsyncIterator[TierRig]:
             device=DevicePool.allocate(LARGE, 5 * HALF_PAGES),
             host=HostPool.allocate(LARGE, 2 * HALF_PAGES),
             storage=storage,
-            transport=NixlTransport(name="decode-0"),
+            transport=NixlTransport(name="decode-0", dials=["127.0.0.1:*"]),
         ) as engine,
         open_stages(folder / "stages", LARGE, HALF_PAGES) as stages,
     ):

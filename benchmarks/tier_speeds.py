@@ -139,7 +139,7 @@ async def _transfer(poller: PollerThread, pages: int, rounds: int) -> float:
     pieces = (LAYOUT.piece_bytes,) * (LAYOUT.page_bytes // LAYOUT.piece_bytes)
     pool = NumpyPool(pages, pieces, seed=1)
     child = await NixlChild.spawn(pages=pages, pieces=pieces)
-    transport = NixlTransport("bench")
+    transport = NixlTransport("bench", dials=["127.0.0.1:*"])
     try:
         await transport.start(poller=poller)
         await transport.register(pool.memory)

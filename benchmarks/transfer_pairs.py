@@ -65,7 +65,7 @@ class Rig:
         self.pool_pages = shape.pages + MARGIN_PAGES
         self._pool = make_pool(self.pool_pages, (shape.piece_bytes,) * shape.pieces, device=device, seed=1)
         self._poller = PollerThread()
-        self.transport = NixlTransport("bench")
+        self.transport = NixlTransport("bench", dials=["127.0.0.1:*"])
 
     async def start(self) -> None:
         """Start the other process and connect to it."""

@@ -103,7 +103,7 @@ def _tidekv(place: Place) -> Mapping[str, object]:
     if is_prefill:
         handover["listen"] = f"{HOST}:{free_port(place.ranks)}"
     else:
-        handover |= {"host": "512MB", "uri": place.storage}
+        handover |= {"host": "512MB", "uri": place.storage, "dials": [f"{HOST}:*"]}
     return {
         "kv_connector": "TidekvConnector",
         "kv_connector_module_path": MODULE,

@@ -238,6 +238,7 @@ def _transport(loaded: Loaded, name: str, *, listens: bool) -> Callable[[], Nixl
             close_timeout_s=section.close_timeout_s,
             data_network=section.data_network,
             dials=() if listens else loaded.configuration.decode.prefill,
+            announces=section.announces,
             allow_no_secret=section.allow_no_secret,
         )
 

@@ -71,6 +71,6 @@ def _is_open_to_the_network(config: Configuration) -> bool:
     if transport.secret or transport.secret_file or transport.tls_authority or transport.allow_no_secret:
         return False
     # Imported late, as storage engines are.
-    from tidekv.transports.control.connection import is_loopback
+    from tidekv.transports.control.addresses import is_loopback
 
     return not asyncio.run(is_loopback(config.prefill.listen))

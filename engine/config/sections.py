@@ -91,6 +91,8 @@ class TransportSection(Options, frozen=True, kw_only=True, forbid_unknown_fields
     """Let prefill listen on an address of the network without a secret and without client certificates: every program
     that reaches the port may then read and write this worker's memory.
     """
+    announces: tuple[Text, ...] = ()
+    """Addresses under which decode workers dial this prefill worker, if connections to it are forwarded."""
     data_network: Literal["auto", "loopback", "any"] = "auto"
     """Where UCX opens the unauthenticated ports of the bulk data: "loopback" on this machine only, "any" on every
     network device, "auto" the latter if an address of this worker or of its prefill workers is on the network.

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import ssl
+from typing import Protocol
 
-from tidekv.engine.config.sections import TransportSection
 from tidekv.states.errors import InvalidConfig, cause_of
 
 
-def listen_context(section: TransportSection) -> ssl.SSLContext | None:
+class TlsFiles(Protocol):
+    """Options that name files; see `TransportSection`."""
+
+    @property
+    def tls_certificate(self) -> str:
+        """PEM file with this worker's certificate; empty: none."""
+        ...
+
+    @property
+    def tls_key(self) -> str:
+        """PEM file with the certificate's key; empty: the certificate's file has it."""
+        ...
+
+    @property
+    def tls_authority(self) -> str:
+        """PEM file with the certificates that must sign a peer's certificate; empty: none."""
+        ...
+
+
+def listen_context(section: TlsFiles) -> ssl.SSLContext | None:
     """Return prefill's TLS context; None: no TLS. With an authority, peers need a certificate signed by it.
 
     Raises InvalidConfig for files that cannot be used, and for an authority without a certificate for this worker: the
@@ -26,7 +45,7 @@ def listen_context(section: TransportSection) -> ssl.SSLContext | None:
     return context
 
 
-def dial_context(section: TransportSection) -> ssl.SSLContext | None:
+def dial_context(section: TlsFiles) -> ssl.SSLContext | None:
     """Return decode's TLS context; None: no TLS. It trusts the authority, and presents its certificate if it has
     one.
 
@@ -43,7 +62,7 @@ def dial_context(section: TransportSection) -> ssl.SSLContext | None:
     return context
 
 
-def check_files(section: TransportSection) -> None:
+def check_files(section: TlsFiles) -> None:
     """Raise InvalidConfig unless each file in the options has the expected content. Blocks."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if section.tls_certificate:
@@ -52,7 +71,7 @@ def check_files(section: TransportSection) -> None:
         _load_authority(context, section)
 
 
-def _load_certificate(context: ssl.SSLContext, section: TransportSection) -> None:
+def _load_certificate(context: ssl.SSLContext, section: TlsFiles) -> None:
     try:
         context.load_cert_chain(section.tls_certificate, section.tls_key or None)
     except (OSError, ssl.SSLError) as error:
@@ -60,7 +79,7 @@ def _load_certificate(context: ssl.SSLContext, section: TransportSection) -> Non
         raise InvalidConfig(f"tls_certificate {files} cannot be used: {cause_of(error)}") from error
 
 
-def _load_authority(context: ssl.SSLContext, section: TransportSection) -> None:
+def _load_authority(context: ssl.SSLContext, section: TlsFiles) -> None:
     try:
         context.load_verify_locations(section.tls_authority)
     except (OSError, ssl.SSLError) as error:

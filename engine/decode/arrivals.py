@@ -9,6 +9,7 @@ from tidekv.engine.decode.values import DecodeRequest, join_namespaces
 from tidekv.states import events
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest
 from tidekv.states.validation import PlainText, Text, checked
+from tidekv.transports.control.addresses import RANKS_MAX
 from tidekv.transports.control.wire import check_name
 
 if TYPE_CHECKING:
@@ -49,16 +50,22 @@ class Arrivals:
         """Decline a request at all ranks of a prefill. Raises InvalidRequest and EngineClosed."""
         self._runtime.check_open()
         check_name(checked(request_id, Text, "request_id"))
-        for address in checked(prefill, Text, "prefill").split(","):
-            self._runtime.transport.check_address(address)
+        self._check_addresses(checked(prefill, Text, "prefill"))
         self._runtime.receiver.decline(prefill, request_id)
 
     def check_reachable(self, request: DecodeRequest) -> None:
         """Raise if no request can be taken now, or if an address of the request's prefills is invalid."""
         self._runtime.front.check()
-        for address in request.prefills:
-            for rank in address.split(","):
-                self._runtime.transport.check_address(rank)
+        for addresses in request.prefills:
+            self._check_addresses(addresses)
+
+    def _check_addresses(self, addresses: str) -> None:
+        """Raise InvalidRequest for addresses of one prefill's ranks that may not be dialled, or for too many."""
+        # Counted first: the text may be a client's, and splitting it makes an object of each address.
+        if (count := addresses.count(",") + 1) > RANKS_MAX:
+            raise InvalidRequest(f"prefill names {count} addresses; one prefill has {RANKS_MAX} ranks at most")
+        for address in addresses.split(","):
+            self._runtime.transport.check_address(address)
 
     def check_room(self, request: DecodeRequest, packed: bytes) -> None:
         """Raise InvalidRequest for a prompt that never fits in the device pool, CapacityError if the queue is full."""

@@ -270,7 +270,7 @@ async def _decode_worker(
     # Create the directory in both passes, so that they differ only in the cache.
     with tempfile.TemporaryDirectory(prefix="tidekv-", ignore_cleanup_errors=True) as folder:
         storage = open_storage(tiers.storage or f"file:{folder}?capacity=4GB", tiers.storage_options) if cache else None
-        transport = tiers.transport() if tiers.transport else NixlTransport(name="decode-0")
+        transport = tiers.transport() if tiers.transport else NixlTransport(name="decode-0", dials=["127.0.0.1:*"])
         async with DecodeEngine(config, device=device, host=host, storage=storage, transport=transport) as engine:
             started_s = time.perf_counter()
             if tiers.shows is not None:

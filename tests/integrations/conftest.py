@@ -80,7 +80,7 @@ async def _engine_on(uri: str, layout: KVLayout) -> AsyncIterator[Restored]:
         device=device,
         host=HostPool.allocate(layout, 64),
         storage=open_storage(uri),
-        transport=NixlTransport(name="decode-0"),
+        transport=NixlTransport(name="decode-0", dials=["127.0.0.1:*"]),
     )
     peer = PrefillPeer(
         device=prefill_pool,

@@ -296,7 +296,7 @@ async def test_a_decode_engine_hits_what_sglang_wrote_and_the_reverse(backend: M
         device=device,
         host=HostPool.allocate(layout, 64),
         storage=open_storage(uri),
-        transport=NixlTransport(name="decode-0"),
+        transport=NixlTransport(name="decode-0", dials=["127.0.0.1:*"]),
     )
     peer = PrefillPeer(device=prefill_pool, transport=NixlTransport("prefill-0"), model="m", on_room=synthetic.serve)
     async with peer, engine:

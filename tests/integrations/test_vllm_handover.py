@@ -640,11 +640,11 @@ def test_a_prompt_whose_client_leaves_before_it_was_asked_for_is_declined(start:
 
 def test_a_decline_that_does_not_reach_prefill_harms_nothing(start: Start) -> None:
     decode = start("kv_consumer")
-    for name, prefill in (("d", "127.0.0.1:9"), ("e", "no address"), ("f", "127.0.0.1:9,127.0.0.1:10")):
+    for name, prefill in (("d", "127.0.0.1:9"), ("e", "127.0.0.1:8"), ("f", "127.0.0.1:9,127.0.0.1:10")):
         params = {"do_remote_prefill": True, "prefill": prefill, "room": name}
         assert decode.add(request_of(name, PROMPT, params, skip_reading_prefix_cache=True), PLACES) == 0
     engine = decode.worker._worker._decodes[0]._engine
-    decode.step_until(lambda: engine.statistics()["receiver"]["declines_unsent"] == 3)
+    decode.step_until(lambda: engine.statistics()["receiver"]["declines_unsent"] == 4)
     assert decode.counts == {"restores_declined": 3}
 
 
@@ -663,6 +663,8 @@ def test_blocks_in_another_order_are_refused(start: Start, caplog: pytest.LogCap
     ("handover", "changes", "words"),
     [
         ({"listen": "127.0.0.1"}, {}, "listen"),
+        ({"listen": "127.0.0.1:0", "dials": ["prefill"]}, {}, "dials: 'prefill' is no address"),
+        ({"listen": "127.0.0.1:0", "tls_key": "k.pem"}, {}, "tls_key is given without"),
         ({}, {}, 'needs "listen"'),
         ({"listen": "127.0.0.1:0", "uri": "memory:"}, {}, "memory: is local to one process"),
         ({"listen": "127.0.0.1:0", "host": "much"}, {}, "host must be a size"),
@@ -690,6 +692,47 @@ def test_what_cannot_be_handed_over_is_refused_by_name(
     configs[0].kv_transfer_config.kv_role, configs[0].kv_transfer_config.engine_id = "kv_both", "e"
     with pytest.raises(InvalidConfig, match=words):
         connector.TidekvConnector(configs[0], KVConnectorRole.SCHEDULER, configs[1])
+
+
+def test_a_decode_worker_without_prefills_to_dial_is_refused() -> None:
+    extra = {"uri": None, "model": None, "host": None, "handover": {"model": "m"}}
+    configs = configs_of("", extra=extra, is_kv_producer=False, is_kv_consumer=True)
+    configs[0].kv_transfer_config.kv_role, configs[0].kv_transfer_config.engine_id = "kv_consumer", "e"
+    with pytest.raises(InvalidConfig, match='needs "dials"'):
+        read_handover(*configs)
+
+
+@pytest.mark.parametrize(
+    "prefill",
+    ["127.0.0.1:9", "203.0.113.9:7000", "", "no address", ",".join(["127.0.0.1:7000"] * 100_000), "127.0.0.1:7000\n"],
+    ids=["another port", "another host", "empty", "no address", "many", "a line more"],
+)
+def test_a_client_does_not_choose_whom_decode_dials(start: Start, prefill: str) -> None:
+    decode = start("kv_consumer", dials=["127.0.0.1:7000"])
+    request = request_of("d", PROMPT, {"do_remote_prefill": True, "prefill": prefill, "room": "r"})
+    assert decode.add(request, [1, 2, 3, 4, 5]) == 0
+    assert decode.finish("d") == (False, None)
+    # Neither a restore nor a decline: nothing is sent there.
+    assert decode.scheduler._scheduler._decode.take_jobs().is_empty
+    decode.add(request_of("e", PROMPT, request.kv_transfer_params), [1, 2, 3, 4, 5])
+    decode.finish("e")
+    assert decode.scheduler._scheduler._decode.take_jobs().is_empty
+
+
+def test_the_links_of_vllm_workers_can_be_under_tls(start: Start) -> None:
+    certificate = str(Path(__file__).parents[1] / "transports" / "localhost.pem")
+    prefill = start("kv_producer", tls_certificate=certificate, tls_authority=certificate)
+    decode = start("kv_consumer", tls_certificate=certificate, tls_authority=certificate, dials=["127.0.0.1:*"])
+    plain = start("kv_consumer")
+    params = prefilled(prefill)
+    plain.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
+    plain.step_until(lambda: plain.loaded)
+    assert plain.invalid
+    decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("d", PROMPT)
+    with pytest.raises(InvalidConfig, match=r"tls_certificate /missing.* cannot be used"):
+        start("kv_producer", tls_certificate="/missing")
 
 
 def test_a_secret_comes_from_a_file(start: Start, tmp_path: Path) -> None:

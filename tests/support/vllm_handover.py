@@ -85,6 +85,8 @@ class HandoverVllm:
         sends, receives = role != "kv_consumer", role != "kv_producer"
         if sends:
             handover.setdefault("listen", "127.0.0.1:0")
+        if receives:
+            handover.setdefault("dials", ["127.0.0.1:*"])
         all_configs = []
         for rank in range(ranks):
             configs = configs_of(

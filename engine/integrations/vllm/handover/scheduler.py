@@ -37,6 +37,8 @@ from tidekv.engine.integrations.vllm.handover.jobs import (
 from tidekv.engine.integrations.vllm.handover.settings import Handover
 from tidekv.engine.integrations.vllm.scheduler import is_of_tokens
 from tidekv.engine.log import engine_log
+from tidekv.states.validation import short
+from tidekv.transports.control.addresses import Dials
 
 LOG = engine_log("tidekv.vllm")
 
@@ -115,8 +117,9 @@ class DecodeScheduler:
     What it does not claim it declines, so that prefill does not hold the blocks until its own limit.
     """
 
-    def __init__(self, block_size: int, ranks: int = 1) -> None:
+    def __init__(self, block_size: int, dials: Dials, ranks: int = 1) -> None:
         self._block_size = block_size
+        self._dials = dials
         self._ranks = ranks
         self._live = _LiveRestores(block_size)
         self._computed: dict[str, int] = {}
@@ -141,6 +144,15 @@ class DecodeScheduler:
                 "do_remote_prefill needs prefill and room, as prefill's answer names them: the prompt is computed here",
                 request_id=request.request_id,
                 given=sorted(params),
+            )
+            self._claimed.add(request.request_id)
+            return 0
+        if not self._dials.allows_all(params["prefill"]):
+            # A client may have named it: nothing is sent there, not even that its room is declined.
+            LOG.warning(
+                "a request names a prefill that is not in handover.dials: the prompt is computed here",
+                request_id=request.request_id,
+                prefill=short(params["prefill"]),
             )
             self._claimed.add(request.request_id)
             return 0
@@ -202,7 +214,11 @@ class DecodeScheduler:
         If a restore is still under way it is aborted, and vLLM holds the blocks by itself until that has ended.
         """
         request_id, size = request.request_id, self._block_size
-        if _names_room(request) and request_id not in self._claimed:
+        if (
+            _names_room(request)
+            and request_id not in self._claimed
+            and self._dials.allows_all(request.kv_transfer_params["prefill"])
+        ):
             # Aborted before it was asked for, perhaps while it waited for an equal prompt.
             self._decline(request)
         self._computed.pop(request_id, None)
@@ -318,7 +334,9 @@ class HandoverScheduler:
     """Both ends: `SchedulerRole` for a vLLM that sends prompts, receives them, or both."""
 
     def __init__(self, handover: Handover) -> None:
-        self._decode = DecodeScheduler(handover.block_size, handover.ranks) if handover.receives else None
+        self._decode = (
+            DecodeScheduler(handover.block_size, handover.dials, handover.ranks) if handover.receives else None
+        )
         self._prefill = PrefillScheduler(handover.block_size, handover.settings.listen) if handover.sends else None
 
     def listening(self, addresses: Mapping[int, str]) -> None:

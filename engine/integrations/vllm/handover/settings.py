@@ -5,6 +5,8 @@ A configuration that cannot hand KV over is refused here, by name, before anythi
 
 from __future__ import annotations
 
+import ssl
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final  # vLLM's configuration is not typed here: tests and type checks go without vLLM.
@@ -14,9 +16,11 @@ import msgspec
 from tidekv.backends.storage.options import parse_size
 from tidekv.backends.storage.uri import split_uri
 from tidekv.engine.config.engine_config import EngineConfig
+from tidekv.engine.config.tls import TlsFiles, dial_context, listen_context
 from tidekv.engine.integrations.vllm.settings import HINT, check_shareable
 from tidekv.states.errors import InvalidConfig, InvalidRequest, cause_of
 from tidekv.states.validation import Options, PlainText, PositiveCount, Seconds, Text, host_and_port
+from tidekv.transports.control.addresses import Dials
 
 WHERE: Final = f"{HINT}.handover"
 LAST_PORT: Final = 65_535
@@ -32,9 +36,25 @@ class HandoverSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields
     ends at once needs a fixed port.
     """
     dials: tuple[PlainText, ...] = ()
-    """Prefill addresses on other machines that a decode worker will dial. Without them, bulk data stays on loopback."""
+    """Addresses of the prefill workers that a decode worker may dial; it dials no others, whatever a request names. An
+    entry is host:port; the host may be a network such as 10.0.0.0/24 or contain *, the port may be a range such as
+    7000-7007 or *. Bulk data stays on loopback unless one of them is on another machine. Needed if `kv_role` is
+    kv_consumer.
+    """
+    announces: tuple[PlainText, ...] = ()
+    """Addresses under which decode workers dial this prefill worker, if connections to it are forwarded."""
     secret_file: PlainText | None = None
     """File with the secret of the control links, the same at both ends. Needed beyond loopback."""
+    tls_certificate: PlainText = ""
+    """PEM file with this worker's certificate, and its key unless `tls_key` has it. A prefill worker listens under TLS
+    if it is given; a decode worker presents it.
+    """
+    tls_key: PlainText = ""
+    """PEM file with the certificate's key, without a password."""
+    tls_authority: PlainText = ""
+    """PEM file with the certificates that must sign a peer's certificate. A decode worker dials under TLS if it is
+    given; a prefill worker then refuses peers without a certificate. Bulk data is not under TLS.
+    """
     ranks: PositiveCount | None = None
     """Number of ranks in which the KV heads are handed over, the same at both ends: a multiple of
     `--tensor-parallel-size`. None: as many. With other tensor-parallel sizes at both ends, set it to the larger one at
@@ -61,6 +81,9 @@ class HandoverSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields
         super().__post_init__()
         if self.listen:
             host_and_port(self.listen, "listen", InvalidConfig, any_port=True)
+        Dials.parse(self.dials)
+        if self.tls_key and not self.tls_certificate:
+            raise InvalidConfig("tls_key is given without tls_certificate")
         if (parse_size(self.host) or 0) <= 0:
             raise InvalidConfig(f"host must be a size such as 4GB or 512MiB, not {self.host!r}")
         if self.uri is not None and split_uri(self.uri).scheme == "memory":
@@ -72,6 +95,14 @@ class HandoverSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields
     def host_bytes(self) -> int:
         """`host` in bytes."""
         return parse_size(self.host) or 0
+
+    def listen_tls(self) -> ssl.SSLContext | None:
+        """Return the TLS context of a prefill worker. Raises InvalidConfig for files that cannot be used."""
+        return _of_files(listen_context, self)
+
+    def dial_tls(self) -> ssl.SSLContext | None:
+        """Return the TLS context of a decode worker. Raises InvalidConfig for files that cannot be used."""
+        return _of_files(dial_context, self)
 
     def secret(self) -> str:
         """Read the secret. Raises InvalidConfig, which names the file, if it cannot be read or is empty."""
@@ -85,6 +116,15 @@ class HandoverSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields
         if not secret:
             raise InvalidConfig(f"{WHERE}.secret_file: {self.secret_file} is empty")
         return secret
+
+
+def _of_files(
+    context_of: Callable[[TlsFiles], ssl.SSLContext | None], settings: HandoverSettings
+) -> ssl.SSLContext | None:
+    try:
+        return context_of(settings)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{WHERE}.{error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +152,11 @@ class Handover:
     def of_parts(self) -> list[Handover]:
         """Return the ranks of this worker."""
         return [replace(self, rank=self.rank + part) for part in range(self.parts)]
+
+    @property
+    def dials(self) -> Dials:
+        """The addresses that a decode worker may dial."""
+        return Dials.parse(self.settings.dials)
 
     @property
     def name(self) -> str:
@@ -162,6 +207,11 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
     sends, receives = bool(transfer.is_kv_producer), bool(transfer.is_kv_consumer)
     if sends and not settings.listen:
         raise InvalidConfig(f'{WHERE} needs "listen", such as "127.0.0.1:7000": kv_role {transfer.kv_role} sends KV')
+    if receives and not sends and not settings.dials:
+        raise InvalidConfig(
+            f'{WHERE} needs "dials", the addresses of prefill workers that it may dial, such as ["127.0.0.1:7000"]: '
+            f"kv_role {transfer.kv_role} receives KV"
+        )
     if settings.listen:
         last = host_and_port(settings.listen, "listen", InvalidConfig, any_port=True)[1] + workers - 1
         if last > LAST_PORT:

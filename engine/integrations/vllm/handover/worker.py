@@ -55,7 +55,12 @@ class PrefillWorker:
         settings = handover.settings
         peer = PrefillPeer(
             device=pool,
-            transport=NixlTransport(name=f"{handover.name}-prefill", secret=settings.secret()),
+            transport=NixlTransport(
+                name=f"{handover.name}-prefill",
+                secret=settings.secret(),
+                listen_tls=settings.listen_tls(),
+                announces=settings.announces,
+            ),
             listen=handover.listen,
             model=order.identity(handover.fingerprint),
             lease_s=settings.lease_s,
@@ -152,7 +157,12 @@ class DecodeWorker:
             device=pool,
             host=HostPool.allocate(layout, max(1, settings.host_bytes // handover.parts // layout.page_bytes)),
             storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
-            transport=NixlTransport(name=f"{handover.name}-decode", secret=settings.secret(), dials=settings.dials),
+            transport=NixlTransport(
+                name=f"{handover.name}-decode",
+                secret=settings.secret(),
+                dial_tls=settings.dial_tls(),
+                dials=settings.dials,
+            ),
         )
         self._counts = counts
         self._jobs: dict[int, RestoreJob | OfferJob] = {}
