@@ -20,11 +20,11 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from tidekv.backends.copies.slice_moves import SliceCopier
 from tidekv.backends.host.pool import HostPool
-from tidekv.backends.storage.base import Neighbors, StorageStatistics, Verdict
+from tidekv.backends.storage.base import Neighbors, StorageStatistics, Verdict, touch
 from tidekv.backends.storage.calls import Call, Calls, all_settled
 from tidekv.engine.log import engine_log
 from tidekv.engine.stored_layouts import Source, StoredLayout
@@ -44,6 +44,16 @@ STAGING_BYTES: Final = 8 << 20
 """Bytes of one batch of staging pages, over all sources of a layout."""
 BATCHES: Final = 2
 """Batches of a layout that are read at once, so that one is read while the slices of another are copied."""
+
+
+class LookUp(Protocol):
+    """A way to ask an engine for keys: with or without noting that their pages are in use."""
+
+    def __call__(
+        self, storage: Storage, keys: Sequence[bytes], *, timeout_s: float
+    ) -> Coroutine[object, object, list[bool]]:
+        """Return which keys are probably there."""
+        ...
 
 
 class OpenSource:
@@ -88,9 +98,9 @@ class OpenLayout:
         self._free = [page_ids(range(first, first + count)) for first in range(0, BATCHES * count, count)]
         self._limit = asyncio.Semaphore(BATCHES)
 
-    async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+    async def look_up(self, ask: LookUp, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
         """Return which keys all sources probably have."""
-        answers = await _all_of(source.storage.exists(keys, timeout_s=timeout_s) for source in self.sources)
+        answers = await _all_of(ask(source.storage, keys, timeout_s=timeout_s) for source in self.sources)
         return [all(flags) for flags in zip(*answers, strict=True)]
 
     async def get_into(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[bool]:
@@ -162,15 +172,24 @@ class ConvertedStorage:
     async def look(self) -> None:
         """Open the other layouts that the place has by now. A failure is logged, and they are looked for again."""
         self._begin_look()
-        if self._looking is not None:
+        looking = self._looking
+        if looking is not None:
             # Never cancelled: engines that are being opened would be left without an owner.
-            await asyncio.wait({self._looking})
-            self._looking.result()
+            await asyncio.wait({looking})
+            # Not `self._looking`: another caller may have begun the next look meanwhile.
+            looking.result()
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
         """Return which keys are there in any layout."""
+        return await self._look_up(_exists, keys, timeout_s)
+
+    async def touch(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        """Note which pages are in use, in each layout that they are in; see Touches."""
+        return await self._look_up(touch, keys, timeout_s)
+
+    async def _look_up(self, ask: LookUp, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
         call = Call(timeout_s)
-        found = await self.storage.exists(keys, timeout_s=timeout_s)
+        found = await ask(self.storage, keys, timeout_s=timeout_s)
         if all(found) or not (self._layouts or self._waiting) or self._calls.closed:
             return found
         if time.monotonic() - self._looked_at_s >= LOOK_S:
@@ -178,7 +197,7 @@ class ConvertedStorage:
             self._begin_look()
         if not self._layouts or self._calls.closed:
             return found
-        return await self._calls.run(lambda call: self._find(call, keys, found), _left_s(call))
+        return await self._calls.run(lambda call: self._find(ask, call, keys, found), _left_s(call))
 
     async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
         """Read pages as they are in the rank's own namespace; convert those that only other layouts have."""
@@ -260,12 +279,12 @@ class ConvertedStorage:
             self._converted += sum(got)
         return good
 
-    async def _find(self, call: Call, keys: Sequence[bytes], found: list[bool]) -> list[bool]:
+    async def _find(self, ask: LookUp, call: Call, keys: Sequence[bytes], found: list[bool]) -> list[bool]:
         for layout in self._layouts:
             missing = [at for at, is_there in enumerate(found) if not is_there]
             if not missing or not call.may_start():
                 break
-            answers = await layout.exists([keys[at] for at in missing], timeout_s=_left_s(call))
+            answers = await layout.look_up(ask, [keys[at] for at in missing], timeout_s=_left_s(call))
             for at, is_there in zip(missing, answers, strict=True):
                 found[at] = is_there
         return found
@@ -305,6 +324,10 @@ class ConvertedStorage:
 
     async def _close_layouts(self) -> None:
         await _all_of(engine.close() for engine in self._engines[1:])
+
+
+async def _exists(storage: Storage, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+    return await storage.exists(keys, timeout_s=timeout_s)
 
 
 async def _all_of(calls: Iterable[Coroutine[object, object, T]]) -> list[T]:

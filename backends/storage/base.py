@@ -92,7 +92,11 @@ class Storage(Protocol):
         """
 
     async def put_from(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
-        """Store each host page under the key beside it, replacing what was there. True: it can be read."""
+        """Store each host page under the key beside it, replacing what was there. True: it can be read.
+
+        Of keys used in one call, the last is evicted first: they are a prefix, which is worthless without its head. The
+        same holds for `get_into`.
+        """
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove keys; True for each that was there."""
@@ -111,6 +115,23 @@ class Storage(Protocol):
 
     def statistics(self) -> StorageStatistics:
         """Return what the engine holds, and its counters."""
+
+
+@runtime_checkable
+class Touches(Protocol):
+    """An engine with an order of use that can be renewed without a read."""
+
+    async def touch(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        """Return which keys are probably there, as `exists` does, and note that those are in use: the first of them is
+        evicted last.
+        """
+
+
+async def touch(storage: Storage, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+    """Touch the pages of a prefix, or only look them up if the engine keeps no order of use. See Touches."""
+    if isinstance(storage, Touches):
+        return await storage.touch(keys, timeout_s=timeout_s)
+    return await storage.exists(keys, timeout_s=timeout_s)
 
 
 @runtime_checkable
@@ -214,6 +235,18 @@ def check_pairs(keys: Sequence[bytes], pages: PageIds, *, page_count: int, disti
 def leading(flags: Sequence[bool]) -> int:
     """Return the number of True flags before the first False one. Keys form a chain: pages after a gap are useless."""
     return next((at for at, flag in enumerate(flags) if not flag), len(flags))
+
+
+def first_distinct(keys: Sequence[bytes], count: int) -> int:
+    """Return the number of leading keys of which at most `count` are different."""
+    if len(keys) <= count:
+        return len(keys)
+    seen: set[bytes] = set()
+    for at, key in enumerate(keys):
+        seen.add(key)
+        if len(seen) > count:
+            return at
+    return len(keys)
 
 
 def ranges_of(flags: Sequence[bool], first: int) -> tuple[tuple[int, int], ...]:

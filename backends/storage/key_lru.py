@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class KeyLRU:
@@ -32,9 +32,9 @@ class KeyLRU:
                 self._keys[key] = None
                 self._keys.move_to_end(key, last=False)
 
-    def used(self, keys: Iterable[bytes]) -> None:
-        """Enter keys, or move them to the most recently used end."""
-        for key in keys:
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Enter keys, or move them to the most recently used end: the first of them is the most recent one."""
+        for key in reversed(keys):
             self._keys[key] = None
             self._keys.move_to_end(key)
 

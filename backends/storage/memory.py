@@ -24,6 +24,7 @@ from tidekv.backends.storage.base import (
     check_namespace,
     check_pairs,
     check_pool,
+    first_distinct,
 )
 from tidekv.backends.storage.calls import Call, Calls
 from tidekv.backends.storage.file.records import page_checksum
@@ -105,6 +106,17 @@ class MemoryStorage:
         check_keys(keys)
         return [key in self._pages for key in keys]
 
+    async def touch(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        """Note that pages are in use; see Touches."""
+        self._ready()
+        check_keys(keys)
+
+        def touch_all(_: Call) -> list[str]:
+            return ["" if was_there else "missing" for was_there in self._note_used(keys)]
+
+        causes = await self._calls.run(lambda call: self._on_thread(call, touch_all), timeout_s)
+        return [not cause for cause in causes]
+
     async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
         """Read pages; see Storage."""
         buffer_of = self._ready()
@@ -120,14 +132,15 @@ class MemoryStorage:
             if page_checksum(buffer) != found.checksum:
                 self._pages.pop(key, None)
                 return "corrupt"
-            self._pages.move_to_end(key)
             return ""
 
         def get_all(call: Call) -> list[str]:
-            return [
+            causes = [
                 self._locked(get_one, key, page) if call.may_start() else "late"
                 for key, page in zip(keys, pages, strict=True)
             ]
+            self._note_used([key for key, cause in zip(keys, causes, strict=True) if not cause])
+            return causes
 
         async def body(call: Call) -> list[bool]:
             return self._counts.got(await self._on_thread(call, get_all), self._page_bytes)
@@ -144,17 +157,22 @@ class MemoryStorage:
             stored = np.empty(self._page_bytes, np.uint8)
             np.copyto(stored, np.frombuffer(buffer_of(page), np.uint8))
             self._pages[key] = _Stored(stored, page_checksum(stored.data))
+            # Pages of this call are at the end, so none of them makes room for another one.
             self._pages.move_to_end(key)
             while len(self._pages) * self._page_bytes > self._capacity_bytes:
                 self._pages.popitem(last=False)
                 self._counts.evictions += 1
             return ""
 
+        fitting = first_distinct(keys, self._capacity_bytes // self._page_bytes)
+
         def put_all(call: Call) -> list[str]:
-            return [
+            causes = [
                 self._locked(put_one, key, page) if call.may_start() else "late"
-                for key, page in zip(keys, pages, strict=True)
+                for key, page in zip(keys[:fitting], pages[:fitting], strict=True)
             ]
+            self._note_used([key for key, cause in zip(keys[:fitting], causes, strict=True) if not cause])
+            return causes + ["full"] * (len(keys) - fitting)
 
         async def body(call: Call) -> list[bool]:
             return self._counts.put(await self._on_thread(call, put_all), self._page_bytes)
@@ -242,6 +260,15 @@ class MemoryStorage:
         if self._buffer_of is None:
             raise InvalidRequest(f"{self.uri} has no pool yet; register one first")
         return self._buffer_of
+
+    def _note_used(self, keys: Sequence[bytes]) -> list[bool]:
+        """Move pages to the end that is evicted last, the first one last of all; returns which are there."""
+        with self._place.lock:
+            there = [key in self._pages for key in keys]
+            for key, is_there in zip(reversed(keys), reversed(there), strict=True):
+                if is_there:
+                    self._pages.move_to_end(key)
+        return there
 
     def _locked(self, work: Callable[[bytes, int], str], key: bytes, page: int) -> str:
         with self._place.lock:

@@ -77,7 +77,12 @@ class PageService(Protocol):
         """Read pages and verify them."""
 
     async def put(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
-        """Store pages, and remove others so that there are at most `pages_max`."""
+        """Store pages."""
+
+    async def used(self, keys: Sequence[bytes]) -> None:
+        """Note that pages that are there are in use: the first is evicted last. Then remove the least recently used
+        ones, so that there are at most `pages_max`. Raises nothing: a failure is counted.
+        """
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove keys."""
@@ -172,6 +177,13 @@ class RemoteStorage:
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
         """Ask the server; a key without an answer in time counts as missing. See Storage."""
+        return await self._ask(keys, timeout_s, is_use=False)
+
+    async def touch(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        """Ask the server, and note there which pages are in use; see Touches."""
+        return await self._ask(keys, timeout_s, is_use=True)
+
+    async def _ask(self, keys: Sequence[bytes], timeout_s: float, *, is_use: bool) -> list[bool]:
         self._ready()
         check_keys(keys)
         found = [False] * len(keys)
@@ -181,6 +193,9 @@ class RemoteStorage:
                 if call.may_start():
                     part = slice(first, first + EXISTS_KEYS_MAX)
                     found[part] = await self._service.exists(keys[part])
+            used = [key for key, is_there in zip(keys, found, strict=True) if is_there and is_use]
+            if used and call.may_start():
+                await self._service.used(used)
 
         # No page is touched, so no caller has to wait for a slow server beyond the deadline.
         asked = asyncio.get_running_loop().create_task(self._run(body, timeout_s))
@@ -198,6 +213,7 @@ class RemoteStorage:
 
         async def body(call: Call) -> list[bool]:
             causes = await self._in_chunks(call, self._service.get, keys, pages)
+            await self._note_used(keys, causes)
             return self._checked(causes, self._counts.got(causes, envelope.page_bytes))
 
         return await self._run(body, timeout_s)
@@ -209,10 +225,15 @@ class RemoteStorage:
 
         # Of a key that is given twice the last page counts; concurrent chunks could leave either.
         last = dict(zip(keys, pages, strict=True))
+        # Of a prefix that does not fit, the head is stored.
+        fitting = list(last)[: self._limits.capacity_bytes // envelope.value_bytes]
 
         async def body(call: Call) -> list[bool]:
-            stored = await self._in_chunks(call, self._service.put, list(last), page_ids(last.values()))
-            by_key = dict(zip(last, stored, strict=True))
+            pages_put = page_ids(last[key] for key in fitting)
+            stored = await self._in_chunks(call, self._service.put, fitting, pages_put)
+            # For the whole call at once, in the order of the prefix: chunks end in any order.
+            await self._note_used(fitting, stored)
+            by_key = dict.fromkeys(last, "full") | dict(zip(fitting, stored, strict=True))
             causes = [by_key[key] for key in keys]
             return self._checked(causes, self._counts.put(causes, envelope.page_bytes))
 
@@ -341,6 +362,10 @@ class RemoteStorage:
 
         await all_settled(lane() for _ in range(max(1, min(-(-len(keys) // chunk_pages), self._limits.lanes))))
         return causes
+
+    async def _note_used(self, keys: Sequence[bytes], causes: Sequence[str]) -> None:
+        if used := [key for key, cause in zip(keys, causes, strict=True) if not cause]:
+            await self._service.used(used)
 
     def _checked(self, causes: Sequence[str], good: list[bool]) -> list[bool]:
         if causes and all(cause in NO_SERVICE for cause in causes):

@@ -110,8 +110,18 @@ class FileStorage:
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
         """Return which keys are in the index; see Storage."""
-        file_store = self._ready()
         check_keys(keys)
+        return await self._exist(self._ready(), keys, timeout_s)
+
+    async def touch(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        """Note in the index that pages are in use; see Touches."""
+        check_keys(keys)
+        file_store = self._ready()
+        found = await self._exist(file_store, keys, timeout_s)
+        file_store.touch([key for key, is_there in zip(keys, found, strict=True) if is_there])
+        return found
+
+    async def _exist(self, file_store: FileStore, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
         found = file_store.exist(keys)
         if all(found) or file_store.is_current:
             if file_store.is_stale:

@@ -162,6 +162,12 @@ class FileStore:
         """Return which keys the index has, as of the last refresh."""
         return list(map(self._slot_by_key.__contains__, keys))
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that pages are in use; written to the index by its next change, or now if they are many."""
+        slots = map(self._slot_by_key.get, keys)
+        self._place.index.touched.extend(slot for slot in slots if slot is not None)
+        self._note_many_touched()
+
     async def catch_up(self, timeout_s: float | None) -> bool:
         """Read what other processes changed; after the timeout, continue with what is known. False if they have changed
         nothing.

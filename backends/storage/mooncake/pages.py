@@ -91,13 +91,12 @@ class MooncakePages:
         causes = await self._causes(
             len(keys), lambda link: self._read(link, keys, lambda at: self._buffer_of(pages[at]))
         )
-        self._key_lru.used(key for key, cause in zip(keys, causes, strict=True) if not cause)
         self._key_lru.gone(key for key, cause in zip(keys, causes, strict=True) if cause == "missing")
         await self._remove([key for key, cause in zip(keys, causes, strict=True) if cause in _BAD_PAGE])
         return causes
 
     async def put(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
-        """Store pages, and remove those beyond the capacity."""
+        """Store pages."""
 
         def write(link: MooncakeLink) -> list[str]:
             for key, page, value in zip(keys, pages, link.values, strict=False):
@@ -105,14 +104,16 @@ class MooncakePages:
             return link.write(self._names(keys), self._envelope.value_bytes)
 
         async with self._writing(keys):
-            causes = await self._causes(len(keys), write)
-        self._key_lru.used(key for key, cause in zip(keys, causes, strict=True) if not cause)
+            return await self._causes(len(keys), write)
+
+    async def used(self, keys: Sequence[bytes]) -> None:
+        """Move pages to the end of the order that is evicted last, and remove those beyond the capacity."""
+        self._key_lru.used(keys)
         oldest = self._key_lru.take_oldest(self._pages_max, spare=self._pages_max // EVICT_PART)
         if await self._remove(oldest):
             self._counts.evictions += len(oldest)
         else:
             self._key_lru.found_old(reversed(oldest))
-        return causes
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove pages."""

@@ -1,9 +1,13 @@
 """Pages on a Redis or Valkey server: their names, and the order of writes.
 
     {prefix}:{namespace}:meta                page bytes, so that pages of two sizes are never mixed
-    {prefix}:{namespace}:index               sorted set: page key -> when it was used last
+    {prefix}:{namespace}:index               sorted set: page key -> its place in the order of use
     {prefix}:{namespace}:p:{page key}        header and page
     {prefix}:{namespace}:t:{page key}:…      a page that is being written in parts; expires by itself
+
+The order of use is that of the server: each use gets scores above the highest in the index. A clock of any machine has
+no part in it. Of pages used together the first gets the highest score, so the end of a prefix is evicted before its
+beginning.
 
 A page enters the index before it is written and again after it, and leaves the index before it is removed. After a
 crash in between, or with a concurrent removal, the index may name pages that are gone, which is a miss, and rarely
@@ -15,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import queue
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -129,7 +132,7 @@ class RedisPages:
         return await self._on_worker(ask)
 
     async def get(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
-        """Read pages into the pool, and mark those that were read as most recently used."""
+        """Read pages into the pool."""
 
         def read(worker: Worker) -> tuple[list[str], int | None]:
             causes = self._read(worker, keys, [self._buffer_of(page) for page in pages])
@@ -144,17 +147,19 @@ class RedisPages:
 
         def write(worker: Worker) -> tuple[list[str], int | None, int]:
             causes = self._write(worker, keys, [self._buffer_of(page) for page in pages])
-            try:
-                self._index.enter(worker.link, [key for key, cause in zip(keys, causes, strict=True) if not cause])
-                return causes, *self._make_room(worker.link)
-            except ServerTrouble as trouble:
-                self.trouble = str(trouble)
-                return causes, None, 0
+            # At each part of a call, so that the server never holds much more than the capacity.
+            return causes, *self._order(worker.link, [])
 
         causes, count, evicted = await self._on_worker(write)
         self._counts.evictions += evicted
         self._note_count(count)
         return causes
+
+    async def used(self, keys: Sequence[bytes]) -> None:
+        """Move pages to the end of the index that is evicted last, and remove those beyond the capacity."""
+        count, evicted = await self._on_worker(lambda worker: self._order(worker.link, keys))
+        self._counts.evictions += evicted
+        self._note_count(count)
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove pages."""
@@ -332,16 +337,12 @@ class RedisPages:
         return cast(ServerTrouble, answer).cause
 
     def _note_reads(self, link: RedisLink, keys: Sequence[bytes], causes: Sequence[str]) -> int | None:
-        """Update the index with what was used and what is gone, and remove damaged pages; returns the number of pages
-        left.
-        """
+        """Remove what is gone from the index, and damaged pages; returns the number of pages left."""
         if NO_SERVICE.intersection(causes):
             return None
-        used = [key for key, cause in zip(keys, causes, strict=True) if not cause]
         gone = [key for key, cause in zip(keys, causes, strict=True) if cause == "missing"]
         bad = [key for key, cause in zip(keys, causes, strict=True) if cause in _BAD_PAGE]
         try:
-            self._index.enter(link, used)
             self._index.leave(link, gone)
             self._remove(link, bad)
             return self._index.count(link)
@@ -389,6 +390,18 @@ class RedisPages:
         page = self._page(key)
         worker.link.call(b"RENAME", half, page)
         return (b"PERSIST", page)
+
+    def _order(self, link: RedisLink, used: Sequence[bytes]) -> tuple[int | None, int]:
+        """Note what was used, and remove the pages beyond the capacity; returns how many there are, None if the server
+        failed, and how many were removed.
+        """
+        try:
+            self._index.enter(link, used)
+            return self._make_room(link)
+        except ServerTrouble as trouble:
+            # The pages are read or written; the next call will find out what has happened to the server.
+            self.trouble = str(trouble)
+            return None, 0
 
     def _make_room(self, link: RedisLink) -> tuple[int, int]:
         """Remove the pages beyond the capacity; returns how many there are, and how many were removed."""
@@ -447,15 +460,25 @@ class RedisIndex:
         self.name = name
 
     def enter(self, link: RedisLink, keys: Sequence[bytes]) -> None:
-        """Mark keys as most recently used."""
+        """Mark keys as most recently used, the first of them last of all."""
         if keys:
-            # A wrong clock only makes pages leave sooner or later than they should.
-            link.call(b"ZADD", self.name, *_scored(repr(time.time()).encode(), keys))
+            # Two processes may find the same highest score: their pages then mix, each batch in its own order.
+            first = self._highest(link) + len(keys)
+            scores = [b"%d" % (first - at) for at in range(len(keys))]
+            link.call(b"ZADD", self.name, *_scored(scores, keys))
 
     def enter_strays(self, link: RedisLink, keys: Sequence[bytes]) -> None:
         """Enter keys that are not there as least recently used."""
         if keys:
-            link.call(b"ZADD", self.name, b"NX", *_scored(b"0", keys))
+            link.call(b"ZADD", self.name, b"NX", *_scored([b"0"] * len(keys), keys))
+
+    def _highest(self, link: RedisLink) -> int:
+        """Return the score of the key that was used last, 0 without any."""
+        found = link.call(b"ZREVRANGE", self.name, b"0", b"0", b"WITHSCORES")
+        while isinstance(found, list):
+            # A pair, in a list with the later protocol of the server, after the key with the earlier one.
+            found = found[-1] if found else 0
+        return int(float(cast("bytes | float", found)))
 
     def leave(self, link: RedisLink, keys: Sequence[bytes]) -> None:
         """Remove keys."""
@@ -484,5 +507,5 @@ def scan(link: RedisLink, pattern: bytes) -> Iterator[list[bytes]]:
         yield names
 
 
-def _scored(score: bytes, keys: Sequence[bytes]) -> list[bytes]:
-    return [word for key in keys for word in (score, key)]
+def _scored(scores: Sequence[bytes], keys: Sequence[bytes]) -> list[bytes]:
+    return [word for pair in zip(scores, keys, strict=True) for word in pair]

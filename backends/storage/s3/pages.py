@@ -125,13 +125,12 @@ class S3Pages:
             return await self._read(keys[at], lambda: self._buffer_of(pages[at]))
 
         causes = await self._each(len(keys), get_one)
-        self._key_lru.used(key for key, cause in zip(keys, causes, strict=True) if not cause)
         self._key_lru.gone(key for key, cause in zip(keys, causes, strict=True) if cause == "missing")
         await self._remove([key for key, cause in zip(keys, causes, strict=True) if cause in _BAD_PAGE])
         return causes
 
     async def put(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
-        """Write pages, and remove those beyond the capacity."""
+        """Write pages."""
 
         async def put_one(at: int) -> str:
             def wrap() -> memoryview:
@@ -142,14 +141,16 @@ class S3Pages:
             await self._link.put(self._page(keys[at]), await self._on_thread(wrap))
             return ""
 
-        causes = await self._each(len(keys), put_one)
-        self._key_lru.used(key for key, cause in zip(keys, causes, strict=True) if not cause)
+        return await self._each(len(keys), put_one)
+
+    async def used(self, keys: Sequence[bytes]) -> None:
+        """Move pages to the end of the order that is evicted last, and remove those beyond the capacity."""
+        self._key_lru.used(keys)
         oldest = self._key_lru.take_oldest(self._pages_max, spare=self._pages_max // EVICT_PART)
         if await self._remove(oldest):
             self._counts.evictions += len(oldest)
         else:
             self._key_lru.found_old(reversed(oldest))
-        return causes
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove pages. The server does not report what was there, so it is asked before."""

@@ -342,3 +342,48 @@ async def test_an_engine_opened_once_more_holds_pages_of_another_size_beside_it(
     finally:
         await sibling.close()
     assert await engine.exists(keys, timeout_s=5) == [False] * 3
+
+
+async def test_of_a_prefix_larger_than_the_store_the_head_is_kept(rig: Rig) -> None:
+    engine = await rig.open(capacity=SMALL, **rig.evicts_one_by_one)
+    stored = await rig.put(engine, range(40))
+    held = stored.index(False)
+    assert 4 <= held <= 16
+    assert stored == [True] * held + [False] * (40 - held)
+    assert await rig.get(engine, range(40)) == stored
+
+
+async def test_the_end_of_a_prefix_is_evicted_before_its_head(rig: Rig) -> None:
+    engine, held = await _open_small(rig)
+    assert all(await rig.put(engine, range(held)))
+    assert all(await rig.put(engine, [100, 101]))
+    assert await engine.exists(rig.keys(range(held)), timeout_s=5) == [True] * (held - 2) + [False] * 2
+
+
+async def test_a_prefix_that_is_read_is_evicted_from_its_end(rig: Rig) -> None:
+    engine, held = await _open_small(rig)
+    assert all(await rig.put(engine, range(held)))
+    assert all(await rig.get(engine, range(held - 1)))
+    assert all(await rig.put(engine, range(100, 103)))
+    there = await engine.exists(rig.keys(range(held)), timeout_s=5)
+    assert there == [True] * (held - 3) + [False] * 3, "the page that was not read goes first, then the last ones"
+
+
+async def test_a_prefix_that_came_in_batches_is_evicted_from_its_end_once_it_was_touched(rig: Rig) -> None:
+    engine, held = await _open_small(rig)
+    assert all(await rig.put(engine, range(2)))
+    assert all(await rig.put(engine, range(2, held)))
+    assert await engine.touch(rig.keys(range(held + 2)), timeout_s=5) == [True] * held + [False] * 2
+    assert all(await rig.put(engine, [100, 101, 102]))
+    assert await engine.exists(rig.keys(range(held)), timeout_s=5) == [True] * (held - 3) + [False] * 3
+
+
+SMALL = 16 * (4096 + 128)
+
+
+async def _open_small(rig: Rig) -> tuple[Any, int]:
+    """Open an empty engine of few pages; return it, and how many it holds."""
+    engine = await rig.open(capacity=SMALL, **rig.evicts_one_by_one)
+    held = sum(await rig.put(engine, range(200, 240)))
+    await engine.clear()
+    return engine, held

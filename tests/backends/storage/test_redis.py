@@ -114,6 +114,18 @@ async def test_one_bound_holds_for_all_processes(redis: Rig) -> None:
     assert await redis.get(other, range(20)) == [False] * 20
 
 
+async def test_a_worker_whose_clock_is_behind_loses_nothing_that_it_puts(
+    redis: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead, behind = [await redis.open(capacity=8 * (4096 + 128)) for _ in range(2)]
+    assert all(await redis.put(ahead, range(8)))
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s - 600)
+    assert all(await redis.put(behind, [10, 11]))
+    assert await redis.get(behind, [10, 11]) == [True, True]
+    assert await redis.get(ahead, range(8)) == [True] * 6 + [False] * 2
+
+
 async def test_pages_that_the_index_lost_are_found_by_verify_and_go_first(
     redis: Rig, redis_server: RedisServer
 ) -> None:
@@ -248,7 +260,7 @@ async def test_passwords_and_rights_are_checked_and_never_shown(
 
 
 COMMANDS = (
-    "+get +getrange +set +setrange +strlen +rename +persist +pexpire +unlink +zadd +zrem +zcard +zpopmin +scan "
+    "+get +getrange +set +setrange +strlen +rename +persist +pexpire +unlink +zadd +zrem +zcard +zrevrange +zpopmin +scan "
     "+ping +info +hello +client|setname"
 )
 
