@@ -98,21 +98,25 @@ class CopyComponent(Operation, frozen=True, kw_only=True):
 
 
 class StorePages(Operation, frozen=True, kw_only=True):
-    """Put host pages in storage: the pages from `first` on of the tokens of request `serial` → PagesStored.
+    """Make sure that storage has the first pages of the tokens of request `serial` → PagesStored.
+
+    Storage is asked for them, and told that they are in use. Those that it lacks are put from `host_pages`, which are
+    the first pages; `asked` further ones are only asked for.
 
     Serial 0 means pages of no particular request: the driver gets their keys from `Core.keys_put` when it starts the
     put.
     """
 
     serial: int
-    first: int
     host_pages: PageIds
+    asked: int = 0
 
 
 class StoreComponent(Operation, frozen=True, kw_only=True):
-    """Put host pages of a component in storage, at positions [first, first + len(host_pages)) → PagesStored.
+    """Make sure that storage has host pages of a component → PagesStored.
 
-    The driver gets the keys from `Core.keys_put` when it starts the put.
+    They are those at positions [first, first + len(host_pages)), as in StorePages. The driver gets the keys from
+    `Core.keys_put` when it starts the put.
     """
 
     component: str

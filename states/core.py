@@ -96,7 +96,7 @@ class Core:
         self.component_backups = None if components is None else ComponentBackups(self.state, self.storage, components)
         self.backups = Backups(self.state, self.storage, self.component_backups)
         self.offers = Offers(self.state, self.backups)
-        self.lending = Lending(self.state, self.storage, self.rooms, self.offers)
+        self.lending = Lending(self.state, self.storage, self.rooms, self.offers, self.backups)
         self.write_back = WriteBack(self.state, self.storage, self.backups)
         component_storage = None if self.component_pages is None else self.component_pages.storage
         self.lookahead = LookAhead(self.state, self.storage, component_storage)

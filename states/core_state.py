@@ -67,6 +67,7 @@ COUNTERS: Final = (
     "pages_backed_up",
     "pages_fetched_ahead",
     "pages_stored",
+    "pages_stored_again",
     "prefill_retries",
     "quota_waits",
     "recomputes",

@@ -141,11 +141,13 @@ class FlushRequested(Event, frozen=True, kw_only=True):
 class StorageChanged(Event, frozen=True, kw_only=True):
     """A storage engine was attached or detached.
 
-    `component_pages` means that it stores pages of components as well.
+    `component_pages` means that it stores pages of components as well. `capacity_pages` is the number of full pages
+    that it can hold; 0 means unknown.
     """
 
     available: bool
     component_pages: bool = False
+    capacity_pages: int = 0
 
 
 class PolicyChanged(Event, frozen=True, kw_only=True):
@@ -205,7 +207,7 @@ class LayersCopied(Event, frozen=True, kw_only=True):
 
 
 class PagesStored(Event, frozen=True, kw_only=True):
-    """The first `stored` pages of a put are in storage. Its source pages are not read any more.
+    """Storage has the first `stored` pages of a put, of which it did not have `put`. The sources are not read any more.
 
     `intact` is the number of leading source pages whose checksums match, if one does not: the others were not put.
     """
@@ -214,6 +216,7 @@ class PagesStored(Event, frozen=True, kw_only=True):
     stored: int
     error: str = ""
     intact: int | None = None
+    put: int = 0
 
 
 class StorageProbed(Event, frozen=True, kw_only=True):

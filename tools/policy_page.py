@@ -131,6 +131,11 @@ ROWS: dict[str, tuple[str, str, str]] = {
         "writes slow storage down for readers",
         "—",
     ),
+    "renew_s": (
+        "minimum seconds between two notes to storage that a page is in use on the device or the host",
+        "lower if several workers fill the storage in less than this; higher if it bills requests",
+        "storage evicts the page, which is put again at its next use",
+    ),
     "put_host_share": (
         "maximum share of the host pool pinned by puts, 0 to 1; a single put always begins; 1 means no bound",
         "higher if storage is fast and bursts of finished requests are to be stored whole",

@@ -216,13 +216,15 @@ class World:
         )
 
     def _store(self, command: commands.StorePages) -> None:
-        names = self._left[command.serial].names[command.first : command.first + len(command.host_pages)]
+        names = self._left[command.serial].names[: len(command.host_pages)]
+        missing = [name for name in names if name not in self._stored]
 
         def end() -> None:
-            self._stored.update(names)
-            self.step(events.PagesStored(at_s=self.schedule.now_s, op=command.op, stored=len(names)))
+            self._stored.update(missing)
+            at_s = self.schedule.now_s
+            self.step(events.PagesStored(at_s=at_s, op=command.op, stored=len(names), put=len(missing)))
 
-        self._writes.serve(len(names) * self.speeds.page_bytes, end)
+        self._writes.serve(len(missing) * self.speeds.page_bytes, end)
 
     def _probe(self, command: commands.ProbeStorage) -> None:
         self._after(QUERY_S, lambda at_s: events.StorageProbed(at_s=at_s, op=command.op))

@@ -352,8 +352,10 @@ class DecodeEngine:
     ) -> dict[str, dict[str, int]]:
         """Drop all unused pages of these tiers; returns {"dropped": …, "spared": …}, pages by tier.
 
-        "l3" clears storage; it spares nothing. Raises InvalidRequest for another tier, and for "l3" without storage;
-        StorageFailed if clearing takes longer than `timeout_s` seconds: it continues in the background.
+        "l3" clears storage, after the puts in flight: pages that are still on the device or the host are stored again
+        at their next use. It spares the pages of puts that do not end in time. Raises InvalidRequest for another tier,
+        and for "l3" without storage; StorageFailed if clearing takes longer than `timeout_s` seconds: it continues in
+        the background.
         """
         self._runtime.check_open()
         chosen: tuple[Tier, ...] = checked(tiers, tuple[Tier, ...], "tiers")
@@ -370,8 +372,8 @@ class DecodeEngine:
             raise
         answer = await done
         if "l3" in chosen and self._runtime.storage is not None:
-            answer["dropped"]["l3"] = await self._runtime.storage_in_use.clear(timeout_s=timeout_s)
-            answer["spared"]["l3"] = 0
+            dropped, spared = await self._runtime.storage_in_use.clear(timeout_s=timeout_s)
+            answer["dropped"]["l3"], answer["spared"]["l3"] = dropped, spared
         return answer
 
     async def attach_storage(

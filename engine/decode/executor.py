@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tidekv.backends.keys.chain import namespace_seed
 from tidekv.backends.storage.base import leading, ranges_of
+from tidekv.backends.storage.prefix_put import put_prefix
 from tidekv.engine.decode.pending_calls import own_cancels_only
 from tidekv.states import commands, events
 from tidekv.states.errors import PagesDamaged, TidekvError
@@ -47,6 +48,7 @@ class CallsInFlight:
 
     def __init__(self) -> None:
         self.count = 0
+        self.pages_being_put = 0
         self.is_probed = False
         """Whether a probe is in flight: a store is probed again only after its last probe has ended."""
         self._quiet = asyncio.Event()
@@ -165,6 +167,11 @@ class Executor:
         """Calls to the storage in use that have not ended."""
         return self._in_flight.count
 
+    @property
+    def pages_being_put(self) -> int:
+        """Pages of the puts to the storage in use that have not ended."""
+        return self._in_flight.pages_being_put
+
     async def storage_is_quiet(self) -> None:
         """Wait until no call to the storage in use is in flight. Unbounded: the caller sets the deadline."""
         await self._in_flight.quiet()
@@ -234,7 +241,7 @@ class Executor:
         else:
             prompt = self._prompt_put(command.op)
         storage = self._storage_of(_component_of(command))
-        self._use_storage(self._run_store(storage, prompt, command), f"store {command.op}")
+        self._use_storage(self._run_store(storage, prompt, command, self._in_flight), f"store {command.op}")
 
     def _prompt_put(self, op: int) -> Prompt:
         """Return the tokens of a put after the end of its request, from the page keys of the core."""
@@ -242,22 +249,31 @@ class Executor:
         packed = self._prompt_keys.page_keys.tokens_of(keys)
         return self._prompt_keys.prompt(packed, namespace_seed(namespace))
 
-    async def _run_store(self, storage: Storage, prompt: Prompt, command: Store) -> None:
-        stored, error, intact = 0, "", None
+    async def _run_store(self, storage: Storage, prompt: Prompt, command: Store, in_flight: CallsInFlight) -> None:
+        stored, put, error, intact = 0, 0, "", None
+        in_flight.pages_being_put += len(command.host_pages)
         try:
-            keys = await prompt.digests(command.first, len(command.host_pages))
             component = _component_of(command)
-            if (intact := await self._storage_checks.intact(component, command.host_pages)) is not None:
+            first, asked = (0, command.asked) if isinstance(command, commands.StorePages) else (command.first, 0)
+            keys = await prompt.digests(first, len(command.host_pages) + asked)
+            checked = partial(self._storage_checks.intact, component)
+            done = await own_cancels_only(
+                put_prefix(storage, keys, command.host_pages, timeout_s=self._store_timeout_s, checked=checked),
+                "storage",
+            )
+            stored, put, intact = leading(done.there), done.put, done.intact
+            if intact is not None:
                 self._log.of_command(command).warning("a page in host memory is damaged: it is not stored", at=intact)
-            if intact != 0:
-                put = storage.put_from(keys[:intact], command.host_pages[:intact], timeout_s=self._store_timeout_s)
-                stored = leading(await own_cancels_only(put, "storage"))
             if storage is not (self._component_storages.get(component) if component else self._storage):
                 # Exchanged meanwhile: to the core, "stored" means in the storage that is in use.
                 stored = 0
         except Exception as raised:
             error = self._text_of(command, raised)
-        self._post(events.PagesStored(at_s=self._clock(), op=command.op, stored=stored, error=error, intact=intact))
+        finally:
+            in_flight.pages_being_put -= len(command.host_pages)
+        self._post(
+            events.PagesStored(at_s=self._clock(), op=command.op, stored=stored, error=error, intact=intact, put=put)
+        )
 
     def _probe(self, command: commands.ProbeStorage) -> None:
         storage = self._storage_of("")

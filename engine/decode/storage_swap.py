@@ -103,10 +103,7 @@ class StorageInUse:
         if self._first is not None:
             opening = self._begin_register(self._first)
             self._use(self._first, await _opened(self._first, opening, asyncio.get_running_loop().time() + START_S))
-            at_s = self._runtime.driver.clock()
-            self._runtime.front.post(
-                events.StorageChanged(at_s=at_s, available=True, component_pages=bool(self._runtime.components))
-            )
+            self._runtime.front.post(self._change(available=True))
 
     async def swap(self, storage: Storage | None, *, timeout_s: float) -> None:
         """Use this storage, or none, from now on: open the new one, drain the old one, swap, close the old one.
@@ -131,16 +128,29 @@ class StorageInUse:
             for engine in left:
                 await self._leave(engine.close(), [engine], deadline_s)
 
-    async def clear(self, *, timeout_s: float = CLEAR_S) -> int:
-        """Remove all stored pages; returns the number of full pages removed. Raises errors of the engines, and
-        StorageFailed if they take too long: they then continue in the background.
+    async def clear(self, *, timeout_s: float = CLEAR_S) -> tuple[int, int]:
+        """Remove all stored pages; returns the number of full pages removed, and of pages that may come back.
+
+        Calls in flight are awaited first, so that no put lands afterwards. Puts that have not ended in half of the time
+        are left behind: what they store is spared. Pages on the device and the host are then put again. Raises errors
+        of the engines, and StorageFailed if they take too long: they then continue in the background.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        for engine in self.component_pages.values():
-            await _within(engine.clear(), engine.uri, "cleared", deadline_s)
-        if self.current is None:
-            return 0
-        return await _within(self.current.clear(), self.current.uri, "cleared", deadline_s)
+        async with self._turn(deadline_s):
+            current = self.current
+            if current is None:
+                return 0, 0
+            executor = self._runtime.executor
+            self._tell(available=False)
+            try:
+                await self._drain(current, deadline_s - timeout_s / 2)
+                spared = executor.pages_being_put
+                for engine in self.component_pages.values():
+                    await _within(engine.clear(), engine.uri, "cleared", deadline_s)
+                return await _within(current.clear(), current.uri, "cleared", deadline_s), spared
+            finally:
+                # To the core, it is another storage: of the former one it believes nothing any more.
+                self._tell(available=True)
 
     def abandon_leaving(self) -> None:
         """Cancel the closing of former engines that hang, at the engine's end."""
@@ -149,12 +159,12 @@ class StorageInUse:
 
     @asynccontextmanager
     async def _turn(self, deadline_s: float) -> AsyncIterator[None]:
-        """One swap at a time."""
+        """One exchange or flush at a time."""
         try:
             async with asyncio.timeout_at(deadline_s):
                 await self._lock.acquire()
         except TimeoutError:
-            raise StorageFailed("another attach or detach of storage has not ended; try again later") from None
+            raise StorageFailed("another exchange or flush of storage has not ended; try again later") from None
         try:
             yield
         finally:
@@ -285,11 +295,18 @@ class StorageInUse:
 
     def _tell(self, *, available: bool) -> None:
         if self._runtime.is_open:
-            at_s = self._runtime.driver.clock()
-            component_pages = available and bool(self._runtime.components)
-            self._runtime.front.take_now(
-                events.StorageChanged(at_s=at_s, available=available, component_pages=component_pages)
-            )
+            self._runtime.front.take_now(self._change(available=available))
+
+    def _change(self, *, available: bool) -> events.StorageChanged:
+        parts, capacity_pages = self._runtime, 0
+        if available and self.current is not None and parts.host is not None:
+            capacity_pages = self.current.statistics().capacity_bytes // parts.host.layout.page_bytes
+        return events.StorageChanged(
+            at_s=parts.driver.clock(),
+            available=available,
+            component_pages=available and bool(parts.components),
+            capacity_pages=capacity_pages,
+        )
 
 
 async def _opened(storage: Storage, opening: asyncio.Task[Opened], deadline_s: float) -> Opened:

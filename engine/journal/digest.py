@@ -161,7 +161,7 @@ def final_state(core: Core) -> dict[str, int]:
 
 def _index(core: Core) -> int:
     crc = 0
-    pack, pack_id = struct.Struct("<12q").pack, struct.Struct("<q").pack
+    pack, pack_id = struct.Struct("<13q").pack, struct.Struct("<q").pack
     for node in core.state.index.nodes():
         assert node.parent is not None
         numbers = pack(
@@ -177,6 +177,7 @@ def _index(core: Core) -> int:
             node.host_guarded,
             node.priority,
             (node.load is not None) + 2 * node.is_reclaiming + 4 * node.stored,
+            node.renewed,
         )
         crc = zlib.crc32(numbers, crc)
         crc = zlib.crc32(b"" if node.device is None else node.device, crc)

@@ -132,13 +132,13 @@ class MetricsFold:
             if getattr(event, "error", "") or kind is events.CommandRaised:
                 self.calls_failed[name] += 1
             elif copied is not None:
-                # A copy transfers all pages or none; a storage outcome has a count.
-                count = getattr(event, "good", getattr(event, "stored", copied[2]))
+                # A copy transfers all pages or none; a storage outcome counts what it transferred.
+                count = getattr(event, "good", getattr(event, "put", copied[2]))
                 self.component_pages[copied[:2]] += max(count, 0)
             elif kind is events.PagesFetched:
                 self.pages["fetched"] += max(event.good, 0)  # type: ignore[attr-defined]  # Just that.
             elif kind is events.PagesStored:
-                self.pages["stored"] += max(event.stored, 0)  # type: ignore[attr-defined]  # Just that.
+                self.pages["stored"] += max(event.put, 0)  # type: ignore[attr-defined]  # Just that.
         for request_id, state in self.core.moves:
             self._move(request_id, state, event.at_s)
         for command in given:

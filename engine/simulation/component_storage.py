@@ -124,6 +124,8 @@ class SimulatedComponentStorage:
         stored, error = self._kept.put(found[:intact])
         world.component_pages.counts["components_stored"] += stored == len(found)
         world.outcomes.tell(
-            lambda at_s: events.PagesStored(at_s=at_s, op=command.op, stored=stored, error=error, intact=intact),
+            lambda at_s: events.PagesStored(
+                at_s=at_s, op=command.op, stored=stored, error=error, intact=intact, put=stored
+            ),
             command.op,
         )

@@ -32,6 +32,7 @@ INDEX_CALLS = (
     "give_host",
     "split",
     "mark_stored",
+    "unmark_stored",
     "set_load",
     "set_reclaiming",
     "drop_reclaiming",

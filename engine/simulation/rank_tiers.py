@@ -92,7 +92,7 @@ class RankComponentStorage:
             intact = pool.intact(command.host_pages)
             stored = 0 if error else tiers.keep(found[:intact])
             rank.component_pages.counts["components_stored"] += stored == len(found)
-            return events.PagesStored(at_s=0.0, op=command.op, stored=stored, error=error)
+            return events.PagesStored(at_s=0.0, op=command.op, stored=stored, put=stored, error=error)
 
         rank.outcome(tiers.storage_delay(), end)
 
@@ -174,15 +174,19 @@ class RankTiers:
         else:
             namespace, keys = self._rank.core.keys_put(command.op)
             tags = self._rank.world.contents.tags(namespace, keys, self._rank.world.settings.page_size)
-        wanted = tags[command.first : command.first + len(command.host_pages)]
+        wanted = tags[: len(command.host_pages)]
         self._rank.host.expect(command.host_pages, wanted, who, may_be_flipped=True)
         found = self._rank.host.begin_read(command.host_pages, who)
 
         def end() -> events.Event:
             self._rank.host.end_read(command.host_pages, who, found)
             intact = self._rank.host.intact(command.host_pages)
-            stored = 0 if error else self.keep(found[:intact])
-            return events.PagesStored(at_s=0.0, op=command.op, stored=stored, error=error, intact=intact)
+            put = 0 if error else self.keep([tag for tag in found[:intact] if tag not in self._rank.stored])
+            named = tags[: len(command.host_pages) + command.asked]
+            stored = next((at for at, tag in enumerate(named) if tag not in self._rank.stored), len(named))
+            return events.PagesStored(
+                at_s=0.0, op=command.op, stored=0 if error else stored, error=error, intact=intact, put=put
+            )
 
         self._rank.outcome(self.storage_delay(), end)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from tidekv.states import commands, events
+from tidekv.states.backup.backups import Backup
 from tidekv.states.core import Core
 from tidekv.states.pages.page_pool import PageState
 from tidekv.states.request.request import Request, State
@@ -161,8 +162,12 @@ class Rig:
     def stored(
         self, put: commands.StorePages | commands.StoreComponent, stored: int | None = None
     ) -> list[commands.Command]:
-        """End a put."""
-        return self.step(events.PagesStored, op=put.op, stored=len(put.host_pages) if stored is None else stored)
+        """End a put: storage has all pages of it now or the first `stored`, and had those that the core believes."""
+        named = len(put.host_pages) + (put.asked if isinstance(put, commands.StorePages) else 0)
+        stored = named if stored is None else stored
+        operation = self.core.state.operations.get(put.op)
+        written = min(stored, operation.unmarked) if isinstance(operation, Backup) else stored
+        return self.step(events.PagesStored, op=put.op, stored=stored, put=written)
 
     # --- Prefill ---
 

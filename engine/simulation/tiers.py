@@ -136,22 +136,28 @@ class SimulatedStorage:
             world.outcomes.raised(command.op)
             return
         who = f"put {command.op}"
-        wanted = world.tags_put(command)[command.first : command.first + len(command.host_pages)]
-        world.host.expect(command.host_pages, wanted, who, may_be_flipped=True)
-        self._world.flip_one(world.host, command.host_pages)
+        wanted = world.tags_put(command)[: len(command.host_pages) + command.asked]
+        if len(wanted) != len(command.host_pages) + command.asked:
+            raise Violation(f"{command} names pages that the prompt does not have")
+        world.host.expect(command.host_pages, wanted[: len(command.host_pages)], who, may_be_flipped=True)
+        if command.host_pages:
+            self._world.flip_one(world.host, command.host_pages)
         found = world.host.begin_read(command.host_pages, who)
         delay = self.delay("store_is_late", 60.0, "store_is_stuck")
-        world.schedule.after(delay, self._stored, command, found)
+        world.schedule.after(delay, self._stored, command, found, wanted)
 
-    def _stored(self, command: commands.StorePages, found: list[int]) -> None:
+    def _stored(self, command: commands.StorePages, found: list[int], wanted: list[int]) -> None:
         world = self._world
         world.host.end_read(command.host_pages, f"put {command.op}", found)
         intact = world.host.intact(command.host_pages)
-        stored, error = self._kept.put(found[:intact])
+        put, error = self._kept.put([tag for tag in found[:intact] if tag not in self._kept])
+        stored = 0 if error else self._kept.leading(wanted)
         if command.serial:
             world.tokens_left(command.serial)
         world.outcomes.tell(
-            lambda at_s: events.PagesStored(at_s=at_s, op=command.op, stored=stored, error=error, intact=intact),
+            lambda at_s: events.PagesStored(
+                at_s=at_s, op=command.op, stored=stored, error=error, intact=intact, put=put
+            ),
             command.op,
         )
 

@@ -405,7 +405,7 @@ class RequestTraces:
 
     def _store(self, command: commands.StorePages, at_s: float, core: Core) -> None:
         if command.serial in self._by_serial:
-            work = Work("store", command.first, len(command.host_pages), at_s)
+            work = Work("store", 0, len(command.host_pages) + command.asked, at_s)
             self._begin(command.op, work, [self._by_serial[command.serial]])
 
     def _recompute(self, command: commands.Recompute, at_s: float, core: Core) -> None:

@@ -1,9 +1,14 @@
 """Backups: writing what finished requests leave on the device to the host and to storage.
 
 A backup walks the path of a finished request from the root. The first run of pages without a host copy is copied to new
-host pages; after the copy these join the tree. Then the pages of the path that are on the host but not in storage are
-put there. A backup takes as many host pages as eviction can free: if there are too few it stops there, and nothing else
-suffers.
+host pages; after the copy these join the tree. Then the pages of the path that are on the host are put in storage, as
+far as it lacks them. A backup takes as many host pages as eviction can free: if there are too few it stops there, and
+nothing else suffers.
+
+*Stored* is a belief. Storage evicts what it does not see in use, and a hit on the device or the host is not seen there.
+So a put names the whole path: storage is asked for all of it, is told that it is in use, and is given what it lacks.
+Without anything to put, a path that was not named in the present period (`StorageAdmission.renewal`) is named as well.
+Where storage has a gap, the marks of all pages behind it are dropped: without their beginning they are worthless.
 
 Ownership. From its start until the copy has ended, a backup holds a device receipt for the path, so no page under copy
 can be evicted, and a host receipt for the part of the path that is on the host already. It owns the new host pages
@@ -59,10 +64,12 @@ class Backup:
         "lock",
         "op",
         "pin",
+        "renews",
         "request_id",
         "retracts",
         "serial",
         "storing",
+        "unmarked",
     )
 
     def __init__(self, backups: Backups, request: Request | None, leaf: Node, *, retracts: bool = False) -> None:
@@ -78,7 +85,12 @@ class Backup:
         self.retracts = retracts
         self.lock: Receipt | None = None
         self.pin: Receipt | None = None
+        self.renews = False
+        """Whether it puts only what storage is believed to have."""
         self.first = 0
+        """First page of the copy to the host."""
+        self.unmarked = 0
+        """Number of pages of the put that storage is not believed to have."""
         self.op = 0
         self.host_pages: PageIds = page_ids()
         self.storing = False
@@ -86,7 +98,7 @@ class Backup:
     def ended(self, event: Outcome, error: str) -> None:
         """Continue with the put after a copy; end after a put."""
         if self.storing:
-            self._backups.stored(self, self._backups.storage.put_ended(event))
+            self._backups.stored(self, self._backups.storage.put_ended(event), event)
             if isinstance(event, PagesStored) and event.intact is not None:
                 self._backups.drop_damaged(self, event.intact)
         else:
@@ -136,6 +148,7 @@ class Backups:
         if self._state.settings.write == "back" and not retracts:
             self._state.renew_write_credit()
             self._state.emit(ForgetTokens(serial=request.serial))
+            self.renew(leaf)
             return
         backup = Backup(self, request, leaf, retracts=retracts)
         if retracts:
@@ -175,12 +188,33 @@ class Backups:
 
     def put_ahead(self, leaf: Node) -> None:
         """Put the path to `leaf`, which is on the host completely, in storage, unless too many puts are in flight."""
-        if sum(not (backup.serial or backup.copies_ahead) for backup in self._live) < AHEAD_MAX:
+        if sum(not (backup.serial or backup.copies_ahead or backup.renews) for backup in self._live) < AHEAD_MAX:
             self._start(Backup(self, None, leaf), self._begin_put)
 
+    def renew(self, leaf: Node) -> None:
+        """Tell storage that what it has of the path to `leaf` is in use, if that is due, and find out what it has lost.
+
+        What is lost is put again as far as it is on the host.
+        """
+        # A cache tier never fails a request.
+        self._state.run_guarded(partial(self._renew, leaf), recover=lambda: None)
+
+    def _renew(self, leaf: Node) -> None:
+        if self.storage.is_usable and self._to_put(leaf, renews=True).is_due:
+            backup = Backup(self, None, leaf)
+            backup.renews = True
+            self._start(backup, self._begin_renewal)
+
+    def renew_ahead(self, leaf: Node) -> None:
+        """Renew the path to a leaf about to be evicted, unless too many renewals are in flight."""
+        if sum(backup.renews for backup in self._live) < AHEAD_MAX:
+            self.renew(leaf)
+
     def put_path(self, leaf: Node) -> None:
-        """Put the path to `leaf`, which is on the host completely, in storage, unless pages are written back."""
-        if self.storage.is_usable and self._state.settings.write != "back":
+        """Put the path to `leaf`, which is on the host completely, in storage; with write-back, what it had before."""
+        if self._state.settings.write == "back":
+            self.renew(leaf)
+        elif self.storage.is_usable:
             self._start(Backup(self, None, leaf), self._begin_put)
 
     def keys_put(self, op: int) -> tuple[str, bytes]:
@@ -201,6 +235,13 @@ class Backups:
 
     def _begin_put(self, backup: Backup) -> None:
         self._pin(backup, backup.leaf)
+        self._put_in_turn(backup)
+
+    def _begin_renewal(self, backup: Backup) -> None:
+        if backup.leaf.device is not None:
+            # What is on the device only has to stay in the tree until storage has answered.
+            backup.lock = self._state.index.lock(backup.leaf)
+        self._pin(backup, self._host_leaf(backup.leaf))
         self._put_in_turn(backup)
 
     def _begin(self, backup: Backup) -> None:
@@ -227,13 +268,21 @@ class Backups:
             self._join_tree(backup)
         self._copied(backup)
 
-    def stored(self, backup: Backup, stored: int) -> None:
-        """Mark the first `stored` of the put pages as stored, and start the puts of their component pages."""
-        self._state.count("pages_stored", stored)
-        end = backup.first + stored
-        for node, first in self._ranges(backup.leaf):
-            if backup.first <= first and first + node.page_count <= end:
-                self._state.index.mark_stored(node)
+    def stored(self, backup: Backup, stored: int, event: Outcome) -> None:
+        """Mark what storage has of the path, drop the marks of the rest, and start the puts of component pages."""
+        state, renewal = self._state, self.storage.renewal()
+        put = max(event.put, 0) if isinstance(event, PagesStored) else 0
+        state.count("pages_stored", put)
+        state.count("pages_stored_again", max(put - backup.unmarked, 0))
+        has_answered = isinstance(event, PagesStored) and not event.error
+        for node, _ in self._ranges(backup.leaf):
+            was_marked = state.index.tree.is_stored(node)
+            if node.depth_pages <= stored:
+                state.index.mark_stored(node, renewed=renewal)
+                backup.brought |= not was_marked
+            elif has_answered and was_marked:
+                state.index.unmark_stored(node)
+                # With write-back, its only other copy may be the one that storage has lost.
                 backup.brought = True
         if self._component_pages is not None:
             self._component_pages.puts.begin(backup.leaf)
@@ -246,7 +295,7 @@ class Backups:
         """
         self._state.count("l2_damaged")
         # The backup is over: after an exception the pages stay, and there is nothing to abandon.
-        drop = partial(self._drop_host_page, backup.leaf, backup.first + intact)
+        drop = partial(self._drop_host_page, backup.leaf, intact)
         self._state.run_guarded(drop, recover=lambda: None)
 
     def _drop_host_page(self, leaf: Node, page: int) -> None:
@@ -346,7 +395,8 @@ class Backups:
         if not self.storage.may_put_beside(others):
             self._end(backup)
             return
-        if state.settings.put_wait_s and self.storage.holds_puts and self._without_storage(backup.leaf)[1]:
+        is_due = self._to_put(backup.leaf, renews=backup.renews).is_due
+        if state.settings.put_wait_s and self.storage.holds_puts and is_due:
             self.waiting[backup] = None
             backup.op = state.start_operation(backup, deadline_s=state.settings.put_wait_s)
         else:
@@ -354,16 +404,19 @@ class Backups:
 
     def _put(self, backup: Backup) -> None:
         state = self._state
-        backup.first, pages = self._without_storage(backup.leaf)
-        if not pages or not self.storage.is_usable:
+        path = self._to_put(backup.leaf, renews=backup.renews)
+        if not path.is_due or not self.storage.is_usable:
             self._end(backup)
             return
+        backup.unmarked = path.unmarked
         backup.op = state.start_operation(backup, deadline_s=STORE_DEADLINE_S)
         backup.storing = True
-        state.emit(StorePages(op=backup.op, serial=backup.serial, first=backup.first, host_pages=pages))
+        state.emit(StorePages(op=backup.op, serial=backup.serial, host_pages=path.host_pages, asked=path.asked))
 
     def _end(self, backup: Backup) -> None:
         self._pin(backup, None)
+        if backup.renews:
+            self._unlock(backup)
         if backup.serial:
             self._state.emit(ForgetTokens(serial=backup.serial))
         del self._live[backup]
@@ -434,21 +487,38 @@ class Backups:
             found = node
         return found
 
-    def _without_storage(self, leaf: Node) -> tuple[int, PageIds]:
-        """Host pages to put: those of the path from its first node without storage on, as far as the policy allows."""
-        settings = self._state.settings
-        first_missing = -1
-        pages = page_ids()
+    def _to_put(self, leaf: Node, *, renews: bool = False) -> PathToPut:
+        """What a put of the path names: its pages from the first on, as far as the policy allows. With `renews`, as far
+        as storage is believed to have them.
+        """
+        settings, is_stored = self._state.settings, self._state.index.tree.is_stored
+        path = PathToPut()
         if leaf.depth_pages * settings.page_size < settings.write_tokens_min:
-            return 0, pages
-        for node, first in self._ranges(leaf):
-            # One put covers one run of pages; stored nodes behind a missing one are put again.
-            if first_missing < 0 and self._state.index.tree.is_stored(node):
-                continue
-            if settings.write == "selective" and node.served < settings.write_hits_min:
-                break
-            if first_missing < 0:
-                first_missing = first
-            assert node.host is not None
-            pages += node.host
-        return max(first_missing, 0), pages
+            return path
+        for node, _ in self._ranges(leaf):
+            if not is_stored(node):
+                is_rare = settings.write == "selective" and node.served < settings.write_hits_min
+                if renews or node.host is None or is_rare:
+                    break
+                path.unmarked += node.page_count
+            if node.host is None:
+                path.asked += node.page_count
+            else:
+                path.host_pages += node.host
+            path.is_due |= not self.storage.is_renewed(node)
+        return path
+
+
+class PathToPut:
+    """Leading pages of a path: on the host, then in storage only as far as is known."""
+
+    __slots__ = ("asked", "host_pages", "is_due", "unmarked")
+
+    def __init__(self) -> None:
+        self.host_pages: PageIds = page_ids()
+        self.asked = 0
+        """Number of pages behind `host_pages` that storage is only asked for."""
+        self.unmarked = 0
+        """Number of pages that storage is not believed to have."""
+        self.is_due = False
+        """Whether storage may lack one of them, or was not told in this period that they are in use."""

@@ -58,12 +58,17 @@ class WriteBack:
         # A page needs a copy in either of the other tiers before it leaves the device, and one in storage before it
         # leaves the host.
         for node in self._first_to_go("device") if state.write_credit > 0 else ():
-            if node.host is None and not state.index.tree.is_stored(node):
+            if node.host is not None:
+                continue
+            if not state.index.tree.is_stored(node):
                 self._backups.copy_ahead(node)
+            else:
+                # The mark may be wrong by now. If it is, the answer drops it, and the page is copied.
+                self._backups.renew_ahead(node)
         if not self._storage.is_usable:
             return
         for node in self._first_to_go("host"):
-            if not state.index.tree.is_stored(node):
+            if not self._storage.is_renewed(node):
                 self._backups.put_ahead(node)
 
     def _first_to_go(self, tier: TierName) -> list[Node]:

@@ -23,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyComponent, StoreComponent
+from tidekv.states.events import PagesStored
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import PageIds, page_ids
 
@@ -54,7 +55,8 @@ class ComponentPut:
 
     def ended(self, event: Outcome, error: str) -> None:
         """Record how many of the pages are stored, and release the pin."""
-        self._puts.ended(self, self._puts.storage.put_ended(event))
+        self._puts.storage.put_ended(event)
+        self._puts.ended(self, event.put if isinstance(event, PagesStored) else 0)
 
     def late(self) -> None:
         """Start a put that still waits for fetches; count a put in flight as late."""
@@ -138,9 +140,9 @@ class ComponentPuts:
         self._state.count("backups_late")
         self.storage.note(failed=True)
 
-    def ended(self, put: ComponentPut, stored: int) -> None:
-        """Count the first `stored` pages as stored and release the pin. After a raise, `give_up` ends the put."""
-        self._state.count("component_pages_stored", max(0, min(stored, len(put.host_pages))))
+    def ended(self, put: ComponentPut, written: int) -> None:
+        """Count the pages that storage did not have, and release the pin. After a raise, `give_up` ends the put."""
+        self._state.count("component_pages_stored", max(0, min(written, len(put.host_pages))))
         self.give_up(put)
 
     def give_up(self, put: ComponentPut) -> None:

@@ -309,14 +309,23 @@ class PrefixIndex:
             node.served += 1
             node = node.parent
 
-    def mark_stored(self, node: Node) -> None:
-        """Note that the node's pages are in the attached storage."""
+    def mark_stored(self, node: Node, *, renewed: int = 0) -> None:
+        """Note that the node's pages are in the attached storage, which has renewed them in period `renewed`."""
         self._parent_of(node)
-        node.stored = self.tree.attachment
-        self.tree.touch(node)
+        node.renewed = renewed
+        if node.stored != self.tree.attachment:
+            node.stored = self.tree.attachment
+            self.tree.touch(node)
+
+    def unmark_stored(self, node: Node) -> None:
+        """Note that the attached storage does not have all of the node's pages."""
+        self._parent_of(node)
+        if node.stored == self.tree.attachment:
+            node.stored = 0
+            self.tree.touch(node)
 
     def forget_stored(self) -> None:
-        """Forget which pages are in storage: another storage has been attached."""
+        """Forget which pages are in storage: it was exchanged, detached or emptied."""
         self.tree.attachment += 1
 
     def set_load(self, node: Node, load: Load | None) -> None:

@@ -57,6 +57,7 @@ class Node:
         "page_count",
         "parent",
         "priority",
+        "renewed",
         "served",
         "stored",
         "tick",
@@ -95,7 +96,11 @@ class Node:
         self.is_reclaiming = False
         """Whether the device pages are in RECLAIMING: they drain in place, and matches end before this node."""
         self.stored = 0
-        """The storage (`PageTree.attachment`) in which its pages were last seen; 0 means none."""
+        """The storage (`PageTree.attachment`) in which its pages were last seen; 0 means none. A belief: storage may
+        have evicted them since.
+        """
+        self.renewed = 0
+        """The period (`StorageAdmission.renewal`) in which storage last confirmed that, and renewed their recency."""
         self.tick = tick
         self.born = tick
         self.hits = 0

@@ -98,7 +98,7 @@ class PageTree:
             tick=lower.tick,
         )
         upper.born, upper.hits, upper.priority, upper.stored = lower.born, lower.hits, lower.priority, lower.stored
-        upper.served = lower.served
+        upper.served, upper.renewed = lower.served, lower.renewed
         if lower.device is not None:
             upper.device, lower.device = lower.device[:page_count], lower.device[page_count:]
             upper.device_children = 1
@@ -147,7 +147,7 @@ class PageTree:
         return same
 
     def is_stored(self, node: Node) -> bool:
-        """Whether the node's pages were last seen in the storage that is attached now."""
+        """Whether the node's pages are believed to be in the storage that is attached now."""
         return node.stored == self.attachment
 
     def nodes(self) -> Iterator[Node]:

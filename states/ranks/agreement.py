@@ -45,8 +45,9 @@ HOLD_S = 10.0
 """Seconds for which a call waits for the callers of all ranks."""
 SOLE_FACTS = ("broken", "idle", "storage", "leaving")
 """Header slots that are not pairs: the lowest broken rank, whether all ranks are idle, the storage that all ranks have
-(0: none, 1: for full pages, 2: for component pages too), whether all ranks want to end.
+(see `encode_storage`), whether all ranks want to end.
 """
+CAPACITY_MAX = 1 << 40
 COMPARED = ("epoch", "turn", "slots")
 """Compared in front of the parts of the state digest."""
 
@@ -155,8 +156,8 @@ class Agreement:
                     request.grow(self._vote_vector, event.page_count, event.wanted)
             case events.FlushRequested() | events.PolicyChanged():
                 self._unnamed.append(event)
-            case events.StorageChanged(available=available, component_pages=component_pages):
-                self._storage, self._has_news = available + (available and component_pages), True
+            case events.StorageChanged():
+                self._storage, self._has_news = encode_storage(event), True
             case events.WriterLost(writer=writer, cause=cause):
                 self._receive_writer(writer, cause, is_dead=False)
             case events.WriterDead(writer=writer):
@@ -309,7 +310,7 @@ class Agreement:
         decided: list[Event] = []
         if storage != self._agreed_storage:
             self._agreed_storage = storage
-            decided.append(events.StorageChanged(at_s=opening.at_s, available=storage > 0, component_pages=storage > 1))
+            decided.append(decode_storage(storage, at_s=opening.at_s))
         for item in self._vote_vector.take(reduced[self.header_slots :]):
             if not isinstance(item, CallVote):
                 decided += item.decide(self._vote_vector, opening.at_s)
@@ -405,6 +406,19 @@ class Agreement:
     def _next(self) -> int:
         self._number += 1
         return self._number
+
+
+def encode_storage(event: events.StorageChanged) -> int:
+    """The slot value of a storage: 0 for none; the smallest of all ranks is the storage that all of them have."""
+    return (min(event.capacity_pages, CAPACITY_MAX) << 1 | event.component_pages) + 1 if event.available else 0
+
+
+def decode_storage(value: int, *, at_s: float) -> events.StorageChanged:
+    """The change to the storage that all ranks have."""
+    capacity_pages, component_pages = divmod(max(value - 1, 0), 2)
+    return events.StorageChanged(
+        at_s=at_s, available=value > 0, component_pages=bool(component_pages), capacity_pages=capacity_pages
+    )
 
 
 def _without_tokens(event: Event) -> events.AnyEvent:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 NO_ERROR = 255
 COUNT_MAX = 1 << 40
+PUT_BITS = 20
+PUT_MAX = (1 << PUT_BITS) - 1
 COPIES = (commands.CopyToDevice, commands.CopyToHost, commands.CopyComponent)
 LOST_RANK = "a rank was lost"
 CAUSES = ("aborted", "cancelled by the caller", "engine closed", LOST_RANK)
@@ -68,6 +70,8 @@ class OperationVote:
             vote_vector.set(self.layers_slot, max(event.layers, vote_vector.value(self.layers_slot)))
         elif not vote_vector.value(self.slot):
             count = next((getattr(event, name) for name in ("found", "good", "stored") if hasattr(event, name)), 0)
+            if isinstance(event, events.PagesStored):
+                count = max(count, 0) << PUT_BITS | min(max(event.put, 0), PUT_MAX)
             if self.kind in COPIES:
                 # The fewest intact pages of all ranks count: every rank drops the same pages from host memory.
                 intact = getattr(event, "intact", None)
@@ -93,7 +97,10 @@ class OperationVote:
         if kind in (commands.FetchPages, commands.FetchComponent):
             return [events.PagesFetched(at_s=at_s, op=self.op, good=count, error=error)]
         if kind in (commands.StorePages, commands.StoreComponent):
-            return [events.PagesStored(at_s=at_s, op=self.op, stored=count, error=error)]
+            # `put` is that of a rank that has stored the fewest pages: it only counts.
+            return [
+                events.PagesStored(at_s=at_s, op=self.op, stored=count >> PUT_BITS, put=count & PUT_MAX, error=error)
+            ]
         if kind is commands.ProbeStorage:
             return [events.StorageProbed(at_s=at_s, op=self.op, error=error)]
         if kind is commands.Recompute:

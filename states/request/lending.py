@@ -25,6 +25,7 @@ from tidekv.states.prefix.node import MatchResult
 from tidekv.states.rollback import Rollback
 
 if TYPE_CHECKING:
+    from tidekv.states.backup.backups import Backups
     from tidekv.states.backup.offers import Offers
     from tidekv.states.commands import ReportFailed
     from tidekv.states.core_state import CoreState
@@ -37,11 +38,14 @@ if TYPE_CHECKING:
 class Lending:
     """Lent pages from the arrival of their request to their return."""
 
-    def __init__(self, state: CoreState, storage: StorageAdmission, rooms: Rooms, offers: Offers) -> None:
+    def __init__(
+        self, state: CoreState, storage: StorageAdmission, rooms: Rooms, offers: Offers, backups: Backups
+    ) -> None:
         self._state = state
         self._storage = storage
         self._rooms = rooms
         self._offers = offers
+        self._backups = backups
         self.returning: dict[LentPages, ReportRestored | ReportFailed] = {}
         """Pages of ended requests, each with the outcome to report when no page has a writer any more."""
         self._is_due = False
@@ -101,9 +105,10 @@ class Lending:
         room, lock = request.room, request.lock
         assert room is not None and lock is not None
         self.note_received(request)
+        leaf = state.index.match(request.namespace, request.keys).host_node
         if state.settings.write == "selective":
             # The policy counts the prompts that each page was a part of.
-            state.index.note_served(state.index.match(request.namespace, request.keys).host_node)
+            state.index.note_served(leaf)
         with Rollback() as undo:
             undo.callback(state.out.__delitem__, slice(len(state.out), None))
             self._rooms.receive(room)
@@ -112,6 +117,8 @@ class Lending:
             undo.keep()
         request.lock = None
         self._storage.leave_query(request)
+        # Storage does not see that the pages were of use, whichever copy of them was.
+        self._backups.renew(leaf)
         self.end_with(request)
 
     # --- The return ---

@@ -31,11 +31,16 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome, PolicyChanged, StorageChanged
     from tidekv.states.handover.rooms import Rooms
+    from tidekv.states.prefix.node import Node
     from tidekv.states.request.request import AheadRun, ComponentAhead, ComponentFetch, Load, Request
 
 
 LATE = "late"
 """Error of an answer that did not come within the deadline of its query."""
+
+
+RENEWALS = 16
+"""A page in use is renewed at least so often while this worker fills a storage of the size of the attached one."""
 
 
 class StorageQuery:
@@ -209,6 +214,11 @@ class StorageAdmission:
         self._throughput = ThroughputEstimator()
         self.answer_time = AnswerTime()
         self._has_components = False
+        self._renewal = 1
+        self._renewal_begun_s = float("-inf")
+        self._renewal_pages = float("inf")
+        """Pages put after which a period ends."""
+        self._put_since = 0
         self._level_pages = 0.0
         self._level_at_s = float("-inf")
         self.op = 0
@@ -231,6 +241,22 @@ class StorageAdmission:
     def is_usable(self) -> bool:
         """Whether storage may be called."""
         return self._state.storage_available and not self.op
+
+    def renewal(self) -> int:
+        """Number of the present period: storage is told once in each that a page is in use.
+
+        See `StoragePolicy.renew_s`.
+        """
+        state = self._state
+        is_over = state.now_s - self._renewal_begun_s >= state.settings.renew_s
+        if is_over or self._put_since >= self._renewal_pages:
+            self._renewal += 1
+            self._renewal_begun_s, self._put_since = state.now_s, 0
+        return self._renewal
+
+    def is_renewed(self, node: Node) -> bool:
+        """Whether storage has confirmed in the present period that it has the node's pages."""
+        return self._state.index.tree.is_stored(node) and node.renewed == self.renewal()
 
     @property
     def keeps_components(self) -> bool:
@@ -372,9 +398,8 @@ class StorageAdmission:
         self._breaker.forget()
         self._throughput.forget()
         self.answer_time.forget()
-        # Marks of stored pages are dropped when the next storage is attached, not when one is detached.
-        if event.available:
-            self._state.index.forget_stored()
+        self._state.index.forget_stored()
+        self._renewal_pages = max(event.capacity_pages / RENEWALS, 1.0) if event.capacity_pages else float("inf")
         self._state.renew_write_credit()
 
     def call_ended(self, event: Outcome) -> None:
@@ -394,7 +419,10 @@ class StorageAdmission:
     def put_ended(self, event: Outcome) -> int:
         """Count the outcome of a put; returns how many of its pages are stored, from the first on."""
         self.call_ended(event)
-        return event.stored if isinstance(event, PagesStored) else 0
+        if not isinstance(event, PagesStored):
+            return 0
+        self._put_since += max(event.put, 0)
+        return event.stored
 
     def note(self, *, failed: bool) -> None:
         """Count a call that has ended or is late, and start the back-off if the breaker opens."""

@@ -74,6 +74,11 @@ class StoragePolicy(Options, frozen=True, kw_only=True):
     """Maximum time for which a put waits until no fetch is in flight. 0: puts never wait."""
     put_fetch_s_max: SecondsOrZero = 0.0
     """Puts wait as if a fetch were in flight while fetches take longer than this on average. 0 disables the rule."""
+    renew_s: Seconds = 30.0
+    """Minimum time between two notes to storage that a page is in use on the device or the host. Storage evicts what it
+    believes unused. Earlier, if this worker has put a sixteenth of the capacity since. The note also finds out whether
+    storage still has the page; one that it has lost is put again.
+    """
     put_host_share: Share = 0.5
     """Share of the host pool that may be in use when a put begins beside others: the rest is kept for reads. A put
     beyond it is left out; the next one of the same prefix includes its pages. 1: no bound.
@@ -105,6 +110,7 @@ class PolicyChanges(TypedDict, total=False):
     write_back_ahead: Share
     put_wait_s: SecondsOrZero
     put_fetch_s_max: SecondsOrZero
+    renew_s: Seconds
     put_host_share: Share
     breaker_failures: Count
     breaker_backoff_s: Seconds

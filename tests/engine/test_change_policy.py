@@ -23,7 +23,7 @@ async def test_policies_change_while_requests_run(make_pair, tmp_path: Path) -> 
         {"fetch_pages_in_flight_max": 2},
         {"prefetch": "wait_complete", "fetch_pages_per_s": 100.0},
         {"write": "selective", "write_hits_min": 2},
-        {"put_wait_s": 0.0, "fetch_pages_in_flight_max": 0},
+        {"put_wait_s": 0.0, "fetch_pages_in_flight_max": 0, "renew_s": 0.01},
         {"write": "through", "write_tokens_min": 16, "breaker_failures": 1},
         {"prefetch": "timeout", "prefetch_threshold_tokens": 8},
         {"write": "back", "write_back_ahead": 0.5},

@@ -64,7 +64,7 @@ NO_CAUSE = {
     "l3_breaker_closed",
     # What is written back or dropped belongs to no request being served, and what was fetched ahead is no trouble.
     "l1_pages_dropped", "l2_pages_dropped", "pages_fetched_ahead", "component_pages_fetched_ahead",
-    "component_pages_stored", "l3_puts_declined",
+    "component_pages_stored", "l3_puts_declined", "pages_stored_again",
     # Nor is what several requests are sent once.
     "shared_transfer_pages", "shared_component_pages",
     # Offers belong to no request.

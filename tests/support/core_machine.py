@@ -94,7 +94,8 @@ class CoreMachine(RuleBasedStateMachine):
                     self.fetched_tokens[wish.op] = self.prompts[wish.request_id]
                     self.operations.append(wish)
                 case commands.StorePages():
-                    expected = self.tags(self.left[wish.serial])[wish.first :][: len(wish.host_pages)]
+                    tokens = self.left[wish.serial] if wish.serial else self.rig.core.keys_put(wish.op)[1]
+                    expected = self.tags(tokens)[: len(wish.host_pages)]
                     self.host.expect(wish.host_pages, expected, wish.op)
                     self.reading[wish.op] = (self.host, wish.host_pages, self.host.begin_read(wish.host_pages, wish.op))
                     self.operations.append(wish)
@@ -206,7 +207,7 @@ class CoreMachine(RuleBasedStateMachine):
                 self.host.end_write(wish.host_pages, wish.op, None if fails else found)
                 self.rig.copied(wish, error="failed" if fails else "")
             case commands.StorePages():
-                self.rig.stored(wish, stored=min(share, len(found)))
+                self.rig.stored(wish, stored=min(share, len(found) + wish.asked))
         self.obey()
 
     # --- Prefill ---

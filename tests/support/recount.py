@@ -86,11 +86,11 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
             if getattr(event, "error", "") or isinstance(event, events.CommandRaised):
                 add("calls_failed_total", name)
             elif name in ("fetch", "store"):
-                good = max(event.good if name == "fetch" else event.stored, 0)
+                good = max(event.good if name == "fetch" else event.put, 0)
                 add("pages_total", "fetched" if name == "fetch" else "stored", good)
             elif event.op in component_pages:
                 label, count = component_pages[event.op]
-                said = {"fetch_component": "good", "store_component": "stored"}.get(name)
+                said = {"fetch_component": "good", "store_component": "put"}.get(name)
                 add("component_pages_total", label, max(getattr(event, said), 0) if said else count)
         for request_id, state in step.moves:
             if request_id in states:

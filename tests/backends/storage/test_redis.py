@@ -260,8 +260,8 @@ async def test_passwords_and_rights_are_checked_and_never_shown(
 
 
 COMMANDS = (
-    "+get +getrange +set +setrange +strlen +rename +persist +pexpire +unlink +zadd +zrem +zcard +zrevrange +zpopmin +scan "
-    "+ping +info +hello +client|setname"
+    "+get +getrange +set +setrange +strlen +rename +persist +pexpire +unlink +zadd +zrem +zcard +zrevrange +zpopmin "
+    "+scan +ping +info +hello +client|setname"
 )
 
 

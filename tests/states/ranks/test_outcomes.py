@@ -208,7 +208,7 @@ def test_a_lost_writer_of_one_rank_fails_its_rooms_and_its_death_settles_them(ma
     ("command", "outcome"),
     [
         (
-            commands.StorePages(op=5, serial=1, first=0, host_pages=page_ids([1])),
+            commands.StorePages(op=5, serial=1, host_pages=page_ids([1])),
             events.PagesStored(at_s=1.0, op=5, stored=3),
         ),
         (commands.ProbeStorage(op=5), events.StorageProbed(at_s=1.0, op=5)),

@@ -80,7 +80,7 @@ class Conversation:
         for copy in rig.take_all(commands.CopyToHost):
             rig.copied(copy)
         for put in rig.take_all(commands.StorePages):
-            self.stored = put.first + len(put.host_pages)
+            self.stored = len(put.host_pages)
             rig.stored(put)
         rig.pending = []
         self.tokens += [60000 + start // PAGE + step for step in range(USER)]

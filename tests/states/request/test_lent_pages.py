@@ -127,6 +127,8 @@ def test_a_short_fetch_is_extended_into_by_prefill() -> None:
     rig.chunk(extend)
     rig.take(commands.SendReceived)
     assert rig.take(commands.ReportRestored).sources == {"l1": 0, "l2": 0, "l3": 2, "transfer": 6}
+    # Storage is told in which order the fetched pages belong.
+    rig.stored(rig.take(commands.StorePages))
     rig.nothing_else()
     rig.expect_nothing_held()
 
