@@ -28,6 +28,7 @@ from tidekv.engine.ranks.group import open_channel
 from tidekv.states import commands, events
 from tidekv.states.errors import InvalidConfig, InvalidRequest, RankBroken, RankLost, RanksDiverged
 from tidekv.states.ranks.agreement import LEADER, Agreement, Decision, Opening
+from tidekv.states.ranks.call_votes import held_until_s
 from tidekv.states.ranks.vote_items import LOST_RANK
 from tidekv.transports.tasks import OwnedTasks
 
@@ -194,7 +195,8 @@ class RankDriver:
             )
             if self._group.rank != LEADER:
                 # Bounded: the leader's caller may never make this call.
-                self._loop.call_later(self._group.hold_s, self._heard, context=self._context)
+                held_s = held_until_s(event, event.at_s, self._group.hold_s) - event.at_s
+                self._loop.call_later(held_s, self._heard, context=self._context)
         if isinstance(event, events.RoomFailed | events.RoomRefused):
             # Ranks vote on the cause; its message differs between them.
             self._calls.note_prefill(event.request_id, event.cause)

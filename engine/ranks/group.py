@@ -56,7 +56,9 @@ class RankGroup:
     vote_timeout_s: Seconds = 10.0
     """Maximum seconds of a vote; after that it has failed, and ranks that did not vote are lost."""
     hold_s: Seconds = 10.0
-    """Maximum seconds that a call waits for the callers of all ranks; then all ranks refuse it."""
+    """Maximum seconds that a call waits for the callers of all ranks; then all ranks refuse it. A request waits no
+    longer than until its deadline.
+    """
     form_timeout_s: Seconds = 60.0
     """Maximum seconds that entering the engine waits for the other ranks."""
     group: ProcessGroup | None = None

@@ -27,7 +27,7 @@ import msgspec
 
 from tidekv.states import commands, events
 from tidekv.states.errors import RankBroken, RanksDiverged
-from tidekv.states.ranks.call_votes import CALLS, TOKENS, Call, CallName, CallVote, Refusal, name_of
+from tidekv.states.ranks.call_votes import CALLS, TOKENS, Call, CallName, CallVote, Refusal, held_until_s, name_of
 from tidekv.states.ranks.component_votes import ComponentVote
 from tidekv.states.ranks.room_votes import FAILED, LOST, REFUSED, RoomVote
 from tidekv.states.ranks.state_digest import StateDigest
@@ -131,8 +131,9 @@ class Agreement:
 
     def next_deadline_s(self) -> float | None:
         """The latest time for the next turn, by the leader's clock. None: nothing has a deadline."""
-        held = [item.named_at_s + self._hold_s for item in self._named.values()]
-        held += [call.at_s + self._hold_s for call in self._own_calls.values() if self.rank != LEADER]
+        held = [item.held_until_s(self._hold_s) for item in self._named.values()]
+        if self.rank != LEADER:
+            held += [held_until_s(call, call.at_s, self._hold_s) for call in self._own_calls.values()]
         due_s = self._core.next_deadline_s()
         return min([*held, due_s] if due_s is not None else held, default=None)
 
@@ -229,7 +230,7 @@ class Agreement:
         """Calls that end on this rank without a vote: aborted before the leader named them, or never named in time."""
         if self.rank != LEADER:
             for name, call in list(self._own_calls.items()):
-                if now_s >= call.at_s + self._hold_s:
+                if now_s >= held_until_s(call, call.at_s, self._hold_s):
                     del self._own_calls[name]
                     self._refusals.append(Refusal(call, "ranks differ", f"rank {LEADER} did not make the call in time"))
         refusals, self._refusals = self._refusals, []

@@ -1,9 +1,9 @@
 """Votes on calls: whether the callers on all ranks have made the same arrival, finish or retract.
 
 The leader names its calls in its own order, in the frame that opens a turn; only that order counts. A call that the
-caller on another rank has not made yet is held back on all ranks until it has been, or until the hold time is over:
-then the call is refused on all ranks, with the number of a rank that lacked it. Calls of one name with different
-contents are refused too.
+caller on another rank has not made yet is held back on all ranks until it has been, or until the hold time or the
+deadline of the request is over: then the call is refused on all ranks, with the number of a rank that lacked it. Calls
+of one name with different contents are refused too.
 """
 
 from __future__ import annotations
@@ -55,6 +55,14 @@ def content_of(call: Call) -> int:
     return 0
 
 
+def held_until_s(call: Call, from_s: float, hold_s: float) -> float:
+    """Return until when a call waits for the callers of all ranks: for the hold time, an arrival no longer than until
+    its deadline.
+    """
+    until_s = from_s + hold_s
+    return min(until_s, call.deadline_at_s) if isinstance(call, events.RequestArrived) else until_s
+
+
 class CallVote:
     """One call that the leader has named. `leaders` is its event, without tokens.
 
@@ -87,7 +95,11 @@ class CallVote:
     def is_decidable(self, vote_vector: VoteVector, at_s: float, hold_s: float) -> bool:
         """Whether the call can be decided: all have made it, one has aborted it, or the hold time is over."""
         value = vote_vector.agreed(self.slots[0])
-        return value >= PRESENT or value == ABORTED or at_s >= self.named_at_s + hold_s
+        return value >= PRESENT or value == ABORTED or at_s >= self.held_until_s(hold_s)
+
+    def held_until_s(self, hold_s: float) -> float:
+        """Return until when it waits for the callers of all ranks, by the leader's clock."""
+        return held_until_s(self.leaders, self.named_at_s, hold_s)
 
     def decide(self, vote_vector: VoteVector, at_s: float) -> list[Event]:
         """The event of the call, with the leader's numbers. If the call is refused, sets `refusal` instead."""

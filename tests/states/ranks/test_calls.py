@@ -47,6 +47,20 @@ def test_a_call_that_one_rank_lacks_is_refused_after_the_hold_by_its_number(make
     assert late.detail == "rank 0 did not make the call in time"
 
 
+def test_a_request_that_one_rank_lacks_ends_at_its_deadline_if_that_is_before_the_end_of_the_hold(make_ranks) -> None:
+    ranks = make_ranks(2)
+    arrival = {"serial": 1, "keys": b"x", "prompt_tokens": 1, "deadline_at_s": 0.5}
+    ranks.receive(events.RequestArrived, ranks=[0], request_id="a", **arrival)
+    ranks.receive(events.RequestArrived, ranks=[1], request_id="b", **arrival)
+    assert ranks.turn().refusals == []
+    assert [agreement.next_deadline_s() for agreement in ranks.agreements] == [0.5, 0.5]
+    ranks.now_s = 0.5
+    (refusal,) = ranks.turn().refusals
+    assert (refusal.cause, refusal.detail) == ("ranks differ", "rank 1 did not make the call in time")
+    (late,) = ranks.agreements[1].take_refusals(0.5)
+    assert (late.cause, late.detail) == ("ranks differ", "rank 0 did not make the call in time")
+
+
 def test_requests_of_one_name_that_differ_are_refused(make_ranks) -> None:
     ranks = make_ranks(2)
     for rank, keys in ((0, b"x"), (1, b"y")):
