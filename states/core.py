@@ -263,11 +263,22 @@ class Core:
     def _time_passed(self, event: events.ClockAdvanced) -> None:
         while (due := self.state.pop_due()) is not None:
             if isinstance(due, Request):
-                self.fire(due, events.DeadlinePassed(at_s=event.at_s))
+                self._request_due(due, event.at_s)
             else:
                 self.state.run_guarded(due.late)
             # Draw the consequences of each deadline before the next one fires: they may end what is due next.
             self.settle()
+
+    def _request_due(self, request: Request, at_s: float) -> None:
+        """Handle the deadline of a request, or the share of it within which its prefill was to send something."""
+        room = request.room
+        if at_s >= request.deadline_at_s:
+            self.fire(request, events.DeadlinePassed(at_s=at_s))
+        elif room is None or at_s < room.answer_due_s or room.aux_from or any(span.cursors for span in room.spans):
+            return
+        elif takes(request, events.PrefillLost):
+            words = f"{request.prefill} has sent nothing within its share of the request's time; the next one is asked"
+            self.fire(request, _prefill_lost(at_s, PrefillCause.SILENT, words))
 
     # Rooms. A frame for a room that its request has left only affects what the quarantine waits for.
 
@@ -467,6 +478,8 @@ class Core:
             if granted:
                 self._admit(request)
                 return
+            if request.over_quota and self._gives_way(request):
+                return
 
     def _runs_as_many_as_may(self) -> bool:
         """Whether no further request may leave the queue, whose first one then waits for the end of another."""
@@ -478,6 +491,24 @@ class Core:
             first.waited_to_run = True
             self.state.count("running_waits")
         return True
+
+    def _gives_way(self, request: Request) -> bool:
+        """Let a request whose prefill is at its quota wait for the next one of its list that is not; False if all are.
+
+        The quota holds what a prefill has not sent yet, so that one that hangs does not hold back requests that others
+        can serve. It is tried again after those.
+        """
+        for step in range(1, len(request.prefills)):
+            place = (request.prefill_number + step) % len(request.prefills)
+            if self.state.quota.admits(request.prefills[place], request.quota_need):
+                self.queue.remove(request)
+                request.first_prefill += step
+                request.over_quota = False
+                self.queue.add(request)
+                self.state.count("quota_ways_given")
+                self.state.pages_freed = True
+                return True
+        return False
 
     @property
     def running(self) -> int:

@@ -70,6 +70,7 @@ COUNTERS: Final = (
     "pages_stored_again",
     "prefill_retries",
     "quota_waits",
+    "quota_ways_given",
     "recomputes",
     "running_waits",
     "sent_back",

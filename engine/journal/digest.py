@@ -217,6 +217,7 @@ def _requests(core: Core) -> int:
             request.state.value,
             request.generation,
             request.attempts,
+            request.first_prefill,
             request.raised,
             request.charged,
             request.matched,

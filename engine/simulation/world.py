@@ -308,6 +308,10 @@ class World:
     def _lose(self, request_id: str) -> None:
         self._callers[request_id].losses += 1
 
+    def _attempts(self) -> dict[str, int]:
+        """Attempts of live requests at their prefills."""
+        return {request_id: request.attempts for request_id, request in self.core.state.requests.items()}
+
     # --- The core ---
 
     def step(self, event: events.Event) -> None:
@@ -318,7 +322,11 @@ class World:
         self.event_count += 1
         self.recent.append((event, []))
         self.raising.begin_step()
+        attempts = self._attempts() if isinstance(event, events.ClockAdvanced) else {}
         wishes = self.core.step(event)
+        for request_id, count in self._attempts().items() if attempts else ():
+            if count > attempts.get(request_id, count):
+                self._lose(request_id)  # Its prefill sent nothing within its share of the deadline.
         self.raising.end_step()
         self.recent[-1] = (event, wishes)
         self.digest = zlib.crc32(ENCODER.encode(event), self.digest)

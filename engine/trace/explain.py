@@ -103,7 +103,12 @@ def _waits(trace: RequestTrace, now_s: float) -> list[str]:
     if longest == "PREALLOC" and not trace.needed_pages and any(work.kind == "query" for work in trace.works):
         what = "for the answer of storage"
     lines = [f"Time by state: {parts}.", f"It waited longest in {longest}, {what}{need}{share}."]
-    if trace.over_quota_of:
+    if trace.over_quota_of and trace.gave_way:
+        lines.append(
+            f"The prefill {trace.over_quota_of} gave way to another one of its list: other requests of it withheld as "
+            "many device pages as they may (admission.prefill_share)."
+        )
+    elif trace.over_quota_of:
         lines.append(
             f"In PREALLOC it waited for the quota of prefill {trace.over_quota_of}: other requests of that prefill "
             "withheld as many device pages as they may (admission.prefill_share)."

@@ -95,6 +95,8 @@ class RequestTrace:
     """What the request waited for in PREALLOC, if it did not fit at once."""
     over_quota_of: str = ""
     """The prefill whose quota has delayed it in PREALLOC."""
+    gave_way: bool = False
+    """Whether that prefill gave way to another one of the request's list."""
     waited_to_run: bool = False
     """Whether it waited in PREALLOC while as many requests ran as may."""
     ended: str = ""

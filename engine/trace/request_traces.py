@@ -311,7 +311,8 @@ class RequestTraces:
         request_trace.states.append((at_s, state.value))
         request = core.request(request_id)
         if request is not None and request.waited_for_quota and not request_trace.over_quota_of:
-            request_trace.over_quota_of = request.prefill
+            request_trace.over_quota_of = request.prefills[0] if request.first_prefill else request.prefill
+            request_trace.gave_way = request.first_prefill > 0
         if request is not None and request.waited_to_run:
             request_trace.waited_to_run = True
         if state in (State.PREALLOC, State.MATCH) and request is not None:

@@ -117,6 +117,12 @@ class Rooms:
         """Open the room of a planned request. Span 0 are its own pages; promised pages are not sent."""
         room = Room(request, prefill=request.prefill_number)
         room.spans.append(self._span(promised, len(own), None))
+        untried = len(request.prefills) - request.attempts
+        if untried > 1:
+            # A prefill that hangs must not use up the time of those behind it in the list.
+            now_s = self._state.now_s
+            room.answer_due_s = now_s + (request.deadline_at_s - now_s) / untried
+            self._state.set_deadline(request, room.answer_due_s)
         self._state.emit(
             SendPromise(
                 request_id=request.request_id,

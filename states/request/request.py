@@ -91,6 +91,7 @@ class Request:
         "ending",
         "fallbacks",
         "first_generation",
+        "first_prefill",
         "full_pages",
         "generation",
         "has_asked",
@@ -167,29 +168,23 @@ class Request:
         self.generation = event.generation
         self.first_generation = event.generation
         self.attempts = 0
-        self.raised = 0
-        """Exceptions that rules raised for this request."""
+        self.first_prefill = 0  # Place of the prefill that is tried first: those before it gave way.
+        self.raised = 0  # Exceptions that rules raised for this request.
         self.raises: dict[tuple[State, str], int] = {}
         """The same by step: the state and the event. A step that succeeds is removed."""
-        self.fallbacks: tuple[Fallback, ...] = ()
-        """What the request gave up because rules raised, in order."""
-        self.ending: Ending | None = None
-        """Progress of the caller's `finish` or `retract`."""
+        self.fallbacks: tuple[Fallback, ...] = ()  # What the request gave up because rules raised, in order.
+        self.ending: Ending | None = None  # Progress of the caller's `finish` or `retract`.
         self.passed = 0
         self.short_need = 0  # Device pages that it needed when it was last refused admission.
         self.short_version = -1
-        self.quota_need = 0
-        """Pages that its prefill would have been charged with at that time."""
+        self.quota_need = 0  # Pages that its prefill would have been charged with at that time.
         self.over_quota = False  # Whether that refusal was because of the quota of its prefill.
         self.waited_for_quota = False  # Whether there was any such refusal.
         self.waited_to_run = False  # Whether it was first in the queue while as many requests ran as may.
-        self.charged = 0
-        """Pages that its prefill is charged with, from the grant until READY."""
+        self.charged = 0  # Pages that its prefill is charged with, from the grant until READY.
         self.query_op = 0
-        self.queried_first = 0
-        """The first page of the query."""
-        self.waits_for_answer = False
-        """Whether admission waits for the answer to its query."""
+        self.queried_first = 0  # The first page of the query.
+        self.waits_for_answer = False  # Whether admission waits for the answer to its query.
         self.has_asked = False
         """Whether `ask_storage` has run since the request last entered the queue."""
         self.answered_at_s = float("inf")
@@ -236,7 +231,7 @@ class Request:
     @property
     def prefill_number(self) -> int:
         """Place in `prefills` of the instance that serves the present generation."""
-        return self.attempts % len(self.prefills)
+        return (self.first_prefill + self.attempts) % len(self.prefills)
 
     @property
     def prefill(self) -> str:
@@ -535,6 +530,7 @@ class Room:
     """The hand-over of one generation of a request."""
 
     __slots__ = (
+        "answer_due_s",
         "aux_from",
         "generation",
         "is_aborted",
@@ -555,6 +551,7 @@ class Room:
         self.writer = ""
         self.spans: list[Span] = []
         self.aux_from: set[int] = set()
+        self.answer_due_s = float("inf")  # When the next prefill is asked unless this one has sent something.
         self.user_op = 0
         """Operation of the early READY on its pages: the caller may write to them until it has ended."""
         self.is_aborted = False

@@ -167,6 +167,15 @@ def prefill_is_at_its_quota(play: Play) -> None:
     play.bring_everything("r1")
 
 
+@says("prefill-0 gave way to another one", "admission.prefill_share", "READY", counts="quota_ways_given")
+def prefill_at_its_quota_gives_way(play: Play) -> None:
+    play.begin_with(prefill_share=0.3)
+    play.arrive("r0", tokens=b"aabbccdd")
+    play.arrive("r1", tokens=b"bbccddee", prefill_count=2)
+    play.bring_everything("r1")
+    play.bring_everything("r0")
+
+
 @says("it waited until another request ended", "admission.running_max", "READY", counts="running_waits")
 def as_many_run_as_may(play: Play) -> None:
     play.begin_with(running_max=1)

@@ -159,3 +159,54 @@ def test_without_a_share_there_is_no_limit() -> None:
     for number in range(3):
         rig.arrive(f"r{number}", prompt(number), **SILENT)
     assert planned(rig) == ["r0", "r1", "r2"]
+
+
+def test_a_request_whose_prefill_is_at_its_quota_gives_way_to_the_next_of_its_list() -> None:
+    rig = Rig(device_pages=40, prefill_share=0.2)
+    rig.arrive("hung", prompt(1, 6), prefills=("a",), cache=False)
+    assert planned(rig) == ["hung"]
+    for number in range(2):
+        rig.arrive(f"both {number}", prompt(2 + number, 6), prefills=("a", "b"), cache=False)
+    (promise,) = rig.take_all(commands.SendPromise)
+    assert (promise.request_id, promise.prefill) == ("both 0", 1)
+    assert rig.core.state.quota.held == {"a": 6, "b": 6}
+    assert rig.core.statistics()["quota_waits"] == 2
+    # Both are at their quota now; the second one waits, and goes where there is room first.
+    rig.serve(promise)
+    (promise,) = rig.take_all(commands.SendPromise)
+    assert (promise.request_id, promise.prefill) == ("both 1", 1)
+    # No attempt is used up by that: after the loss of "b" the request tries "a".
+    rig.abort("hung")
+    (abort,) = rig.take_all(commands.SendAbort)
+    rig.drained(abort)
+    lost = {"generation": promise.generation, "cause": "prefill failed: no", "settled": True}
+    rig.step(events.RoomFailed, request_id="both 1", **lost)
+    (promise,) = rig.take_all(commands.SendPromise)
+    assert (promise.request_id, promise.prefill) == ("both 1", 0)
+
+
+def test_a_prefill_that_sends_nothing_for_its_share_of_the_deadline_gives_way() -> None:
+    rig = Rig(device_pages=40)
+    rig.arrive("r", prompt(1), prefills=("a", "b", "c"), deadline_at_s=30.0)
+    places = []
+    for at_s in (9.9, 10.1, 19.9, 20.1, 29.9):
+        places += [promise.prefill for promise in rig.take_all(commands.SendPromise)]
+        rig.wait_until(at_s)
+    places += [promise.prefill for promise in rig.take_all(commands.SendPromise)]
+    assert places == [0, 1, 2]
+    rig.wait_until(30.0)
+    assert rig.take(commands.ReportFailed).cause == "deadline"
+
+
+def test_a_prefill_that_has_sent_a_part_or_is_the_last_of_its_list_has_the_whole_deadline() -> None:
+    for prefills in (("a",), ("a", "b")):
+        rig = Rig(device_pages=40)
+        rig.arrive("r", prompt(1), prefills=prefills, deadline_at_s=30.0)
+        promise = rig.take(commands.SendPromise)
+        rig.promised(promise)
+        if len(prefills) > 1:
+            rig.chunk(promise, count=1, last=False)
+        rig.wait_until(29.9)
+        assert rig.take_all(commands.SendPromise) == []
+        rig.wait_until(30.0)
+        assert rig.take(commands.ReportFailed).cause == "deadline"
