@@ -195,7 +195,9 @@ class PrefillCause(StrEnum):
     WRONG_SECRET = "wrong secret"
     UNKNOWN_HOST = "unknown host"
     MISCONFIGURED = "misconfigured"
+    OTHER_PROMPT = "other prompt"
     RAISED = "prefill raised"
+    UNFINISHED = "prefill unfinished"
     PROCESS_GONE = "prefill process gone"
     LOST = "prefill lost"
     SILENT = "prefill silent"
@@ -236,7 +238,9 @@ NOT_RETRYABLE: Final = frozenset(
         PrefillCause.WRONG_SECRET,
         PrefillCause.UNKNOWN_HOST,
         PrefillCause.MISCONFIGURED,
+        PrefillCause.OTHER_PROMPT,
         PrefillCause.RAISED,
+        PrefillCause.UNFINISHED,
     }
 )
 PREFILL_CAUSES: Final = {cause.value: cause for cause in PrefillCause}

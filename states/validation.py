@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import ipaddress
+import operator
 import re
 import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from msgspec import Meta
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
 COUNT_MAX: Final = 2**53 - 1
+TOKEN_MAX: Final = 2**32 - 1
 SECONDS_MAX: Final = 365 * 86_400
 """One year. Longer waits are mistakes, and much longer ones overflow the timers of event loops."""
 VALUE_CHARS_MAX: Final = 60
@@ -84,6 +86,21 @@ def checked(value: object, kind: Any, what: str, error: type[InvalidRequest] = I
         return msgspec.convert(value, kind)
     except REFUSALS:
         raise refusal(value, kind, what, error) from None
+
+
+def checked_first_token(token: object, vocabulary: int = 0) -> int:
+    """Return a token id as an int, also of numpy and torch integers. Raises InvalidRequest.
+
+    `vocabulary` is the number of ids; 0: all that have 32 bits.
+    """
+    end = vocabulary or TOKEN_MAX + 1
+    try:
+        number = -1 if isinstance(token, bool) else operator.index(token)  # type: ignore[arg-type]  # Checked by the call.
+    except TypeError:
+        number = -1
+    if not 0 <= number < end:
+        raise InvalidRequest(f"first_token must be an int from 0 to {end - 1}, not {short(token)}")
+    return number
 
 
 def refusal(value: object, kind: Any, what: str, error: type[InvalidRequest] = InvalidRequest) -> InvalidRequest:

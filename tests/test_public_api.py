@@ -25,6 +25,7 @@ from tidekv import (
     ReadyRequest,
     RequestFailed,
     open_storage,
+    prompt_digest,
 )
 from tidekv.backends.keys.chain import pack_tokens
 
@@ -49,8 +50,8 @@ async def test_every_call_works_as_documented(tmp_path: Path) -> None:
         device=prefill_pool, transport=NixlTransport(name="prefill-0"), listen="127.0.0.1:0", storage=None, on_room=None
     ) as peer:
 
-        async def serve(request_id: str, page_count: int) -> None:
-            room = await peer.room(request_id)
+        async def serve(request_id: str, page_count: int, tokens: object = ids) -> None:
+            room = await peer.room(request_id, prompt_digest(tokens))
             assert room.decode_prefix_len % 16 == 0
             pages = list(range(page_count))
             await room.send(pages[:2], start_token=0)
@@ -81,7 +82,7 @@ async def test_every_call_works_as_documented(tmp_path: Path) -> None:
             assert engine.grow(ready, 1) == []
             assert len(engine.grow(ready, 10)) == 1
 
-            group.create_task(serve("r1", 5))
+            group.create_task(serve("r1", 5, [*ids, *output_tokens]))
             retracted = await engine.retract(ready, output_tokens)
             ready = await engine.resume(retracted)
             assert sum(ready.sources.values()) == len(ids) + len(output_tokens)

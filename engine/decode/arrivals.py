@@ -8,9 +8,9 @@ from tidekv.backends.keys.chain import TOKEN_BYTES, namespace_seed, pack_tokens
 from tidekv.engine.decode.values import DecodeRequest, join_namespaces
 from tidekv.states import events
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest
-from tidekv.states.validation import PlainText, Text, checked
+from tidekv.states.handover.prompt_digest import digest_of
+from tidekv.states.validation import PlainText, checked
 from tidekv.transports.control.addresses import RANKS_MAX
-from tidekv.transports.control.wire import check_name
 
 if TYPE_CHECKING:
     import asyncio
@@ -46,12 +46,18 @@ class Arrivals:
         """Return the namespace of a call within that of the engine. Raises InvalidRequest."""
         return join_namespaces(self._runtime.config.namespace, checked(namespace, PlainText, "namespace"))
 
-    def decline(self, request_id: str, prefill: str) -> None:
-        """Decline a request at all ranks of a prefill. Raises InvalidRequest and EngineClosed."""
+    def decline(self, request: DecodeRequest) -> None:
+        """Decline a request at all ranks of its prefills. Raises InvalidRequest and EngineClosed."""
         self._runtime.check_open()
-        check_name(checked(request_id, Text, "request_id"))
-        self._check_addresses(checked(prefill, Text, "prefill"))
-        self._runtime.receiver.decline(prefill, request_id)
+        checked(request, DecodeRequest, "request")
+        for address in request.prefills:
+            self._check_addresses(address)
+        prompt = request.prompt_digest
+        if prompt is None:
+            packed = pack_tokens(request.tokens, vocabulary=self._runtime.config.vocabulary or None)
+            prompt = digest_of(packed, namespace_seed(self.namespace(request.namespace)))
+        for address in request.prefills:
+            self._runtime.receiver.decline(address, request.request_id, prompt.digest)
 
     def check_reachable(self, request: DecodeRequest) -> None:
         """Raise if no request can be taken now, or if an address of the request's prefills is invalid."""

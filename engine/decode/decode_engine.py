@@ -194,11 +194,12 @@ class DecodeEngine:
         packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
         return self._lending.offer(packed, pages, start_token, self._arrivals.namespace(namespace))
 
-    def decline(self, request_id: str, prefill: str) -> None:
-        """Let prefill release at once what it holds for a request that is not restored here. If it cannot be reached,
-        that is logged, and its own limit applies. Raises InvalidRequest for an invalid id or address.
+    def decline(self, request: DecodeRequest) -> None:
+        """Let prefill release at once what it holds for a request that is not restored here: for its id and this very
+        prompt. If it cannot be reached, that is logged, and its own limit applies. Raises InvalidRequest for an invalid
+        address or token.
         """
-        self._arrivals.decline(request_id, prefill)
+        self._arrivals.decline(request)
 
     async def abort(self, request_id: str) -> bool:
         """End a request, waiting or READY. True: it has ended, and its id is free; its `restore` raises

@@ -385,9 +385,10 @@ class Executor:
             prompt_tokens=command.prompt_tokens,
             promised_tokens=command.promised_tokens,
             pages=command.pages,
+            prompt_digest=live.prompt_digest(),
             tokens=live.prompt.packed if sends_prompt else None,
-            # None: these tokens must not be kept.
-            key_seed=live.prompt.seed if live.request.cache else None,
+            # None: these tokens must not be kept, or prefill knows them under another namespace.
+            key_seed=live.prompt.seed if live.request.cache and live.request.prompt_digest is None else None,
             component_pages=command.component_pages,
             # A prefill that does not answer must leave time for the prefills after it.
             connect_s=max(live.deadline_at_s - self._clock(), 0.0) / (len(addresses) - command.prefill),

@@ -33,7 +33,8 @@ from tidekv.states.errors import (
     RequestFailed,
     TidekvError,
 )
-from tidekv.states.validation import refusal
+from tidekv.states.handover.prompt_digest import digest_of
+from tidekv.states.validation import checked_first_token, refusal
 
 if TYPE_CHECKING:
     from tidekv.backends.keys.prompt_keys import Prompt
@@ -69,17 +70,26 @@ class LiveCall:
         self.is_aborted = False
         """An abort was posted. Even if the core decides READY before it takes that, the pages are not the caller's."""
 
+    def prompt_digest(self) -> bytes:
+        """Return the digest of the tokens as prefill must have computed them."""
+        given = self.request.prompt_digest
+        # A resumed request has its output behind the prompt that the caller's digest is of.
+        if given is not None and given.prompt_tokens * 4 == len(self.prompt.packed):
+            return given.digest
+        return digest_of(self.prompt.packed, self.prompt.seed).digest
+
 
 class PendingCalls:
     """All calls in flight, and the tokens that operations still need."""
 
-    def __init__(self, *, page_size: int, layer_count: int, last_resort: Recompute | None) -> None:
+    def __init__(self, *, page_size: int, layer_count: int, last_resort: Recompute | None, vocabulary: int = 0) -> None:
         self.last_resort = last_resort
         self.on_use_end: Callable[[int], None] = _ignore
         """Called with the number of an early READY whose pages its caller does not use any more."""
         self.on_grown: Callable[[ReadyRequest, int], None] = _ignore_growth
         """Called with the pages that a request has taken from its reserve before it was READY."""
         self._layer_count = layer_count
+        self._vocabulary = vocabulary
         self._left_early: dict[str, LayerProgress] = {}
         """Requests that have failed while their callers may still use their pages."""
         self.drop_cause = "aborted"
@@ -354,7 +364,8 @@ class PendingCalls:
             # In the context of the caller, whose request the work is: its trace id, its span.
             recompute = run_in(live.context.copy(), _awaited(self.last_resort, job))
             first_token, aux = await own_cancels_only(recompute, "recompute")
-            live.first_tokens[command.generation] = (int(first_token), dict(aux))
+            token = checked_first_token(first_token, self._vocabulary)
+            live.first_tokens[command.generation] = (token, dict(aux))
         except Exception as error:
             end(command, error)
             return

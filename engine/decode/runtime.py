@@ -115,7 +115,10 @@ class Runtime:
         )
         self.log = CoreLog(self.core, instance=transport.instance)
         self.calls = PendingCalls(
-            page_size=device.layout.page_size, layer_count=layer_count(device), last_resort=recompute
+            page_size=device.layout.page_size,
+            layer_count=layer_count(device),
+            last_resort=recompute,
+            vocabulary=config.vocabulary,
         )
         self.log.context_of = self.calls.context_of
         self.poller = PollerThread()
@@ -231,6 +234,7 @@ class Runtime:
             component_memory=component_memory,
             hashing=self.checksum_thread if config.page_checksums else None,
             staging=None if self._staging is None else self._staging.staging,
+            vocabulary=config.vocabulary,
         )
         await self.receiver.start()
         self._start_copiers()

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from tidekv.states.errors import InvalidRequest
+from tidekv.states.handover.prompt_digest import PromptDigest
 from tidekv.states.validation import Count, PlainText, Seconds, check_fields, checked, short
 from tidekv.transports.control.wire import check_name
 
@@ -55,6 +56,10 @@ class DecodeRequest:
     """False inserts nothing in the cache (warm-up, hidden tokens)."""
     send_prompt: bool = False
     """Send the tokens to prefill with the promise; needed if no router brings them there."""
+    prompt_digest: PromptDigest | None = None
+    """Digest of the prompt, if prefill knows it under another namespace than this engine. None: that of `tokens` in
+    `namespace` and in the namespace of the engine. A prefill with storage does not store a prompt with one.
+    """
     early: bool = False
     """Return from `restore` when the first layer of all pages is in place; `ReadyRequest.wait_layer` waits for each
     further one. Windows and records are in place with the first layer. With ranks, a layer is in place once all ranks

@@ -23,6 +23,7 @@ from tidekv.engine.log import engine_log, own_context, run_in
 from tidekv.engine.metrics import Histogram, MetricsServer, PrefillCollector
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prefill.prompt_store import PromptStore, PromptStoreSettings
+from tidekv.engine.prompts import PromptDigest
 from tidekv.engine.staging import make_staging
 from tidekv.states.errors import EngineClosed, InvalidConfig, PrefillCause, TidekvError
 from tidekv.states.types import Identity, PoolMemory
@@ -69,14 +70,15 @@ class PrefillPeer:
 
         transport = NixlTransport(name="prefill-0", secret=secret)
         async with PrefillPeer(device=pool, transport=transport, listen="10.0.0.5:7000") as peer:
-            room = await peer.room("r1")
+            room = await peer.room("r1", prompt_digest(tokens))
             await room.send(pages, start_token=0)
             await room.finish(first_token=token, aux={})
             await room.received()
 
     With `on_room`, `on_room(room)` runs as a task of the peer for each room once its promise has arrived. An exception
-    in it fails that room, and decode receives the cause. The caller keeps ownership of the pool. Leaving the block
-    fails the open rooms and waits for the writes in flight.
+    in it fails that room, and decode receives the cause; so does a return before `room.finish`. Without tokens in the
+    promise, `room.confirm` must name the prompt before its first page. The caller keeps ownership of the pool. Leaving
+    the block fails the open rooms and waits for the writes in flight.
 
     With `components` (sliding windows and state snapshots of the model), decode requests, for each component, the part
     of its tail at the prompt's end that decode does not have. `room.component_pages` lists these parts;
@@ -118,6 +120,7 @@ class PrefillPeer:
         stages: int = 1,
         contexts: int = 1,
         stripe_pages: int = 0,
+        vocabulary: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Check the arguments and open nothing. Raises InvalidConfig.
@@ -138,6 +141,8 @@ class PrefillPeer:
         `contexts`: number of context-parallel groups that the ranks form, counted context by context, each with all
         stages. Every rank holds, and sends, a part of each prompt's pages: stripes of `stripe_pages` pages in turns, or
         with 0 one run of pages (`room.held`). Not with `storage`.
+
+        `vocabulary`: number of token ids of the model, to check first tokens where they are given; 0: not checked.
         """
         checked(model, Text, "model", InvalidConfig)
         checked(listen, Text, "listen", InvalidConfig)
@@ -149,6 +154,7 @@ class PrefillPeer:
         checked(rank, Count, "rank", InvalidConfig)
         checked(kv_heads_total, Count, "kv_heads_total", InvalidConfig)
         checked(stripe_pages, Count, "stripe_pages", InvalidConfig)
+        checked(vocabulary, Count, "vocabulary", InvalidConfig)
         for name, count in (("ranks", ranks), ("stages", stages), ("contexts", contexts)):
             checked(count, PositiveCount, name, InvalidConfig)
         if contexts > 1 and storage is not None:
@@ -172,6 +178,7 @@ class PrefillPeer:
         self._components = tuple(components)
         self._transport = transport
         self._listen = listen
+        self.vocabulary = vocabulary
         self._on_room = on_room
         self._metrics_listen = metrics_listen
         self._metrics: MetricsServer | None = None
@@ -220,6 +227,7 @@ class PrefillPeer:
             settings=settings,
             hashing=self._checksum_thread,
             staging=None if self._staging is None else self._staging.staging,
+            vocabulary=vocabulary,
         )
 
     async def __aenter__(self) -> Self:
@@ -287,16 +295,21 @@ class PrefillPeer:
         """host:port of the Prometheus endpoint; None without `metrics_listen`, and before the peer is entered."""
         return None if self._metrics is None else self._metrics.address
 
-    async def room(self, request_id: str) -> Room:
-        """Return the room of a request. Waits for decode's promise, so it may be called before or after that arrives.
+    async def room(self, request_id: str, prompt: PromptDigest) -> Room:
+        """Return the room of a request whose prompt was computed here (`tidekv.prompt_digest`). Waits for decode's
+        promise, so it may be called before or after that arrives.
 
-        If there are several generations, the newest is returned. A room that has finished or ended is not returned
-        again; the call then waits for the next one, because the same request may be sent again before decode's
-        confirmation of the first attempt arrives. Raises TransferFailed if decode declines the request
-        (`DecodeEngine.decline`), EngineClosed if the peer closes, and CapacityError if too many rooms are already
-        waited for.
+        Ids are names that others choose, and may be used by several decode workers, and again: only a room that was
+        promised for this very prompt is returned. A room under this id with another prompt waits for the call that
+        computes it; if none does while this call waits, it fails with the cause "other prompt".
+
+        Each room is returned once, and the newest first; the next call waits for another, because the same request may
+        be sent again before decode's confirmation of the first attempt arrives. Raises TransferFailed if decode
+        declines the request (`DecodeEngine.decline`), EngineClosed if the peer closes, and CapacityError if too many
+        rooms are already waited for.
         """
-        return await self._sender.room(request_id)
+        checked(request_id, Text, "request_id")
+        return await self._sender.room(request_id, checked(prompt, PromptDigest, "prompt"))
 
     def statistics(self) -> dict[str, int | float]:
         """Return what was sent and withdrawn, rooms by state, store_… with storage, and counts of unexpected events."""
@@ -349,6 +362,9 @@ class PrefillPeer:
     async def _run_room(self, on_room: Callable[[Room], Awaitable[None]], room: Room) -> None:
         try:
             await on_room(room)
+            if not room.is_finished and room.cause is None:
+                LOG.warning("on_room has returned without room.finish: the room fails", request_id=room.request_id)
+                room.fail(PrefillCause.UNFINISHED.words("on_room returned without room.finish"))
         except Exception as error:
             # The failure concerns one request: only its room fails. Decode gets the message, the log the traceback.
             LOG.error("on_room raised, the room fails", request_id=room.request_id, exc_info=error)

@@ -289,12 +289,13 @@ class EngineThread:
 
         return self._begin(ticket, work)
 
-    def decline(self, request_id: str, prefill: str) -> None:
+    def decline(self, request: DecodeRequest) -> None:
         """Let prefill release what it holds for a request that is not restored here. Never waits.
 
-        A failure is logged, also an invalid id or address. Raises EngineClosed.
+        A failure is logged, also an invalid address. Raises EngineClosed.
         """
-        self._loop.post(lambda: self._decline(request_id, prefill))
+        checked(request, DecodeRequest, "request")
+        self._loop.post(lambda: self._decline(request))
 
     def abort(self, request_id: str) -> bool:
         """End a request; False if it is not live or is being given back. Never waits.
@@ -486,11 +487,16 @@ class EngineThread:
         if was_ready:
             self._tickets.forget(live)
 
-    def _decline(self, request_id: str, prefill: str) -> None:
+    def _decline(self, request: DecodeRequest) -> None:
         try:
-            self._engine.decline(request_id, prefill)
+            self._engine.decline(request)
         except TidekvError as error:
-            LOG.warning("a room could not be declined", request_id=request_id, prefill=prefill, cause=str(error))
+            LOG.warning(
+                "a room could not be declined",
+                request_id=request.request_id,
+                prefill=",".join(request.prefills),
+                cause=str(error),
+            )
 
     def _note_growths(self, taken: list[tuple[ReadyRequest, int]]) -> None:
         for ready, page_count in taken:

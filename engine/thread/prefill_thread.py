@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from tidekv.engine.prompts import PromptDigest
 from tidekv.engine.thread.loop_thread import LoopThread
 from tidekv.states.errors import (
     EngineClosed,
@@ -28,7 +29,7 @@ from tidekv.states.errors import (
     TransferFailed,
 )
 from tidekv.states.types import PageIds, page_ids
-from tidekv.states.validation import Count, PositiveCount, Seconds, SecondsOrZero, Text, checked
+from tidekv.states.validation import Count, Seconds, SecondsOrZero, Text, checked, checked_first_token
 from tidekv.transports.prefill.prefill_room import RoomOutcome
 from tidekv.transports.tasks import OwnedTasks
 
@@ -67,7 +68,8 @@ class _HandOver:
     """One request's pages so far. Only the peer's loop changes it after its creation."""
 
     request_id: str
-    prompt_tokens: int
+    room_id: str
+    prompt: PromptDigest
     chunks: list[_Chunk] = field(default_factory=list)
     first_token: int | None = None
     """Set by `finish`."""
@@ -83,7 +85,7 @@ class PrefillThread:
     """Serves rooms of a `PrefillPeer` for a host that calls from its own thread. A context manager; it lives once.
 
         with PrefillThread(PrefillPeer(device=pool, transport=transport, listen="10.0.0.5:7000")) as prefill:
-            prefill.open("r1", prompt_tokens=5000)
+            prefill.open("r1", prompt_digest(tokens))
             prefill.send("r1", pages[:16], start_token=0)      # after each step of the model
             prefill.send("r1", pages[16:], start_token=1024)
             prefill.finish("r1", first_token=token)
@@ -111,7 +113,7 @@ class PrefillThread:
         self._tasks = OwnedTasks(name)
         self._lock = threading.Lock()
         self._live: dict[str, _HandOver] = {}
-        self._refusing: dict[str, asyncio.Task[None]] = {}
+        self._refusing: dict[tuple[str, PromptDigest], asyncio.Task[None]] = {}
         # Not a SimpleQueue, whose timed get may miss its deadline between two clock reads and then waits for ever.
         self._ended: list[HandedOver] = []
         self._has_ended = threading.Condition(self._lock)
@@ -148,18 +150,25 @@ class PrefillThread:
         """The address that decode workers connect to, "host:port"."""
         return self._peer.address
 
-    def open(self, request_id: str, *, prompt_tokens: int) -> None:
-        """Begin the hand-over of a prompt: the peer waits for decode's promise. Never waits.
+    def open(self, request_id: str, prompt: PromptDigest, *, room: str | None = None) -> None:
+        """Begin the hand-over of a prompt (`tidekv.prompt_digest`): the peer waits for decode's promise. Never waits.
 
-        Raises InvalidRequest for an id whose hand-over has not ended.
+        `request_id` is the name in all other calls and in the outcome. `room` is the id of decode's request, if that is
+        another one: ids of several decode workers may be equal, and each gets the pages of its own prompt.
+        Raises InvalidRequest for a request id whose hand-over has not ended.
         """
         checked(request_id, Text, "request_id")
-        checked(prompt_tokens, PositiveCount, "prompt_tokens")
-        handed = _HandOver(request_id, prompt_tokens)
+        checked(prompt, PromptDigest, "prompt")
+        room_id = request_id if room is None else checked(room, Text, "room")
+        handed = _HandOver(request_id, room_id, prompt)
         loop = self._started()
         with self._lock:
-            if request_id in self._live:
-                raise InvalidRequest(f"request {request_id!r} is being handed over already; wait for its end")
+            if (live := self._live.get(request_id)) is not None:
+                other = "" if live.prompt == prompt else ", for another prompt"
+                raise InvalidRequest(
+                    f"request {request_id!r} is being handed over already{other}: wait for its end, or give this one a"
+                    " name of its own, and the id that decode has as `room`"
+                )
             self._live[request_id] = handed
         try:
             loop.post(lambda: self._tasks.spawn(self._serve(handed), name=f"hand-over of {request_id}"))
@@ -179,11 +188,14 @@ class PrefillThread:
         self._change(request_id, lambda handed: handed.chunks.append(chunk))
 
     def finish(self, request_id: str, *, first_token: int) -> None:
-        """All pages of the prompt were handed over. Never waits. Does nothing if the hand-over has ended."""
-        checked(first_token, Count, "first_token")
+        """All pages of the prompt were handed over. Never waits. Does nothing if the hand-over has ended.
+
+        Raises InvalidRequest for a first token that is not in the peer's vocabulary.
+        """
+        token = checked_first_token(first_token, self._peer.vocabulary)
 
         def change(handed: _HandOver) -> None:
-            handed.first_token = first_token
+            handed.first_token = token
 
         self._change(request_id, change)
 
@@ -280,52 +292,55 @@ class PrefillThread:
 
     async def _serve(self, handed: _HandOver) -> None:
         """Serve rooms of one request until decode has its pages, or no further room is to be expected."""
-        if (refusing := self._refusing.get(handed.request_id)) is not None:
+        if (refusing := self._refusing.get((handed.room_id, handed.prompt))) is not None:
             refusing.cancel()
             await asyncio.wait([refusing])
         outcome: RoomOutcome | None = None
-        cause = "the worker was closed"
+        cause, end = "", "the worker was closed"
         try:
             while not handed.stopped:
                 room = await self._room(handed)
                 if room is None:
-                    cause = handed.stopped or f"decode did not ask for it within {self._promise_timeout_s:g} s"
+                    end = f"decode did not ask for it within {self._promise_timeout_s:g} s"
                     break
                 outcome = await self._send(room, handed)
-                cause = handed.stopped or room.cause or ""
+                cause = room.cause or ""
                 if outcome in FINAL and not (outcome is RoomOutcome.ABORTED and room.lost_link):
+                    end = ""
                     break
         except TransferFailed as error:
-            cause = str(error)  # Decode declined the room.
+            end = str(error)  # Decode declined the room.
         except EngineClosed:
             pass  # The peer is being closed, which the cause reports.
         finally:
+            # Why the last room failed is what helps; that no other one came, or a stop, follows from it.
+            cause = "; then ".join(filter(None, (cause, handed.stopped or end)))
             self._forget(handed)
             with self._has_ended:
                 self._ended.append(HandedOver(handed.request_id, outcome, cause))
                 self._has_ended.notify()
-        if outcome not in FINAL and handed.request_id not in self._refusing:
-            refusing = self._tasks.spawn(self._refuse(handed.request_id, cause), name=f"end of {handed.request_id}")
-            self._refusing[handed.request_id] = refusing
+        key = (handed.room_id, handed.prompt)
+        if outcome not in FINAL and key not in self._refusing:
+            self._refusing[key] = self._tasks.spawn(self._refuse(key, cause), name=f"end of {handed.request_id}")
 
-    async def _refuse(self, request_id: str, cause: str) -> None:
+    async def _refuse(self, key: tuple[str, PromptDigest], cause: str) -> None:
         """Refuse the rooms of a hand-over that ended unsent, so that decode computes at once and does not wait."""
         try:
             async with asyncio.timeout(self._promise_timeout_s):
                 while True:
                     with suppress(TransferFailed):
-                        room = await self._peer.room(request_id)
+                        room = await self._peer.room(*key)
                         room.fail(PrefillCause.FAILED.words(cause))
         except (TimeoutError, EngineClosed):
             pass
         finally:
-            self._refusing.pop(request_id, None)
+            self._refusing.pop(key, None)
 
     async def _room(self, handed: _HandOver) -> Room | None:
         """Wait for decode's promise. None if the time is up, or the worker stopped the hand-over."""
         try:
             async with asyncio.timeout(self._promise_timeout_s) as handed.waiting:
-                return await self._peer.room(handed.request_id)
+                return await self._peer.room(handed.room_id, handed.prompt)
         except TimeoutError:
             return None
         finally:
@@ -335,13 +350,6 @@ class PrefillThread:
         """Send what was handed over and what comes; returns when nothing reads the pages for this room any more."""
         handed.room = room
         try:
-            if room.prompt_tokens != handed.prompt_tokens:
-                room.fail(
-                    PrefillCause.FAILED.words(
-                        f"decode promised room for {room.prompt_tokens} tokens, but the prompt has"
-                        f" {handed.prompt_tokens} here: both must get the same prompt"
-                    )
-                )
             sending = self._tasks.spawn(self._forward(room, handed), name=f"room of {handed.request_id}")
             try:
                 return await room.received()

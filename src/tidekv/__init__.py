@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from tidekv.engine.journal import Replayer
     from tidekv.engine.prefill.prefill_peer import PrefillPeer, PrefillPool
     from tidekv.engine.prefill.prompt_store import PromptStoreSettings
+    from tidekv.engine.prompts import PromptDigest, prompt_digest
     from tidekv.engine.ranks.group import RankGroup
     from tidekv.engine.thread.engine_thread import (
         EngineThread,
@@ -140,6 +141,7 @@ __all__ = [
     "PrefillPeer",
     "PrefillPool",
     "PrefillThread",
+    "PromptDigest",
     "PromptStoreSettings",
     "ProtocolError",
     "RankBroken",
@@ -176,6 +178,7 @@ __all__ = [
     "WindowPages",
     "__version__",
     "open_storage",
+    "prompt_digest",
     "trace_requests",
 ]
 
@@ -210,6 +213,7 @@ _LATER = {
     "PeerOptions": "tidekv.engine.config.engine_config",
     "PrefillPeer": "tidekv.engine.prefill.prefill_peer",
     "PrefillPool": "tidekv.engine.prefill.prefill_peer",
+    "PromptDigest": "tidekv.engine.prompts",
     "PromptStoreSettings": "tidekv.engine.prefill.prompt_store",
     "PrefillThread": "tidekv.engine.thread.prefill_thread",
     "RankGroup": "tidekv.engine.ranks.group",
@@ -236,6 +240,7 @@ _LATER = {
     "Transport": "tidekv.transports.base",
     "WindowPages": "tidekv.engine.decode.component_pages",
     "open_storage": "tidekv.backends.storage.uri",
+    "prompt_digest": "tidekv.engine.prompts",
     "trace_requests": "tidekv.engine.trace.spans",
 }
 

@@ -17,6 +17,7 @@ class RankPromise(msgspec.Struct, frozen=True):
     ranks: int
     prompt_tokens: int
     promised_tokens: int
+    prompt_digest: bytes = b""
     key_seed: bytes | None = None
     component_pages: tuple[tuple[str, int], ...] | None = None
     """By component, the position from which its pages are requested. None: the rank has no components."""
@@ -50,6 +51,7 @@ def difference(one: RankPromise, other: RankPromise) -> str:
     for names, template in (
         (("ranks",), "{0} counts {1} ranks in the instance"),
         (("promised_tokens", "prompt_tokens"), "{0} promised {1} of {2} tokens"),
+        (("prompt_digest",), "{0} has a prompt with the digest {1}"),
         (("key_seed",), "{0} has the key seed {1!r} for the prompt"),
         (("component_pages",), "{0} requests component pages from positions {1} on"),
     ):

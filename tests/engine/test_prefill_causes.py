@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tidekv import DecodeRequest, DevicePool, LoopbackTransport, PrefillCause, PrefillPeer, RequestFailed
+from tidekv import DecodeRequest, DevicePool, LoopbackTransport, PrefillCause, PrefillPeer, RequestFailed, prompt_digest
 from tidekv.transports.base import Link
 from tidekv.transports.control import wire
 
@@ -60,7 +60,7 @@ async def test_a_prefill_that_closes(make_pair) -> None:
         peer = PrefillPeer(device=pool, transport=transport, listen="closing")
         async with peer:
             restoring = asyncio.create_task(failure(pair, "closing"))
-            await peer.room("r1")
+            await peer.room("r1", prompt_digest(PROMPT))
         assert (await restoring).cause == PrefillCause.CLOSING
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.prompts import DIGEST, PROMPT
 from tests.support.waits import LIMIT_S
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prefill.prefill_peer import PrefillPeer, Room
@@ -77,7 +78,14 @@ class Decode:
 
     def promise(self, address: str, request_id: str = "r1", *, page: int = 3, tokens: bytes | None = None) -> None:
         self.receiver.promise(
-            address, request_id, 0, prompt_tokens=8, promised_tokens=4, pages=page_ids([page]), tokens=tokens
+            address,
+            request_id,
+            0,
+            prompt_tokens=8,
+            promised_tokens=4,
+            pages=page_ids([page]),
+            prompt_digest=DIGEST,
+            tokens=tokens,
         )
 
 
@@ -93,7 +101,7 @@ def peer(network: LoopbackNetwork, **settings: object) -> PrefillPeer:
 
 async def test_a_prompt_is_handed_over(network: LoopbackNetwork) -> None:
     async with peer(network) as prefill, Decode(network) as decode:
-        asked = asyncio.create_task(prefill.room("r1"))
+        asked = asyncio.create_task(prefill.room("r1", PROMPT))
         decode.promise(prefill.address)
         room = await asked
         assert (room.request_id, room.generation, room.decode_prefix_len) == ("r1", 0, 4)
@@ -151,7 +159,7 @@ async def test_leaving_the_block_fails_open_rooms_and_stops_on_room(network: Loo
     async with Decode(network) as decode:
         async with peer(network, on_room=forever) as prefill:
             decode.promise(prefill.address)
-            room = await prefill.room("r1")
+            room = await prefill.room("r1", PROMPT)
             await started.wait()
         assert stopped.is_set()
         assert await room.received() == "closed"
@@ -159,7 +167,7 @@ async def test_leaving_the_block_fails_open_rooms_and_stops_on_room(network: Loo
         await decode.wait(events.WriterLost)
         await decode.wait(events.WriterDead)
     with pytest.raises(EngineClosed):
-        await prefill.room("r1")
+        await prefill.room("r1", PROMPT)
 
 
 async def test_another_model_is_refused_by_name(network: LoopbackNetwork) -> None:
@@ -225,6 +233,7 @@ async def test_leaving_the_block_ends_though_a_decode_worker_hangs(network: Loop
 
     async def serve(room: Room) -> None:
         try:
+            room.confirm(room.prompt)
             await room.send([7, 8], start_token=0)
             await asyncio.Event().wait()
         finally:
@@ -260,6 +269,7 @@ async def test_metrics_of_prefill_count_what_was_sent_withdrawn_and_aborted(netw
     async def serve(room: Room) -> None:
         if room.request_id == "raises":
             raise MemoryError("no page left")
+        await room.received()
 
     fields = {"on_room": serve, "metrics_listen": "127.0.0.1:0", "clock": lambda: now_s, "lease_s": 5.0}
     async with peer(network, **fields) as prefill, Decode(network) as decode:
@@ -267,7 +277,7 @@ async def test_metrics_of_prefill_count_what_was_sent_withdrawn_and_aborted(netw
         rooms = {}
         for page, request_id in enumerate(("sent", "aborted", "sent and late", "late", "raises")):
             decode.promise(prefill.address, request_id, page=page)
-            rooms[request_id] = await prefill.room(request_id) if request_id != "raises" else None
+            rooms[request_id] = await prefill.room(request_id, PROMPT) if request_id != "raises" else None
         for request_id in ("sent", "sent and late"):
             await rooms[request_id].send([7, 8], start_token=0)
             await rooms[request_id].finish(first_token=1)

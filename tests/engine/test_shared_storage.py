@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tidekv import DevicePool, HostPool, InvalidConfig, InvalidRequest, KVLayout, PrefillPeer, open_storage
+from tidekv import (
+    DevicePool,
+    HostPool,
+    InvalidConfig,
+    InvalidRequest,
+    KVLayout,
+    PrefillPeer,
+    open_storage,
+    prompt_digest,
+)
 from tidekv.backends.keys.chain import pack_tokens, page_digests
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.prefill.prefill_peer import PromptStoreSettings
@@ -97,7 +106,7 @@ async def test_tokens_of_the_embedder_name_the_pages_where_the_promise_brings_no
             request = pair.request(name, PROMPT)
             object.__setattr__(request, "send_prompt", False)
             restoring = asyncio.create_task(pair.engine.restore(request))
-            room = await pair.peer.room(name)
+            room = await pair.peer.room(name, prompt_digest(PROMPT))
             assert room.tokens is None
             await room.send(range(6), start_token=0)
             with pytest.raises(InvalidRequest, match="22 tokens"):

@@ -336,7 +336,7 @@ def test_after_the_end_of_the_first_restore_an_equal_prompt_goes_on_by_itself(st
     params, other, third = (prefilled(prefill, name) for name in ("p", "q", "r"))
     if end == "fails":
         # Prefill does not have it any more.
-        prefill.worker._worker._prefills[0]._thread.stop(params["room"], "a test")
+        prefill.worker._worker._prefills[0]._thread.stop("p", "a test")
         prefill.step_until(lambda: prefill.freed)
     decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
     assert decode.add(request_of("e", PROMPT, other), OTHERS) is None
@@ -555,7 +555,7 @@ def test_a_prompt_of_which_one_part_is_lost_or_aborted_is_reported_once(
     prefill, decode = unequal(start, of_prefill, of_decode)
     params, other = prefilled(prefill, "p"), prefilled(prefill, "q")
     last = prefill.workers[-1]._worker._prefills[-1]
-    last._thread.stop(params["room"], "a test")
+    last._thread.stop("p", "a test")
     decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
     decode.step_until(lambda: decode.loaded)
     for _ in range(10):

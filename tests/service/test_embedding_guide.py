@@ -197,6 +197,7 @@ async def test_the_tails_that_are_asked_for_are_sent(guide: dict[str, Any]) -> N
     sent, ours, theirs = [], guide["components"](), guide["components"]()
 
     async def serve(room: Any) -> None:
+        room.confirm(room.prompt)
         await room.send(range(9), start_token=0)
         sent.append({name: (asked.first, asked.page_count) for name, asked in room.component_pages.items()})
         await guide["send_components"](room, {at: 100 + at for at in range(2, 9)}, 7)
@@ -227,6 +228,7 @@ async def test_snapshots_are_taken_in_spare_records_and_left(
     prompt = list(range(9 * 16))
 
     async def serve(room: Any) -> None:
+        room.confirm(room.prompt)
         await room.send(range(9), start_token=0)
         await guide["send_components"](room, {}, 7)
         await room.finish(first_token=1)
@@ -327,8 +329,8 @@ def test_the_snippet_of_a_prefill_thread_works(guide: dict[str, Any]) -> None:
     ):
         decode.submit(DecodeRequest(request_id="r", tokens=prompt, prefill=prefill.address))
         step = guide["prefill_step"]
-        step(prefill, "r", len(prompt), pages[:2], start_token=0, end_token=32)
-        freed = step(prefill, "r", len(prompt), pages[2:], start_token=32, end_token=40)
+        step(prefill, "r", prompt, pages[:2], start_token=0, end_token=32)
+        freed = step(prefill, "r", prompt, pages[2:], start_token=32, end_token=40)
         (restored,) = decode.poll(LIMIT_S)
         assert isinstance(restored, Restored)
         assert torch.equal(target.read_pages(restored.ready.pages[:2]), source.read_pages(pages[:2]))

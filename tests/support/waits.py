@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,3 +28,10 @@ async def expected(what: str, *, limit_s: float = LIMIT_S) -> AsyncIterator[None
         if not limit.expired():
             raise
         raise AssertionError(f"{what} did not happen within {limit_s:g} s") from None
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop run until the condition is true, for what has no wake-up, such as a count."""
+    async with expected("a condition"):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)

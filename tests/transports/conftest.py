@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.prompts import DIGEST, PROMPT, PromptDigest
 from tests.support.waits import LIMIT_S
 from tidekv.states import events
 from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity, PoolMemory, Segment, page_ids
@@ -153,7 +154,7 @@ class Decode:
             prompt_tokens=tokens,
             promised_tokens=promised,
             pages=page_ids(pages),
-            **more,
+            **{"prompt_digest": DIGEST, "tokens": more.pop("packed", None)} | more,
         )
 
 
@@ -193,13 +194,21 @@ class Prefill:
     def address(self) -> str:
         return self.sender.address
 
-    async def room(self, request_id: str) -> Room:
+    async def room(self, request_id: str, prompt: PromptDigest = PROMPT) -> Room:
         async with asyncio.timeout(LIMIT_S):
-            return await self.sender.room(request_id)
+            return await self.sender.room(request_id, prompt)
 
-    async def serve(self, request_id: str, pages: Iterable[int], *, chunk: int = 3, first_token: int = 11) -> Room:
+    async def serve(
+        self,
+        request_id: str,
+        pages: Iterable[int],
+        *,
+        chunk: int = 3,
+        first_token: int = 11,
+        prompt: PromptDigest = PROMPT,
+    ) -> Room:
         """What a prefill loop does: chunk by chunk, then finish."""
-        room = await self.room(request_id)
+        room = await self.room(request_id, prompt)
         ids = list(pages)
         for first in range(0, len(ids), chunk):
             await room.send(ids[first : first + chunk], start_token=first * PAGE_SIZE)
@@ -252,6 +261,7 @@ class Dialler:
             prompt_tokens=tokens,
             decode_prefix_len=promised,
             pages=wire.pack_pages(self.world.page_ids(pages)),
+            prompt_digest=DIGEST,
         )
 
     def extend(self, room: wire.Room, span: int, first: int, pages=(5,)) -> wire.Extend:

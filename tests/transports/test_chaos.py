@@ -12,6 +12,7 @@ import random
 
 import pytest
 
+from tests.support.prompts import DIGEST
 from tests.support.waits import LIMIT_S
 from tidekv.states import events
 from tidekv.states.components.specs import ComponentPages
@@ -112,6 +113,7 @@ class Chaos:
             prompt_tokens=PAGES * self.world.PAGE_SIZE,
             promised_tokens=promised * self.world.PAGE_SIZE,
             pages=page_ids(asked.pages[promised:]),
+            prompt_digest=DIGEST,
             component_pages=self.component_pages_of(asked),
         )
 
@@ -235,4 +237,4 @@ async def test_every_room_ends_and_no_settled_page_is_written(world, seed: int, 
     assert chaos.prefill.sender.statistics()["writes_in_flight"] == 0
     assert chaos.prefill.sender.statistics()["peers"] == 0
     with pytest.raises(EngineClosed):
-        await chaos.prefill.sender.room("0")
+        await chaos.prefill.room("0")

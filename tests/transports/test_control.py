@@ -11,6 +11,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -31,6 +32,7 @@ from tidekv.transports.control import connection as control
 from tidekv.transports.control.connection import ControlOptions
 
 ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=0)
+ONE_TOKEN: Any = {"room": ROOM, "prompt_digest": bytes(32), "prompt_tokens": 1, "decode_prefix_len": 0}
 CERTIFICATE = Path(__file__).parent / "localhost.pem"
 
 
@@ -154,10 +156,16 @@ async def test_what_is_said_in_a_turn_is_written_at_once_and_before_a_close(
 
 async def test_a_frame_of_nearly_the_limit_passes_and_one_above_is_not_sent(ends: Ends) -> None:
     ours, theirs = await ends.pair()
-    big = wire.Promise(room=ROOM, prompt_tokens=1, decode_prefix_len=0, pages=bytes(wire.FRAME_BYTES_MAX - 100))
+    big = wire.Promise(
+        room=ROOM,
+        prompt_digest=bytes(32),
+        prompt_tokens=1,
+        decode_prefix_len=0,
+        pages=bytes(wire.FRAME_BYTES_MAX - 100),
+    )
     ours.send(big)
     assert await theirs.receive() == big
-    over = wire.Promise(room=ROOM, prompt_tokens=1, decode_prefix_len=0, pages=bytes(wire.FRAME_BYTES_MAX))
+    over = wire.Promise(**ONE_TOKEN, pages=bytes(wire.FRAME_BYTES_MAX))
     with pytest.raises(Exception, match="at most"):
         ours.send(over)
     ours.send(wire.Ping(sent_at=1.0))
@@ -333,7 +341,7 @@ async def test_a_malformed_frame_closes_the_link_and_says_why(ends: Ends, raw: b
 
 async def test_a_peer_that_does_not_read_is_dropped_and_memory_is_bounded(ends: Ends) -> None:
     ours, _ = await ends.pair(outgoing_bytes_max=4 * 1024 * 1024)
-    message = wire.Promise(room=ROOM, prompt_tokens=1, decode_prefix_len=0, pages=bytes(256 * 1024))
+    message = wire.Promise(**ONE_TOKEN, pages=bytes(256 * 1024))
     with pytest.raises(LinkClosed, match="does not read"):
         for _ in range(1000):
             ours.send(message)

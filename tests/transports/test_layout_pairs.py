@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.support.parallel_instances import Group, Model, Place, RankPools, State
+from tests.support.prompts import DIGEST, PROMPT
 from tests.support.waits import LIMIT_S
 from tidekv.backends.checksums import ChecksumThread
 from tidekv.backends.component_pools import with_components
@@ -181,6 +182,7 @@ async def hand_over(
                 prompt_tokens=PROMPT_TOKENS,
                 promised_tokens=4,
                 pages=page_ids(THEIRS[1:]),
+                prompt_digest=DIGEST,
                 component_pages=[ComponentPages(name, at, page_ids(THEIRS[at:])) for name, at in tails.items()] or None,
             )
             if extend:
@@ -201,7 +203,7 @@ async def hand_over(
 
 
 async def _serve(rank: Rank, tails: list[str]) -> None:
-    room = await rank.end.room("r1")
+    room = await rank.end.room("r1", PROMPT)
     # What another context holds is not in this rank's pool: a page of it would be seen as wrong.
     held = room.held(range(len(OURS)))
     for name in ("full", *tails) if held else ():

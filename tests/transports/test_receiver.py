@@ -230,9 +230,7 @@ async def test_a_request_id_that_no_frame_holds_fails_its_room_only(world, name:
 async def test_a_promise_over_the_limit_of_a_frame_fails_its_room_only(world) -> None:
     decode, prefill = await world.decode(), await world.prefill()
     count = wire.FRAME_BYTES_MAX // 4
-    decode.receiver.promise(
-        prefill.address, "r1", 0, prompt_tokens=count, promised_tokens=count, pages=page_ids(), tokens=bytes(4 * count)
-    )
+    decode.promise(prefill.address, "r1", tokens=count, promised=count, pages=[], packed=bytes(4 * count))
     decode.promise(prefill.address, "r2", tokens=4, promised=0, pages=[2])
     failed = await decode.wait(events.RoomFailed)
     assert (failed.request_id, failed.settled) == ("r1", True)

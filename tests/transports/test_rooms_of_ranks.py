@@ -68,14 +68,16 @@ def make_ranks(world):
 async def test_a_room_opens_when_every_rank_has_promised_it(make_ranks) -> None:
     ranks = await make_ranks(2, 2)
     ranks.decodes[0].promise(ranks.address, "r1", tokens=8, promised=4, pages=[10])
-    opening = [asyncio.ensure_future(prefill.sender.room("r1")) for prefill in ranks.prefills]
+    opening = [asyncio.ensure_future(prefill.room("r1")) for prefill in ranks.prefills]
     await ranks.decodes[0].wait(events.PromiseSent)
     await pending_room(ranks.prefills, 1)
     assert not any(room.done() for room in opening)
     ranks.decodes[1].promise(ranks.address, "r1", tokens=8, promised=4, pages=[10])
     rooms = await asyncio.gather(*opening)
     assert [room.decode_prefix_len for room in rooms] == [4, 4]
-    await ranks.serve("r1")
+    for room in rooms:
+        await room.send(range(2), start_token=0)
+        await room.finish(first_token=11)
     await ranks.delivered(events.AuxLanded)
     await ranks.delivered(events.ChunkLanded, last=True)
     for decode in ranks.decodes:
@@ -325,7 +327,18 @@ async def test_a_promise_on_the_link_of_another_rank_breaks_its_room(decode, wor
     prefill = await world.prefill()
     link = await decode.dial(prefill.address)
     key = decode.room()
-    link.send(wire.Promise(room=key, prompt_tokens=8, decode_prefix_len=8, pages=b"", rank=1, ranks=2, group="g"))
+    link.send(
+        wire.Promise(
+            prompt_digest=decode.promise(decode.room()).prompt_digest,
+            room=key,
+            prompt_tokens=8,
+            decode_prefix_len=8,
+            pages=b"",
+            rank=1,
+            ranks=2,
+            group="g",
+        )
+    )
     failed = await decode.receive(link)
     assert isinstance(failed, wire.Failed)
     assert "rank 1 of 2 promises on the link of another" in failed.cause
@@ -335,7 +348,15 @@ async def test_a_promise_on_the_link_of_another_rank_breaks_its_room(decode, wor
 async def test_who_expects_pages_of_a_rank_without_its_heads_is_told_so(decode, world) -> None:
     prefill = await world.prefill()
     link = await decode.dial(prefill.address)
-    link.send(wire.Promise(room=decode.room(), prompt_tokens=8, decode_prefix_len=8, pages=None))
+    link.send(
+        wire.Promise(
+            prompt_digest=decode.promise(decode.room()).prompt_digest,
+            room=decode.room(),
+            prompt_tokens=8,
+            decode_prefix_len=8,
+            pages=None,
+        )
+    )
     failed = await decode.receive(link)
     assert isinstance(failed, wire.Failed)
     assert "expects nothing of prefill's rank 0, which holds some of its heads" in failed.cause

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import tracemalloc
 from array import array
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,19 +17,35 @@ from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity, Pool
 from tidekv.transports.control import wire
 from tidekv.transports.control.aux_values import encode_aux
 
+DIGEST = bytes(range(32))
 ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=3)
+
+
+def promise(**fields: Any) -> wire.Promise:
+    return wire.Promise(**({"room": ROOM, "prompt_digest": DIGEST} | fields))
+
+
+PROMPT = " c420" + DIGEST.hex() + " "
 GOLDEN = {
     "promise": (
-        wire.Promise(room=ROOM, prompt_tokens=2, decode_prefix_len=0, pages=b"\x07\0\0\0", tokens=None),
-        "a770726f6d697365 94a164a165a17203 02 00 c40407000000 c0 c0 c0 00 01 a0",
+        wire.Promise(
+            prompt_digest=DIGEST, room=ROOM, prompt_tokens=2, decode_prefix_len=0, pages=b"\x07\0\0\0", tokens=None
+        ),
+        "a770726f6d697365 94a164a165a17203 02 00 c40407000000" + PROMPT + "c0 c0 c0 00 01 a0",
     ),
     "promise of a rank": (
-        wire.Promise(room=ROOM, prompt_tokens=2, decode_prefix_len=0, pages=None, rank=1, ranks=2, group="g"),
-        "a770726f6d697365 94a164a165a17203 02 00 c0 c0 c0 c0 01 02 a167",
+        promise(
+            prompt_tokens=2,
+            decode_prefix_len=0,
+            pages=None,
+            rank=1,
+            ranks=2,
+            group="g",
+        ),
+        "a770726f6d697365 94a164a165a17203 02 00 c0" + PROMPT + "c0 c0 c0 01 02 a167",
     ),
     "promise of components": (
-        wire.Promise(
-            room=ROOM,
+        promise(
             prompt_tokens=2,
             decode_prefix_len=0,
             pages=b"\x07\0\0\0",
@@ -37,11 +54,12 @@ GOLDEN = {
                 wire.ComponentRequest(component="w", first=1, pages=b""),
             ),
         ),
-        "a770726f6d697365 94a164a165a17203 02 00 c40407000000 c0 9293a17300c4040100000093a17701c400 c0 00 01 a0",
+        "a770726f6d697365 94a164a165a17203 02 00 c40407000000"
+        + PROMPT
+        + "c0 9293a17300c4040100000093a17701c400 c0 00 01 a0",
     ),
     "promise that only compares components": (
-        wire.Promise(
-            room=ROOM,
+        promise(
             prompt_tokens=2,
             decode_prefix_len=0,
             pages=None,
@@ -50,11 +68,13 @@ GOLDEN = {
             ranks=2,
             group="g",
         ),
-        "a770726f6d697365 94a164a165a17203 02 00 c0 c0 9193a17300c0 c0 01 02 a167",
+        "a770726f6d697365 94a164a165a17203 02 00 c0" + PROMPT + "c0 9193a17300c0 c0 01 02 a167",
     ),
     "promise of no component": (
-        wire.Promise(room=ROOM, prompt_tokens=2, decode_prefix_len=0, pages=b"", component_pages=()),
-        "a770726f6d697365 94a164a165a17203 02 00 c400 c0 90 c0 00 01 a0",
+        wire.Promise(
+            prompt_digest=DIGEST, room=ROOM, prompt_tokens=2, decode_prefix_len=0, pages=b"", component_pages=()
+        ),
+        "a770726f6d697365 94a164a165a17203 02 00 c400" + PROMPT + "c0 90 c0 00 01 a0",
     ),
     "extend": (
         wire.Extend(room=ROOM, span=1, first=2, pages=b""),
@@ -76,7 +96,10 @@ GOLDEN = {
     "failed": (wire.Failed(room=ROOM, cause="no"), "a66661696c6564 94a164a165a17203 a26e6f"),
     "abort": (wire.Abort(room=ROOM), "a561626f7274 94a164a165a17203"),
     "drained": (wire.Drained(room=ROOM, rank=1), "a7647261696e6564 94a164a165a17203 01"),
-    "declined": (wire.Declined(room=ROOM), "a86465636c696e6564 94a164a165a17203"),
+    "declined": (
+        wire.Declined(room=ROOM, prompt_digest=DIGEST),
+        "a86465636c696e6564 94a164a165a17203 c420" + DIGEST.hex(),
+    ),
     "received": (wire.Received(room=ROOM), "a87265636569766564 94a164a165a17203"),
     "ping": (wire.Ping(sent_at=1.0), "a470696e67 cb3ff0000000000000 90"),
     "ping with rooms": (
@@ -190,8 +213,7 @@ def test_a_hello_of_components_that_do_not_go_together_is_refused(components: tu
 @pytest.mark.parametrize(("pages", "component"), [(b"", None), (None, b"")])
 def test_a_promise_gives_pages_of_everything_or_of_nothing(pages: bytes | None, component: bytes | None) -> None:
     with pytest.raises(ValueError, match="or for neither"):
-        wire.Promise(
-            room=ROOM,
+        promise(
             prompt_tokens=2,
             decode_prefix_len=0,
             pages=pages,
@@ -210,6 +232,7 @@ VALUES = st.recursive(
 )
 PROMISES = st.builds(
     lambda room, tokens, prefix, pages, packed, component_pages: wire.Promise(
+        prompt_digest=DIGEST,
         room=room,
         prompt_tokens=tokens,
         decode_prefix_len=prefix,
@@ -242,7 +265,7 @@ MESSAGES = st.one_of(
     st.builds(wire.Failed, room=ROOMS, cause=st.text(max_size=50)),
     st.builds(wire.Abort, room=ROOMS),
     st.builds(wire.Drained, room=ROOMS, rank=COUNTS),
-    st.builds(wire.Declined, room=ROOMS),
+    st.builds(wire.Declined, room=ROOMS, prompt_digest=st.binary(min_size=32, max_size=32)),
     st.builds(wire.Received, room=ROOMS),
     st.builds(wire.Ping, sent_at=st.floats(0, 1e12)),
     st.just(HELLO),
@@ -367,10 +390,19 @@ def test_announced_sizes_set_nothing_aside(raw: bytes) -> None:
         ({"room": ["d", "e", "r"]}, "length"),
         ({"room": ["d", "e", "r", 1, 1]}, "length"),
         ({"room": ["d", "e", "", 1]}, "length"),
+        ({"prompt_digest": DIGEST[1:]}, "length"),
+        ({"prompt_digest": b""}, "length"),
     ],
 )
 def test_a_wrong_field_is_refused_in_words(change: dict[str, object], what: str) -> None:
-    fields = {"room": ["d", "e", "r", 1], "prompt_tokens": 2, "decode_prefix_len": 0, "pages": b"", "tokens": None}
+    fields = {
+        "room": ["d", "e", "r", 1],
+        "prompt_tokens": 2,
+        "decode_prefix_len": 0,
+        "pages": b"",
+        "prompt_digest": DIGEST,
+        "tokens": None,
+    }
     good = ["promise", *fields.values(), None]
     assert isinstance(wire.decode_body(msgspec.msgpack.encode(good)), wire.Promise)
     with pytest.raises(RemoteProtocolError, match=what):
@@ -381,24 +413,23 @@ def test_a_wrong_field_is_refused_in_words(change: dict[str, object], what: str)
 
 @pytest.mark.parametrize("place", [(1, 1), (2, 1), (0, 0)])
 def test_a_rank_beyond_its_ranks_is_refused(place: tuple[int, int]) -> None:
-    promise = ["promise", ["d", "e", "r", 1], 2, 0, b"", None, None, None, *place, "g"]
+    promise = ["promise", ["d", "e", "r", 1], 2, 0, b"", DIGEST, None, None, None, *place, "g"]
     with pytest.raises(RemoteProtocolError):
         wire.decode_body(msgspec.msgpack.encode(promise))
 
 
 def test_absent_and_empty_pages_are_different() -> None:
     found = [
-        wire.decode_body(body(wire.Promise(room=ROOM, prompt_tokens=1, decode_prefix_len=1, pages=pages)))
-        for pages in (None, b"")
+        wire.decode_body(body(promise(prompt_tokens=1, decode_prefix_len=1, pages=pages))) for pages in (None, b"")
     ]
     assert [promise.pages for promise in found] == [None, b""]  # type: ignore[union-attr]  # Promises.
 
 
 def test_absent_and_empty_tokens_are_different() -> None:
-    absent = wire.Promise(room=ROOM, prompt_tokens=1, decode_prefix_len=0, pages=b"", tokens=None)
+    absent = promise(prompt_tokens=1, decode_prefix_len=0, pages=b"", tokens=None)
     assert wire.decode_body(body(absent)).tokens is None  # type: ignore[union-attr]  # A Promise.
     with pytest.raises(ValueError, match="4 bytes each"):
-        wire.Promise(room=ROOM, prompt_tokens=1, decode_prefix_len=0, pages=b"", tokens=b"")
+        promise(prompt_tokens=1, decode_prefix_len=0, pages=b"", tokens=b"")
 
 
 @pytest.mark.parametrize("prefix", [b"\0\0\0\0", b"\x01\0\x80\0", b"\xff\xff\xff\xff", b"\x01\0"])

@@ -17,11 +17,12 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
+from tidekv.states.handover.prompt_digest import DIGEST_BYTES
 from tidekv.states.types import Identity, PageIds, PoolMemory
 from tidekv.transports.control import frames
 from tidekv.transports.control.aux_values import AUX_BYTES_MAX
 
-VERSION = 10
+VERSION = 11
 FRAME_BYTES_MAX = 8 * 1024 * 1024
 HELLO_BYTES_MAX = 1024 * 1024
 """Maximum size of a frame before the Hello is accepted: a Hello of 10,000 registered regions fits."""
@@ -39,6 +40,8 @@ ROOMS_NAMED_MAX = 2048
 """Maximum number of rooms in one Ping: with the longest ids they fill half a frame."""
 CHECKSUM_BYTES = 16
 """Bytes of one page's checksum in a message: XXH3-128 over the bytes of the page that the sender writes."""
+PromptBytes = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+TOKEN_MAX = 2**32 - 1
 Checksums = Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
 PackedPages = Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
 AuxBytes = Annotated[bytes, msgspec.Meta(max_length=AUX_BYTES_MAX)]
@@ -144,17 +147,20 @@ class Promise(Message, frozen=True, tag="promise"):
     """Decode holds `decode_prefix_len` tokens and requests the rest of the prompt into `pages`: this is span 0.
 
     Every rank of a decode instance promises the room to every prefill rank, with the name of their `group`; the room
-    opens once all have promised the same. `pages` is None if this prefill rank writes nothing to that decode rank and
-    only compares; empty, it is a full hit. `component_pages` names every component once, with the pages requested of
-    it, which must be in place before the last chunk of span 0. None: the worker has no components. `tokens` is None if
-    prefill has the prompt from elsewhere; empty bytes are invalid. `key_seed` starts the storage keys of the prompt's
-    pages: empty, or the 32 bytes of its namespace; None: the prompt must not be stored.
+    opens once all have promised the same. `prompt_digest` is that of the prompt in its namespace (see
+    `tidekv.states.handover.prompt_digest`): prefill sends pages of this very prompt or none. `pages` is None if this
+    prefill rank writes nothing to that decode rank and only compares; empty, it is a full hit. `component_pages` names
+    every component once, with the pages requested of it, which must be in place before the last chunk of span 0. None:
+    the worker has no components. `tokens` is None if prefill has the prompt from elsewhere; empty bytes are invalid.
+    `key_seed` starts the storage keys of the prompt's pages: empty, or the 32 bytes of its namespace; None: the prompt
+    must not be stored.
     """
 
     room: Room
     prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     decode_prefix_len: Count
     pages: PackedPages | None
+    prompt_digest: PromptBytes
     tokens: Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)] | None = None
     component_pages: tuple[ComponentRequest, ...] | None = None
     key_seed: Annotated[bytes, msgspec.Meta(max_length=32)] | None = None
@@ -267,7 +273,7 @@ class Aux(Message, frozen=True, tag="aux"):
 
     room: Room
     rank: Count
-    first_token: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**32 - 1)]
+    first_token: Annotated[int, msgspec.Meta(ge=0, le=TOKEN_MAX)]
     aux: AuxBytes = b"\x80"
     cached: Annotated[dict[Name, Count], msgspec.Meta(max_length=CACHE_SOURCES_MAX)] = {}
 
@@ -307,13 +313,14 @@ class Drained(Message, frozen=True, tag="drained"):
 
 
 class Declined(Message, frozen=True, tag="declined"):
-    """Decode will not promise a room for this request: prefill may free its pages. The generation has no meaning.
+    """Decode will not promise a room for this prompt: prefill may free its pages. The generation has no meaning.
 
     It may take the place of decode's Hello, since also a worker whose layout does not match must be able to decline.
     Prefill then closes the link, which confirms it.
     """
 
     room: Room
+    prompt_digest: PromptBytes
 
 
 class Received(Message, frozen=True, tag="received"):

@@ -105,13 +105,15 @@ class Receiver:
         component_memory: Mapping[str, PoolMemory] | None = None,
         hashing: base.Hashing | None = None,
         staging: Staging | None = None,
+        vocabulary: int = 0,
     ) -> None:
         """`memory`, and that of each component by its name, must be registered before the first promise. `lease_s`,
         `heartbeat_s` and `missed_s` are seconds: the lease of our rooms at prefill, the interval of pings, the silence
         after which a link is lost. `deliver_aux` is called with request id, generation, first token and aux, before the
         AuxLanded that belongs to it. With `hashing`, prefill must send the checksum of every page; pages are verified
         before an event reports them, and a damaged one fails its room. With `staging`, whose ring is registered, too,
-        prefill ranks that write slices of our heads send them through it. Raises InvalidConfig.
+        prefill ranks that write slices of our heads send them through it. A first token beyond `vocabulary`, the number
+        of ids (0: not known), fails its room. Raises InvalidConfig.
         """
         if not (0 < heartbeat_s <= missed_s <= lease_s <= wire.SECONDS_MAX and heartbeat_s < lease_s):
             raise InvalidConfig(
@@ -127,6 +129,7 @@ class Receiver:
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._beats_max = math.ceil(missed_s / heartbeat_s)
+        self._vocabulary = vocabulary
         self._rank = rank
         self._ranks = ranks
         place = {"rank": rank, "ranks": ranks, "kv_heads_total": kv_heads_total, "stages": stages}
@@ -179,6 +182,7 @@ class Receiver:
         prompt_tokens: int,
         promised_tokens: int,
         pages: PageIds,
+        prompt_digest: bytes,
         tokens: bytes | None = None,
         key_seed: bytes | None = None,
         component_pages: Iterable[ComponentPages] | None = None,
@@ -186,7 +190,8 @@ class Receiver:
     ) -> None:
         """Promise a room to the prefill at `address` → PromiseSent or RoomFailed.
 
-        `promised_tokens` is the length of the prefix that decode has; `pages` are the destinations of the rest, and
+        `prompt_digest` names the prompt: prefill sends pages of no other one. `promised_tokens` is the length of the
+        prefix that decode has; `pages` are the destinations of the rest, and
         `component_pages` those of components. `key_seed` starts the storage keys of the prompt's pages; None: prefill
         must not store them. If the prefill is not connected within `connect_s` seconds, this room fails; other
         rooms may wait longer for it. Raises LocalProtocolError for a room that is open already.
@@ -205,6 +210,7 @@ class Receiver:
             prompt_tokens=prompt_tokens,
             decode_prefix_len=promised_tokens,
             pages=wire.pack_pages(pages),
+            prompt_digest=prompt_digest,
             rank=self._rank,
             ranks=self._ranks,
             group=self._group(),
@@ -285,29 +291,30 @@ class Receiver:
             if not rooms:
                 del self._lost[writer]
 
-    def decline(self, address: str, request_id: str) -> None:
-        """Let the prefill at `address` free the pages of a request that is never promised. A failure is only counted
+    def decline(self, address: str, request_id: str, prompt_digest: bytes) -> None:
+        """Let the prefill at `address` free the pages of a prompt that is never promised. A failure is only counted
         and logged: prefill has a limit of its own.
         """
         name = self._transport.name
         epoch = self._transport.instance.removeprefix(f"{name}-")
         room = wire.Room(instance=name, epoch=epoch, request_id=request_id, generation=0)
+        declined = wire.Declined(room=room, prompt_digest=prompt_digest)
         for one in address.split(","):
             link = self._links.get(one)
             if link is not None and link.is_open:
-                link.send(wire.Declined(room=room))
+                link.send(declined)
             elif cause := self._refusal_to_dial([one]):
                 self._note_unsent(one, room, cause)
             else:
-                self._tasks.spawn(self._decline_alone(one, room), name=f"decline {request_id} at {one}")
+                self._tasks.spawn(self._decline_alone(one, declined), name=f"decline {request_id} at {one}")
 
-    async def _decline_alone(self, address: str, room: wire.Room) -> None:
+    async def _decline_alone(self, address: str, declined: wire.Declined) -> None:
         """Decline by a link of its own without a Hello, which prefill may refuse for its layout."""
         try:
             async with asyncio.timeout(self._beats_max * self._heartbeat_s):
                 link = await self._transport.dial(address)
                 try:
-                    link.send(wire.Declined(room=room))
+                    link.send(declined)
                     # Prefill's Hello, then its end of the link. If we ended it first, a reset could overtake our frame.
                     while True:
                         await link.receive()
@@ -317,7 +324,7 @@ class Receiver:
                 finally:
                     await link.close("declined")
         except (TimeoutError, TidekvError) as error:
-            self._note_unsent(address, room, str(error) or "prefill did not answer")
+            self._note_unsent(address, declined.room, str(error) or "prefill did not answer")
 
     def _note_unsent(self, address: str, room: wire.Room, cause: str) -> None:
         self.counts["declines_unsent"] += 1
@@ -607,6 +614,10 @@ class Receiver:
         is_first = rank_link.number == 0 and not rank_link.state.has_aux
         first_aux = message if isinstance(message, wire.Aux) and is_first else None
         try:
+            if isinstance(message, wire.Aux) and 0 < self._vocabulary <= message.first_token:
+                raise RemoteProtocolError(
+                    f"the first token is {message.first_token}, and the vocabulary has {self._vocabulary} tokens"
+                )
             # Before the event, which would otherwise report values that cannot be read.
             aux = {} if first_aux is None else decode_aux(first_aux.aux)
             event = event_of(rank_link, message, self._clock())

@@ -50,6 +50,7 @@ class PendingRoom:
                 ranks=promise.ranks,
                 prompt_tokens=promise.prompt_tokens,
                 promised_tokens=promise.decode_prefix_len,
+                prompt_digest=promise.prompt_digest,
                 key_seed=promise.key_seed,
                 component_pages=None
                 if promise.component_pages is None

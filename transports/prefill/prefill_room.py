@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from tidekv.states.errors import InvalidRequest, PrefillCause, ProtocolError
+from tidekv.states.errors import InvalidRequest, PrefillCause, ProtocolError, RemoteProtocolError, TransferFailed
+from tidekv.states.handover.prompt_digest import PromptDigest, digest_of
 from tidekv.states.handover.sender import ComponentRequest
 from tidekv.states.types import PageIds, PoolMemory, page_ids
+from tidekv.states.validation import checked_first_token
 from tidekv.transports import base
 from tidekv.transports.control import wire
 from tidekv.transports.control.aux_values import encode_aux
@@ -39,6 +41,9 @@ class Room:
 
     Send all pages of the prompt, in order, then the requested pages of each component (`component_pages`), then finish.
     The caller owns the pages, and must not change or free them until `received` returns.
+
+    A room takes pages of its own prompt only. If the promise brought the tokens (`tokens`), compute these. Otherwise
+    say which prompt was computed, by asking for the room (`PrefillPeer.room`) or by `confirm`, before the first page.
     """
 
     def __init__(
@@ -58,7 +63,12 @@ class Room:
         self.prompt_tokens = first.prompt_tokens
         self.decode_prefix_len = first.decode_prefix_len
         self.tokens = next((promise.tokens for _, promise in promises if promise.tokens is not None), None)
+        self.prompt = PromptDigest(first.prompt_tokens, first.prompt_digest)
+        """The prompt whose pages decode asks for."""
         self.key_seed = first.key_seed
+        self._is_confirmed = self.tokens is not None
+        if self.tokens is not None and not self._is_of_prompt(self.tokens):
+            raise RemoteProtocolError("decode's promise has tokens that are not those of its digest")
         self.outcome: RoomOutcome | None = None
         self.lost_link = False
         """Whether a link of it was lost: decode aborts such a room, and may open another one for the request."""
@@ -131,6 +141,20 @@ class Room:
         """Time at which the first lease of a decode rank that still needs the room expires."""
         return min((each.lease_until_s for each in self.room_writers if not each.is_received), default=math.inf)
 
+    def confirm(self, prompt: PromptDigest) -> None:
+        """Say which prompt was computed, before its first page is sent (`tidekv.prompt_digest`).
+
+        Raises TransferFailed for another prompt than that of the room, which fails by that.
+        """
+        if prompt != self.prompt:
+            words = (
+                f"prefill has computed another prompt under the name {self.request_id!r}: it has {prompt.prompt_tokens}"
+                f" tokens, and the one that decode asks for {self.prompt_tokens}, or their tokens or namespaces differ"
+            )
+            self.fail(PrefillCause.OTHER_PROMPT.words(words))
+            raise TransferFailed(words)
+        self._is_confirmed = True
+
     async def send(self, pages: Iterable[int] | PageIds, *, start_token: int, end_token: int | None = None) -> None:
         """Hand over computed pages: ids of our pool for the tokens from `start_token` on, a multiple of the page size.
 
@@ -140,6 +164,7 @@ class Room:
         which may be none. Returns when the wanted pages were posted. If the room has ended it does nothing: check
         `aborted`. Raises InvalidRequest, and then nothing is sent.
         """
+        self._check_confirmed()
         ids = page_ids(pages)
         _check_ours(ids, self._send_context.memory, "")
         if self._state.stopped is not None:
@@ -156,6 +181,7 @@ class Room:
         nothing if decode requests none of them or the room has ended. Raises InvalidRequest for an unknown component or
         other pages than requested, and then nothing is sent.
         """
+        self._check_confirmed()
         ids = page_ids(pages)
         if (memory := self._send_context.component_memory.get(component)) is not None:
             _check_ours(ids, memory, f" of component {component!r}")
@@ -206,14 +232,17 @@ class Room:
         little-endian u32, for a peer with storage whose promises bring no tokens: without them its pages there cannot
         be named.
 
-        Raises InvalidRequest if pages of the prompt or of a component are missing, or if a value cannot be sent; then
+        Raises InvalidRequest if pages of the prompt or of a component are missing, if `first_token` is no token of the
+        peer's vocabulary (integers of numpy and torch are taken), or if a value cannot be sent; then
         nothing is changed. Does nothing if the room has ended.
         """
+        self._check_confirmed()
         self._check_tokens(tokens)
+        token = checked_first_token(first_token, self._send_context.vocabulary)
         message = wire.Aux(
             room=self.key,
             rank=self._send_context.rank,
-            first_token=int(first_token),
+            first_token=token,
             aux=encode_aux(aux or {}),
             cached=dict(cached or {}),
         )
@@ -313,6 +342,14 @@ class Room:
             self._handed_over.set()
         self._settle()
 
+    def _check_confirmed(self) -> None:
+        if not self._is_confirmed:
+            raise InvalidRequest(
+                f"the promise of request {self.request_id!r} brought no tokens: call room.confirm(prompt_digest(tokens)"
+                ") with the prompt that was computed before its first page is sent, or ask for the room by"
+                " PrefillPeer.room; request ids alone may belong to another prompt"
+            )
+
     def _check_tokens(self, tokens: bytes | None) -> None:
         if tokens is None:
             return
@@ -322,6 +359,12 @@ class Room:
             )
         if self.tokens not in (None, tokens):
             raise InvalidRequest(f"tokens of request {self.request_id!r} are not those that its promise brought")
+        if not self._is_of_prompt(tokens):
+            raise InvalidRequest(f"tokens of request {self.request_id!r} are not those of the prompt that decode has")
+
+    def _is_of_prompt(self, tokens: bytes) -> bool:
+        """Whether these are the tokens of the digest, as far as its key is known: they name pages in storage."""
+        return self.key_seed is None or digest_of(tokens, self.key_seed) == self.prompt
 
     def _give_up(self, outcome: RoomOutcome, cause: str) -> None:
         if self.outcome is None:

@@ -160,6 +160,7 @@ class SendContext(Generic[RoomT]):
         on_written: Callable[[float], None],
         staging: StagingRing | None = None,
         part: ContextPart = EVERY_PAGE,
+        vocabulary: int = 0,
     ) -> None:
         self.transport = transport
         self.memory = memory
@@ -170,6 +171,8 @@ class SendContext(Generic[RoomT]):
         """The pages of every prompt that this rank holds."""
         self.clock = clock
         self.settings = settings
+        self.vocabulary = vocabulary
+        """Number of token ids; 0: not known."""
         self.tasks = tasks
         self.on_finish = on_finish
         self.on_written = on_written

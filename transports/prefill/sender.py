@@ -5,8 +5,9 @@ within a room fails that room; a malformed frame ends the link. Repeats, late fr
 answered or counted, never asserted: an Abort of an unknown room is answered by Drained at once, since nothing writes to
 it, an Extend by Refused.
 
+A room is asked for by name and by the digest of the prompt that was computed: see `tidekv.states.handover.room_claims`.
 A decode worker may decline a room that it has not promised, also in place of its Hello. What waits for the room, or
-will, gets an error.
+soon will, gets an error.
 
 Each rank of a decode instance dials every prefill rank. A room opens once all decode ranks have promised the same;
 promises that differ are refused on all links, with both numbers.
@@ -28,9 +29,12 @@ from tidekv.states.errors import (
     PeerMismatch,
     PrefillCause,
     RemoteProtocolError,
+    TidekvError,
     TransferFailed,
 )
 from tidekv.states.handover.context_parts import part_of
+from tidekv.states.handover.prompt_digest import PromptDigest
+from tidekv.states.handover.room_claims import RoomClaims
 from tidekv.states.types import Identity, PoolMemory
 from tidekv.transports import base
 from tidekv.transports.control import handshake, wire
@@ -60,6 +64,7 @@ COUNTS = (
     "promises_repeated",
     "rooms_broken",
     "rooms_declined",
+    "rooms_mismatched",
     "rooms_refused",
     *(f"rooms_{outcome.name.lower()}" for outcome in RoomOutcome),
 )
@@ -96,6 +101,7 @@ class Sender:
         component_memory: Mapping[str, PoolMemory] | None = None,
         hashing: base.Hashing | None = None,
         staging: Staging | None = None,
+        vocabulary: int = 0,
     ) -> None:
         """`component_memory` holds the pool of each component of the identity, by name. `lease_s` is the maximum lease
         in seconds; a shorter one of the decode worker applies. `hashing` computes checksums of pages for decode workers
@@ -142,16 +148,13 @@ class Sender:
             on_finish=on_finish,
             on_written=on_written,
             staging=None if staging is None else staging.ring,
+            vocabulary=vocabulary,
         )
         self._room_writers: dict[wire.Room, RoomWriter[Room]] = {}
         self._pending_rooms = PendingRooms()
-        self._newest: dict[str, Room] = {}
+        self._claims: RoomClaims[Room, asyncio.Future[Room]] = RoomClaims(is_open=_is_open, declines_max=rooms_max)
         self._generations: dict[tuple[str, str, str], int] = {}
         self._peers: set[DecodePeer] = set()
-        self._waiting: dict[str, set[asyncio.Future[Room]]] = {}
-        self._declined: dict[str, None] = {}
-        """Requests that decode declined before their room was waited for."""
-        self._waiting_count = 0
         self._listener: base.Listener | None = None
         self._lease_timer: asyncio.TimerHandle | None = None
         self._is_closing = False
@@ -178,10 +181,8 @@ class Sender:
         self._is_closing = True
         if self._lease_timer is not None:
             self._lease_timer.cancel()
-        for waiters in self._waiting.values():
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_exception(EngineClosed("the prefill side is closed"))
+        for claim in self._claims.claims():
+            _fail(claim, EngineClosed("the prefill side is closed"))
         for room in self._rooms:
             room.close()
         try:
@@ -192,34 +193,37 @@ class Sender:
             for peer in list(self._peers):
                 await self._forget(peer)
 
-    async def room(self, request_id: str) -> Room:
-        """Return the newest unfinished room of a request; waits for its promise.
+    async def room(self, request_id: str, prompt: PromptDigest) -> Room:
+        """Return the newest unfinished room that was promised for this prompt under this id, once; waits for its
+        promise.
 
         Raises CapacityError if too many rooms are awaited, TransferFailed if decode declines it, EngineClosed.
         """
         if self._is_closing:
             raise EngineClosed("the prefill side is closed")
-        if request_id in self._declined:
-            del self._declined[request_id]
-            raise TransferFailed(DECLINED)
-        found = self._newest.get(request_id)
-        if found is not None and not found.is_finished and found.cause is None:
-            return found
-        if self._waiting_count >= self._rooms_max:
+        if self._claims.claim_count >= self._rooms_max:
             raise CapacityError(
-                f"{self._waiting_count} rooms are awaited already: wait for some before asking for more"
+                f"{self._claims.claim_count} rooms are awaited already: wait for some before asking for more"
             )
-        waiter: asyncio.Future[Room] = asyncio.get_running_loop().create_future()
-        waiters = self._waiting.setdefault(request_id, set())
-        waiters.add(waiter)
-        self._waiting_count += 1
+        loop, now = asyncio.get_running_loop(), self._clock()
+        claim: asyncio.Future[Room] = loop.create_future()
+        found = self._claims.claim(request_id, prompt.digest, claim, now)
+        if found is not None:
+            found.confirm(found.prompt)
+            return found
+        until_s = self._claims.declined_until_s(request_id, prompt.digest, now)
+        late = None if until_s is None else loop.call_later(until_s - now, _fail, claim, TransferFailed(DECLINED))
         try:
-            return await waiter
+            return await claim
+        except asyncio.CancelledError:
+            if claim.done() and not claim.cancelled() and claim.exception() is None:
+                # The room came in the turn in which the wait for it was cancelled.
+                self._offer(claim.result())
+            raise
         finally:
-            self._waiting_count -= 1
-            waiters.discard(waiter)
-            if not waiters and self._waiting.get(request_id) is waiters:
-                del self._waiting[request_id]
+            if late is not None:
+                late.cancel()
+            self._claims.withdraw(request_id, claim)
 
     def statistics(self) -> dict[str, int | float]:
         """bytes_sent, pages_sent, numbers of rooms by state, and counts of unusual events."""
@@ -235,7 +239,7 @@ class Sender:
             "rooms_draining": sum(room.cause is not None for room in rooms),
             "rooms_pending": len(self._pending_rooms),
             "writes_in_flight": sum(room.writes_in_flight for room in rooms),
-            "rooms_waited_for": self._waiting_count,
+            "rooms_waited_for": self._claims.claim_count,
             "peers": len(self._peers),
             "messages_unsent": self._send_context.messages_unsent,
             **({} if self._listener is None else self._listener.statistics()),
@@ -251,6 +255,14 @@ class Sender:
         for room in self._rooms:
             if now >= room.lease_until_s:
                 room.expire()
+        for room in self._claims.mismatched(now):
+            self.counts["rooms_mismatched"] += 1
+            room.fail(
+                PrefillCause.OTHER_PROMPT.words(
+                    f"prefill has computed another prompt under the name {room.request_id!r} than that of"
+                    f" {room.prompt_tokens} tokens which decode has: both must be given the same tokens and namespace"
+                )
+            )
 
     async def _serve(self, link: base.Link) -> None:
         """Run one link, from its Hello to its end."""
@@ -272,7 +284,7 @@ class Sender:
             link.send(ours)
             first = await self._receive_first(link)
             if isinstance(first, wire.Declined):
-                self._decline(first.room.request_id)
+                self._decline(first)
                 await link.close("declined")
                 return
             theirs = handshake.as_hello(link, first)
@@ -331,14 +343,20 @@ class Sender:
             case wire.Ping():
                 self._renew(peer, message.rooms)
                 self._send(peer, wire.Ping(sent_at=message.sent_at))
-            case wire.Declined():
-                self._decline(message.room.request_id)
             case (
-                wire.Promise() | wire.Extend() | wire.Abort() | wire.Received() | wire.Failed() | wire.StagingGranted()
+                wire.Declined()
+                | wire.Promise()
+                | wire.Extend()
+                | wire.Abort()
+                | wire.Received()
+                | wire.Failed()
+                | wire.StagingGranted()
             ):
                 key = message.room
                 if f"{key.instance}-{key.epoch}" != peer.hello.instance:
                     self.counts["frames_foreign"] += 1
+                elif isinstance(message, wire.Declined):
+                    self._decline(message)
                 elif isinstance(message, wire.Promise):
                     self._open(peer, message)
                 elif (room_writer := self._room_writers.get(key)) is not None:
@@ -395,21 +413,18 @@ class Sender:
                 cause = "prefill has no such room: it has ended, or was never promised here"
                 self._send(peer, wire.Refused(room=message.room, span=message.span, cause=cause))
 
-    def _decline(self, request_id: str) -> None:
-        """End the waits for a room that will not be promised. A room that is there, or is being promised, stays."""
-        if request_id in self._newest or any(request_id == one.name[1] for one in self._pending_rooms):
+    def _decline(self, declined: wire.Declined) -> None:
+        """End a wait for a room that will not be promised. A room that its worker has promised stays."""
+        key = declined.room
+        seen = self._generations.get((key.instance, key.epoch, key.request_id))
+        newest = msgspec.structs.replace(key, generation=seen or 0)
+        if seen is not None and (newest in self._room_writers or self._pending_rooms.of(newest) is not None):
             self.counts["frames_late"] += 1
             return
         self.counts["rooms_declined"] += 1
-        waiters = self._waiting.pop(request_id, ())
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_exception(TransferFailed(DECLINED))
-        if not waiters:
-            # Decode may decline before prefill has begun. Bounded: the oldest one is forgotten first.
-            self._declined[request_id] = None
-            if len(self._declined) > self._rooms_max:
-                del self._declined[next(iter(self._declined))]
+        claim = self._claims.decline(key.request_id, declined.prompt_digest, self._clock())
+        if claim is not None:
+            _fail(claim, TransferFailed(DECLINED))
 
     def _open(self, peer: DecodePeer, promise: wire.Promise) -> None:
         """Open a room, or add the promise to its pending room, unless it repeats an earlier one or is older."""
@@ -466,8 +481,6 @@ class Sender:
         for room_writer in room.room_writers:
             self._room_writers[room_writer.key] = room_writer
             room_writer.peer.room_writers[room.request_id, room.generation] = room_writer
-        self._newest[room.request_id] = room
-        self._declined.pop(room.request_id, None)
         LOG.info(
             "a room opened",
             request_id=room.request_id,
@@ -476,13 +489,21 @@ class Sender:
             promised_tokens=room.decode_prefix_len,
         )
         self._start_lease_timer()
-        for waiter in self._waiting.pop(room.request_id, ()):
-            if not waiter.done():
-                waiter.set_result(room)
+        self._offer(room)
         self._on_room(room)
         for extend in extends:
             if (waiting := self._room_writers.get(extend.room)) is not None:
                 self._extend(waiting, extend)
+
+    def _offer(self, room: Room) -> None:
+        """Give a room to the oldest claim of its prompt, or keep it for the next one."""
+        claim = self._claims.open(room.request_id, room.prompt.digest, room, self._clock())
+        while claim is not None and claim.done():
+            # Its wait was cancelled in this turn of the loop.
+            claim = self._claims.open(room.request_id, room.prompt.digest, room, self._clock())
+        if claim is not None:
+            room.confirm(room.prompt)
+            claim.set_result(room)
 
     def _remember_generation(self, key: wire.Room) -> None:
         """Keep the newest generation of a request, also of ended rooms, so that a late repeat of a promise opens
@@ -534,8 +555,7 @@ class Sender:
             if self._room_writers.get(room_writer.key) is room_writer:
                 del self._room_writers[room_writer.key]
                 del room_writer.peer.room_writers[room.request_id, room.generation]
-        if self._newest.get(room.request_id) is room:
-            del self._newest[room.request_id]
+        self._claims.close(room.request_id, room)
         for peer in {room_writer.peer for room_writer in room.room_writers}:
             if peer.is_lost and not peer.rooms and not self._is_closing:
                 self._tasks.spawn(self._forget(peer), name="forget a peer")
@@ -566,3 +586,12 @@ class Sender:
         self.check_leases()
         if self._room_writers or len(self._pending_rooms):
             self._start_lease_timer()
+
+
+def _is_open(room: Room) -> bool:
+    return not room.is_finished and room.cause is None
+
+
+def _fail(claim: asyncio.Future[Room], error: TidekvError) -> None:
+    if not claim.done():
+        claim.set_exception(error)

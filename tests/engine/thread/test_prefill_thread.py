@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tidekv import (
     PrefillPeer,
     PrefillThread,
     Restored,
+    prompt_digest,
 )
 from tidekv.engine.thread.engine_thread import Outcome
 from tidekv.states.errors import RequestFailed
@@ -46,8 +48,11 @@ class Pair:
     decode: EngineThread
     target: DevicePool
 
+    def request(self, name: str = "r", tokens: list[int] = PROMPT) -> DecodeRequest:
+        return DecodeRequest(request_id=name, tokens=tokens, prefill=self.prefill.address)
+
     def submit(self, name: str = "r", tokens: list[int] = PROMPT) -> None:
-        self.decode.submit(DecodeRequest(request_id=name, tokens=tokens, prefill=self.prefill.address))
+        self.decode.submit(self.request(name, tokens))
 
     def send(self, first: int, end: int, name: str = "r") -> None:
         tail = len(PROMPT) if end == len(PAGES) else None
@@ -83,7 +88,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 
 
 def test_pages_arrive_whether_they_are_handed_over_before_or_after_the_promise(pair: Pair) -> None:
-    pair.prefill.open("r", prompt_tokens=len(PROMPT))
+    pair.prefill.open("r", prompt_digest(PROMPT))
     pair.send(0, 2)
     pair.submit()
     pair.send(2, 5)
@@ -96,11 +101,11 @@ def test_pages_arrive_whether_they_are_handed_over_before_or_after_the_promise(p
     # The id is free again; calls for a hand-over that has ended have no effect.
     pair.send(0, 1)
     pair.prefill.stop("r", "late")
-    pair.prefill.open("r", prompt_tokens=len(PROMPT))
+    pair.prefill.open("r", prompt_digest(PROMPT))
 
 
 def test_after_a_restart_only_later_pages_are_sent(pair: Pair) -> None:
-    pair.prefill.open("r", prompt_tokens=len(PROMPT))
+    pair.prefill.open("r", prompt_digest(PROMPT))
     pair.submit()
     pair.send(0, 6)
     pair.prefill.restart("r", "preempted")
@@ -112,7 +117,7 @@ def test_after_a_restart_only_later_pages_are_sent(pair: Pair) -> None:
 
 
 def test_a_stopped_hand_over_ends_and_refuses_decode_at_once(pair: Pair) -> None:
-    pair.prefill.open("r", prompt_tokens=len(PROMPT))
+    pair.prefill.open("r", prompt_digest(PROMPT))
     pair.send(0, 2)
     pair.prefill.stop("r", "aborted at prefill")
     assert pair.ended() == HandedOver("r", None, "aborted at prefill")
@@ -122,7 +127,7 @@ def test_a_stopped_hand_over_ends_and_refuses_decode_at_once(pair: Pair) -> None
     assert isinstance(outcome.error, RequestFailed)
     assert "aborted at prefill" in str(outcome.error)
     # Opened again, it is served.
-    pair.prefill.open("r", prompt_tokens=len(PROMPT))
+    pair.prefill.open("r", prompt_digest(PROMPT))
     pair.send(0, 6)
     pair.prefill.finish("r", first_token=7)
     pair.submit()
@@ -130,12 +135,12 @@ def test_a_stopped_hand_over_ends_and_refuses_decode_at_once(pair: Pair) -> None
 
 
 def test_a_hand_over_that_decode_declines_ends_at_once(pair: Pair) -> None:
-    pair.prefill.open("r", prompt_tokens=len(PROMPT))
+    pair.prefill.open("r", prompt_digest(PROMPT))
     pair.send(0, 6)
-    pair.decode.decline("r", pair.prefill.address)
+    pair.decode.decline(pair.request())
     assert pair.ended() == HandedOver("r", None, "decode declined it")
     # What was declined is refused to others, which then compute. A second decline has no effect on that.
-    pair.decode.decline("r", pair.prefill.address)
+    pair.decode.decline(pair.request())
     pair.submit()
     (outcome,) = pair.outcomes()
     assert isinstance(outcome, Failed)
@@ -143,46 +148,84 @@ def test_a_hand_over_that_decode_declines_ends_at_once(pair: Pair) -> None:
 
 
 def test_a_decline_is_checked_on_the_engines_thread_and_logged(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    for name, prefill, words in (("", "127.0.0.1:9", "request_id"), ("r", "127.0.0.1:9,", ""), ("a\nb", "x:1", "name")):
+    for request, words in (
+        (replace(pair.request(), prefill="nowhere"), "nowhere"),
+        (replace(pair.request(), tokens=[-1]), "token -1"),
+    ):
         caplog.clear()
-        pair.decode.decline(name, prefill)
+        pair.decode.decline(request)
         pair.decode.statistics()
         assert "a room could not be declined" in caplog.text
         assert words in caplog.text
+    with pytest.raises(InvalidRequest, match="request must be"):
+        pair.decode.decline("r")
     pair.decode.close()
     with pytest.raises(EngineClosed):
-        pair.decode.decline("r", pair.prefill.address)
+        pair.decode.decline(pair.request())
 
 
-def test_a_different_prompt_and_wrong_pages_fail_by_name(pair: Pair) -> None:
-    pair.prefill.open("r", prompt_tokens=len(PROMPT))
-    pair.submit(tokens=PROMPT[:-1])
-    (outcome,) = pair.outcomes()
-    assert isinstance(outcome, Failed)
-    assert "promised room for 21 tokens, but the prompt has 22" in str(outcome.error)
-    pair.prefill.stop("r", "enough")
-    assert pair.ended().outcome is RoomOutcome.FAILED
-    pair.prefill.open("s", prompt_tokens=len(PROMPT))
+def test_wrong_pages_are_named_at_both_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair.prefill, "_promise_timeout_s", 0.05)
+    pair.prefill.open("s", prompt_digest(PROMPT))
     pair.prefill.send("s", [99], start_token=0)
     pair.submit("s")
     (outcome,) = pair.outcomes()
     assert isinstance(outcome, Failed)
     assert "99" in str(outcome.error)
+    ended = pair.ended()
+    assert ended.outcome is RoomOutcome.FAILED
+    # That no further promise came follows from the failure: it must not take its place.
+    assert re.fullmatch(r"prefill raised: pages 99 to 99 .*; then decode did not ask for it within .* s", ended.cause)
+
+
+def test_a_stop_does_not_hide_why_the_last_room_failed(pair: Pair) -> None:
+    pair.prefill.open("s", prompt_digest(PROMPT))
+    pair.prefill.send("s", [99], start_token=0)
+    pair.submit("s")
+    pair.outcomes()
+    pair.prefill.stop("s", "enough")
+    assert re.fullmatch(r"prefill raised: pages 99 to 99 .*; then enough", pair.ended().cause)
+
+
+def test_two_prompts_under_one_id_get_their_own_pages(pair: Pair) -> None:
+    """Two requests of a router that numbers them by decode worker, here at one worker, one after the other."""
+    other = [token + 1000 for token in PROMPT]
+    pair.prefill.open("mine", prompt_digest(PROMPT), room="r")
+    pair.prefill.open("yours", prompt_digest(other), room="r")
+    pair.submit(tokens=other)
+    for name, pages in (("mine", PAGES), ("yours", range(10, 16))):
+        pair.prefill.send(name, pages, start_token=0, end_token=len(PROMPT))
+        pair.prefill.finish(name, first_token=7)
+    (outcome,) = pair.outcomes()
+    assert isinstance(outcome, Restored), outcome
+    found = pair.target.read_pages(outcome.ready.pages[:-1])
+    assert torch.equal(found, pair.source.read_pages(range(10, 15)))
+    assert pair.ended().request_id == "yours"
+    pair.decode.finish(outcome.ready, [])
+    pair.outcomes()
+    pair.submit()
+    assert torch.equal(pair.restored(), pair.source.read_pages(PAGES[:-1]))
+    assert pair.ended().request_id == "mine"
 
 
 def test_calls_are_checked_and_an_end_ends_everything(pair: Pair) -> None:
-    pair.prefill.open("r", prompt_tokens=len(PROMPT))
-    with pytest.raises(InvalidRequest, match="'r' is being handed over already"):
-        pair.prefill.open("r", prompt_tokens=3)
-    with pytest.raises(InvalidRequest, match="prompt_tokens"):
-        pair.prefill.open("s", prompt_tokens=0)
+    pair.prefill.open("r", prompt_digest(PROMPT))
+    with pytest.raises(InvalidRequest, match="'r' is being handed over already: wait for its end"):
+        pair.prefill.open("r", prompt_digest(PROMPT))
+    with pytest.raises(InvalidRequest, match="'r' is being handed over already, for another prompt"):
+        pair.prefill.open("r", prompt_digest([1]))
+    with pytest.raises(InvalidRequest, match="prompt must be"):
+        pair.prefill.open("s", PROMPT)
     with pytest.raises(InvalidRequest, match="start_token"):
         pair.prefill.send("r", [1], start_token=-1)
+    for token in (-1, 1.5, None, 2**40, "7", True):
+        with pytest.raises(InvalidRequest, match="first_token must be an int from 0 to"):
+            pair.prefill.finish("r", first_token=token)
     pair.prefill.close()
     pair.prefill.close()
     assert pair.ended() == HandedOver("r", None, "the worker was closed")
     with pytest.raises(EngineClosed):
-        pair.prefill.open("s", prompt_tokens=1)
+        pair.prefill.open("s", prompt_digest([1]))
     with pytest.raises(EngineClosed, match="it lives once"):
         pair.prefill.start()
     assert "tidekv-prefill" not in {thread.name for thread in threading.enumerate()}
@@ -192,9 +235,9 @@ def test_a_promise_that_never_comes_ends_the_hand_over() -> None:
     peer = PrefillPeer(device=DevicePool.allocate(LAYOUT, 16), transport=NixlTransport("prefill"))
     thread = PrefillThread(peer, promise_timeout_s=0.05)
     with pytest.raises(EngineClosed, match="was not started"):
-        thread.open("r", prompt_tokens=5)
+        thread.open("r", prompt_digest(PROMPT))
     with thread:
-        thread.open("r", prompt_tokens=5)
+        thread.open("r", prompt_digest(PROMPT))
         (ended,) = thread.poll(LIMIT_S)
         assert (ended.outcome, ended.cause) == (None, "decode did not ask for it within 0.05 s")
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from tidekv.states.handover.prompt_digest import PromptDigest
+
 PREFILL_FIRST: Final = "prefill-first:"
 """Prefix of rooms that prefill names: decode asks for one only after prefill has computed its prompt."""
 
@@ -16,13 +18,14 @@ class RestoreJob:
 
     `prefill` has the addresses of prefill's tensor-parallel ranks, separated by commas. `blocks` are those of the whole
     prompt; the first `have_tokens` tokens, whole blocks, are valid and stay as they are. `tokens` is the prompt as
-    packed little-endian u32.
+    packed little-endian u32, `prompt` its digest, which prefill compares.
     """
 
     request_id: str
     room: str
     prefill: str
     tokens: bytes = field(repr=False)
+    prompt: PromptDigest
     blocks: tuple[int, ...]
     have_tokens: int
     namespace: str
@@ -34,7 +37,7 @@ class SendJob:
 
     request_id: str
     room: str
-    prompt_tokens: int
+    prompt: PromptDigest
     start_token: int
     blocks: tuple[int, ...]
     is_last: bool
@@ -59,6 +62,7 @@ class DeclineJob:
 
     room: str
     prefill: str
+    prompt: PromptDigest
 
 
 @dataclass(slots=True)

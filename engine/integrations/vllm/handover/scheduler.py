@@ -22,10 +22,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import Any  # vLLM's requests are not typed here: tests and type checks go without vLLM.
 from uuid import uuid4
 
-from tidekv.backends.keys.chain import pack_tokens
+from tidekv.backends.keys.chain import namespace_seed, pack_tokens
 from tidekv.engine.integrations.vllm.handover.jobs import (
     PREFILL_FIRST,
     DeclineJob,
@@ -37,10 +38,13 @@ from tidekv.engine.integrations.vllm.handover.jobs import (
 from tidekv.engine.integrations.vllm.handover.settings import Handover
 from tidekv.engine.integrations.vllm.scheduler import is_of_tokens
 from tidekv.engine.log import engine_log
+from tidekv.states.handover.prompt_digest import PromptDigest, digest_of
 from tidekv.states.validation import short
 from tidekv.transports.control.addresses import Dials
 
 LOG = engine_log("tidekv.vllm")
+ROOM_BYTES = 16
+"""Random bytes in the name of a room that prefill names."""
 
 
 class _LiveRestores:
@@ -181,12 +185,14 @@ class DecodeScheduler:
         self._claimed.add(request_id)
         self._loading.add(request_id)
         self._live.begin(request, self._computed[request_id])
+        tokens = pack_tokens(request.prompt_token_ids)
         self._jobs.restores.append(
             RestoreJob(
                 request_id=request_id,
                 room=params["room"],
                 prefill=params["prefill"],
-                tokens=pack_tokens(request.prompt_token_ids),
+                tokens=tokens,
+                prompt=_digest_of(request, tokens),
                 blocks=tuple(blocks),
                 have_tokens=self._computed[request_id],
                 namespace=namespace_of(request, self._reset_salt),
@@ -240,7 +246,10 @@ class DecodeScheduler:
     def _decline(self, request: Any) -> None:
         params = request.kv_transfer_params
         self._claimed.add(request.request_id)
-        self._jobs.declined.append(DeclineJob(room=params["room"], prefill=params["prefill"]))
+        if not request.prompt_token_ids:
+            return  # A prompt of embeddings alone: no prefill offers it either.
+        prompt = _digest_of(request, pack_tokens(request.prompt_token_ids))
+        self._jobs.declined.append(DeclineJob(room=params["room"], prefill=params["prefill"], prompt=prompt))
 
 
 def _names_room(request: Any) -> bool:
@@ -256,6 +265,7 @@ class _Sending:
 
     request: Any  # vLLM's.
     room: str
+    prompt: PromptDigest
     sent: int = 0
     is_open: bool = False
 
@@ -273,8 +283,10 @@ class PrefillScheduler:
         """Take note of a request whose prompt a decode worker will ask for."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode") and is_of_tokens(request):
-            room = params.get("room") or PREFILL_FIRST + request.request_id
-            self._sending[request.request_id] = _Sending(request, str(room))
+            # A room that nobody can guess: its name is all that a request at decode needs to ask for it.
+            room = params.get("room") or PREFILL_FIRST + token_hex(ROOM_BYTES)
+            prompt = _digest_of(request, pack_tokens(request.prompt_token_ids))
+            self._sending[request.request_id] = _Sending(request, str(room), prompt)
 
     def add_jobs(
         self,
@@ -323,7 +335,7 @@ class PrefillScheduler:
         return SendJob(
             request_id=request.request_id,
             room=sending.room,
-            prompt_tokens=prompt,
+            prompt=sending.prompt,
             start_token=start,
             blocks=tuple(blocks_of(request.request_id)[start // size : -(-done // size)]),
             is_last=done == prompt,
@@ -394,6 +406,11 @@ class HandoverScheduler:
 
     def close(self) -> None:
         """Do nothing: the scheduler's side owns no resources."""
+
+
+def _digest_of(request: Any, tokens: bytes) -> PromptDigest:
+    """Return the digest of a request's prompt in its adapter and salt; a reset changes names of pages only."""
+    return digest_of(tokens, namespace_seed(namespace_of(request)))
 
 
 def namespace_of(request: Any, reset_salt: str = "") -> str:

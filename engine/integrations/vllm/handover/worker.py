@@ -39,6 +39,7 @@ from tidekv.engine.prefill.prefill_peer import PrefillPeer, Room
 from tidekv.engine.thread.engine_thread import EngineThread, Failed, Offered, RestoredInto
 from tidekv.engine.thread.prefill_thread import PrefillThread
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause, RequestFailed, TidekvError
+from tidekv.states.handover.prompt_digest import PromptDigest
 from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.prefill.prefill_room import RoomOutcome
 
@@ -70,8 +71,10 @@ class PrefillWorker:
         self._counts = counts
         self._rooms: dict[str, str] = {}
         """Rooms by request, from the first send on until the request's blocks are free."""
-        self._requests: dict[str, str] = {}
-        """Requests by room, while the room may still be read."""
+        self._open: set[str] = set()
+        """Requests whose blocks may still be read."""
+        self._prompts: dict[str, PromptDigest] = {}
+        """Prompts of the open requests by room, where this prefill has named it."""
         self._held: set[str] = set()
         self._thread.start()
 
@@ -83,40 +86,44 @@ class PrefillWorker:
     def before_forward(self, jobs: HandoverJobs) -> None:
         """End what reads blocks that this step may overwrite."""
         for request_id in jobs.preempted:
-            self._thread.restart(self._rooms[request_id], "prefill preempted the request")
+            self._thread.restart(request_id, "prefill preempted the request")
         for request_id, is_complete in jobs.held.items():
             self._held.add(request_id)
             if not is_complete:
-                self._thread.stop(self._rooms[request_id], "the request was aborted at prefill")
+                self._thread.stop(request_id, "the request was aborted at prefill")
 
     def send(self, job: SendJob) -> None:
         """Hand over the blocks that a step filled."""
         if job.request_id not in self._rooms:
             self._rooms[job.request_id] = job.room
             try:
-                self._thread.open(job.room, prompt_tokens=job.prompt_tokens)
+                self._thread.open(job.request_id, job.prompt, room=job.room)
             except InvalidRequest as error:
                 LOG.warning("a request is not handed over", request_id=job.request_id, cause=str(error))
                 self._counts["sends_failed"] += 1
                 return
-            self._requests[job.room] = job.request_id
-        if self._requests.get(job.room) != job.request_id:
+            self._open.add(job.request_id)
+            if job.room.startswith(PREFILL_FIRST):
+                self._prompts[job.room] = job.prompt
+        if job.request_id not in self._open:
             return
-        end = job.prompt_tokens if job.is_last else None
-        self._thread.send(job.room, job.blocks, start_token=job.start_token, end_token=end)
+        end = job.prompt.prompt_tokens if job.is_last else None
+        self._thread.send(job.request_id, job.blocks, start_token=job.start_token, end_token=end)
         if job.is_last:
-            self._thread.finish(job.room, first_token=UNSAMPLED)
+            self._thread.finish(job.request_id, first_token=UNSAMPLED)
 
     def take_finished(self) -> set[str]:
         """Return the finished requests whose blocks nothing reads any more, each once."""
-        for ended in self._thread.poll() if self._requests else ():
-            self._requests.pop(ended.request_id)
+        for ended in self._thread.poll() if self._open else ():
+            self._open.discard(ended.request_id)
+            room = self._rooms[ended.request_id]
+            self._prompts.pop(room, None)
             if ended.outcome is RoomOutcome.RECEIVED:
                 self._counts["sends_received"] += 1
             else:
                 self._counts["sends_unclaimed" if ended.outcome is None else "sends_failed"] += 1
-                LOG.info("a hand-over ended", room=ended.request_id, cause=ended.cause)
-        freed = {one for one in self._held if self._requests.get(self._rooms[one]) != one}
+                LOG.info("a hand-over ended", request_id=ended.request_id, room=room, cause=ended.cause)
+        freed = self._held - self._open
         self._held -= freed
         for request_id in freed:
             del self._rooms[request_id]
@@ -124,16 +131,24 @@ class PrefillWorker:
 
     def is_transferring(self) -> bool:
         """Whether a room may still be read, or blocks that are free are unreported."""
-        return bool(self._requests or self._held)
+        return bool(self._open or self._held)
 
     def close(self) -> None:
         """End all rooms and stop. Idempotent."""
         self._thread.close()
 
     async def _refuse_unknown(self, room: Room) -> None:
-        """Refuse a room that prefill named and no longer has, as after its restart. Runs on the peer's loop."""
-        if room.request_id.startswith(PREFILL_FIRST) and room.request_id not in self._requests:
-            room.fail(PrefillCause.FAILED.words("this prefill does not have the prompt any more"))
+        """Refuse a room that prefill named and no longer has, as after its restart, or for another prompt. Runs on the
+        peer's loop, to the end of the room.
+        """
+        if room.request_id.startswith(PREFILL_FIRST):
+            prompt = self._prompts.get(room.request_id)
+            if prompt is None:
+                room.fail(PrefillCause.FAILED.words("this prefill does not have the prompt any more"))
+            elif prompt != room.prompt:
+                room.fail(PrefillCause.OTHER_PROMPT.words("this room was named for another prompt"))
+        # The thread serves all others by name; a room is over when its `on_room` returns.
+        await room.received()
 
 
 class DecodeWorker:
@@ -184,6 +199,7 @@ class DecodeWorker:
                 tokens=job.tokens,
                 prefill=self._handover.own_address(job.prefill),
                 namespace=job.namespace,
+                prompt_digest=job.prompt,
             )
             self._jobs[self._engine.restore_into(request, job.blocks, job.have_tokens)] = job
         except TidekvError as error:
@@ -203,8 +219,7 @@ class DecodeWorker:
         if self._handover.rank:
             return  # Rank 0 declines for all.
         self._counts["restores_declined"] += 1
-        with suppress(EngineClosed):  # Prefill's own limit applies.
-            self._engine.decline(job.room, job.prefill)
+        self._decline(job.room, job.prefill, job.prompt)
 
     def abort(self, request_id: str) -> None:
         """End a restore that is not needed any more; `take_finished` returns it when nothing writes for it."""
@@ -252,7 +267,7 @@ class DecodeWorker:
                 cause = "" if restored.is_complete else f"{restored.cause} {restored.detail}"
                 if restored.cause == PrefillCause.MISMATCH:
                     # Prefill has refused the link, and would wait for one that matches.
-                    self._engine.decline(job.room, self._handover.own_address(job.prefill))
+                    self._decline(job.room, self._handover.own_address(job.prefill), job.prompt)
                 self._end_restore(job, restored.good_tokens, cause)
             elif isinstance(outcome, Offered) and isinstance(job, OfferJob):
                 for name in ("written", "present", "declined"):
@@ -262,6 +277,14 @@ class DecodeWorker:
                 if _is_end_of_engine(outcome.error):
                     self._give_up(outcome.error)
                 self._fail(job, str(outcome.error))
+
+    def _decline(self, room: str, prefill: str, prompt: PromptDigest) -> None:
+        try:
+            self._engine.decline(DecodeRequest(request_id=room, tokens=(), prefill=prefill, prompt_digest=prompt))
+        except InvalidRequest as error:
+            LOG.warning("a room could not be declined", room=room, prefill=prefill, cause=str(error))
+        except EngineClosed:
+            pass  # Prefill's own limit applies.
 
     def _give_up(self, error: Exception) -> None:
         """End all jobs: the engine has ended. Its own end, which is waited for, ends the last writes to the blocks."""
