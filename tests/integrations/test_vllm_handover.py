@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -355,6 +356,67 @@ def test_after_the_end_of_the_first_restore_an_equal_prompt_goes_on_by_itself(st
     assert decode.holds("e", PROMPT)
     assert decode.holds("f", PROMPT)
     assert not decode.invalid
+
+
+@pytest.mark.parametrize("changes", [{"prompt_token_ids": [*PROMPT[:-1], 99]}, {"cache_salt": "mine"}])
+@pytest.mark.parametrize("named_by", ["prefill", "client"])
+def test_a_room_of_another_prompt_or_salt_gives_a_client_nothing(
+    start: Start, caplog: pytest.LogCaptureFixture, named_by: str, changes: dict[str, Any]
+) -> None:
+    """A client whose parameters reach both servers names one room for two prompts, or one of another client."""
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    params = {"do_remote_decode": True} | ({"room": "r17"} if named_by == "client" else {})
+    assert prefill.add(request_of("p", PROMPT, params), PLACES) == 0
+    prefill.compute("p", chunk=12)
+    held, answer = prefill.finish("p")
+    assert held and answer is not None
+    tokens = changes.get("prompt_token_ids", PROMPT)
+    theirs = {name: value for name, value in changes.items() if name != "prompt_token_ids"}
+    assert decode.add(request_of("d", tokens, answer, **theirs), [1, 2, 3, 4, 5]) == len(PROMPT)
+    decode.step_until(lambda: decode.loaded)
+    assert decode.invalid == {1, 2, 3, 4, 5}
+    assert "other prompt" in caplog.text
+    assert "restore_tokens_transfer" not in decode.counts
+    # Whose prompt it is gets it.
+    decode.invalid.clear()
+    assert decode.add(request_of("e", PROMPT, answer), OTHERS) == len(PROMPT)
+    decode.step_until(lambda: "e" in decode.loaded)
+    assert decode.holds("e", PROMPT)
+    prefill.step_until(lambda: prefill.freed)
+    assert prefill.counts == {"sends_received": 1}
+
+
+def test_two_requests_whose_router_named_one_room_get_their_own_prompts(start: Start) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    other = [token + 100 for token in PROMPT]
+    answers = []
+    for name, tokens, blocks in (("p", PROMPT, PLACES), ("q", other, OTHERS)):
+        assert prefill.add(request_of(name, tokens, {"do_remote_decode": True, "room": "r"}), blocks) == 0
+        prefill.compute(name, chunk=12)
+        answers.append(prefill.finish(name)[1])
+    for name, tokens, answer, blocks in (("e", other, answers[1], OTHERS), ("d", PROMPT, answers[0], [1, 2, 3, 4, 5])):
+        assert decode.add(request_of(name, tokens, answer), blocks) == len(PROMPT)
+        decode.step_until(lambda name=name: name in decode.loaded)
+        assert decode.holds(name, tokens)
+        decode.finish(name)
+        decode.step()
+    prefill.step_until(lambda: len(prefill.freed) == 2)
+    assert prefill.counts == {"sends_received": 2}
+
+
+def test_names_of_rooms_cannot_be_guessed(start: Start) -> None:
+    prefill = start("kv_producer")
+    names = {prefilled(prefill, name)["room"] for name in ("p", "q")}
+    assert len(names) == 2
+    assert all(re.fullmatch("prefill-first:[0-9a-f]{32}", name) for name in names)
+
+
+def test_a_reset_of_decodes_cache_does_not_change_which_prompt_it_asks_for(start: Start) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    decode.scheduler.reset_cache()
+    assert decode.add(request_of("d", PROMPT, prefilled(prefill)), [1, 2, 3, 4, 5]) == len(PROMPT)
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("d", PROMPT)
 
 
 def test_a_prompt_waits_for_no_restore_that_could_end_later_than_its_own(start: Start) -> None:
