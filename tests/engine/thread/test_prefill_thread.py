@@ -165,13 +165,15 @@ def test_a_decline_is_checked_on_the_engines_thread_and_logged(pair: Pair, caplo
 
 
 def test_wrong_pages_are_named_at_both_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair.prefill, "_promise_timeout_s", 0.05)
     pair.prefill.open("s", prompt_digest(PROMPT))
     pair.prefill.send("s", [99], start_token=0)
     pair.submit("s")
     (outcome,) = pair.outcomes()
     assert isinstance(outcome, Failed)
     assert "99" in str(outcome.error)
+    # The time runs from the last call on.
+    monkeypatch.setattr(pair.prefill, "_promise_timeout_s", 0.05)
+    pair.prefill.send("s", PAGES, start_token=0)
     ended = pair.ended()
     assert ended.outcome is RoomOutcome.FAILED
     # That no further promise came follows from the failure: it must not take its place.
