@@ -124,16 +124,36 @@ def loop(_: str) -> list[Finding]:
 
 
 def storage(directory: str) -> list[Finding]:
-    """Write and read a file in a directory, bypassing the page cache if possible. Leaves no file behind."""
+    """Write and read a file in a directory, bypassing the page cache if possible. Leaves no file behind.
+
+    In place of a directory that is missing, and that the engine would make, the one that it would be made in.
+    """
+    from tidekv.backends.storage.file.ownership import check_root
+    from tidekv.states.errors import StorageFailed
+
+    if ":" in directory.partition("/")[0]:
+        # Not repeated: a URI may have a password in it.
+        found = "--storage names a directory, not a URI"
+        return [Finding("storage", "bad", found, "Try a store that is elsewhere with: tidekv store stat URI.")]
+    given = Path(directory).expanduser().absolute()
+    place = next(each for each in (given, *given.parents) if each.exists())
     try:
-        free = os.statvfs(directory)
+        if place == given:
+            check_root(given)
+        else:
+            directory = f"{place} (in which {given} would be made)"
+        free = os.statvfs(place)
         room = free.f_bavail * free.f_frsize
         if room < 2 * STORAGE_BYTES:
             advice = "Free space, or use another directory: this one is too small for a cache."
             return [Finding("storage", "bad", f"{directory} has {in_bytes(room)} free", advice)]
-        with tempfile.NamedTemporaryFile(dir=directory, prefix="tidekv-doctor-") as file:
+        with tempfile.NamedTemporaryFile(dir=place, prefix="tidekv-doctor-") as file:
             written, write_s = _write(file.fileno())
             read_s, direct = _read(Path(file.name), written)
+    except StorageFailed as failed:
+        return [
+            Finding("storage", "bad", str(failed), "No engine opens it: use another directory, or correct this one.")
+        ]
     except OSError as error:
         return [Finding("storage", "bad", f"{directory}: {error.strerror}", "Use a directory this user can write.")]
     rates = (written / write_s, written / read_s)

@@ -149,14 +149,35 @@ def test_a_probe_that_hangs_crashes_or_talks_nonsense_is_one_bad_finding() -> No
     assert "gave no answer" in found[3].found
 
 
+def test_a_check_for_which_no_time_is_left_is_not_called_bad() -> None:
+    python = [sys.executable, "-c"]
+    found = run_probes(
+        {"hang": [*python, "import signal; signal.pause()"], "later": [*python, "raise AssertionError"]}, deadline_s=0.5
+    )
+    assert [(finding.check, level(finding)) for finding in found] == [("hang", "bad"), ("later", "warn")]
+    assert "not run" in found[1].found and "--deadline-s" in found[1].advice
+
+
 def test_storage_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "STORAGE_BYTES", 8 << 20)
     (found,) = probe.storage(str(tmp_path))
     assert "writes" in found.found
     assert level(found) in ("ok", "warn")
     assert list(tmp_path.iterdir()) == []
-    (missing,) = probe.storage(str(tmp_path / "none"))
-    assert level(missing) == "bad"
+    # The engine would make it: it is no fault that it is missing.
+    (missing,) = probe.storage(str(tmp_path / "none" / "below"))
+    assert level(missing) in ("ok", "warn")
+    assert missing.found.startswith(f"{tmp_path} (in which {tmp_path / 'none' / 'below'} would be made): writes")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (no_directory,) = probe.storage(str(tmp_path / "file" / "none"))
+    (open_to_all,) = probe.storage(str(tmp_path / "open"))
+    (uri,) = probe.storage("redis://u:PASSWORD@host")
+    assert level(no_directory) == level(open_to_all) == level(uri) == "bad"
+    assert "written by other users" in open_to_all.found
+    assert "PASSWORD" not in repr(uri)
     monkeypatch.setattr(probe, "STORAGE_BYTES", 1 << 60)
     (full,) = probe.storage(str(tmp_path))
     assert level(full) == "bad"
@@ -179,7 +200,9 @@ def test_bytes_are_written_as_people_read_them(count: int, text: str) -> None:
 
 @pytest.mark.nixl
 def test_the_command_answers_in_json_with_a_code_that_says_whether_something_is_bad(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tidekv", "doctor", "--json", "--storage", str(tmp_path / "none")]
+    command = [sys.executable, "-m", "tidekv", "doctor", "--json", "--storage", str(tmp_path / "open")]
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     found = {finding["check"]: finding for finding in json.loads(done.stdout)}
     assert done.returncode == 1, done.stderr
