@@ -176,6 +176,21 @@ def _is_host(host: str) -> bool:
     return re.search(r"[\s\x00-\x1f\[\]:/@,]", host) is None and host != ""
 
 
+def printable(value: object) -> str:
+    """Return a value that came from outside as text for a terminal or a log: on one line, control characters escaped as
+    Python does. Line breaks would forge records, and ESC and its like command a terminal.
+    """
+    text = str(value)
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+def printable_lines(text: str) -> str:
+    """Return a text of several lines as `printable` does, with its line breaks."""
+    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
 def short(value: object) -> str:
     """Return a value's repr for an error, cut to VALUE_CHARS_MAX. An object without a repr of its own is its type."""
     try:

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 
+from tidekv.states.validation import printable, printable_lines
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator, Mapping
 
@@ -184,15 +186,16 @@ def _level_of(name: str) -> int:
 
 def _in_words(fields: Mapping[str, object]) -> str:
     short = [f"{name}={_value(value)}" for name, value in fields.items() if name not in LAST]
-    long = [f"\n{fields[name]}" for name in LAST if name in fields]
+    long = [f"\n{printable_lines(str(fields[name]))}" for name in LAST if name in fields]
     return (": " if short else "") + " ".join(short) + "".join(long)
 
 
 def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
-    text = str(value)
-    return repr(text) if isinstance(value, str) and (not text or " " in text) else text
+    if isinstance(value, str) and (not value or " " in value or not value.isprintable()):
+        return repr(value)
+    return printable(value)
 
 
 # --- Contexts ---

@@ -8,6 +8,7 @@ import typer
 
 from tidekv.engine.cli.torn import TornOk, refuse_without_events, tell_torn
 from tidekv.states.errors import InvalidRequest
+from tidekv.states.validation import printable_lines
 
 
 def register(app: typer.Typer) -> None:
@@ -44,6 +45,7 @@ def explain(
         ended.sort(key=lambda request_trace: request_trace.arrived_at_s - (request_trace.ended_at_s or 0.0))
         chosen = ended[:slowest]
         if failures := failures_by_cause(request_traces.all):
-            print(f"{failures}\n")
-    print("\n\n".join(words_for(request_trace, now_s=request_traces.last_at_s) for request_trace in chosen))
+            print(f"{printable_lines(failures)}\n")
+    words = [words_for(request_trace, now_s=request_traces.last_at_s) for request_trace in chosen]
+    print(printable_lines("\n\n".join(words)))
     tell_torn(replayer, torn_ok=torn_ok)

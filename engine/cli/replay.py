@@ -63,6 +63,9 @@ def replay(
 def _show(replayer: Replayer) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+    from tidekv.states.validation import printable
 
     core = replayer.core
     console = Console()
@@ -75,11 +78,11 @@ def _show(replayer: Replayer) -> None:
         runs = [(load.first, load.first + load.page_count, load.stage.value) for load in request.loads]
         loads = ", ".join(f"[{first}, {end}) {stage}" for first, end, stage in runs)
         numbers = (request.generation, request.matched, request.promised, request.page_count)
-        requests.add_row(request.request_id, request.state.value, *map(str, numbers), loads.lower())
+        requests.add_row(Text(printable(request.request_id)), request.state.value, *map(str, numbers), loads.lower())
     index = Table("namespace", "pages", "device", "host", "stored", "locks", "pins", title="index")
     for node in core.state.index.nodes():
         index.add_row(
-            node.namespace,
+            Text(printable(node.namespace)),
             f"[{node.depth_pages - node.page_count}, {node.depth_pages})",
             _ids(node.device),
             _ids(node.host),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from tidekv.states.errors import StorageFailed
+from tidekv.states.validation import printable
 
 if TYPE_CHECKING:
     from tidekv.engine.cli.store_tools import OpenStore, Place
@@ -56,14 +57,18 @@ def list_namespaces(uri: Uri, options: Options = None) -> None:
     table.add_column("namespace", no_wrap=True)
     for column in ("model", "dtype", "layout"):
         table.add_column(column)
-    for column in ("page", "pages", "together", "written"):
+    for column in ("page size", "pages", "their KV", "written"):
         table.add_column(column, justify="right")
+    # Three numbers of one store that differ, each of them right.
+    table.caption = "their KV: pages times page size. What counts against the capacity: tidekv store stat."
     now_s = time.time()
     for one in found:
         size = "?" if one.page_bytes is None else _size(one.page_bytes)
         together = "?" if one.page_bytes is None else _size(one.page_bytes * one.pages)
         label = read_label(one.label)
         known = ("unknown",) * 3 if label is None else (label.model or "(no name)", label.dtype, label.layout)
+        # Whoever can write to the store has written the label.
+        known = tuple(map(printable, known))
         written = "unknown" if one.written_s is None else _ages(*one.written_s, now_s=now_s)
         # Text, since a model's name may have the brackets of rich's markup.
         table.add_row(one.namespace.hex()[:digits], *map(Text, known), size, f"{one.pages:,}", together, written)
@@ -88,7 +93,13 @@ def show(uri: Uri, options: Options = None, namespace: Namespace = None, page_by
             except StorageFailed as failed:
                 probed = f"failed: {failed}"
             said = store.storage.statistics()
-            rows = {"engine": said.uri.partition("?")[0], "pages": f"{said.pages:,}", "used": _size(said.used_bytes)}
+            is_file = said.uri.startswith("file:")
+            counted = "segment files, of all namespaces, in full size" if is_file else "pages with their headers"
+            rows = {
+                "engine": said.uri.partition("?")[0],
+                "pages of this namespace": f"{said.pages:,}",
+                "counts against the capacity": f"{_size(said.used_bytes)} ({counted})",
+            }
             return {**rows, "probe": probed}, probed.startswith("good")
 
     rows, usable = asyncio.run(look())

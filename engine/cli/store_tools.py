@@ -96,7 +96,7 @@ async def holdings_of(place: Place) -> list[Holding]:
     storage = place.open()
     try:
         if not isinstance(storage, Census):
-            raise InvalidConfig(f"{storage.uri} cannot list its namespaces; give --namespace and --page-bytes")
+            raise InvalidConfig(f"{storage.uri} cannot list its namespaces")
         return await storage.holdings()
     finally:
         await storage.close()
@@ -110,7 +110,10 @@ async def choose(place: Place, *, namespace: str | None, page_bytes: int | None)
     whole = bytes.fromhex(namespace) if namespace and len(namespace) == 64 and _is_hex(namespace) else None
     if whole is not None and page_bytes is not None:
         return whole, page_bytes
-    found = await holdings_of(place)
+    try:
+        found = await holdings_of(place)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{error}; or give the whole --namespace and --page-bytes") from error
     meant = [one for one in found if one.namespace.hex().startswith((namespace or "").lower())]
     if len(meant) != 1:
         there = ", ".join(one.namespace.hex()[:16] + "…" for one in found) or "none"

@@ -14,7 +14,7 @@ import typer
 from msgspec import Meta
 
 from tidekv.states.errors import InvalidRequest, TidekvError
-from tidekv.states.validation import allowed, short, unknown
+from tidekv.states.validation import allowed, printable_lines, short, unknown
 
 WRONG_USE: Final = 2
 INTERRUPTED: Final = 130
@@ -34,7 +34,7 @@ def run_app(app: typer.Typer, words: Sequence[str]) -> int:
         return INTERRUPTED
     except TidekvError as error:
         hint = _hint(command, words) if isinstance(error, InvalidRequest) else ""
-        print(f"tidekv: {error}{hint}", file=sys.stderr)
+        print(f"tidekv: {printable_lines(str(error))}{hint}", file=sys.stderr)
         return WRONG_USE
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":

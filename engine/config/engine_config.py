@@ -175,6 +175,7 @@ class KVEventsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
 class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of a decode engine, apart from its pools, storage and transport.
 
+    Page size, layers, heads and dtype are not among them: the pools have them, by `KVLayout(page_size=…)`.
     Raises InvalidConfig, which names the field, the value and what is allowed.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,8 +68,10 @@ def from_environment(environment: Mapping[str, str]) -> tuple[list[Given], list[
             continue
         path = "transport.secret" if variable == SECRET_VARIABLE else paths.get(variable)
         if path is None:
-            guess = str(refused(_guessed(variable)))
-            mistakes.append(Mistake(f"environment variable {variable}", guess))
+            # Two underscores for one are other programs' way to write a section.
+            near = difflib.get_close_matches(re.sub("_+", "_", variable), paths, 1, 0.85)
+            guess = f"there is no option of this name; did you mean {near[0]}?" if near else refused(_guessed(variable))
+            mistakes.append(Mistake(f"environment variable {variable}", str(guess)))
         else:
             given.append(Given(path, value, f"environment variable {variable}", is_text=True))
     return given, mistakes

@@ -72,6 +72,12 @@ class DecodeRequest:
             check_name(self.request_id)
         except InvalidRequest as error:
             raise InvalidRequest(f"request_id: {error}") from None
+        # What is in it is checked when it is packed; what can be no tokens at all is refused where it is written.
+        if isinstance(self.tokens, str) or not hasattr(self.tokens, "__len__"):
+            raise InvalidRequest(
+                f"request {self.request_id!r}: tokens must be a sequence of ints, an array of integers, or packed "
+                f"little-endian u32 bytes, not {short(self.tokens)}"
+            )
         ranks = [address.split(",") for address in self.prefills]
         if not ranks or any(len(set(addresses)) < len(addresses) or "" in addresses for addresses in ranks):
             raise InvalidRequest(

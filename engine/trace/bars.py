@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tidekv.engine.trace.request_trace import RequestTrace
+from tidekv.states.validation import printable
 
 COLORS = {
     "PREALLOC": "grey50",
@@ -40,10 +41,11 @@ def all_bars(request_traces: list[RequestTrace], *, now_s: float, width: int) ->
         ended_at_s = request_trace.ended_at_s or now_s
         sources = "/".join(str(request_trace.sources.get(name, 0)) for name in ("l1", "l2", "l3", "transfer"))
         table.add_row(
-            request_trace.request_id,
+            # Text, since ids and causes from outside may have the brackets of rich's markup.
+            Text(printable(request_trace.request_id)),
             request_trace.ended or "…",
             f"{(ended_at_s - request_trace.arrived_at_s) * 1000:.1f}",
-            sources if request_trace.sources else request_trace.cause,
+            Text(sources if request_trace.sources else printable(request_trace.cause)),
             _states(request_trace, start_s, end_s, ended_at_s, width),
             str(len(request_trace.fallbacks) or ""),
         )
@@ -73,7 +75,7 @@ def one_request(request_trace: RequestTrace, *, now_s: float, width: int) -> Ren
             f"{(work.begun_at_s - start_s) * 1000:.1f}",
             f"{(work_end_s - start_s) * 1000:.1f}",
             bar,
-            work.trouble,
+            Text(printable(work.trouble)),
         )
     return Group(table, legend())
 

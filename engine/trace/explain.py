@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from tidekv.engine.trace.request_trace import SOURCES, Plan, RequestTrace, Work
+from tidekv.states.validation import printable
 
 SOURCE_WORDS = {
     "l1": "device memory (L1)",
@@ -79,8 +80,8 @@ def _headline(trace: RequestTrace, now_s: float) -> str:
     size = f"{trace.prompt_tokens} tokens in {trace.page_count} pages"
     if trace.ended_at_s is None:
         state = trace.states[-1][1] if trace.states else "nowhere"
-        return f"{trace.request_id}: under way in {state} for {_ms(now_s - trace.arrived_at_s)}; {size}."
-    return f"{trace.request_id}: {trace.ended} after {_ms(trace.ended_at_s - trace.arrived_at_s)}; {size}."
+        return f"{printable(trace.request_id)}: under way in {state} for {_ms(now_s - trace.arrived_at_s)}; {size}."
+    return f"{printable(trace.request_id)}: {trace.ended} after {_ms(trace.ended_at_s - trace.arrived_at_s)}; {size}."
 
 
 def _sources(trace: RequestTrace) -> list[str]:

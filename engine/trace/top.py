@@ -16,10 +16,11 @@ from rich.text import Text
 
 from tidekv.engine.trace.bars import BLOCK, COLORS
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.validation import host_and_port
+from tidekv.states.validation import host_and_port, printable
 
 Sample: TypeAlias = "dict[str, dict[tuple[str, ...], float]]"
 BAR_COLUMNS = 40
+METRICS_BYTES_MAX = 16 << 20
 POOLS = ("device", "host")
 CONDITIONS = {"owned": "cyan", "pinned": "blue", "evictable": "green", "draining": "red", "free": "grey30"}
 """Conditions of pages by color. Cached pages are pinned by requests and transfers, or else evictable."""
@@ -33,11 +34,11 @@ def scrape(address: str, *, timeout_s: float = 5.0) -> Sample:
     host_and_port(address, "ADDRESS")
     try:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=timeout_s) as answer:
-            text = answer.read().decode()
+            text = answer.read(METRICS_BYTES_MAX).decode()
         found: Sample = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+                found.setdefault(sample.name, {})[tuple(map(printable, sample.labels.values()))] = sample.value
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise InvalidRequest(
             f"no engine answers at {address!r}: {_cause(error, timeout_s)}; set engine.metrics.listen of the engine to "
@@ -72,18 +73,20 @@ def show(now: Sample, before: Sample | None, elapsed_s: float) -> RenderableType
         states.add_row(Text(state, COLORS.get(state, "")), f"{count:.0f}")
     ended = Table("ended", "all", "a second", title="restores")
     for (outcome,), count in now.get("tidekv_requests_ended_total", {}).items():
-        ended.add_row(outcome, f"{count:.0f}", _rate(now, before, "tidekv_requests_ended_total", (outcome,), elapsed_s))
+        ended.add_row(
+            Text(outcome), f"{count:.0f}", _rate(now, before, "tidekv_requests_ended_total", (outcome,), elapsed_s)
+        )
     sources = Table("source", "tokens", "share", title="tokens by source")
     tokens = now.get("tidekv_tokens_total", {})
     total = sum(tokens.values()) or 1
     for (source,), count in tokens.items():
-        sources.add_row(source, f"{count:.0f}", f"{count / total:.0%}")
+        sources.add_row(Text(source), f"{count:.0f}", f"{count / total:.0%}")
     cuts = Table("cause", "times", title="extends by cause")
     for (cause,), count in now.get("tidekv_cuts_total", {}).items():
-        cuts.add_row(cause, f"{count:.0f}")
+        cuts.add_row(Text(cause), f"{count:.0f}")
     declined = Table("cause", "pages", title="storage declined")
     for (cause,), count in now.get("tidekv_declined_pages_total", {}).items():
-        declined.add_row(cause, f"{count:.0f}")
+        declined.add_row(Text(cause), f"{count:.0f}")
     prefills = Table("prefill", "pages", title="withheld before READY")
     for (prefill,), count in now.get("tidekv_prefill_pages", {}).items():
         prefills.add_row(Text(prefill), f"{count:.0f}")
@@ -108,7 +111,7 @@ def _pools(now: Sample) -> RenderableType:
         bar = Text()
         for condition, color in CONDITIONS.items():
             bar.append(BLOCK * round(counts[condition] / total * BAR_COLUMNS), color)
-        table.add_row(pool, bar, *(Text(f"{count:.0f}", CONDITIONS[name]) for name, count in counts.items()))
+        table.add_row(Text(pool), bar, *(Text(f"{count:.0f}", CONDITIONS[name]) for name, count in counts.items()))
     return table
 
 

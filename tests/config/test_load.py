@@ -132,6 +132,12 @@ def test_variables_are_read_as_their_types() -> None:
     assert found.transport.read_secret() == "between us"
 
 
+@pytest.mark.parametrize("written", ["TIDEKV_ENGINE__STORAGE__WRITE", "TIDEKV_ENGINE_STORAGE_WRTE"])
+def test_a_variable_of_another_spelling_is_told_the_one_to_set(written: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"did you mean TIDEKV_ENGINE_STORAGE_WRITE.*{written}"):
+        load(environment={written: "back"})
+
+
 def test_variables_that_kubernetes_makes_of_services_are_not_ours() -> None:
     others = {
         "TIDEKV_PREFILL_SERVICE_HOST": "10.0.0.1",

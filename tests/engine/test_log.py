@@ -46,6 +46,20 @@ def test_an_application_that_has_configured_structlog_gets_every_record_with_its
     assert not caplog.records
 
 
+def test_a_value_from_outside_forges_no_record_and_commands_no_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    forged = "r1\nWARNING tidekv.engine: the prefill is dead"
+    LOG.warning(
+        "a hand-over ended", room=forged, cause="\x1b[2J", peers=["a\nb"], other="x state=READY", trick="\u202e"
+    )
+    LOG.warning("it raised", error=ValueError("a\nb"), exception="Traceback\n  ValueError: \x1b]0;title\x07\r")
+    first, second = [record.getMessage() for record in caplog.records]
+    assert first == (
+        "a hand-over ended: room='r1\\nWARNING tidekv.engine: the prefill is dead' cause='\\x1b[2J' peers=['a\\nb'] "
+        "other='x state=READY' trick='\\u202e'"
+    )
+    assert second == "it raised: error=a\\nb\nTraceback\n  ValueError: \\x1b]0;title\\x07\\r"
+
+
 def test_without_structlog_records_go_to_the_standard_library_in_words_and_with_their_fields(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

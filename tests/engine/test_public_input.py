@@ -276,3 +276,9 @@ def test_every_error_is_exported() -> None:
     ]
     assert [name for name in kinds if name not in tidekv.__all__ or not hasattr(tidekv, name)] == []
     assert issubclass(RequestFailed, tidekv.TidekvError)
+
+
+@pytest.mark.parametrize("tokens", ["hello", None, 5, 1.5, object()])
+def test_what_can_be_no_tokens_is_refused_where_the_request_is_made(tokens: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"request 'r1': tokens must be a sequence of ints"):
+        DecodeRequest(request_id="r1", tokens=tokens, prefill="127.0.0.1:7000")  # type: ignore[arg-type]

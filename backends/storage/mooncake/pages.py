@@ -38,7 +38,7 @@ _BAD_PAGE: Final = frozenset({"truncated", "corrupt", "foreign"})
 def open_mooncake(*, authority: str, path: str, options: Mapping[str, object]) -> RemoteStorage:
     """Make the engine of a `mooncake:` URI."""
     if importlib.util.find_spec("mooncake") is None:
-        raise InvalidConfig("mooncake: storage needs mooncake-transfer-engine-non-cuda; install tidekv[mooncake]")
+        raise InvalidConfig("mooncake: storage needs mooncake-transfer-engine-non-cuda: pip install 'tidekv[mooncake]'")
     settings = read_mooncake_options(authority, path, options)
     host, port = settings.master
     limits = Limits(capacity_bytes=settings.capacity, chunk_bytes=settings.chunk, lanes=settings.clients)

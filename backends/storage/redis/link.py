@@ -7,6 +7,7 @@ interpreter, can read into our memory, and works beside any loop.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import Final, cast
 
@@ -115,8 +116,20 @@ class RedisLink:
             try:
                 self._client = _connect(self._options)
             except exceptions.GlideError as error:
-                raise _trouble(error) from error
+                # The client calls all that fails a timeout.
+                cause = _why_unreachable(self._options)
+                raise ServerTrouble("unreachable", cause) if cause else _trouble(error) from error
         return self._client
+
+
+def _why_unreachable(options: RedisOptions) -> str:
+    """Return why the first server that cannot be reached is not, in the system's words; empty if all can be."""
+    for host, port in options.servers:
+        try:
+            socket.create_connection((host, port), timeout=options.connect_timeout_s).close()
+        except OSError as error:
+            return f"{host}:{port}: {cause_of(error)}"
+    return ""
 
 
 def _connect(options: RedisOptions) -> GlideClient | GlideClusterClient:

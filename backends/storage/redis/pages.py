@@ -64,7 +64,7 @@ def open_redis_tls(*, authority: str, path: str, options: Mapping[str, object]) 
 
 def _open(authority: str, path: str, options: Mapping[str, object], *, tls: bool) -> RemoteStorage:
     if importlib.util.find_spec("glide_sync") is None:
-        raise InvalidConfig("redis: storage needs valkey-glide-sync; install tidekv[redis]")
+        raise InvalidConfig("redis: storage needs valkey-glide-sync: pip install 'tidekv[redis]'")
     where = read_authority("redis", authority, default_port=DEFAULT_PORT)
     settings = read_redis_options(where, path, {"tls": tls, **options} if tls else options)
     if tls and not settings.tls:

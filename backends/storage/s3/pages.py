@@ -54,7 +54,7 @@ _BAD_PAGE: Final = frozenset({"truncated", "corrupt", "foreign"})
 def open_s3(*, authority: str, path: str, options: Mapping[str, object]) -> RemoteStorage:
     """Make the engine of an `s3:` URI."""
     if importlib.util.find_spec("obstore") is None:
-        raise InvalidConfig("s3: storage needs obstore; install tidekv[s3]")
+        raise InvalidConfig("s3: storage needs obstore: pip install 'tidekv[s3]'")
     settings = read_s3_options(authority, path, options)
     at = "" if settings.endpoint is None else f"?endpoint={settings.endpoint}"
     # A page is a request, so a chunk is a page: the deadline of a call is checked before each.

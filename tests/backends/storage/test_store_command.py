@@ -184,7 +184,9 @@ def test_what_is_not_clear_is_refused_and_says_what_there_is(root: Path, tmp_pat
     for words, said in (
         (["verify", f"file:{root}"], "has 2 namespaces; choose one by --namespace: 6e6e6e6e6e6e6e6e…, 6f6f"),
         (["verify", f"file:{root}", "--namespace", "abc"], "has 0 namespaces that begin with 'abc'; choose"),
-        (["verify", "memory:"], "cannot list its namespaces; give --namespace and --page-bytes"),
+        (["verify", "memory:"], "cannot list its namespaces; or give the whole --namespace and --page-bytes$"),
+        # It has no such options.
+        (["ls", "memory:"], "cannot list its namespaces$"),
         (["cp", f"file:{root}", f"file:{tmp_path / 'copy'}", "--namespace", "6e"], "set one: "),
         (["ls", "file:/dev/null", "--options", "{"], "must be a JSON object"),
         (["ls", "nowhere:"], "no storage engine 'nowhere'"),
@@ -194,6 +196,25 @@ def test_what_is_not_clear_is_refused_and_says_what_there_is(root: Path, tmp_pat
     with pytest.raises(StorageFailed, match="is not a storage directory"):
         tidekv("ls", f"file:{tmp_path / 'empty'}")
     assert not (tmp_path / "empty").exists()
+
+
+def test_a_label_commands_no_terminal_and_forges_no_row(root: Path) -> None:
+    label = Label("m\n│ forged │", "\x1b[2J", "mha\x07", page_size=4, layers=1, kv_heads=1, head_dim=8)
+    (root / NAMESPACE.hex()[:32] / "label.json").touch(0o600)
+    (root / NAMESPACE.hex()[:32] / "label.json").write_bytes(msgspec.json.encode(label))
+    said = tidekv("ls", f"file:{root}").stdout
+    assert "m\\n│ forged │" in said and "\\x1b[2J" in said and "mha\\x07" in said
+    assert "\x1b" not in said and "\x07" not in said
+    assert len([line for line in said.splitlines() if line.startswith("│")]) == 2
+
+
+def test_stat_names_what_it_counts(root: Path) -> None:
+    said = tidekv("stat", f"file:{root}?io=threads", "--namespace", "6e").stdout
+    rows = dict([cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if "│" in line)
+    assert rows["pages of this namespace"] == "20"
+    whole = sum(path.stat().st_size for path in root.glob("*/*.seg"))
+    assert rows["counts against the capacity"].startswith(f"{whole // 1024} KiB (segment files, of all namespaces")
+    assert "their KV: pages times page size" in tidekv("ls", f"file:{root}").stdout
 
 
 def test_an_engine_that_cannot_list_is_opened_by_what_is_said() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import io
+import threading
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,33 @@ async def test_every_counter_of_components_follows_from_the_journal(worker, tmp_
     console.print(show(now, None, 0.0))
     told = console.file.getvalue()
     assert all(f"{name}, {tier}" in told for name in ("window", "state") for tier in ("device", "host"))
+
+
+def test_labels_of_metrics_command_no_terminal() -> None:
+    text = (
+        '# TYPE tidekv_requests gauge\ntidekv_requests{state="\x1b[2J[red]"} 1\n'
+        '# TYPE tidekv_prefill_pages gauge\ntidekv_prefill_pages{prefill="p\\nforged"} 1\n'
+        '# TYPE tidekv_pool_pages gauge\ntidekv_pool_pages{condition="free",pool="device"} 1\n'
+    )
+
+    class Metrics(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Metrics) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        now = scrape(f"127.0.0.1:{server.server_port}")
+        server.shutdown()
+        thread.join()
+    console = Console(width=160, file=io.StringIO())
+    console.print(show(now, None, 0.0))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "\\x1b[2J[red]" in shown and "\x1b" not in shown
+    assert "p\\nforged" in shown
