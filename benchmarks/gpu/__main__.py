@@ -59,13 +59,15 @@ def driver() -> str:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, if git knows it."""
+    """Return the commit: TIDEKV_COMMIT if it is set, as where a copy of a tree is run, else that of this checkout."""
+    if given := os.environ.get("TIDEKV_COMMIT"):
+        return given
     if shutil.which("git") is None:
-        return os.environ.get("TIDEKV_COMMIT", "unknown")
+        return "unknown"
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return done.stdout.strip() or os.environ.get("TIDEKV_COMMIT", "unknown")
+    return done.stdout.strip() or "unknown"
 
 
 def run_child(step: Step, setting: Setting, path: Path, *, until_s: float) -> int:
