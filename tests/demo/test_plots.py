@@ -80,6 +80,7 @@ def test_bench_writes_a_plot_beside_its_table(tmp_path: Path, monkeypatch, suffi
     assert path.read_bytes().startswith(start)
 
 
+@pytest.mark.slow
 @pytest.mark.nixl
 def test_bench_of_tiers_measures_and_draws_every_way(tmp_path: Path) -> None:
     path = tmp_path / "tiers.svg"

@@ -19,6 +19,7 @@ from tidekv.states.errors import StorageFailed
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
 
 
+@pytest.mark.slow
 async def test_a_hundred_swaps_under_traffic_fail_nobody_and_leak_nothing(make_pair, tmp_path: Path) -> None:
     """Detached, another kind, the same directory again: all while conversations run through a small device."""
     journal = tmp_path / "journal"

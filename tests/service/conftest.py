@@ -101,6 +101,13 @@ def run_service(log: Path, *options: str) -> Iterator[Service]:
         assert code == 0
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that a service is started for: its start alone takes 5 s."""
+    for item in items:
+        if {"service", "serving"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
+
+
 Serving = Callable[..., AbstractContextManager[Service]]
 
 

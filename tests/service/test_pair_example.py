@@ -15,6 +15,7 @@ from tests.support.waits import LIMIT_S
 PAIR = Path(__file__).resolve().parents[2] / "examples" / "pair"
 
 
+@pytest.mark.slow
 @pytest.mark.nixl
 def test_the_pair_restores_the_second_turn_locally() -> None:
     with subprocess.Popen(
@@ -42,6 +43,7 @@ def test_the_pair_restores_the_second_turn_locally() -> None:
             prefill.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.nixl
 def test_a_wrong_address_is_one_line_of_error() -> None:
     with socket.socket() as taken:

@@ -112,6 +112,7 @@ def in_storage(seed: int, ranks: int, requests: int) -> RankGroupWorld:
     return world
 
 
+@pytest.mark.slow
 def test_tails_come_from_storage_where_every_rank_has_them() -> None:
     done, faults = Counter[str](), Counter[str]()
     for seed in range(30, 54):

@@ -82,6 +82,7 @@ def test_without_faults_no_layer_is_lost_on_any_rank() -> None:
     assert done["lost"] <= ends["cancelled"] + ends["aborted"] + ends["deadline"], (done, ends)
 
 
+@pytest.mark.slow
 def test_every_way_through_an_early_ready_is_taken_on_ranks() -> None:
     done, faults = Counter[str](), Counter[str]()
     for seed in range(20):
@@ -155,7 +156,11 @@ def ready_in_other_pages_closes_the_vote(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Agreement, "_close_early", close)
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *CORE_NAMES])
+SLOW_TO_FIND = {"ready_in_other_pages_closes_the_vote"}
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW_TO_FIND else ()) for name in [*MUTANTS, *CORE_NAMES]]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_simulation_of_ranks_finds_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ({**CORE_MUTANTS, **MUTANTS})[name](monkeypatch)
     with pytest.raises((TidekvError, AssertionError)):

@@ -215,6 +215,7 @@ async def test_a_forward_pass_follows_the_layers_of_a_copy() -> None:
     assert ran == [0, 1]
 
 
+@pytest.mark.slow
 def test_the_commands_for_a_gpu_exist() -> None:
     shown = snippet("docs/gpu.md", "python -m pytest") + snippet("docs/gpu.md", "python -m benchmarks")
     for line in shown.splitlines():

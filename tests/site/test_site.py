@@ -79,6 +79,7 @@ def test_every_diagram_is_drawn_and_no_other() -> None:
     assert set(FOLDER.glob("*.svg")) == drawn, "see tools/diagrams.py"
 
 
+@pytest.mark.slow
 def test_diagrams_are_in_the_page_light_and_dark(site: Path) -> None:
     page = (site / "how-it-works" / "index.html").read_text()
     assert page.count('<div class="diagram only-light"><svg') == page.count('<div class="diagram only-dark"><svg') == 3

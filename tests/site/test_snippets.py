@@ -141,6 +141,7 @@ async def folder(make_pair: Any, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [key for key, test in RUN.items() if test == f"{HERE}::test_commands_run"])
 async def test_commands_run(folder: Path, key: tuple[str, str]) -> None:
     lines = [line for line in snippet(*key).splitlines() if line.strip()]

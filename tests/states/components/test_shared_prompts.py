@@ -73,6 +73,7 @@ POSITIONS = st.sets(st.integers(0, 7))
 TIERS_OF = st.fixed_dictionaries({"device": POSITIONS, "host": POSITIONS, "storage": POSITIONS})
 
 
+@pytest.mark.slow
 @given(
     lengths=st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8)),
     holes=st.fixed_dictionaries({"window": TIERS_OF, "state": TIERS_OF}),
