@@ -32,7 +32,7 @@ from tidekv.states.settings import CoreSettings
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-JOURNAL_VERSION = 9
+JOURNAL_VERSION = 1
 """The version of this format. A journal of another version is refused."""
 PACKAGES = ("tidekv", "transitions", "msgspec", "torch", "nixl")
 CHECKSUM_BYTES = 8

@@ -10,7 +10,7 @@ import pytest
 
 from tidekv import Replayer
 from tidekv.engine.cli import main
-from tidekv.engine.journal.format import JOURNAL_VERSION, seal
+from tidekv.engine.journal.format import seal
 from tidekv.engine.trace.request_traces import read_request_traces
 from tidekv.states.pages.page_pool import PagePool
 
@@ -57,10 +57,6 @@ def _without_its_first_file(path: Path, content: bytes) -> None:
 
 def _cut_in_the_header(path: Path, content: bytes) -> None:
     path.write_bytes(content[:200])
-
-
-def _of_version_1(path: Path, content: bytes) -> None:
-    path.write_bytes(b'{"version":1,"page_keys":"digests","event":"run"}\n')
 
 
 def _of_version_2(path: Path, content: bytes) -> None:
@@ -110,7 +106,6 @@ BAD = {
     _header_alone: "end record is missing",
     _without_its_end: "end record is missing",
     _without_its_first_file: "begins at segment 3",
-    _of_version_1: "version 1",
     _of_version_2: "version 2",
     _of_version_5: "version 5",
     _of_a_later_version: "version 99",
@@ -176,10 +171,6 @@ def test_until_shows_the_state(simulate, monkeypatch, capsys) -> None:
     assert "identical: 41 events, stopped there" in out
     assert "live requests" in out
     assert "index" in out
-
-
-def test_versions_are_numbered_from_the_first_with_checksums() -> None:
-    assert JOURNAL_VERSION == 9
 
 
 def test_explain_and_timeline_of_one_request(simulate, monkeypatch, capsys, tmp_path) -> None:

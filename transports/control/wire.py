@@ -22,7 +22,7 @@ from tidekv.states.types import Identity, PageIds, PoolMemory
 from tidekv.transports.control import frames
 from tidekv.transports.control.aux_values import AUX_BYTES_MAX
 
-VERSION = 11
+VERSION = 1
 FRAME_BYTES_MAX = 8 * 1024 * 1024
 HELLO_BYTES_MAX = 1024 * 1024
 """Maximum size of a frame before the Hello is accepted: a Hello of 10,000 registered regions fits."""

@@ -16,7 +16,7 @@ import msgspec
 from tidekv.states.ranks.agreement import Opening
 from tidekv.transports.control import frames
 
-VERSION = 2
+VERSION = 1
 FRAME_BYTES_MAX = 64 * 1024 * 1024
 JOIN_BYTES_MAX = 4096
 """Maximum size of a frame before the leader has admitted a rank."""
