@@ -58,7 +58,7 @@ from tidekv.states.request.lent_ends import LentEnds
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.request import Request, State
 from tidekv.states.request.restore import Restore
-from tidekv.states.request.table import TRANSITIONS, build_machine, takes
+from tidekv.states.request.table import TRANSITIONS, build_machine, has_rows, takes
 from tidekv.states.storage.admission import StorageAdmission
 
 if TYPE_CHECKING:
@@ -73,6 +73,11 @@ Value = TypeVar("Value")
 RAISES_MAX = 8
 """Maximum exceptions handled per step of a request, those raised while failing it included; the next one leaves
 `step`.
+"""
+
+MAY_MOVE_ON = (events.Granted, events.PlanDue, events.PromiseSent, events.Recomputed, events.TransitionRaised)
+"""Events that change what a guard of `PlanDue` or `Progressed` reads, whatever their action finds. Loads, landed pages
+and component pages mark the request themselves if they have changed that; most chunks have not.
 """
 
 REPEATED = (events.StorageDue, events.PlanDue, events.Progressed, events.TransitionRaised)
@@ -345,7 +350,8 @@ class Core:
             self._raised(request, event, type(event).__name__)
             return True
         if done:
-            self.state.dirty[request] = None
+            if type(event) in MAY_MOVE_ON:
+                self.state.dirty[request] = None
             after = request.state
             if request.raises:
                 # The step has succeeded: its next exception is a first one again.
@@ -353,6 +359,19 @@ class Core:
             if after is not before:
                 self.moves.append((request.request_id, after))
         return done
+
+    def _fire_due(self, request: Request, event: Event) -> bool:
+        """Fire an event if a row would be taken: most visits of a request find nothing that is due, and a trigger
+        costs more than its guards. Returns whether a row was taken.
+        """
+        try:
+            is_due = takes(request, event)
+        except BrokenInvariant:
+            raise
+        except Exception:
+            self._raised(request, event, type(event).__name__)
+            return True
+        return is_due and self.fire(request, event)
 
     def _raised(self, request: Request, event: Event | None, taking: str) -> None:
         """Handle the exception that a rule of this request raised on `event`. Call it in the `except` block.
@@ -424,31 +443,31 @@ class Core:
         self.state.run_guarded(partial(self.shared_transfers.take_landed, load))
 
     def move_on(self) -> None:
-        """Fire `StorageDue`, `PlanDue` and `Progressed` at the request, if its state has rows for them."""
+        """Fire `StorageDue`, `PlanDue` and `Progressed` at the request, if the table has a row for them that holds."""
         state = self.state
         request, _ = _pop_first(state.dirty)
         if state.requests.get(request.request_id) is not request:
             # The request ended, and its id may be in use again.
             return
         at_s = state.now_s
-        if takes(request, events.PlanDue):
-            self.fire(request, events.PlanDue(at_s=at_s))
+        self._fire_due(request, events.PlanDue(at_s=at_s))
         if self.component_pages is not None:
             self.component_pages.shared_ends.look(request)
-        if takes(request, events.Progressed):
-            while self.fire(request, events.Progressed(at_s=at_s)):
-                if not takes(request, events.Progressed):
+        if has_rows(request, events.Progressed):
+            progressed = events.Progressed(at_s=at_s)
+            while self._fire_due(request, progressed):
+                if not has_rows(request, events.Progressed):
                     return
             if request.is_planned:
-                # `fire` marked the request dirty, but it has just been moved as far as it can. A request without a
-                # plan stays dirty: its plan raised and is due again.
+                # An action may have marked the request dirty, but it has just been moved as far as it can. A request
+                # without a plan stays dirty: its plan raised and is due again.
                 state.dirty.pop(request, None)
             if request.loads and self.shared_transfers.waits_for(request) is not None:
                 state.run_guarded(partial(self.shared_transfers.watch, request))
             if request.early:
                 state.run_guarded(partial(self.early.look, request))
-        elif takes(request, events.StorageDue):
-            self.fire(request, events.StorageDue(at_s=at_s))
+        else:
+            self._fire_due(request, events.StorageDue(at_s=at_s))
 
     def put_waiting(self) -> None:
         """Start the first waiting put; full pages go before component pages."""

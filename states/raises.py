@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 DISPATCHING: Final = (
     "tidekv.states.core",
     "tidekv.states.core_state",
-    "tidekv.states.request.machine",
     "tidekv.states.request.table",
 )
 """Modules that call rules."""

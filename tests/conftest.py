@@ -10,13 +10,11 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import HealthCheck, settings
-from transitions import Machine
 
 from tests.support import limits
 from tests.support.configs import engine_config
@@ -36,13 +34,10 @@ from tidekv.backends.storage.base import Storage
 from tidekv.engine.decode.values import ReadyRequest
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
-from tidekv.states import core
 from tidekv.states.commands import ReportReady
 from tidekv.states.events import AbortRequested
 from tidekv.states.handover.rooms import Rooms
-from tidekv.states.request.machine import ShortMachine
 from tidekv.states.request.request import Room
-from tidekv.states.request.table import build_machine
 from tidekv.transports.loopback import LoopbackNetwork
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,12 +55,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(limits.TimeLimits(config), "tidekv-limits")
-
-
-@pytest.fixture(params=[ShortMachine, Machine], ids=["short machine", "plain machine"])
-def both_machines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test on the machine that the core uses, and on the library's plain one."""
-    monkeypatch.setattr(core, "build_machine", partial(build_machine, machine_class=request.param))
 
 
 PAGE_SIZE = 4

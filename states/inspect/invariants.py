@@ -30,7 +30,7 @@ from tidekv.states.pages.page_pool import PagePool, PageState
 from tidekv.states.request.early_ready import EarlyUse, layers_in_place
 from tidekv.states.request.request import AheadRun, ComponentAhead, ComponentStage, Load, RequestComponents, Stage
 from tidekv.states.request.restore import LateRecomputation, Recomputation
-from tidekv.states.request.table import PROGRESS_GUARDS
+from tidekv.states.request.table import takes
 from tidekv.states.storage.admission import LateFetch, StorageQuery
 from tidekv.states.types import PageIds, page_ids, without
 
@@ -89,8 +89,7 @@ def audit_core(core: Parts) -> None:
     progressed = events.Progressed(at_s=core.state.now_s)
     for request in core.state.requests.values():
         _check_request(core, request)
-        can_move = any(guard(request, progressed) for guard in PROGRESS_GUARDS[request.state])
-        _require(not can_move, f"{request} could move on, but was not visited")
+        _require(not takes(request, progressed), f"{request} could move on, but was not visited")
     state = core.state
     _require(
         not (

@@ -149,6 +149,7 @@ class Actions:
             # Before the chunk is noted: if this raises, the room's cursors are unchanged and the chunk is not lost.
             self._loads.filled(load)
         self._rooms.land(request.room, event)
+        self._note_landed(request)
         self._shared_transfers.note_landed(request)
         self._loads.divide_again(request)
 
@@ -156,8 +157,14 @@ class Actions:
         """Note that the first token has arrived from one rank."""
         assert request.room is not None
         self._rooms.land_aux(request.room, event.rank)
+        self._note_landed(request)
         self._shared_transfers.note_landed(request)
         self._loads.divide_again(request)
+
+    def _note_landed(self, request: Request) -> None:
+        # Guards, sharers of component pages and early READY ask whether the room is complete, and nothing else of it.
+        if request.room is not None and request.room.is_complete:
+            self._state.dirty[request] = None
 
     # --- Back to the queue ---
 

@@ -108,7 +108,6 @@ from tidekv.states.request import guards_and_actions as guards
 from tidekv.states.request.guards_and_actions import Actions
 from tidekv.states.request.lending import Lending
 from tidekv.states.request.lent_ends import LentEnds, fills_lent_pages, has_filled_lent_pages
-from tidekv.states.request.machine import ShortMachine
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.request import State
 from tidekv.states.request.restore import Restore
@@ -193,12 +192,14 @@ TRANSITIONS = (
 )
 
 
-def build_machine(rules: Iterable[object], machine_class: type[Machine] = ShortMachine) -> Machine:
+def build_machine(
+    rules: Iterable[object],
+) -> Machine:
     """Build the machine that all requests of a core share. `rules` are the objects whose methods the rows name.
 
     Requests are not registered as models. They are passed to each trigger instead:
-    `machine.events["Granted"].trigger(request, request, event)`. The table also builds the library's plain `Machine`;
-    it behaves the same and costs more (see `tidekv.states.request.machine`).
+    `machine.events["Granted"].trigger(request, request, event)`. A trigger of the library costs about 7 µs, most of it
+    for features that this table does not use, so the core fires an event that it derives itself only if `takes`.
     """
     owners = {type(rule).__name__: rule for rule in rules}
 
@@ -208,7 +209,7 @@ def build_machine(rules: Iterable[object], machine_class: type[Machine] = ShortM
         owner, _, name = function.__qualname__.rpartition(".")
         return [_method(owners[owner], name) if owner else function]
 
-    return machine_class(
+    return Machine(
         model=None,
         states=State,
         initial=PREALLOC,
@@ -232,24 +233,32 @@ def _method(owner: object, name: str) -> Callable[[Request, Event], Any]:  # Any
     return lambda request, event: getattr(owner, name)(request, event)
 
 
-_SOURCES: dict[type[Event], tuple[State, ...]] = {}
-for _row in TRANSITIONS:
-    _SOURCES[_row.event] = tuple(dict.fromkeys((*_SOURCES.get(_row.event, ()), *_row.source)))
+DERIVED = (events.StorageDue, events.PlanDue, events.Progressed)
+"""Events that the core derives from others, and fires if a row of the table holds. All these rows have a guard."""
 
-
-def takes(request: Request, kind: type[Event]) -> bool:
-    """Whether the table has a row for events of this kind in the request's state."""
-    # `in` on a tuple compares identities first; a set would hash the enum member, which is slower.
-    return request.state in _SOURCES[kind]
-
-
-PROGRESS_GUARDS: dict[State, tuple[Guard, ...]] = {
-    state: tuple(
-        row.only_if for row in TRANSITIONS if row.event is events.Progressed and state in row.source and row.only_if
-    )
-    for state in State
+_GUARDS: dict[type[Event], dict[str, tuple[Guard, ...]]] = {
+    kind: {
+        state.name: tuple(
+            row.only_if for row in TRANSITIONS if row.event is kind and state in row.source and row.only_if is not None
+        )
+        for state in State
+    }
+    for kind in DERIVED
 }
-"""By state, the guards of its `Progressed` rows: a request moves on when one of them holds."""
+"""By event and name of the state: reading a member's hash is slow in Python 3.11."""
+
+
+def has_rows(request: Request, kind: type[Event]) -> bool:
+    """Whether the table has rows for an internal event in the request's state, whether they hold or not."""
+    return bool(_GUARDS[kind][request.state._name_])
+
+
+def takes(request: Request, event: Event) -> bool:
+    """Whether a row would be taken for an internal event in the request's state."""
+    for guard in _GUARDS[type(event)][request.state._name_]:  # noqa: SIM110  # It runs on every visit of a request.
+        if guard(request, event):
+            return True
+    return False
 
 
 # --- The diagram ---

@@ -8,8 +8,6 @@ from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.request.request import State
 
-pytestmark = pytest.mark.usefixtures("both_machines")
-
 PROMPT = b"abcdefgh"
 LIVE = (State.PREALLOC, State.MATCH, State.PREFETCH, State.LOCAL_RESTORE, State.TRANSFER)
 

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from tidekv.engine.simulation.rig import Rig, ids
 from tidekv.states import commands, events
 
-pytestmark = pytest.mark.usefixtures("both_machines")
-
 TEN = b"abcdefghij"
 
 

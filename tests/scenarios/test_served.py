@@ -13,8 +13,6 @@ from tidekv.engine.decode.driver import Driver
 from tidekv.engine.demo.synthetic import prompt_digests
 from tidekv.states import events
 
-pytestmark = pytest.mark.usefixtures("both_machines")
-
 PAGE_SIZE = 4
 PROMPT = list(range(300, 330))  # Seven pages of four tokens and a tail of two.
 TIERS = ("l1", "l2", "l3")

@@ -11,8 +11,6 @@ from tests.support.component_stories import PROMPT, device_pages, finish, left_b
 from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant
 
-pytestmark = pytest.mark.usefixtures("both_machines")
-
 rig_with = partial(component_stories.rig_with, storage=False)
 
 

@@ -13,8 +13,6 @@ from tidekv.states import commands, events
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.settings import CoreSettings
 
-pytestmark = pytest.mark.usefixtures("both_machines")
-
 rig_with = partial(component_stories.rig_with, storage=False)
 
 

@@ -8,8 +8,6 @@ from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.request.request import State
 
-pytestmark = pytest.mark.usefixtures("both_machines")
-
 
 def fill_device(rig: Rig, *, free: int) -> None:
     """A READY request that takes all device pages but so many."""

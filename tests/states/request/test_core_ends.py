@@ -9,8 +9,6 @@ from tidekv.states import commands, events
 from tidekv.states.request.request import State
 from tidekv.states.request.table import LIVE
 
-pytestmark = pytest.mark.usefixtures("both_machines")
-
 EIGHT = b"abcdefgh"
 WITH_ROOM = (State.PREFETCH, State.LOCAL_RESTORE, State.TRANSFER)
 

@@ -7,8 +7,6 @@ import pytest
 from tidekv.engine.simulation.rig import Rig, ids
 from tidekv.states import commands, events
 
-pytestmark = pytest.mark.usefixtures("both_machines")
-
 EIGHT = b"abcdefgh"
 
 

@@ -9,8 +9,6 @@ import pytest
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 
-pytestmark = pytest.mark.usefixtures("both_machines")
-
 PAGE = 64
 ROUNDS = 6
 OUTPUT = 129

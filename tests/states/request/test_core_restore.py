@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tidekv.engine.simulation.rig import Rig, ids
 from tidekv.states import commands
 from tidekv.states.request.request import State
-
-pytestmark = pytest.mark.usefixtures("both_machines")
 
 EIGHT = b"abcdefgh"
 

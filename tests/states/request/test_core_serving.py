@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tidekv.engine.simulation.rig import Rig, ids
 from tidekv.states import commands, events
-
-pytestmark = pytest.mark.usefixtures("both_machines")
 
 EIGHT = b"abcdefgh"
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import msgspec
 import pytest
-from transitions import Machine, MachineError
+from transitions import Event as LibraryEvent
+from transitions import Machine, Transition
 
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import Event
-from tidekv.states.request.machine import ShortMachine
 from tidekv.states.request.request import Request, State
-from tidekv.states.request.table import LIVE, TRANSITIONS, build_machine, diagram
+from tidekv.states.request.table import LIVE, TRANSITIONS, diagram
 from tidekv.states.storage.policy import StoragePolicy
 
 KINDS = [
@@ -100,43 +100,74 @@ def test_every_state_takes_every_event_as_the_table_says(state: State, kind: typ
     rig.core.check()
 
 
-@pytest.mark.parametrize("state", State, ids=lambda state: state.value)
-def test_the_short_way_through_the_machine_leads_where_the_library_s_own_does(
-    state: State, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for kind in sorted(OF_THE_TABLE, key=lambda kind: kind.__name__):
-        found = []
-        for machine_class in (ShortMachine, Machine):
-            monkeypatch.setattr("tidekv.states.core.build_machine", partial(build_machine, machine_class=machine_class))
-            rig = Rig()
-            rig.bring(state)
-            request = rig.core.request("a")
-            if request is None:
-                rig.bring(State.PREALLOC)
-                request = rig.request("a")
-                request.state = state
-            core, event = rig.core, make_event(kind, request)
-            core.state.operations.pop(request.query_op, None)
-            try:
-                came: object = bool(core._triggers[kind](request, request, event))
-            except MachineError:
-                came = "no such row"
-            except Exception as raised:
-                came = repr(raised)
-            left = digest(rig) if state is not State.FAILED else None
-            found.append((came, request.state, left, core.state.out))
-        assert found[0] == found[1], kind
+def test_the_core_runs_the_machine_of_the_library() -> None:
+    fired = [trigger.__self__ for trigger in Rig().core._triggers.values()]  # type: ignore[attr-defined]  # Methods.
+    assert {type(event) for event in fired} == {LibraryEvent}
+    assert {type(event.machine) for event in fired} == {Machine}
+    transitions = [one for event in fired for ones in event.transitions.values() for one in ones]
+    assert {type(one) for one in transitions} == {Transition}
 
 
-def test_a_row_that_asks_for_more_than_the_short_way_knows_is_refused() -> None:
-    source_load = {"trigger": "Go", "source": "MATCH", "dest": "READY"}
-    given = {"model": None, "states": State, "initial": State.MATCH, "auto_transitions": False}
-    for of_row in ({"after": print}, {"prepare": print}, {"unless": print}, {"before": "named"}):
-        with pytest.raises(ValueError, match="does not have"):
-            ShortMachine(transitions=[{**source_load, **of_row}], **given)
-    for of_machine in ({"queued": True}, {"after_state_change": print}):
-        with pytest.raises(ValueError, match="does not have"):
-            ShortMachine(transitions=[source_load], **given, **of_machine)
+def triggers_of(rig: Rig, run: Callable[[], object]) -> list[tuple[str, bool]]:
+    """Names of the events that `run` fires at the machine, and whether a row was taken."""
+    triggers, fired = rig.core._triggers, list[tuple[str, bool]]()
+    before = dict(triggers)
+
+    def counted(kind: type[Event]) -> Callable[..., bool]:
+        def trigger(*given: object) -> bool:
+            is_taken = before[kind](*given)  # type: ignore[arg-type]  # What the core gives.
+            fired.append((kind.__name__, is_taken))
+            return is_taken
+
+        return trigger
+
+    triggers.update({kind: counted(kind) for kind in before})
+    run()
+    triggers.update(before)
+    return fired
+
+
+def test_a_request_triggers_the_machine_once_for_each_fact_and_each_state() -> None:
+    """19 triggers before guards were asked first, 7 of which found no row."""
+    rig = Rig(device_pages=64, host_pages=64)
+    rig.make_cached("warm", b"abcdefgh")
+
+    def run() -> None:
+        rig.arrive("a", b"abcdefgh" + b"ijklmnopqrstuvwx")
+        promise = rig.take(commands.SendPromise)
+        rig.promised(promise)
+        first, count = 8, len(promise.pages) // 4
+        for at in range(4):
+            rig.chunk(promise, first=first + at * count, count=count, last=at == 3)
+        rig.aux(promise)
+        rig.take(commands.ReportReady)
+        rig.finish("a", b"abcdefgh" + b"ijklmnopqrstuvwx")
+
+    fired = triggers_of(rig, run)
+    assert [name for name, _ in fired] == [
+        "StorageDue", "Granted", "PlanDue", "Progressed", "PromiseSent", *["ChunkLanded"] * 4, "AuxLanded",
+        "Progressed", "FinishRequested",
+    ]  # fmt: skip
+    assert all(is_taken for _, is_taken in fired)
+
+
+def test_a_guard_that_raises_falls_back_as_an_action_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    has_raised = list[int]()
+    is_planned = Request.is_planned.fget
+    assert is_planned is not None
+
+    def fails_once(request: Request) -> bool:
+        if request.state is State.MATCH and not has_raised:
+            has_raised.append(1)
+            raise ZeroDivisionError("a bug")
+        return is_planned(request)
+
+    monkeypatch.setattr(Request, "is_planned", property(fails_once))
+    rig.arrive("a", b"abcdefgh")
+    assert has_raised
+    assert rig.state("a") == "TRANSFER"
+    assert rig.core.statistics()["transitions_raised"] == 1
 
 
 def test_internal_events_are_of_the_table_and_never_journalled() -> None:
