@@ -17,6 +17,7 @@ from tidekv.engine.journal.format import (
     RaiseRecord,
     RunLine,
     SegmentLine,
+    StallRecord,
     TurnLine,
     event_types,
     field_types,
@@ -39,7 +40,7 @@ INTRODUCTION = """# The journal
 A journal holds the facts of one run of one engine: every event that its core took, turn of the loop by turn, every
 raise of a rule, and digests of what followed. `tidekv replay` steps a fresh core through the facts and compares the
 digests; `explain` and `timeline` replay as well, and show what followed. It is text, one JSON object a line,
-rendered by structlog. This is version {version}; a journal of another version, or of other event types, is refused
+encoded by msgspec. This is version {version}; a journal of another version, or of other event types, is refused
 by name: use the tidekv that wrote it.
 
 A turn in which one request arrives (`journal.tokens`; the line is one line):
@@ -76,10 +77,22 @@ written as they are.
 the oldest are deleted, and the rest cannot be replayed: a replay needs the run from its start. An earlier run of
 the same name is moved to `NAME.previous`; so is a symbolic link, and what it names is not written to.
 
+**In the application's log.** With `journal.log` (`JournalOptions(log=True)`) the same lines are records of the logger
+`tidekv.journal`, by the application's structlog: its processors add what they add, its renderer writes JSON, other
+lines stand between, and the log is rotated as it always is. A record has `journal_run`, `journal_line` (counted from 0)
+and the line itself in `journal`. `tidekv replay LOG`, `explain LOG` and `timeline LOG` find them in `LOG` and in
+`LOG.*`, in any order; of several runs they read the newest, or that of `--run`. Each line keeps its checksum, so a
+record that a processor dropped or a sampler left out is reported as missing. A file is smaller and costs the engine
+less: take the log where only logs are collected.
+
+**Stalls.** A turn has the stalls of the process's event loop that ended before it, as `[at_s, seconds, where]`. Nothing
+was seen meanwhile, so `explain`, `timeline` and spans name them instead of what the request waited for.
+
 **The end.** A run that was closed has an `end` line. After kill -9 it is missing, and the last line may be cut off:
 all lines before it are good, and at most the last {coalesce_s:g} s are missing. A journal that was cut later looks
 the same. So `replay`, `explain` and `timeline` take what is there, print where it ends on standard error and exit
-with code 2; with `--torn-ok` they exit with code 0 unless not one event is left.
+with code 2; with `--torn-ok` they exit with code 0 unless not one event is left. In front of a line that was changed or
+lost they show what is there as well, and always exit with code 2.
 
 **A slow disk.** Writing never blocks the engine. Turns that the disk is too slow for are dropped, and a `gap` line
 counts them; a full disk ends the journal. Both are logged (`tidekv.journal`), and so is what closing the engine
@@ -105,6 +118,7 @@ def journal_document() -> str:
         for line in (RunLine, SegmentLine, TurnLine, GapLine, EndLine)
     ]
     parts.append(_section(RaiseRecord, "One of `raises`"))
+    parts.append(_section(StallRecord, "One of `stalls`"))
     parts.append("## Events\n\n`[type, field, …]`, all fields in this order.\n")
     parts += ["| type | fields | |", "|---|---|---|"]
     with_keys = {kind.__struct_config__.tag: kind for kind in get_args(EventRecord)}

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tidekv.engine.cli.torn import TornOk, refuse_without_events, tell_torn
+from tidekv.engine.cli.torn import RunOfLog, TornOk, refuse_without_events, tell_torn
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.validation import printable_lines
 
@@ -17,10 +17,11 @@ def register(app: typer.Typer) -> None:
 
 
 def explain(
-    journal: Annotated[str, typer.Argument(help="The first file of a journal.")],
+    journal: Annotated[str, typer.Argument(help="The first file of a journal, or a log that has one.")],
     request: Annotated[str | None, typer.Option(help="The request's id; without it, the slowest requests.")] = None,
     slowest: Annotated[int, typer.Option(help="How many, without --request.", min=0)] = 3,
     torn_ok: TornOk = False,
+    run: RunOfLog = "",
 ) -> None:
     """Explain a request: pages matched, promised, delivered, wasted and cut, the causes, and what would make it faster.
 
@@ -31,7 +32,7 @@ def explain(
     from tidekv.engine.trace.explain import failures_by_cause
     from tidekv.engine.trace.request_traces import read_request_traces
 
-    replayer = Replayer(journal)
+    replayer = Replayer(journal, run=run)
     request_traces = read_request_traces(replayer)
     refuse_without_events(replayer)
     if request is not None:
@@ -46,6 +47,7 @@ def explain(
         chosen = ended[:slowest]
         if failures := failures_by_cause(request_traces.all):
             print(f"{printable_lines(failures)}\n")
-    words = [words_for(request_trace, now_s=request_traces.last_at_s) for request_trace in chosen]
+    unix_s = replayer.header.started_unix_s - replayer.header.started_at_s
+    words = [words_for(request_trace, now_s=request_traces.last_at_s, unix_s=unix_s) for request_trace in chosen]
     print(printable_lines("\n\n".join(words)))
     tell_torn(replayer, torn_ok=torn_ok)

@@ -20,6 +20,18 @@ app = typer.Typer(
 )
 
 
+class Output(logging.Handler):
+    """Prints records on the stderr of the moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record."""
+        print(self.format(record), file=sys.stderr)
+
+
+OUTPUT = Output()
+OUTPUT.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+
 def print_version(wanted: bool) -> None:
     """Print the version of the installed package and end, if that is wanted."""
     if wanted:
@@ -37,10 +49,9 @@ def options(
     ] = False,
 ) -> None:
     """Tiered decode-side KV cache for prefill/decode disaggregated LLM serving."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("tidekv")
-    logger.addHandler(handler)
+    if OUTPUT not in logger.handlers:
+        logger.addHandler(OUTPUT)
     if verbose:
         logger.setLevel(logging.INFO)
 

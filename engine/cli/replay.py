@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidekv.engine.cli.torn import TornOk, refuse_without_events, tell_torn
+from tidekv.engine.cli.torn import RunOfLog, TornOk, refuse_without_events, tell_torn
 
 if TYPE_CHECKING:
     from tidekv.engine.journal import Replayer
@@ -21,13 +21,14 @@ def register(app: typer.Typer) -> None:
 
 
 def replay(
-    journal: Annotated[str, typer.Argument(help="The first file of a journal.")],
+    journal: Annotated[str, typer.Argument(help="The first file of a journal, or a log that has one.")],
     until: Annotated[int | None, typer.Option(help="Stop after this event, and show the state there.", min=0)] = None,
     shrink: Annotated[
         str | None, typer.Option(help="Write a short journal of the first error or difference to this file.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Accept a journal of other event types.")] = False,
     torn_ok: TornOk = False,
+    run: RunOfLog = "",
 ) -> None:
     """Step a fresh core through a journal and compare every state, plan, lock, page and command.
 
@@ -36,19 +37,23 @@ def replay(
     """
     from tidekv.engine.journal import Replayer
     from tidekv.engine.journal.shrink import shrink as shrink_journal
-    from tidekv.states.errors import ReplayDiverged
+    from tidekv.states.errors import InvalidRequest, ReplayDiverged
 
     if shrink is not None:
         shrunk = shrink_journal(journal, shrink)
         print(f"{shrunk.events_before} events became {shrunk.events_after} in {shrink}: {shrunk.what}")
         return
-    replayer = Replayer(journal, force=force)
+    replayer = Replayer(journal, force=force, run=run)
     try:
-        replayed = replayer.run(until=until)
+        with replayer.up_to_damage():
+            replayer.run(until=until)
+        replayed = replayer.replayed
     except ReplayDiverged as diverged:
         print(f"tidekv: {diverged}", file=sys.stderr)
         raise typer.Exit(DIVERGED) from None
     refuse_without_events(replayer)
+    if until is not None and replayed.events <= until:
+        raise InvalidRequest(f"--until must be below {replayed.events}, the number of events in {journal}, not {until}")
     raises = f", {replayed.raises} raises of rules" if replayed.raises else ""
     if replayed.torn is not None:
         print(f"identical as far as the journal goes: {replayed.events} events{raises}")

@@ -1,4 +1,4 @@
-"""Handling of a journal without its tail: commands show the rest, report where it ends, and exit with code 2."""
+"""A journal that is damaged or lacks its tail: commands show the part in front, say where it ends, and exit with 2."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ TornOk: TypeAlias = Annotated[
     bool, typer.Option("--torn-ok", help="A missing tail, as kill -9 leaves it, is no reason for exit code 2.")
 ]
 
+RunOfLog: TypeAlias = Annotated[
+    str, typer.Option("--run", help="In a log: the run, or the beginning of its name; by default the newest.")
+]
+
 
 def refuse_without_events(replayer: Replayer) -> None:
     """Check a journal at its end, before anything is printed. Raises JournalDamaged if it was cut before the first
@@ -29,5 +33,5 @@ def tell_torn(replayer: Replayer, *, torn_ok: bool) -> None:
     """Print on standard error where the tail is missing, if it is, and exit with TORN unless that is allowed."""
     if replayer.torn is not None:
         print(f"tidekv: {replayer.torn}", file=sys.stderr)
-        if not torn_ok:
+        if not torn_ok or replayer.is_damaged:
             raise typer.Exit(TORN)

@@ -123,7 +123,7 @@ class PeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class JournalOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The journal: a file with every event of a run."""
+    """The journal: every event of a run, in a file or in the application's log."""
 
     path: PlainText | None = None
     """File that every event is written to, or a directory that gets a file for each run. A file of an earlier run is
@@ -137,6 +137,15 @@ class JournalOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Maximum number of files, of which the newest are kept. 0: all. A journal without its first file cannot be
     replayed.
     """
+    log: bool = False
+    """Write the events through the application's structlog instead of a file, as records of the logger
+    `tidekv.journal`. The application must have configured structlog with a JSON renderer.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.log and (self.path is not None or self.segment_bytes or self.segments_max):
+            raise InvalidConfig("journal.log writes to the application's log: leave out path and segments")
 
 
 class MetricsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -128,6 +128,8 @@ class Arrivals:
             if lent_pages is not None:
                 runtime.calls.lent.lend(request.request_id, lent_pages[held_pages:])
             runtime.front.post(arrival)
+            # From here on a blocked loop delays the request, before the core has seen it, too.
+            runtime.watchdog.set_busy(True)
         except BaseException:
             runtime.calls.withdraw(request.request_id, serial=serial)
             raise

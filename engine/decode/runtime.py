@@ -124,7 +124,7 @@ class Runtime:
         self.poller = PollerThread()
         # File I/O copies within the call that posts it, which would delay transfers that share its poller.
         self.storage_poller = PollerThread(name="tidekv-storage-poller")
-        self.watchdog = Watchdog(limit_s=config.loop_stall_report_s)
+        self.watchdog = Watchdog(limit_s=config.loop_stall_report_s, on_end=self._note_stall)
         self.transport = transport
         self.host = host
         self.components = {pools.name: pools for pools in components}
@@ -133,6 +133,8 @@ class Runtime:
         self.checksum_thread = ChecksumThread()
         self.host_checksums: dict[str, HostChecksums] = {}
         """By component; "" are the full pages. Empty unless the option `page_checksums` is set."""
+        self.on_stall: list[Callable[[float, float, str], None]] = []
+        """Called with each stall of the event loop that has ended: time, seconds, place."""
         self._lanes: CopyLanes | None = None
         self.ranks: RankDriver | None = None
         self.rank_group = ranks
@@ -179,7 +181,7 @@ class Runtime:
             host_pages=0 if self.host is None else self.host.num_pages,
             storage=None if self.storage is None else self.storage.uri,
             metrics=None if self.metrics is None else self.metrics.address,
-            journal=None if self.journal is None else str(self.journal.path),
+            journal=None if self.journal is None else self.journal.place,
         )
 
     async def _start(self) -> None:
@@ -305,7 +307,7 @@ class Runtime:
         """Open the journal of a core that has taken no event; None if journals are disabled. Raises InvalidConfig."""
         options = self.config.journal
         path = options.path
-        if path is None:
+        if path is None and not options.log:
             return None
 
         def open_it() -> Journal:
@@ -339,10 +341,18 @@ class Runtime:
         self.log.note_event(event)
         self.front.post(event)
 
+    def _note_stall(self, at_s: float, seconds: float, where: str) -> None:
+        for note in self.on_stall:
+            note(at_s, seconds, where)
+        if self.journal is not None:
+            self.journal.note_stall(at_s, seconds, where)
+
     def _end_use(self, op: int) -> None:
         self.front.post(events.EarlyUseEnded(at_s=self.driver.clock(), op=op))
 
     def _after_drain(self) -> None:
+        # First: a stall belongs to the turn whose events it has delayed.
+        self.watchdog.look()
         if self.journal is not None:
             self.journal.end_turn()
         self.log.end_turn()

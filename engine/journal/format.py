@@ -68,6 +68,8 @@ class RunLine(Line, frozen=True, kw_only=True, tag="run"):
     """Identity and bytes of a page. Informational: no decision reads it."""
     instance: str
     started_unix_s: float
+    started_at_s: float = 0.0
+    """The same time, on the monotonic clock of the events."""
 
 
 class SegmentLine(Line, frozen=True, kw_only=True, tag="segment"):
@@ -249,6 +251,16 @@ class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Empty for a refused event."""
 
 
+class StallRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A stall of the event loop of this process: nothing ran on it, neither this engine nor its callers."""
+
+    at_s: float
+    """When it ended."""
+    seconds: float
+    where: str
+    """`file:line function` that blocked it; "" if the process was not scheduled, or nothing was seen."""
+
+
 class TurnLine(Line, frozen=True, kw_only=True, omit_defaults=True, tag="turn"):
     """The events that one turn of the loop took, in order, and digests of their effects."""
 
@@ -268,6 +280,8 @@ class TurnLine(Line, frozen=True, kw_only=True, omit_defaults=True, tag="turn"):
     """Rules that raised."""
     errors: list[ErrorRecord] = []
     """Exceptions that left `Core.step`."""
+    stalls: list[StallRecord] = []
+    """Stalls of the event loop that were noted since the turn before. No decision reads them."""
 
 
 class GapLine(Line, frozen=True, kw_only=True, tag="gap"):
@@ -345,7 +359,15 @@ def write_lines(path: str | Path, lines: Iterable[bytes]) -> None:
 @lru_cache(maxsize=1)
 def schema_checksum() -> str:
     """Return a checksum of every event type and field, and of every line."""
-    kinds = (*event_types(), *get_args(EventRecord), *get_args(AnyLine), RaiseRecord, FrameRecord, ErrorRecord)
+    kinds = (
+        *event_types(),
+        *get_args(EventRecord),
+        *get_args(AnyLine),
+        RaiseRecord,
+        FrameRecord,
+        ErrorRecord,
+        StallRecord,
+    )
     words = [(kind.__name__, tuple(field_types(kind).items())) for kind in kinds]
     return _checksum(repr(words).encode())
 

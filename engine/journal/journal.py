@@ -17,6 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from tidekv.engine.journal.format import seal
+from tidekv.engine.journal.log_lines import LogLines
 from tidekv.engine.journal.recorder import Recorder, Stepped, Turn
 from tidekv.engine.journal.segments import SegmentFiles, place_of_run
 from tidekv.engine.log import engine_log, own_context
@@ -53,7 +54,8 @@ class Waiting(NamedTuple):
 
 
 class Journal:
-    """Records one core, and writes its journal to `path` (a file, or a directory that gets a file for each run).
+    """Records one core, and writes its journal to `path` (a file, or a directory that gets a file for each run), or to
+    the application's structlog if that is None.
 
     With `segment_bytes` the journal continues in a new file when one has that size; `segments_max` is the maximum
     number of newest files kept: the journal cannot be replayed once the first is deleted. 0 disables either.
@@ -61,7 +63,7 @@ class Journal:
 
     def __init__(
         self,
-        path: str,
+        path: str | None,
         core: Core,
         *,
         with_tokens: bool = False,
@@ -71,7 +73,7 @@ class Journal:
         segment_bytes: int = 0,
         segments_max: int = 0,
     ) -> None:
-        """Raises InvalidConfig if the file cannot be written."""
+        """Raises InvalidConfig if the file cannot be written, or the application has no structlog."""
         self._recorder = Recorder(
             core,
             with_tokens=with_tokens,
@@ -79,10 +81,13 @@ class Journal:
             layout=layout,
             instance=instance,
             started_unix_s=time.time(),
+            started_at_s=time.monotonic(),
             breathe=lambda: time.sleep(BREATH_S),
         )
         self._longest_on_loop = PAGES_ON_LOOP_MAX * core.settings.key_bytes
-        self.path: Path = place_of_run(path, instance=instance, run=self._recorder.run)
+        self.path: Path | None = None
+        if path is not None:
+            self.path = place_of_run(path, instance=instance, run=self._recorder.run)
         self.stepped: Stepped = self._recorder.stepped
         """Takes the core's last step. Never blocks."""
         self._queue: deque[Waiting] = deque()
@@ -96,7 +101,11 @@ class Journal:
         first, self._sum = seal(self._recorder.run_line(), 0)
         self._segment_bytes_max = segment_bytes
         self._segment_bytes = len(first)
-        self._files = SegmentFiles(self.path, segments_max=segments_max, run_line=first)
+        self._files: SegmentFiles | LogLines
+        if self.path is None:
+            self._files = LogLines(self._recorder.run, first)
+        else:
+            self._files = SegmentFiles(self.path, segments_max=segments_max, run_line=first)
         self._failure: Exception | None = None
         self._has_ended = self._is_given_up = False
         self._is_awake = False
@@ -107,6 +116,15 @@ class Journal:
         self._thread.start()
 
     # --- On the loop ---
+
+    @property
+    def place(self) -> str:
+        """The file, or that it is the log."""
+        return "the log" if self.path is None else str(self.path)
+
+    def note_stall(self, at_s: float, seconds: float, where: str) -> None:
+        """Add a stall of the event loop that has just ended to the turn that follows."""
+        self._recorder.note_stall(at_s, seconds, where)
 
     def end_turn(self) -> None:
         """Queue the steps since the last call as one turn. Never blocks."""
@@ -172,7 +190,7 @@ class Journal:
         if self.events_dropped or not self._has_ended:
             LOG.warning(
                 "the journal is incomplete",
-                journal=str(self.path),
+                journal=self.place,
                 events=self._recorder.events,
                 missing=self.events_dropped,
                 has_end=self._has_ended,
@@ -184,9 +202,7 @@ class Journal:
         self._failure = error
         self._queue.clear()
         trace = None if isinstance(error, OSError) else error
-        LOG.warning(
-            "the journal ends here, the engine goes on", journal=str(self.path), cause=str(error), exc_info=trace
-        )
+        LOG.warning("the journal ends here, the engine goes on", journal=self.place, cause=str(error), exc_info=trace)
 
     # --- On the journal's thread ---
 

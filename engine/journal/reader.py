@@ -20,9 +20,11 @@ from tidekv.engine.journal.format import (
     RunLine,
     SegmentLine,
     TurnLine,
+    encode_line,
     schema_checksum,
     unseal,
 )
+from tidekv.engine.journal.log_lines import JournalLog, canonical, is_log
 from tidekv.engine.journal.segments import segment_numbers, segment_path
 from tidekv.states.errors import JournalDamaged, JournalRefused, cause_of
 
@@ -45,8 +47,11 @@ class _Start(msgspec.Struct):
 class JournalReader:
     """The lines of one journal, from its first file on."""
 
-    def __init__(self, path: str | Path, *, force: bool = False) -> None:
-        """Read the header. Raises JournalRefused, JournalDamaged. `force` tries a journal of other event types."""
+    def __init__(self, path: str | Path, *, force: bool = False, run: str = "") -> None:
+        """Read the header. Raises JournalRefused, JournalDamaged. `force` tries a journal of other event types.
+
+        A log of the application with a journal's records is read as well; `run` chooses one of several in it.
+        """
         self.path = Path(path)
         self.torn: JournalDamaged | None = None
         """For a journal without an end record, set at its end: the cause and the line."""
@@ -54,6 +59,8 @@ class JournalReader:
         """File and number of the last line read."""
         self._force = force
         self._sum = 0
+        self._log: JournalLog | None = None
+        self._run = run
         self.header = self._read_header()
 
     def _read_header(self) -> RunLine:
@@ -74,6 +81,11 @@ class JournalReader:
             raise JournalRefused(f"journal {str(self.path)!r} cannot be read: {cause_of(error)}") from error
         if not line:
             raise JournalRefused(f"{str(self.path)!r} is empty: no run was ever written to it")
+        if not line.startswith((RUN_BEGINS, SEGMENT_BEGINS)) and is_log(self.path):
+            self._log = JournalLog(self.path, run=self._run)
+            path, number, line = next(self._log_lines())
+            self.place = (path, number)
+            line += b"\n"
         unsealed = unseal(line.removesuffix(b"\n"), 0)
         body = line if unsealed is None else unsealed[0]
         start = _start_of(body)
@@ -111,6 +123,9 @@ class JournalReader:
         Raises JournalDamaged at the first line that is not what was written there.
         """
         self._sum = 0
+        if self._log is not None:
+            yield from self._lines_of_log()
+            return
         number = 0
         while True:
             path = segment_path(self.path, number)
@@ -125,12 +140,36 @@ class JournalReader:
                     raise JournalDamaged(
                         path=path_text, line=line + 1, cause=f"the file of segment {number} is missing"
                     )
-                self.torn = JournalDamaged(
-                    path=path_text,
-                    line=line + 1,
-                    cause="the end record is missing: the run was killed, or the tail was lost",
-                )
+                self.torn = self._without_end()
                 return
+
+    def _lines_of_log(self) -> Iterator[TurnLine | EndLine]:
+        for path, number, raw in self._log_lines():
+            self.place = (path, number)
+            line = self._checked(raw, number)
+            if isinstance(line, GapLine):
+                raise self._gap(line, number)
+            if isinstance(line, TurnLine | EndLine):
+                yield line
+            if isinstance(line, EndLine):
+                return
+        self.torn = self._without_end()
+
+    def _log_lines(self) -> Iterator[tuple[str, int, bytes]]:
+        assert self._log is not None
+        for path, number, raw in self._log.lines():
+            try:
+                yield path, number, canonical(raw, _DECODER.decode, encode_line)
+            except msgspec.DecodeError:
+                yield path, number, raw
+
+    def _without_end(self) -> JournalDamaged:
+        path, line = self.place
+        cause = "the end record is missing: the run was killed, or the tail was lost"
+        return JournalDamaged(path=path, line=line + 1, cause=cause)
+
+    def _gap(self, line: GapLine, at: int) -> JournalDamaged:
+        return self._damaged(at, f"{line.events} events were never written: the disk was too slow")
 
     def _lines_of(self, path: Path, number: int) -> Generator[TurnLine | EndLine, None, bool]:
         ended = False
@@ -146,7 +185,7 @@ class JournalReader:
                 if isinstance(line, RunLine | SegmentLine):
                     self._check_start(line, at, number)
                 elif isinstance(line, GapLine):
-                    raise self._damaged(at, f"{line.events} events were never written: the disk was too slow")
+                    raise self._gap(line, at)
                 else:
                     ended = isinstance(line, EndLine)
                     yield line

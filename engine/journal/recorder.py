@@ -1,7 +1,7 @@
 """Recorder: makes journal lines of the steps of one core. It has no thread and no clock, and writes nothing.
 
 `stepped` takes each step and rolls the digest, `end_turn` returns the turn. `render` makes its line: page keys become
-digests, and structlog renders the record by msgspec. The writer seals lines with their checksums.
+digests, and msgspec encodes the line. The writer seals lines with their checksums.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
-import structlog
 
 from tidekv.engine.journal.digest import StepDigest, final_state
 from tidekv.engine.journal.format import (
@@ -26,6 +25,7 @@ from tidekv.engine.journal.format import (
     RetractRecord,
     RunLine,
     SegmentLine,
+    StallRecord,
     TurnLine,
     code_checksum,
     encode_line,
@@ -40,7 +40,7 @@ from tidekv.states.events import Event, FinishRequested, PagesOffered, RequestAr
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from tidekv.engine.journal.format import EventRecord, Line, RaiseRecord
+    from tidekv.engine.journal.format import EventRecord, RaiseRecord
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
     from tidekv.states.request.request import Request
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 ARRIVED_MIN = 256
 """Number of requests with kept keys that starts a search for requests that ended."""
 NOT_ARRIVED = (b"", b"")
+STALLS_MAX = 64
+"""Maximum stalls kept for the next turn."""
 
 
 class Turn(NamedTuple):
@@ -81,6 +83,7 @@ class Recorder:
         layout: Mapping[str, object] | None = None,
         instance: str = "",
         started_unix_s: float = 0.0,
+        started_at_s: float = 0.0,
         breathe: Callable[[], None] | None = None,
     ) -> None:
         """`breathe` is called now and then while long prompts are hashed, to leave the interpreter to other threads."""
@@ -94,12 +97,12 @@ class Recorder:
         self._raises: list[RaiseRecord] = []
         self._errors: list[ErrorRecord] = []
         self._keyed: list[int] = []
+        self._stalls: list[StallRecord] = []
         core.state.raise_watchers.append(self._note_raise)
         self._digests = None if with_tokens else PageDigests(core.settings.key_bytes, breathe)
         self._arrived: dict[str, tuple[bytes, bytes]] = {}
         """By request: the keys that arrived, and the keys written."""
         self._arrived_max = ARRIVED_MIN
-        self._log = structlog.wrap_logger(Rendered(), processors=[_render], wrapper_class=structlog.BoundLogger).bind()
         settings = core.settings
         if not with_tokens:
             settings = msgspec.structs.replace(settings, key_bytes=DIGEST_BYTES)
@@ -116,6 +119,7 @@ class Recorder:
             layout=dict(layout or {}),
             instance=instance,
             started_unix_s=started_unix_s,
+            started_at_s=started_at_s,
         )
 
     # --- On the thread of the core ---
@@ -128,6 +132,12 @@ class Recorder:
             self._keyed.append(len(self._took) - 1)
         if error:
             self._note_error(error)
+
+    def note_stall(self, at_s: float, seconds: float, where: str) -> None:
+        """Add a stall of the event loop that ended at `at_s` to the next turn."""
+        self._stalls.append(StallRecord(at_s, round(seconds, 6), where))
+        # Without requests no turn follows; only the newest matter to the next one.
+        del self._stalls[:-STALLS_MAX]
 
     def end_turn(self) -> Turn | None:
         """End the turn; None if the core took no event in it."""
@@ -144,12 +154,13 @@ class Recorder:
             digest=f"{self._digest.value:016x}",
             raises=self._raises,
             errors=self._errors,
+            stalls=self._stalls,
         )
         turn = Turn(line, self._keyed)
         self.turns += 1
         self.events += len(took)
         # The turn owns the lists: it may be rendered much later.
-        self._took, self._checks, self._keyed, self._raises, self._errors = [], [], [], [], []
+        self._took, self._checks, self._keyed, self._raises, self._errors, self._stalls = [], [], [], [], [], []
         return turn
 
     def _note_raise(self, request: Request | None) -> None:
@@ -171,17 +182,17 @@ class Recorder:
             event = took[at]
             assert isinstance(event, Event), "a turn is rendered once"
             took[at] = WITH_KEYS[type(event)](self, event)
-        return self._render_line(turn.line)
+        return encode_line(turn.line)
 
     # --- Other lines ---
 
     def run_line(self) -> bytes:
         """Return the first line, without its checksum."""
-        return self._render_line(self._header)
+        return encode_line(self._header)
 
     def segment_line(self, number: int, *, first_event: int, previous: int) -> bytes:
         """Return the first line of a further file, without its checksum."""
-        return self._render_line(
+        return encode_line(
             SegmentLine(
                 version=JOURNAL_VERSION,
                 run=self.run,
@@ -193,15 +204,11 @@ class Recorder:
 
     def gap_line(self, turns: int, events: int) -> bytes:
         """Return a line for missing turns, without its checksum."""
-        return self._render_line(GapLine(turns=turns, events=events))
+        return encode_line(GapLine(turns=turns, events=events))
 
     def end_line(self) -> bytes:
         """Return the last line, without its checksum. The core must not be stepped afterwards."""
-        return self._render_line(EndLine(turns=self.turns, events=self.events, final=final_state(self._core)))
-
-    def _render_line(self, line: Line) -> bytes:
-        rendered: bytes = self._log.info(line)
-        return rendered
+        return encode_line(EndLine(turns=self.turns, events=self.events, final=final_state(self._core)))
 
     # --- Page keys ---
 
@@ -250,16 +257,3 @@ WITH_KEYS: dict[type[Event], Callable[[Recorder, Any], ArrivalRecord | FinishRec
     RetractRequested: Recorder._retract,
     PagesOffered: Recorder._offer,
 }
-
-
-class Rendered:
-    """A logger for structlog that returns each rendered line to its caller."""
-
-    def info(self, line: bytes) -> bytes:
-        """Return the line."""
-        return line
-
-
-def _render(logger: object, method: str, record: Mapping[str, Any]) -> bytes:
-    """Render a record of structlog. Its event is the line: spreading its fields would cost as much as encoding them."""
-    return encode_line(record["event"])

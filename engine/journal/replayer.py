@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from tidekv.engine.journal.format import (
     RaiseRecord,
     RetractRecord,
     RunLine,
+    StallRecord,
     TurnLine,
     code_checksum,
 )
@@ -76,12 +78,13 @@ class Replayer:
     `core` is the core after the last step, for reading only. One Replayer replays once.
     """
 
-    def __init__(self, path: str | Path, *, force: bool = False, compare: bool = True) -> None:
+    def __init__(self, path: str | Path, *, force: bool = False, compare: bool = True, run: str = "") -> None:
         """Raises JournalRefused for a file that is no journal of this version, JournalDamaged for a broken header.
 
-        `force` accepts journals of other event types. Without `compare` no digest is compared.
+        `force` accepts journals of other event types. Without `compare` no digest is compared. In a log of the
+        application, `run` begins the name of the run; by default it is the newest.
         """
-        self._reader = JournalReader(path, force=force)
+        self._reader = JournalReader(path, force=force, run=run)
         self._compare = compare
         self.core = Core(self.header.core)
         self._digest = StepDigest(self.core)
@@ -91,6 +94,9 @@ class Replayer:
         self._arrived: dict[str, bytes] = {}
         self._turns = self._events = self._raises = 0
         self._complete = False
+        self._damage: JournalDamaged | None = None
+        self.stalls: list[StallRecord] = []
+        """Stalls of the event loop so far. Those of a turn are known when its first step is."""
 
     @property
     def header(self) -> RunLine:
@@ -109,8 +115,28 @@ class Replayer:
 
     @property
     def torn(self) -> JournalDamaged | None:
-        """Place at which the tail of the journal is missing, once `steps` has reached it."""
-        return self._reader.torn
+        """Place at which the tail of the journal is missing, once `steps` has reached it, or that of the damage within
+        `up_to_damage`.
+        """
+        return self._damage or self._reader.torn
+
+    @contextmanager
+    def up_to_damage(self) -> Iterator[None]:
+        """Run the block, and end it at the first damaged line as at a missing tail: `torn` is set."""
+        try:
+            yield
+        except JournalDamaged as damaged:
+            self._damage = damaged
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether a line was changed or lost, which a run that was killed does not explain."""
+        return self._damage is not None
+
+    @property
+    def replayed(self) -> Replayed:
+        """The result so far."""
+        return Replayed(self._events, self._complete, self.torn, self._raises)
 
     def run(self, *observers: Watcher, until: int | None = None) -> Replayed:
         """Replay to the end, or up to and including event `until`; `observers` receive every step.
@@ -121,7 +147,7 @@ class Replayer:
         for step in self.steps(until=until):
             for observer in observers:
                 observer.stepped(step.event, step.commands, step.error)
-        return Replayed(self._events, self._complete, self.torn, self._raises)
+        return self.replayed
 
     def steps(self, *, until: int | None = None) -> Iterator[Step]:
         """As `run`, but yield each step. The state after a turn is compared when the next step is requested."""
@@ -135,6 +161,7 @@ class Replayer:
                 raise self._damaged(f"turn {self._turns} is missing: turn {line.turn} is in its place")
             if len(line.checks) != len(line.took):
                 raise self._damaged(f"turn {line.turn} has {len(line.took)} events and {len(line.checks)} checks")
+            self.stalls += line.stalls
             for step in self._turn(line):
                 yield step
                 if until is not None and step.seq >= until:

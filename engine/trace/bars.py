@@ -26,12 +26,23 @@ COLORS = {
     "backup": "blue",
     "store": "magenta",
     "recompute": "green",
+    "loop blocked": "red",
 }
 BLOCK = "█"
+LETTERS = {
+    "PREALLOC": "q",
+    "MATCH": "m",
+    "PREFETCH": "s",
+    "LOCAL_RESTORE": "c",
+    "TRANSFER": "t",
+    "READY": "r",
+    "FAILED": "F",
+}
+"""By state, what is drawn without color; work is drawn as a block, since its row has its name."""
 
 
-def all_bars(request_traces: list[RequestTrace], *, now_s: float, width: int) -> RenderableType:
-    """Return a table of requests with their states on one time axis."""
+def all_bars(request_traces: list[RequestTrace], *, now_s: float, width: int, letters: bool = False) -> RenderableType:
+    """Return a table of requests with their states on one time axis, drawn by `letters` where there is no color."""
     if not request_traces:
         return Text("no requests")
     start_s = min(request_trace.arrived_at_s for request_trace in request_traces)
@@ -46,13 +57,13 @@ def all_bars(request_traces: list[RequestTrace], *, now_s: float, width: int) ->
             request_trace.ended or "…",
             f"{(ended_at_s - request_trace.arrived_at_s) * 1000:.1f}",
             Text(sources if request_trace.sources else printable(request_trace.cause)),
-            _states(request_trace, start_s, end_s, ended_at_s, width),
+            _states(request_trace, start_s, end_s, ended_at_s, width, letters=letters),
             str(len(request_trace.fallbacks) or ""),
         )
-    return Group(table, legend())
+    return Group(table, legend(letters=letters))
 
 
-def one_request(request_trace: RequestTrace, *, now_s: float, width: int) -> RenderableType:
+def one_request(request_trace: RequestTrace, *, now_s: float, width: int, letters: bool = False) -> RenderableType:
     """Return the lanes of one request, from its arrival until it was READY or FAILED."""
     start_s = request_trace.arrived_at_s
     # Late operations may end at any time; the axis ends at the time at which the request was given back.
@@ -63,7 +74,7 @@ def one_request(request_trace: RequestTrace, *, now_s: float, width: int) -> Ren
         "states",
         "0.0",
         f"{(ended_at_s - start_s) * 1000:.1f}",
-        _states(request_trace, start_s, end_s, end_s, width),
+        _states(request_trace, start_s, end_s, end_s, width, letters=letters),
         "",
     )
     for work in request_trace.works:
@@ -77,31 +88,45 @@ def one_request(request_trace: RequestTrace, *, now_s: float, width: int) -> Ren
             bar,
             Text(printable(work.trouble)),
         )
-    return Group(table, legend())
+    for stall in request_trace.stalls:
+        bar = Text()
+        _append(bar, "loop blocked", stall.began_at_s, stall.ended_at_s, start_s, end_s, width)
+        table.add_row(
+            "loop blocked",
+            f"{(stall.began_at_s - start_s) * 1000:.1f}",
+            f"{(stall.ended_at_s - start_s) * 1000:.1f}",
+            bar,
+            Text(printable(stall.where) or "by no code that was seen"),
+        )
+    return Group(table, legend(letters=letters))
 
 
-def legend() -> Text:
-    """Legend of the colors."""
+def legend(*, letters: bool = False) -> Text:
+    """Legend of the colors, or of the letters."""
     text = Text()
-    for state in ("PREALLOC", "MATCH", "PREFETCH", "LOCAL_RESTORE", "TRANSFER", "READY"):
-        text.append(f"{BLOCK} ", COLORS[state])
+    for state in ("PREALLOC", "MATCH", "PREFETCH", "LOCAL_RESTORE", "TRANSFER", "READY", "FAILED"):
+        text.append(f"{LETTERS[state] if letters else BLOCK} ", COLORS[state])
         text.append(f"{state}  ")
     return text
 
 
-def _states(request_trace: RequestTrace, start_s: float, end_s: float, until_s: float, width: int) -> Text:
+def _states(
+    request_trace: RequestTrace, start_s: float, end_s: float, until_s: float, width: int, *, letters: bool
+) -> Text:
     bar = Text()
     for (at_s, state), (next_s, _) in zip(
         request_trace.states, [*request_trace.states[1:], (until_s, "")], strict=True
     ):
-        _append(bar, state, at_s, next_s, start_s, end_s, width)
+        _append(bar, state, at_s, next_s, start_s, end_s, width, mark=LETTERS[state] if letters else BLOCK)
     return bar
 
 
-def _append(bar: Text, name: str, from_s: float, to_s: float, start_s: float, end_s: float, width: int) -> None:
+def _append(
+    bar: Text, name: str, from_s: float, to_s: float, start_s: float, end_s: float, width: int, *, mark: str = BLOCK
+) -> None:
     """Draw [from_s, to_s) of an axis that is `width` columns wide, with at least one column."""
     span_s = max(end_s - start_s, 1e-9)
     first = min(int((from_s - start_s) / span_s * width), width - 1)
     last = max(first + 1, min(width, round((to_s - start_s) / span_s * width)))
     bar.append(" " * max(0, first - len(bar)))
-    bar.append(BLOCK * max(0, last - max(first, len(bar))), COLORS[name])
+    bar.append(mark * max(0, last - max(first, len(bar))), COLORS[name])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from datetime import UTC, datetime
 
-from tidekv.engine.trace.request_trace import SOURCES, Plan, RequestTrace, Work
+from tidekv.engine.trace.request_trace import SOURCES, Plan, RequestTrace, Stall, Work
 from tidekv.states.validation import printable
 
+STALLS_MAX = 3
+"""Maximum stalls named for one request."""
 SOURCE_WORDS = {
     "l1": "device memory (L1)",
     "l2": "host memory (L2)",
@@ -24,9 +27,15 @@ WAIT_WORDS = {
 }
 
 
-def explain(trace: RequestTrace, *, now_s: float) -> str:
-    """Return the explanation of one request as lines of text. `now_s`, the journal's end, bounds live requests."""
+def explain(trace: RequestTrace, *, now_s: float, unix_s: float | None = None) -> str:
+    """Return the explanation of one request as lines of text. `now_s`, the journal's end, bounds live requests.
+    `unix_s` is the time of day, in Unix seconds, at time 0 of the events; with it the lines begin with one.
+    """
     lines = [_headline(trace, now_s)]
+    if unix_s is not None:
+        began, ended_at_s = _clock(unix_s + trace.arrived_at_s), trace.ended_at_s
+        ended = "" if ended_at_s is None else f", {trace.ended} at {_clock(unix_s + ended_at_s)}"
+        lines.append(f"It arrived at {began}{ended}.")
     if trace.resumes is not None:
         since_s = trace.arrived_at_s - (trace.resumes.given_back_at_s or trace.arrived_at_s)
         lines.append(
@@ -99,11 +108,21 @@ def _waits(trace: RequestTrace, now_s: float) -> list[str]:
     parts = ", ".join(f"{state} {_ms(seconds)}" for state, seconds in spent.items())
     longest = max(spent, key=lambda state: spent[state])
     share = f", {spent[longest] / total:.0%} of the time" if total else ""
+    stalled_s = trace.stalled_by_state(now_s)
     need = f" (it needed {trace.needed_pages} at once)" if longest == "PREALLOC" and trace.needed_pages else ""
     what = WAIT_WORDS[longest]
     if longest == "PREALLOC" and not trace.needed_pages and any(work.kind == "query" for work in trace.works):
         what = "for the answer of storage"
+    if stalled_s[longest] >= spent[longest] / 2 > 0.0:
+        what = "while decode's own event loop was blocked"
     lines = [f"Time by state: {parts}.", f"It waited longest in {longest}, {what}{need}{share}."]
+    if trace.stalls:
+        parts = ", ".join(_stall(trace, stall) for stall in trace.stalls[:STALLS_MAX])
+        more = f", and {len(trace.stalls) - STALLS_MAX} more" if len(trace.stalls) > STALLS_MAX else ""
+        lines.append(
+            f"Decode's event loop was blocked for {_ms(sum(stalled_s.values()))} of this time: {parts}{more}. What "
+            "arrived meanwhile was seen at the end of that only."
+        )
     if trace.over_quota_of and trace.gave_way:
         lines.append(
             f"The prefill {trace.over_quota_of} gave way to another one of its list: other requests of it withheld as "
@@ -152,7 +171,9 @@ def _works(trace: RequestTrace) -> list[str]:
             lines.append(f"{name}; that has not ended.")
         else:
             trouble = f"; {work.trouble}" if work.trouble else ""
-            lines.append(f"{name}, in {_ms(work.ended_at_s - work.begun_at_s)}{trouble}.")
+            blocked_s = trace.stalled_in(work.begun_at_s, work.ended_at_s)
+            blocked = f" (decode's event loop was blocked for {_ms(blocked_s)} of that)" if blocked_s else ""
+            lines.append(f"{name}, in {_ms(work.ended_at_s - work.begun_at_s)}{blocked}{trouble}.")
     return lines
 
 
@@ -178,6 +199,10 @@ def _faster(trace: RequestTrace, now_s: float) -> list[str]:
     if not spent or not sum(spent.values()):
         return []
     longest = max(spent, key=lambda state: spent[state])
+    if sum(trace.stalled_by_state(now_s).values()) >= sum(spent.values()) / 2:
+        worst = max(trace.stalls, key=lambda stall: stall.ended_at_s - stall.began_at_s)
+        where = f": {worst.where}" if worst.where else " (no code was seen: maybe the process was not scheduled)"
+        return [f"What would have helped: an event loop of decode that is not blocked{where}."]
     if longest == "TRANSFER" and trace.plans:
         plan = trace.plans[-1]
         extended = sum(work.count for work in trace.works if work.kind == "span" and work.span)
@@ -195,6 +220,15 @@ def _faster(trace: RequestTrace, now_s: float) -> list[str]:
             "TRANSFER": "a prefill that starts earlier would have made it faster",
         }[longest]
     return [f"What would have helped: {advice}."]
+
+
+def _clock(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + " UTC"
+
+
+def _stall(trace: RequestTrace, stall: Stall) -> str:
+    where = f" by {stall.where}" if stall.where else " by no code that was seen"
+    return f"{_ms(stall.ended_at_s - stall.began_at_s)} until {_ms(stall.ended_at_s - trace.arrived_at_s)}{where}"
 
 
 def _detail(trace: RequestTrace) -> str:

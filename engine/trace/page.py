@@ -31,6 +31,7 @@ ACTIVITIES = {
     "recompute": "recomputed by the caller",
     "backup": "copy to the host",
     "store": "put in storage",
+    "loop blocked": "event loop of decode blocked",
 }
 
 
@@ -85,6 +86,10 @@ def _request(request_trace: RequestTrace, start_s: float, now_s: float) -> dict[
             work.trouble,
         )
         for work in request_trace.works
+    ]
+    works += [
+        (stall.began_at_s - start_s, stall.ended_at_s - start_s, "loop blocked", "", stall.where)
+        for stall in request_trace.stalls
     ]
     return {
         "id": request_trace.request_id,

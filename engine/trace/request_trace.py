@@ -6,6 +6,7 @@ times are those of the events, in seconds; pages are counted from the first of t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 SOURCES = ("l1", "l2", "l3", "transfer", "recompute")
@@ -72,6 +73,20 @@ class Fallback:
     consequence: str
 
 
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A stall of decode's event loop: nothing that arrived meanwhile was seen before its end."""
+
+    began_at_s: float
+    ended_at_s: float
+    where: str
+    """`file:line function` that blocked the loop; "" if none was seen."""
+
+    def within(self, from_s: float, until_s: float) -> float:
+        """Return its seconds within a period."""
+        return max(0.0, min(self.ended_at_s, until_s) - max(self.began_at_s, from_s))
+
+
 @dataclass(slots=True)
 class RequestTrace:
     """One request, from its arrival until it was given back."""
@@ -118,6 +133,8 @@ class RequestTrace:
     """The retracted request that this one resumes."""
     was_ready: bool = False
     """Whether the request failed after it had been READY."""
+    stalls: list[Stall] = field(default_factory=list)
+    """Stalls of decode's event loop before it became READY or FAILED."""
     attempts: int = 0
     raised: int = 0
 
@@ -138,6 +155,24 @@ class RequestTrace:
             if state in ("READY", "FAILED"):
                 break
             spent[state] = spent.get(state, 0.0) + next_s - at_s
+        return spent
+
+    def note_stalls(self, stalls: Iterable[Stall]) -> None:
+        """Keep the stalls that have delayed the request."""
+        until_s = float("inf") if self.ended_at_s is None else self.ended_at_s
+        self.stalls = [stall for stall in stalls if stall.within(self.arrived_at_s, until_s) > 0.0]
+
+    def stalled_in(self, from_s: float, until_s: float) -> float:
+        """Return the seconds of a period in which decode's event loop stood still."""
+        return sum(stall.within(from_s, until_s) for stall in self.stalls)
+
+    def stalled_by_state(self, until_s: float) -> dict[str, float]:
+        """Return those seconds for each state of `time_in`."""
+        spent: dict[str, float] = {}
+        for (at_s, state), (next_s, _) in zip(self.states, [*self.states[1:], (until_s, "")], strict=True):
+            if state in ("READY", "FAILED"):
+                break
+            spent[state] = spent.get(state, 0.0) + self.stalled_in(at_s, next_s)
         return spent
 
     def fall_back(self, at_s: float, cause: str, consequence: str) -> None:

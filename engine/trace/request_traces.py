@@ -25,7 +25,7 @@ from tidekv.engine.trace.causes import (
     unstored_words,
 )
 from tidekv.engine.trace.pool_use import PoolHistory
-from tidekv.engine.trace.request_trace import Plan, RequestTrace, Work
+from tidekv.engine.trace.request_trace import Plan, RequestTrace, Stall, Work
 from tidekv.states import commands, events
 from tidekv.states.backup.backups import STORE_DEADLINE_S, Backup
 from tidekv.states.components.look_ahead import ComponentAheadRead
@@ -524,8 +524,16 @@ class RequestTraces:
 
 
 def read_request_traces(replayer: Replayer) -> RequestTraces:
-    """Replay a journal to its end, and return all request traces."""
-    replayer.run(request_traces := RequestTraces(replayer.core))
+    """Replay a journal to its end, and return all request traces.
+
+    If it is damaged, those before the damage are returned, and `replayer.torn` has the place.
+    """
+    request_traces = RequestTraces(replayer.core)
+    with replayer.up_to_damage():
+        replayer.run(request_traces)
+    stalls = [Stall(stall.at_s - stall.seconds, stall.at_s, stall.where) for stall in replayer.stalls]
+    for request_trace in request_traces.all if stalls else ():
+        request_trace.note_stalls(stalls)
     return request_traces
 
 

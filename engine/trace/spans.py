@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from tidekv.engine.log import engine_log
 from tidekv.engine.trace.causes import in_one_line
+from tidekv.engine.trace.request_trace import Stall
 from tidekv.engine.trace.request_traces import RequestTraces
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 
@@ -34,6 +36,8 @@ NAME = "tidekv.restore"
 LOST_NAME = "tidekv.lost"
 """The span of a request that failed after it had been READY."""
 NS = 1e9
+STALLS_MAX = 64
+"""Maximum stalls kept for requests under way."""
 
 
 def trace_requests(engine: DecodeEngine, provider: TracerProvider) -> RequestSpans:
@@ -53,7 +57,8 @@ def trace_requests(engine: DecodeEngine, provider: TracerProvider) -> RequestSpa
     parts = engine._runtime
     if parts.core.state.requests:
         raise InvalidRequest("spans are made of whole requests: call trace_requests before the engine's first one")
-    spans = RequestSpans(lambda: parts.core, provider, now_s=parts.driver.clock())
+    spans = RequestSpans(lambda: parts.core, provider, now_s=parts.driver.clock(), look=parts.watchdog.look)
+    parts.on_stall.append(spans.note_stall)
     parts.calls.on_begin = spans.begun
     parts.driver.watch(spans)
     return spans
@@ -62,8 +67,17 @@ def trace_requests(engine: DecodeEngine, provider: TracerProvider) -> RequestSpa
 class RequestSpans:
     """Watcher of one core's steps that makes spans. Never raises: the first error is logged, all are counted."""
 
-    def __init__(self, core_of: Callable[[], Core], provider: TracerProvider, *, now_s: float) -> None:
-        """`core_of` returns the engine's current core. `now_s` returns the time on the events' clock."""
+    def __init__(
+        self,
+        core_of: Callable[[], Core],
+        provider: TracerProvider,
+        *,
+        now_s: float,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`core_of` returns the engine's current core. `now_s` is the time on the events' clock. `look` has stalls that
+        have just ended reported to `note_stall`.
+        """
         self.spans_made = 0
         """Requests that have a span."""
         self.failures = 0
@@ -74,6 +88,8 @@ class RequestSpans:
         self._request_traces = RequestTraces(self._core, keep=False)
         self._unix_ns = time.time_ns() - int(now_s * NS)
         self._parents: dict[str, Context] = {}
+        self._look = look
+        self._stalls: deque[Stall] = deque(maxlen=STALLS_MAX)
 
     def begun(self, request_id: str) -> None:
         """Record the caller's context for a request that it submits."""
@@ -83,12 +99,19 @@ class RequestSpans:
         if context:
             self._parents[request_id] = context
 
+    def note_stall(self, at_s: float, seconds: float, where: str) -> None:
+        """Keep a stall of the event loop for the requests that it has delayed."""
+        self._stalls.append(Stall(at_s - seconds, at_s, where))
+
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
         """See `tidekv.engine.decode.driver.Watcher`."""
         try:
             self._follow(self._core_of())
             self._request_traces.stepped(event, given, error)
+            if self._request_traces.ended:
+                self._look()
             for request_trace in self._request_traces.ended:
+                request_trace.note_stalls(self._stalls)
                 self._emit(request_trace)
         except Exception:
             # The embedder's processor may raise anything; requests must not be affected.
@@ -149,6 +172,9 @@ class RequestSpans:
             if work.kind == "span" and work.span:
                 pages: Attributes = {"tidekv.first": work.first, "tidekv.pages": work.count, "tidekv.cause": work.cause}
                 span.add_event("extend", pages, self._ns(work.begun_at_s))
+        for stall in request_trace.stalls:
+            place: Attributes = {"tidekv.where": stall.where, "tidekv.seconds": stall.ended_at_s - stall.began_at_s}
+            span.add_event("loop blocked", place, self._ns(stall.began_at_s))
         for note in request_trace.fallbacks:
             words: Attributes = {"tidekv.cause": note.cause, "tidekv.consequence": note.consequence}
             span.add_event("fallback", words, self._ns(note.at_s))

@@ -6,7 +6,7 @@ import msgspec
 
 from tidekv.engine.trace.request_trace import RequestTrace, Work
 
-TRACKS = {"states": 1, "storage": 2, "copies": 3, "prefill": 4, "fallbacks": 5}
+TRACKS = {"states": 1, "storage": 2, "copies": 3, "prefill": 4, "fallbacks": 5, "loop blocked": 6}
 TRACK_OF = {
     "query": "storage",
     "fetch": "storage",
@@ -50,6 +50,18 @@ def trace_events(request_traces: list[RequestTrace], *, now_s: float) -> bytes:
                     "dur": _us(end_s - at_s),
                 }
             )
+        events += [
+            {
+                "name": stall.where or "not scheduled?",
+                "cat": "loop blocked",
+                "ph": "X",
+                "pid": number,
+                "tid": TRACKS["loop blocked"],
+                "ts": _us(stall.began_at_s - start_s),
+                "dur": _us(stall.ended_at_s - stall.began_at_s),
+            }
+            for stall in request_trace.stalls
+        ]
         for work in request_trace.works:
             serial += 1
             events += _work_events(work, number, serial, start_s, now_s)

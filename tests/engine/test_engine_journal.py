@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import io
+import json
+import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tidekv import Replayer, open_storage
 from tidekv.engine.journal.digest import final_state
+from tidekv.engine.trace.bars import one_request
+from tidekv.engine.trace.explain import explain
+from tidekv.engine.trace.page import html_page
+from tidekv.engine.trace.request_traces import read_request_traces
+from tidekv.engine.trace.trace_events import trace_events
 
 PROMPT = list(range(100, 122))
 
@@ -51,3 +61,31 @@ async def test_tokens_are_in_a_journal_only_where_they_were_asked_for(make_pair,
     packed = b"".join(token.to_bytes(4, "little") for token in prompt[:3])
     assert (base64.b64encode(packed)[:15] in path.read_bytes()) is with_tokens
     assert Replayer(path).run().complete
+
+
+async def test_a_blocked_event_loop_is_a_fact_and_prefill_is_not_blamed_for_it(make_pair, tmp_path: Path) -> None:
+    path = tmp_path / "run.journal"
+
+    async def handler_beside_the_request() -> None:
+        time.sleep(0.5)  # noqa: ASYNC251  # What blocks the loop.
+
+    async with make_pair(journal_path=str(path), loop_stall_report_s=0.05) as pair:
+        restoring = asyncio.create_task(pair.restore("r", PROMPT))
+        blocking = asyncio.create_task(handler_beside_the_request())
+        ready = await restoring
+        await blocking
+        await pair.finish(ready, PROMPT, [1])
+    traces = read_request_traces(Replayer(path))
+    (trace,) = traces.all
+    assert sum(stall.ended_at_s - stall.began_at_s for stall in trace.stalls) >= 0.4
+    words = explain(trace, now_s=traces.last_at_s)
+    assert "Decode's event loop was blocked for " in words
+    assert "while decode's own event loop was blocked" in words
+    assert ", for prefill" not in words
+    assert "What would have helped: an event loop of decode that is not blocked" in words
+    assert "handler_beside_the_request" in words
+    bars = io.StringIO()
+    Console(file=bars, width=200).print(one_request(trace, now_s=traces.last_at_s, width=60))
+    assert "loop blocked" in bars.getvalue()
+    assert "loop blocked" in json.dumps(json.loads(trace_events(traces.all, now_s=traces.last_at_s)))
+    assert "event loop of decode blocked" in html_page(traces.all, now_s=traces.last_at_s, title="a run")

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
+import time
+import traceback
+from collections.abc import Callable
 
 import pytest
+import uvloop
 
 from tidekv.engine import watchdog as module
 from tidekv.engine.watchdog import LoopStall, Watchdog
@@ -56,6 +61,48 @@ async def test_a_stall_is_one_line_with_its_place_and_the_stack_is_at_debug_leve
     (stack, *_) = (record for record in caplog.records if "stack of the stalled" in record.getMessage())
     assert stack.levelname == "DEBUG"
     assert "stall_the_loop" in stack.getMessage()
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_process_that_was_not_scheduled_is_not_blamed_on_the_program_that_runs_the_loop(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], caplog: pytest.LogCaptureFixture
+) -> None:
+    reports: list[LoopStall] = []
+    watchdog = Watchdog(limit_s=36_000.0, report=reports.append)
+
+    def note_once_the_loop_waits(loop_thread: int) -> None:
+        # In the kernel, as the watching thread finds it after the process was stopped.
+        while main.__code__ in [frame.f_code for frame, _ in traceback.walk_stack(sys._current_frames()[loop_thread])]:
+            pass
+        watchdog._note(3.0, 1.0)
+
+    async def main() -> None:
+        watchdog.start()
+        await asyncio.sleep(0)
+        await asyncio.to_thread(note_once_the_loop_waits, threading.get_ident())
+        watchdog.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(main())
+    assert [stall.where for stall in reports] == [""]
+    assert "the process was not scheduled" in caplog.text
+    assert __file__ not in caplog.text
+
+
+async def test_the_end_of_a_stall_is_told_with_its_time_and_place_even_if_the_work_ends_behind_it() -> None:
+    seen = threading.Event()
+    ends: list[tuple[float, float, str]] = []
+    watchdog = Watchdog(limit_s=0.02, report=lambda _: seen.set(), on_end=lambda *end: ends.append(end))
+    watchdog.start()
+    watchdog.set_busy(True)
+    began_at_s = time.monotonic()
+    stall_the_loop(seen)
+    watchdog.set_busy(False)
+    watchdog.close()
+    ((at_s, seconds, where),) = ends
+    assert began_at_s < at_s <= time.monotonic()
+    assert 0.02 <= seconds <= at_s - began_at_s + 0.01
+    assert where.endswith(" stall_the_loop")
 
 
 async def test_an_idle_engine_is_not_watched() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def _empty(path: Path, content: bytes) -> None:
 
 
 def _cut(path: Path, content: bytes) -> None:
-    path.write_bytes(content[: len(content) * 2 // 3])
+    path.write_bytes(content[: content.rindex(b"\n", 0, len(content) * 2 // 3) + 50])
 
 
 def _cut_before_the_first_event(path: Path, content: bytes) -> None:
@@ -162,6 +163,51 @@ def test_divergence_exits_1_and_shows_both_sides(simulate, monkeypatch, capsys) 
     assert code == 1
     assert "recorded: {" in err
     assert "replayed: {" in err
+
+
+@pytest.mark.parametrize(("command", "shown"), [
+    ("replay", "identical as far as the journal goes"), ("explain", "Time by state"), ("timeline", "READY"),
+])  # fmt: skip
+def test_the_good_part_of_a_damaged_journal_is_shown(simulate, monkeypatch, capsys, command: str, shown: str) -> None:
+    path = simulate(1, 30).path
+    lines = path.read_bytes().splitlines(keepends=True)
+    at = len(lines) * 3 // 4
+    lines[at] = lines[at].replace(b'"turn":', b'"turn": ', 1)
+    path.write_bytes(b"".join(lines))
+    code, out, err = run(monkeypatch, capsys, command, path, "--torn-ok")
+    assert code == 2
+    assert shown in out
+    assert f"{path.name}:{at + 1}: " in err
+    assert err.count("\n") == 1
+
+
+def test_until_beyond_the_end_is_refused(simulate, monkeypatch, capsys) -> None:
+    tape = simulate(1, 12)
+    code, out, err = run(monkeypatch, capsys, "replay", tape.path, "--until", len(tape.steps))
+    assert (code, out) == (2, "")
+    assert f"--until must be below {len(tape.steps)}" in err
+
+
+def test_explain_has_times_of_day(simulate, monkeypatch, capsys) -> None:
+    _, out, _ = run(monkeypatch, capsys, "explain", simulate(1, 12).path, "--request", "r1")
+    assert re.search(r"It arrived at 1970-01-01 00:0\d:\d\d\.\d{3} UTC", out)
+
+
+def test_timeline_shows_failures_first_the_slowest_alone_and_letters_without_color(
+    simulate, monkeypatch, capsys
+) -> None:
+    path = simulate(1, 60).path
+    traces = read_request_traces(Replayer(path)).all
+    monkeypatch.setenv("COLUMNS", "160")
+    _, out, _ = run(monkeypatch, capsys, "timeline", path, "--limit", "0")
+    ends = [word for line in out.splitlines() for word in ("READY", "FAILED") if f" {word} " in line.split("L1")[0]]
+    ends = ends[: len(traces)]
+    assert "FAILED" in ends
+    assert ends == sorted(ends, key=lambda end: end != "FAILED")
+    assert "t TRANSFER" in out
+    assert "█" not in out
+    _, out, _ = run(monkeypatch, capsys, "timeline", path, "--slowest", "2")
+    assert "the 2 slowest of" in out
 
 
 def test_until_shows_the_state(simulate, monkeypatch, capsys) -> None:

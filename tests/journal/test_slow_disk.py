@@ -32,7 +32,7 @@ class HangingDisk:
     """What a journal writes behind its header goes into a pipe without a reader, until `works`."""
 
     def __init__(self, journal: Journal) -> None:
-        self._path = journal.path
+        self._path = Path(journal.place)
         self._read_end, write_end = os.pipe()
         os.dup2(write_end, journal._files._file.fileno())
         os.close(write_end)
@@ -100,7 +100,7 @@ def test_loop_goes_on_while_the_disk_hangs_and_what_does_not_fit_is_a_gap(core: 
     journal.close()
     journal._thread.join()
     disk.end()
-    lines = lines_of(journal.path)
+    lines = lines_of(Path(journal.place))
     gaps = [line.events for line in lines if isinstance(line, GapLine)]
     written = sum(len(line.took) for line in lines if isinstance(line, TurnLine))
     assert sum(gaps) == journal.events_dropped > 0
@@ -108,7 +108,7 @@ def test_loop_goes_on_while_the_disk_hangs_and_what_does_not_fit_is_a_gap(core: 
     assert isinstance(lines[-1], EndLine)
     assert lines[-1].events == 8000
     with pytest.raises(JournalDamaged, match="were never written"):
-        Replayer(journal.path).run()
+        Replayer(journal.place).run()
 
 
 def test_after_a_gap_the_journal_goes_on_with_the_right_numbers(core: Core, journal: Journal) -> None:
@@ -121,7 +121,7 @@ def test_after_a_gap_the_journal_goes_on_with_the_right_numbers(core: Core, jour
     journal.close()
     disk.end()
     turns = events_taken = 0
-    for line in lines_of(journal.path):
+    for line in lines_of(Path(journal.place)):
         if isinstance(line, TurnLine):
             assert line.turn == turns
             turns, events_taken = turns + 1, events_taken + len(line.took)
@@ -144,7 +144,7 @@ def test_long_prompts_are_left_to_the_thread_and_wait_for_it_within_bounds(
     journal.close()
     disk.end()
     assert journal._left_to_thread == journal._rendered
-    assert any(isinstance(line, GapLine) for line in lines_of(journal.path))
+    assert any(isinstance(line, GapLine) for line in lines_of(Path(journal.place)))
 
 
 def test_prompts_of_any_length_are_in_the_journal_in_their_order(
@@ -160,7 +160,7 @@ def test_prompts_of_any_length_are_in_the_journal_in_their_order(
         step(core, journal, 1, keys)
     journal.close()
     assert 0 < journal._left_to_thread == journal._rendered
-    steps = list(Replayer(journal.path).steps())
+    steps = list(Replayer(journal.place).steps())
     assert [len(step.event.keys) // 8 for step in steps[::2]] == [len(keys) // 2 for keys in prompts]  # type: ignore[attr-defined]
 
 
@@ -181,7 +181,7 @@ def test_closing_does_not_wait_for_ever_and_says_what_is_missing(
     disk.works()
     journal._thread.join()
     disk.end()
-    replayed = Replayer(journal.path).run()
+    replayed = Replayer(journal.place).run()
     assert replayed.torn is not None
     assert 0 < replayed.events < 4000
 
