@@ -281,7 +281,7 @@ class Core:
             self.fire(request, events.DeadlinePassed(at_s=at_s))
         elif room is None or at_s < room.answer_due_s or room.aux_from or any(span.cursors for span in room.spans):
             return
-        elif takes(request, events.PrefillLost):
+        elif has_rows(request, events.PrefillLost):
             words = f"{request.prefill} has sent nothing within its share of the request's time; the next one is asked"
             self.fire(request, _prefill_lost(at_s, PrefillCause.SILENT, words))
 

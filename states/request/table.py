@@ -248,13 +248,19 @@ _GUARDS: dict[type[Event], dict[str, tuple[Guard, ...]]] = {
 """By event and name of the state: reading a member's hash is slow in Python 3.11."""
 
 
+_SOURCES: dict[type[Event], tuple[State, ...]] = {}
+for _row in TRANSITIONS:
+    _SOURCES[_row.event] = tuple(dict.fromkeys((*_SOURCES.get(_row.event, ()), *_row.source)))
+
+
 def has_rows(request: Request, kind: type[Event]) -> bool:
-    """Whether the table has rows for an internal event in the request's state, whether they hold or not."""
-    return bool(_GUARDS[kind][request.state._name_])
+    """Whether the table has rows for events of this kind in the request's state, whether they hold or not."""
+    # `in` on a tuple compares identities first; a set would hash the enum member, which is slower.
+    return request.state in _SOURCES[kind]
 
 
 def takes(request: Request, event: Event) -> bool:
-    """Whether a row would be taken for an internal event in the request's state."""
+    """Whether a row would be taken for one of DERIVED in the request's state."""
     for guard in _GUARDS[type(event)][request.state._name_]:  # noqa: SIM110  # It runs on every visit of a request.
         if guard(request, event):
             return True

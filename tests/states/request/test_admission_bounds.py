@@ -7,8 +7,6 @@ import pytest
 from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 
-pytestmark = pytest.mark.usefixtures("both_machines")
-
 
 def ready(rig: Rig, request_id: str, tokens: bytes, **fields: object) -> commands.ReportReady:
     rig.arrive(request_id, tokens, **fields)
