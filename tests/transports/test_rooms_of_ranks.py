@@ -9,7 +9,9 @@ import pytest
 
 from tidekv.states import events
 from tidekv.states.errors import LinkClosed
+from tidekv.states.handover.sender import SPANS_MAX
 from tidekv.transports.control import wire
+from tidekv.transports.prefill import room_writer
 
 
 class Ranks:
@@ -360,3 +362,54 @@ async def test_who_expects_pages_of_a_rank_without_its_heads_is_told_so(decode, 
     failed = await decode.receive(link)
     assert isinstance(failed, wire.Failed)
     assert "expects nothing of prefill's rank 0, which holds some of its heads" in failed.cause
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"pages": bytes(4 * 3)}, "beyond the prompt's 2"),
+        ({"first": 2**31 - 1}, "beyond the prompt's 2"),
+        ({"spans": SPANS_MAX + 1}, "more than 1024 spans"),
+    ],
+)
+async def test_further_pages_of_a_room_that_waits_for_promises_are_bounded(
+    make_ranks, change: dict[str, int], cause: str
+) -> None:
+    ranks = await make_ranks(2, 1)
+    decode = ranks.decodes[0]
+    decode.promise(ranks.address, "r1", tokens=8, promised=4, pages=[10])
+    await decode.wait(events.PromiseSent)
+    (link,) = decode.receiver._links.values()
+    (room,) = decode.receiver._rooms.values()
+    extend = wire.Extend(room=room.key, span=1, first=0, pages=bytes(4))
+    spans = change.pop("spans", 1)
+    for _ in range(spans):
+        link.send(msgspec.structs.replace(extend, **change))
+    refused = await decode.wait(events.RoomRefused)
+    assert cause in refused.cause
+    assert ranks.prefills[0].sender.statistics()["rooms_pending"] == 0
+
+
+async def test_the_rooms_of_a_link_hold_bounded_lists(decode, world, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room_writer, "PEER_BYTES_MAX", 23)
+    prefill = await world.prefill()
+    link, room = await decode.open_room(prefill)
+    for generation, fits in ((1, True), (2, False)):
+        key = decode.room(f"r{generation + 1}", generation)
+        link.send(decode.promise(key))
+        if fits:
+            await prefill.room(key.request_id)
+        else:
+            refused = await decode.receive(link)
+            assert isinstance(refused, wire.Refused)
+            assert "prompts and page lists" in refused.cause
+    # 7 bytes are left: further pages are held, until the budget is used up.
+    link.send(decode.extend(room.key, 1, 0, pages=[5]))
+    link.send(decode.extend(room.key, 2, 1, pages=[6]))
+    failed = await decode.receive(link)
+    assert isinstance(failed, wire.Failed)
+    assert "prompts and page lists" in failed.cause
+    assert isinstance(await decode.receive(link), wire.Drained)
+    # What the room held is free again.
+    link.send(decode.promise(decode.room("r4")))
+    await prefill.room("r4")

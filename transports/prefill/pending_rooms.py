@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from tidekv.states.handover.promise_check import PromiseCheck, RankPromise
+from tidekv.states.handover.sender import SPANS_MAX
 from tidekv.transports.control import wire
 from tidekv.transports.prefill.room_writer import DecodePeer
 
@@ -58,6 +59,16 @@ class PendingRoom:
             )
         )
         self.difference = self.difference or difference
+
+    def extend(self, message: wire.Extend, *, page_size: int) -> str:
+        """Keep a request for further pages until the room opens. Returns why it is refused; empty if it is kept."""
+        if len(self.extends) >= SPANS_MAX:
+            return f"decode requests more than {SPANS_MAX} spans in one room"
+        prompt_pages = -(-self.promises[0][1].prompt_tokens // page_size)
+        if message.first + len(message.pages) // 4 > prompt_pages:
+            return f"decode requests pages beyond the prompt's {prompt_pages}"
+        self.extends.append(message)
+        return ""
 
     def in_order(self) -> list[tuple[DecodePeer, wire.Promise]]:
         """Return the promises in the order of the ranks."""

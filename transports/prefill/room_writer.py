@@ -185,6 +185,11 @@ class SendContext(Generic[RoomT]):
         """Writes that found no room in the ring in time."""
 
 
+PEER_BYTES_MAX = 512 * 1024 * 1024
+"""Maximum bytes of prompts and page lists that prefill keeps for the rooms of one link. A prompt of 131,072 tokens in
+pages of 16 has 557 KB."""
+
+
 class DecodePeer:
     """A decode worker at the other end of one link.
 
@@ -201,6 +206,24 @@ class DecodePeer:
         self.rooms = 0
         self.room_writers: dict[tuple[str, int], RoomWriter[Any]] = {}
         """Writers of its live rooms, by request id and generation."""
+        self._held: dict[wire.Room, int] = {}
+        """Bytes of its promises and requests for further pages, by room."""
+        self._held_bytes = 0
+
+    def hold(self, message: wire.Promise | wire.Extend) -> bool:
+        """Count the lists of a message that is kept for its room; False, and nothing is counted, beyond the budget."""
+        size = len(message.pages or b"")
+        if isinstance(message, wire.Promise):
+            size += len(message.tokens or b"") + sum(len(one.pages or b"") for one in message.component_pages or ())
+        if self._held_bytes + size > PEER_BYTES_MAX:
+            return False
+        self._held_bytes += size
+        self._held[message.room] = self._held.get(message.room, 0) + size
+        return True
+
+    def release(self, key: wire.Room) -> None:
+        """Forget what a room that has ended held."""
+        self._held_bytes -= self._held.pop(key, 0)
 
 
 class RoomWriter(Generic[RoomT]):

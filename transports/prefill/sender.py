@@ -43,6 +43,7 @@ from tidekv.transports.log import engine_log
 from tidekv.transports.prefill.pending_rooms import PendingRoom, PendingRooms
 from tidekv.transports.prefill.prefill_room import Room, RoomOutcome
 from tidekv.transports.prefill.room_writer import (
+    PEER_BYTES_MAX,
     DecodePeer,
     RoomSettings,
     RoomWriter,
@@ -69,6 +70,7 @@ COUNTS = (
     *(f"rooms_{outcome.name.lower()}" for outcome in RoomOutcome),
 )
 """Names of all counts, so that statistics contain them from the start."""
+BEYOND_BUDGET = f"the rooms of this link hold {PEER_BYTES_MAX} bytes of prompts and page lists, the most that is kept"
 DECLINED = "decode declined it"
 
 
@@ -362,10 +364,10 @@ class Sender:
                 elif (room_writer := self._room_writers.get(key)) is not None:
                     self._take_of_room(room_writer, peer, message)
                 elif (pending_room := self._pending_rooms.of(key)) is not None and isinstance(message, wire.Extend):
-                    pending_room.extends.append(message)
+                    self._extend_pending(peer, pending_room, message)
                 else:
                     if pending_room is not None:
-                        self._pending_rooms.drop(pending_room)
+                        self._drop_pending(pending_room)
                     self._take_of_unknown(peer, message)
             case _:
                 raise RemoteProtocolError(f"{peer.hello.instance} sent {type(message).__name__}, which is ours to send")
@@ -395,8 +397,11 @@ class Sender:
             case wire.StagingGranted():
                 room_writer.grant(message)
 
-    def _extend(self, room_writer: RoomWriter[Room], message: wire.Extend) -> None:
+    def _extend(self, room_writer: RoomWriter[Room], message: wire.Extend, *, is_held: bool = False) -> None:
+        """Request further pages of a room. `is_held`: the message was counted while the room was pending."""
         try:
+            if not is_held and not room_writer.peer.hold(message):
+                raise RemoteProtocolError(BEYOND_BUDGET)
             room_writer.extend(message)
         except RemoteProtocolError as error:
             self.counts["rooms_broken"] += 1
@@ -445,7 +450,10 @@ class Sender:
         if (room_writer := self._room_writers.get(older)) is not None:
             room_writer.room.end(RoomOutcome.REPLACED, f"decode opened generation {key.generation}")
         elif (pending_room := self._pending_rooms.of(older)) is not None:
-            self._pending_rooms.drop(pending_room)
+            self._drop_pending(pending_room)
+        if not peer.hold(promise):
+            self._refuse(peer, promise, BEYOND_BUDGET)
+            return
         self._remember_generation(key)
         if promise.ranks == 1 == peer.hello.ranks:
             self._open_room([(peer, promise)], [])
@@ -493,7 +501,7 @@ class Sender:
         self._on_room(room)
         for extend in extends:
             if (waiting := self._room_writers.get(extend.room)) is not None:
-                self._extend(waiting, extend)
+                self._extend(waiting, extend, is_held=True)
 
     def _offer(self, room: Room) -> None:
         """Give a room to the oldest claim of its prompt, or keep it for the next one."""
@@ -524,13 +532,29 @@ class Sender:
 
         A rank that promises later remains pending alone, until its own instance aborts it or its lease ends.
         """
-        self._pending_rooms.drop(pending_room)
+        self._drop_pending(pending_room)
         for peer, promise in pending_room.promises:
             self._refuse(peer, promise, cause)
+
+    def _drop_pending(self, pending_room: PendingRoom) -> None:
+        """Forget a pending room that will not open."""
+        self._pending_rooms.drop(pending_room)
+        for peer, promise in pending_room.promises:
+            peer.release(promise.room)
+
+    def _extend_pending(self, peer: DecodePeer, pending_room: PendingRoom, message: wire.Extend) -> None:
+        """Keep a request for further pages of a pending room, or refuse the room."""
+        cause = pending_room.extend(message, page_size=self._identity.page_size)
+        if not cause and not peer.hold(message):
+            cause = BEYOND_BUDGET
+        if cause:
+            self.counts["rooms_broken"] += 1
+            self._refuse_all(pending_room, PrefillCause.PROTOCOL_ERROR.words(cause))
 
     def _refuse_invalid(self, peer: DecodePeer, promise: wire.Promise, cause: str) -> None:
         """Fail a promise that contradicts itself or the pools: nothing was or will be written."""
         self.counts["rooms_broken"] += 1
+        peer.release(promise.room)
         text = PrefillCause.PROTOCOL_ERROR.words(cause)
         self._send(peer, wire.Failed(room=promise.room, cause=wire.brief(text)))
         self._send(peer, wire.Drained(room=promise.room, rank=self._rank))
@@ -555,6 +579,7 @@ class Sender:
             if self._room_writers.get(room_writer.key) is room_writer:
                 del self._room_writers[room_writer.key]
                 del room_writer.peer.room_writers[room.request_id, room.generation]
+            room_writer.peer.release(room_writer.key)
         self._claims.close(room.request_id, room)
         for peer in {room_writer.peer for room_writer in room.room_writers}:
             if peer.is_lost and not peer.rooms and not self._is_closing:
