@@ -11,6 +11,7 @@ from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest
 from tidekv.states.handover.prompt_digest import digest_of
 from tidekv.states.validation import PlainText, checked
 from tidekv.transports.control.addresses import RANKS_MAX
+from tidekv.transports.control.wire import check_promise
 
 if TYPE_CHECKING:
     import asyncio
@@ -59,11 +60,16 @@ class Arrivals:
         for address in request.prefills:
             self._runtime.receiver.decline(address, request.request_id, prompt.digest)
 
-    def check_reachable(self, request: DecodeRequest) -> None:
-        """Raise if no request can be taken now, or if an address of the request's prefills is invalid."""
+    def check_reachable(self, request: DecodeRequest, packed: bytes) -> None:
+        """Raise if no request can be taken now, if an address of the request's prefills is invalid, or if no frame can
+        hold its promise.
+        """
         self._runtime.front.check()
         for addresses in request.prefills:
             self._check_addresses(addresses)
+        tokens = len(packed) // TOKEN_BYTES
+        pages = self._runtime.core.settings.pages_of(tokens)
+        check_promise(request.request_id, prompt_tokens=tokens if request.send_prompt else 0, pages=pages)
 
     def _check_addresses(self, addresses: str) -> None:
         """Raise InvalidRequest for addresses of one prefill's ranks that may not be dialled, or for too many."""

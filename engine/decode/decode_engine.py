@@ -122,7 +122,7 @@ class DecodeEngine:
         return await self._submit(request, self._arrivals.packed(request))
 
     async def _submit(self, request: DecodeRequest, packed: bytes) -> ReadyRequest:
-        self._arrivals.check_reachable(request)
+        self._arrivals.check_reachable(request, packed)
         self._arrivals.check_room(request, packed)
         serial, outcome = self._arrivals.post(request, packed)
         try:

@@ -6,9 +6,20 @@ import asyncio
 
 import pytest
 
-from tidekv import DecodeRequest, DevicePool, LoopbackTransport, PrefillCause, PrefillPeer, RequestFailed, prompt_digest
+from tidekv import (
+    DecodeRequest,
+    DevicePool,
+    InvalidRequest,
+    LoopbackTransport,
+    PrefillCause,
+    PrefillPeer,
+    RequestFailed,
+    prompt_digest,
+)
+from tidekv.states.errors import LocalProtocolError
 from tidekv.transports.base import Link
 from tidekv.transports.control import wire
+from tidekv.transports.decode.prefill_link import cause_of
 
 PROMPT = list(range(100, 142))
 
@@ -76,3 +87,23 @@ async def test_a_prefill_that_begins_with_anything_but_hello(make_pair) -> None:
         assert failed.cause == PrefillCause.PROTOCOL_ERROR
         assert "may not send now" in failed.detail
         await listener.close()
+
+
+async def test_a_prompt_whose_promise_no_frame_holds_is_refused_at_the_call(
+    make_pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_pair() as pair:
+        pages = -(-len(PROMPT) // pair.device.layout.page_size)
+        monkeypatch.setattr(wire, "FRAME_BYTES_MAX", wire.PROMISE_BYTES_MAX + 4 * (len(PROMPT) + pages) - 1)
+        request = DecodeRequest(request_id="r1", tokens=PROMPT, prefill=pair.peer.address, send_prompt=True)
+        with pytest.raises(InvalidRequest, match=r"'r1': its promise .* a frame has"):
+            await pair.engine.restore(request)
+        monkeypatch.setattr(wire, "FRAME_BYTES_MAX", wire.PROMISE_BYTES_MAX + 4 * pages - 1)
+        with pytest.raises(InvalidRequest, match=r"its promise .* \(0 tokens sent"):
+            await pair.engine.restore(DecodeRequest(request_id="r1", tokens=PROMPT, prefill="nobody"))
+        await pair.assert_nothing_held()
+
+
+def test_a_frame_that_is_too_large_is_no_cause_to_try_again() -> None:
+    assert cause_of(LocalProtocolError("Promise has 9000000 bytes")) is PrefillCause.MISCONFIGURED
+    assert not PrefillCause.MISCONFIGURED.retryable

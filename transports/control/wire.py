@@ -42,6 +42,8 @@ CHECKSUM_BYTES = 16
 """Bytes of one page's checksum in a message: XXH3-128 over the bytes of the page that the sender writes."""
 PromptBytes = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 TOKEN_MAX = 2**32 - 1
+PROMISE_BYTES_MAX = 64 * 1024
+"""Maximum bytes of a promise beside its tokens and its list of full pages: names, and the pages of components."""
 Checksums = Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
 PackedPages = Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
 AuxBytes = Annotated[bytes, msgspec.Meta(max_length=AUX_BYTES_MAX)]
@@ -438,6 +440,19 @@ def check_name(name: str) -> None:
     """Raise InvalidRequest for a request id that the other end would refuse."""
     if not 1 <= len(name) <= NAME_CHARACTERS_MAX or not name.isprintable():
         raise InvalidRequest(f"{name[:40]!r} is no name: a name has 1 to {NAME_CHARACTERS_MAX} printable characters")
+
+
+def check_promise(request_id: str, *, prompt_tokens: int, pages: int) -> None:
+    """Raise InvalidRequest for a prompt whose promise no frame can hold, with `prompt_tokens` sent and `pages`
+    requested of prefill.
+    """
+    size = 4 * prompt_tokens + 4 * pages + PROMISE_BYTES_MAX
+    if size > FRAME_BYTES_MAX:
+        raise InvalidRequest(
+            f"request {request_id!r}: its promise would have {size} bytes ({prompt_tokens} tokens sent with it, {pages}"
+            f" pages), a frame has {FRAME_BYTES_MAX} at most: let a router send the prompt to prefill instead of"
+            " `send_prompt`, or use larger pages"
+        )
 
 
 def encode_frame(message: Message, *, frame_bytes_max: int = FRAME_BYTES_MAX) -> bytes:

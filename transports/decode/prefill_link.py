@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 from tidekv.states.errors import (
     InvalidRequest,
     LinkClosed,
+    LocalProtocolError,
     PeerMismatch,
     PrefillCause,
     RemoteProtocolError,
@@ -206,7 +207,8 @@ def cause_of(error: TidekvError) -> PrefillCause:
             return PrefillCause.MISMATCH
         case RemoteProtocolError():
             return PrefillCause.PROTOCOL_ERROR
-        case InvalidRequest():
+        case InvalidRequest() | LocalProtocolError():
+            # A message that no frame can hold will not fit at the next attempt either.
             return PrefillCause.MISCONFIGURED
         case LinkClosed():
             return PrefillCause.LOST
