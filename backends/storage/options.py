@@ -100,7 +100,9 @@ def read_options(what: str, given: Mapping[str, object], allowed: Mapping[str, O
     for name, value in given.items():
         checked = allowed[name].read(value)
         if checked is None:
-            raise InvalidConfig(f"{what}: option {name} must be {allowed[name].allowed}, not {short(value)}")
+            # A password that is written as a number has the wrong type, and is a password all the same.
+            found = f"a {type(value).__name__}" if isinstance(allowed[name], Text) else short(value)
+            raise InvalidConfig(f"{what}: option {name} must be {allowed[name].allowed}, not {found}")
         values[name] = checked
     return values
 

@@ -29,7 +29,13 @@ def doctor(
     from rich.table import Table
 
     from tidekv.engine.doctor.examine import examine
+    from tidekv.states.errors import InvalidConfig
 
+    if storage is not None and "://" in storage:
+        # Not quoted: an address may have a password in it.
+        raise InvalidConfig(
+            f"--storage takes a directory, not an address of {storage.partition('://')[0]!r}: see `tidekv store`"
+        )
     findings = examine(storage=storage, deadline_s=deadline_s)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(findings)).decode())

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from tidekv.engine.config import Loaded
     from tidekv.transports.nixl.transport import NixlTransport
 
-Secret = Annotated[
-    str | None, typer.Option(help="Shared secret of both sides; prefer TIDEKV_SECRET or transport.secret_file.")
-]
 PageSize = Annotated[int | None, typer.Option(help="Tokens a page; both sides must have the same (default 16).")]
 PREFILL_PAGES = 1024
 
@@ -39,14 +36,12 @@ def prefill(
     listen: Annotated[
         str | None, typer.Option(help="Address for decode workers to dial; port 0: any (default 127.0.0.1:7000).")
     ] = None,
-    secret: Secret = None,
     page_size: PageSize = None,
     pages: Annotated[int | None, typer.Option(help="Pages of the KV pool (default 1024).", min=1)] = None,
 ) -> None:
     """Run a prefill worker with the small model until Ctrl-C or SIGTERM."""
     flags = {
         "prefill.listen": ("--listen", listen),
-        "transport.secret": ("--secret", secret),
         "cache.page_size": ("--page-size", page_size),
         "cache.l1": ("--pages", None if pages is None else f"{pages} pages"),
     }
@@ -125,7 +120,6 @@ def decode(
         str | None,
         typer.Option(help="Address of a running `tidekv prefill`, or several with commas (default 127.0.0.1:7000)."),
     ] = None,
-    secret: Secret = None,
     conversations: Annotated[int, typer.Option(help="Generated conversations.", min=1)] = 10,
     rounds: Annotated[int, typer.Option(help="Requests of each conversation.", min=1)] = 4,
     seed: Annotated[int, typer.Option(help="Seed of the generated workload.", min=0)] = 1,
@@ -140,7 +134,6 @@ def decode(
     addresses = None if prefill is None else [address.strip() for address in prefill.split(",")]
     flags = {
         "decode.prefill": ("--prefill", addresses),
-        "transport.secret": ("--secret", secret),
         "cache.page_size": ("--page-size", page_size),
         "storage.uri": ("--storage", storage),
         "engine.journal.path": ("--journal", journal),

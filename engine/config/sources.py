@@ -16,6 +16,11 @@ from tidekv.states.validation import unknown
 
 FILE_VARIABLE: Final = "TIDEKV_CONFIG"
 SECRET_VARIABLE: Final = "TIDEKV_SECRET"
+SECRET_PATH: Final = "transport.secret"
+ON_THE_COMMAND_LINE: Final = (
+    "the command line of a process can be read by every user of the machine: give the secret in the variable"
+    f" {SECRET_VARIABLE}, or in a file named by transport.secret_file"
+)
 # Set by Kubernetes for a Service with a name that begins with tidekv, and by this project's tests.
 _NOT_OURS: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT$|_PORT_\d+_(TCP|UDP|SCTP)|^TIDEKV_(STORAGE_KILLS|TEST_)")
 
@@ -66,7 +71,7 @@ def from_environment(environment: Mapping[str, str]) -> tuple[list[Given], list[
     for variable, value in sorted(environment.items()):
         if not variable.startswith(PREFIX) or variable == FILE_VARIABLE or _NOT_OURS.search(variable):
             continue
-        path = "transport.secret" if variable == SECRET_VARIABLE else paths.get(variable)
+        path = SECRET_PATH if variable == SECRET_VARIABLE else paths.get(variable)
         if path is None:
             # Two underscores for one are other programs' way to write a section.
             near = difflib.get_close_matches(re.sub("_+", "_", variable), paths, 1, 0.85)
@@ -85,6 +90,8 @@ def from_settings(settings: Sequence[str]) -> tuple[list[Given], list[Mistake]]:
         path, equals, value = setting.partition("=")
         if not equals:
             mistakes.append(Mistake(f"--set {path}", "give section.option=value"))
+        elif path.strip() == SECRET_PATH:
+            mistakes.append(Mistake(f"--set {SECRET_PATH}", ON_THE_COMMAND_LINE))
         else:
             _add(Given(path.strip(), value, f"--set {path.strip()}", is_text=True), given, mistakes)
     return given, mistakes

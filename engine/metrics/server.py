@@ -125,7 +125,11 @@ class MetricsServer:
             return _message("405 Method Not Allowed", _PLAIN, b"use GET\n", "Allow: GET")
         accept = next((line[7:].strip() for line in lines if line.lower().startswith("accept:")), "")
         try:
-            encode, content_type = choose_encoder(accept)
+            encode, content_type = choose_encoder(accept if accept.isprintable() else "")
+        except ValueError:
+            # The client's header, which may be anything: not a defect to report.
+            encode, content_type = choose_encoder("")
+        try:
             return _message("200 OK", content_type, encode(self._registry))
         except Exception:
             # A bug of a collector must be visible to the operator, and must not end the endpoint.

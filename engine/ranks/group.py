@@ -50,7 +50,9 @@ class RankGroup:
     have equally many layers.
     """
     secret: Text = ""
-    """Secret of the ranks; a rank with another one is refused."""
+    """Secret of the ranks; a rank with another one is refused, and so is a leader. Needed unless `address` is on
+    loopback.
+    """
     silence_s: Seconds = 5.0
     """Maximum seconds of silence; a rank that is silent for longer is lost."""
     vote_timeout_s: Seconds = 10.0

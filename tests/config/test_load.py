@@ -46,7 +46,7 @@ def test_a_prefill_that_listens_on_the_network_needs_a_secret(listen: str, tmp_p
     assert f"prefill.listen: {listen} is on the network, and there is no secret" in mistake
     assert "\n" not in mistake
     file = write(tmp_path / "secret", "word")
-    for allowed in ("transport.secret=word", f"transport.secret_file={file}", "transport.allow_no_secret=true"):
+    for allowed in (f"transport.secret_file={file}", "transport.allow_no_secret=true"):
         assert said(settings=(on_network, allowed)) == ""
     assert said(settings=(on_network,), environment={"TIDEKV_SECRET": "word"}) == ""
 
@@ -263,7 +263,7 @@ def test_options_that_fit_together_only_are_taken_together() -> None:
         (("engine.journal.path=/nowhere/run.journal",), "engine.journal.path: there is no directory /nowhere"),
         (("engine.metrics.listen=9464",), "engine.metrics.listen must be host:port"),
         (("transport.secret_file=/nowhere/secret",), "secret_file: /nowhere/secret cannot be read: No such file or"),
-        (("transport.secret=a", "transport.secret_file=b"), "secret and secret_file are both given"),
+        (("transport.secret=a",), "can be read by every user of the machine: give the secret in the variable"),
         (("engine.kv_events.replay=tcp://*:5558",), "kv_events.replay needs kv_events.endpoint"),
         (("engine.storage.write=never",), "engine.storage.write must be through, selective or back, not 'never'"),
         (("cache.device=tpu",), "cache.device must be cpu, cuda or cuda:N"),
@@ -271,6 +271,11 @@ def test_options_that_fit_together_only_are_taken_together() -> None:
 )
 def test_what_cannot_work_here_is_named_before_anything_starts(settings: tuple[str, ...], words: str) -> None:
     assert words in said(settings=settings)
+
+
+def test_a_secret_has_one_source() -> None:
+    words = said(settings=("transport.secret_file=b",), environment={"TIDEKV_SECRET": "a"})
+    assert "secret and secret_file are both given" in words
 
 
 def test_a_file_that_cannot_be_read_is_one_mistake(tmp_path: Path) -> None:
@@ -290,7 +295,7 @@ def test_secrets_are_never_shown(tmp_path: Path) -> None:
         "password": "********",
         "capacity": 1,
     }
-    for settings in (("transport.secret=hush", "transport.secret_file=x"), ('storage.options={"hush": ',)):
+    for settings in (("transport.secret=hush",), ('storage.options={"hush": ',)):
         assert "hush" not in said(settings=settings)
 
 

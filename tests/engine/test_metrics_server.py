@@ -117,3 +117,19 @@ def test_scrapes_at_once_are_all_answered() -> None:
 def test_an_address_that_cannot_be_listened_at_is_refused(listen: str) -> None:
     with pytest.raises(InvalidConfig, match="metrics"):
         MetricsServer(listen, OneGauge())
+
+
+@pytest.mark.parametrize(
+    "accept", [b"\0", b"application/openmetrics-text\0", b"a;q=\xff", b";;,=", b"text/plain; version=\n"]
+)
+def test_a_header_of_any_bytes_gets_an_answer_in_the_default_format(
+    accept: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving() as server, connected(server.address) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\nAccept: " + accept + b"\r\n\r\n")
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain")
+    assert b"\0" not in head
+    assert b"tide_height 7.0" in body
+    assert not caplog.records

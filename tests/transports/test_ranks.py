@@ -376,6 +376,51 @@ async def test_a_rank_that_does_not_belong_is_refused_with_the_reason(change: di
         await leader.channel.close()
 
 
+async def test_a_program_at_the_leader_s_address_is_not_followed_without_the_secret() -> None:
+    """It gets a proof of this rank, and nothing that it says before its own is taken."""
+    joined: asyncio.Queue[wire.Join] = asyncio.Queue()
+    answers: list[Callable[[wire.Join], wire.RankMessage]] = [
+        lambda join: wire.Welcome(bytes(32)),
+        lambda join: wire.Welcome(join.proof),
+        lambda join: wire.Form(1, 1, "group"),
+        lambda join: wire.Lost(0, 0, "lost"),
+    ]
+    pending = list(answers)
+
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(wire.encode(wire.Challenge(bytes(32))))
+        join = await wire.read(reader)
+        assert isinstance(join, wire.Join)
+        if pending:
+            writer.write(wire.encode(pending.pop(0)(join)))
+        await joined.put(join)
+        await reader.read()
+        writer.close()
+
+    address = free_address()
+    host, _, port = address.rpartition(":")
+    server = await asyncio.start_server(impostor, host, int(port))
+    follower = Member(1, 2, address)
+    try:
+        await follower.begin()
+        # One more: the answer before it was refused by then.
+        nonces = [(await asyncio.wait_for(joined.get(), LIMIT_S)).nonce for _ in range(len(answers) + 1)]
+        assert len(set(nonces)) == len(nonces)
+        assert follower.channel.epoch == 0
+        assert not follower.channel._is_forming
+        assert follower.owner.received.empty()
+    finally:
+        await follower.channel.close()
+        server.close()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:7000", "[::]:7000", "203.0.113.5:7000"])
+async def test_rank_0_listens_on_the_network_with_a_secret_only(address: str) -> None:
+    leader = Member(0, 2, address, secret="")
+    with pytest.raises(InvalidConfig, match="without a secret, every program that reaches it could join"):
+        await leader.channel.start()
+
+
 async def test_a_group_of_the_embedder_is_voted_in_and_must_be_gloo_of_these_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,8 +18,10 @@ import secrets
 import uuid
 from typing import TYPE_CHECKING, Protocol
 
-from tidekv.states.errors import LinkClosed, RemoteProtocolError, TidekvError
+from tidekv.states.errors import InvalidConfig, LinkClosed, RemoteProtocolError, TidekvError
 from tidekv.states.ranks.agreement import LEADER
+from tidekv.transports.control.addresses import is_loopback
+from tidekv.transports.control.challenge import stretched
 from tidekv.transports.log import engine_log
 from tidekv.transports.ranks import wire
 from tidekv.transports.ranks.vote_thread import VoteThread
@@ -87,8 +89,10 @@ class RankChannel:
         self._owner = owner
         self._rank = rank
         self._ranks = ranks
+        self._address = address
         self._host, self._port = host, int(port)
         self._secret = secret
+        self._key = b""
         self._settings = settings
         self._silence_s = silence_s
         self._thread = VoteThread(rank=rank, ranks=ranks, host=host, timeout_s=vote_timeout_s)
@@ -115,9 +119,15 @@ class RankChannel:
     async def start(self) -> None:
         """Listen, or dial until the leader listens.
 
-        Raises OSError if the address cannot be listened at, TransferFailed if the store that forms groups cannot be
-        opened.
+        Raises InvalidConfig for an address of the network without a secret, OSError if the address cannot be listened
+        at, TransferFailed if the store that forms groups cannot be opened.
         """
+        if self._rank == LEADER and not self._secret and not await is_loopback(self._address):
+            raise InvalidConfig(
+                f"rank 0 cannot listen on {self._address}: without a secret, every program that reaches it could join "
+                "the ranks. Give RankGroup a secret, or an address on 127.0.0.1"
+            )
+        self._key = await stretched(self._secret)
         self._thread.start()
         if self._rank == LEADER:
             if self._makes_groups:
@@ -238,7 +248,7 @@ class RankChannel:
         rank = -1
         try:
             try:
-                join = await admit(peer, secret=self._secret, ranks=self._ranks, settings=self._settings)
+                join = await admit(peer, key=self._key, ranks=self._ranks, settings=self._settings)
             finally:
                 self._unadmitted -= 1
             rank = join.rank
@@ -360,16 +370,15 @@ class RankChannel:
         challenge = await leader.receive()
         if not isinstance(challenge, wire.Challenge):
             raise RemoteProtocolError(f"the leader began with {type(challenge).__name__} instead of Challenge")
-        leader.send(
-            wire.Join(
-                wire.VERSION,
-                self._rank,
-                self._ranks,
-                self.epoch,
-                self._settings,
-                wire.proof_of(self._secret, challenge.nonce, self._rank),
-            )
-        )
+        nonce = secrets.token_bytes(wire.NONCE_BYTES)
+        proofs = [wire.proof_of(self._key, role, challenge.nonce, nonce, self._rank) for role in (b"join", b"welcome")]
+        leader.send(wire.Join(wire.VERSION, self._rank, self._ranks, self.epoch, self._settings, nonce, proofs[0]))
+        welcome = await leader.receive(frame_bytes_max=wire.JOIN_BYTES_MAX)
+        if isinstance(welcome, wire.Refused):
+            self._take_from_leader(welcome)
+        # Nothing else is taken before the proof: any program may answer at the address.
+        if not isinstance(welcome, wire.Welcome) or not hmac.compare_digest(welcome.proof, proofs[1]):
+            raise RemoteProtocolError("the leader did not prove that it knows the secret")
         self._peers[LEADER] = leader
         self._send_settled()
 
@@ -434,17 +443,18 @@ class RankPeer:
         self._writer.close()
 
 
-async def admit(peer: RankPeer, *, secret: str, ranks: int, settings: bytes) -> wire.Join:
-    """Leader: challenge a connection and check its Join. Raises RemoteProtocolError, after sending Refused with the
-    cause.
+async def admit(peer: RankPeer, *, key: bytes, ranks: int, settings: bytes) -> wire.Join:
+    """Leader: challenge a connection, check its Join, and prove the secret in return.
+
+    Raises RemoteProtocolError, after sending Refused with the cause.
     """
-    nonce = secrets.token_bytes(32)
+    nonce = secrets.token_bytes(wire.NONCE_BYTES)
     peer.send(wire.Challenge(nonce))
     join = await peer.receive(frame_bytes_max=wire.JOIN_BYTES_MAX)
     if not isinstance(join, wire.Join):
         raise RemoteProtocolError(f"a rank began with {type(join).__name__} instead of Join")
     cause = ""
-    if not hmac.compare_digest(join.proof, wire.proof_of(secret, nonce, join.rank)):
+    if not hmac.compare_digest(join.proof, wire.proof_of(key, b"join", nonce, join.nonce, join.rank)):
         cause = "the secrets differ"
     # The proof is checked first: without it no other field of the frame can be trusted.
     elif join.version != wire.VERSION:
@@ -456,4 +466,5 @@ async def admit(peer: RankPeer, *, secret: str, ranks: int, settings: bytes) -> 
     if cause:
         peer.send(wire.Refused(cause))
         raise RemoteProtocolError(cause)
+    peer.send(wire.Welcome(wire.proof_of(key, b"welcome", nonce, join.nonce, join.rank)))
     return join

@@ -18,6 +18,7 @@ from tidekv.transports.control import frames
 
 VERSION = 1
 FRAME_BYTES_MAX = 64 * 1024 * 1024
+NONCE_BYTES = 32
 JOIN_BYTES_MAX = 4096
 """Maximum size of a frame before the leader has admitted a rank."""
 
@@ -35,7 +36,7 @@ class RankMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 class Challenge(RankMessage, frozen=True, tag="challenge"):
     """The leader's first frame: a nonce for the proof of the group's secret."""
 
-    nonce: bytes
+    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
 class Join(RankMessage, frozen=True, tag="join"):
@@ -48,6 +49,13 @@ class Join(RankMessage, frozen=True, tag="join"):
     ranks: Rank
     epoch: Count
     settings: bytes
+    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+    proof: bytes
+
+
+class Welcome(RankMessage, frozen=True, tag="welcome"):
+    """The leader has admitted this rank, and proves that it knows the secret, too."""
+
     proof: bytes
 
 
@@ -124,7 +132,7 @@ class Refused(RankMessage, frozen=True, tag="refused"):
         _clean_cause(self)
 
 
-AnyRankMessage = Challenge | Join | Settled | Form | Formed | Turn | Wish | Beat | VoteFailed | Lost | Refused
+AnyRankMessage = Challenge | Join | Welcome | Settled | Form | Formed | Turn | Wish | Beat | VoteFailed | Lost | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyRankMessage] = msgspec.msgpack.Decoder(AnyRankMessage)
@@ -137,9 +145,11 @@ def _clean_cause(message: VoteFailed | Lost | Refused) -> None:
         msgspec.structs.force_setattr(message, "cause", clean)
 
 
-def proof_of(secret: str, nonce: bytes, rank: int) -> bytes:
-    """Return the proof that a rank knows the secret: HMAC-SHA256 over nonce and rank. It does not reveal the secret."""
-    return hmac.digest(secret.encode(), nonce + rank.to_bytes(4, "little"), hashlib.sha256)
+def proof_of(key: bytes, role: bytes, leader: bytes, follower: bytes, rank: int) -> bytes:
+    """Return the proof of a role ("join" or "welcome") that it knows the secret whose stretched key this is, for the
+    nonces of both ends: HMAC-SHA256. It does not reveal the secret.
+    """
+    return hmac.digest(key, b"tidekv rank " + role + leader + follower + rank.to_bytes(4, "little"), hashlib.sha256)
 
 
 def encode(message: RankMessage) -> bytes:

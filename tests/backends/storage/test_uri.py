@@ -113,3 +113,10 @@ async def test_making_an_engine_touches_nothing(tmp_path: Any) -> None:
     engine = open_storage(f"file:{tmp_path / 'store'}")
     await engine.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("password", [20231224, 3.5, True, ["20231224"]])
+def test_a_password_of_another_type_is_not_quoted(password: object) -> None:
+    with pytest.raises(InvalidConfig, match="option password must be a text that is not empty, not a ") as refused:
+        open_storage("redis://host", {"password": password})
+    assert "20231224" not in str(refused.value)
