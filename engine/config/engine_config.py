@@ -166,13 +166,27 @@ class KVEventsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
     """KV events for routers. Needs the extra `events`."""
 
     endpoint: PlainText | None = None
-    """ZMQ endpoint, such as tcp://*:5557, at which the engine publishes what it caches. None disables KV events."""
+    """ZMQ endpoint, such as tcp://127.0.0.1:5557, at which the engine publishes what it caches. None disables KV
+    events. One on the network needs `curve_secret_file` or `allow_network`.
+    """
     replay: PlainText | None = None
     """ZMQ endpoint at which routers request batches that they missed. None disables the replay."""
     topic: PlainText = ""
     """Topic of the batches: the first frame of each."""
     kept_batches: PositiveCount = 10_000
-    """Number of newest batches that can be requested again."""
+    """Number of newest batches that can be requested again, as far as they fit in `kept_bytes`."""
+    kept_bytes: PositiveCount = 64 * 1024 * 1024
+    """Maximum bytes of the batches that can be requested again."""
+    tokens: bool = True
+    """Publish the tokens of each page. False: `token_ids` is empty, for routers that need only hashes."""
+    curve_secret_file: PlainText | None = None
+    """File with the secret key of both endpoints (CURVE, 40 characters of Z85): listeners must know its public key."""
+    curve_clients: PlainText | None = None
+    """Directory with the public keys of listeners, files that end in .key. None: any listener that knows the public key
+    of the endpoints.
+    """
+    allow_network: bool = False
+    """Serve endpoints on the network without CURVE: every program that reaches one then reads the published tokens."""
     components: bool = False
     """Publish pages of windows and states, too, each component as a group. Only for routers that know groups."""
     data_parallel_rank: Count = 0
@@ -252,6 +266,8 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         super().__post_init__()
         if self.kv_events.replay is not None and self.kv_events.endpoint is None:
             raise InvalidConfig("kv_events.replay needs kv_events.endpoint: without it there are no batches")
+        if self.kv_events.curve_clients is not None and self.kv_events.curve_secret_file is None:
+            raise InvalidConfig("kv_events.curve_clients needs kv_events.curve_secret_file")
 
     def page_keys(self, page_size: int) -> PageKeys:
         """Return the identity of pages of this size in the core and in storage."""

@@ -216,7 +216,11 @@ class Runtime:
                 replay=config.kv_events.replay,
                 topic=config.kv_events.topic,
                 kept_batches=config.kv_events.kept_batches,
+                kept_bytes=config.kv_events.kept_bytes,
                 rank=config.kv_events.data_parallel_rank,
+                curve_secret_file=config.kv_events.curve_secret_file,
+                curve_clients=config.kv_events.curve_clients,
+                allow_network=config.kv_events.allow_network,
             )
         await self._drive_core()
         self.front = self.ranks or self.driver
@@ -290,6 +294,7 @@ class Runtime:
                     self.kv_events,
                     bigrams=self.config.bigram_keys,
                     components=self.config.kv_events.components,
+                    tokens=self.config.kv_events.tokens,
                 )
             )
         self.driver = Driver(

@@ -8,6 +8,7 @@ the hash that SGLang publishes for the same tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Final, Literal, TypeAlias
 
 import msgspec
@@ -19,8 +20,8 @@ HASH_BYTES: Final = 8
 class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Consecutive pages that are in a medium now; `token_ids` are their tokens, `block_size` for each page.
 
-    `extra_keys` has one entry per page: the parts of its hash besides tokens, here the namespace. None means none. The
-    last three fields are of workers that publish components: 0 and "full_attention" for the full KV.
+    `extra_keys` has one entry per page: the parts of its hash besides tokens, here a digest of the namespace. None
+    means none. The last three fields are of workers that publish components: 0 and "full_attention" for the full KV.
     """
 
     block_hashes: list[int]
@@ -54,6 +55,11 @@ KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 def hash_of(digest: bytes) -> int:
     """Return the published hash of a page from its storage key."""
     return int.from_bytes(digest[:HASH_BYTES], "big", signed=True)
+
+
+def name_of(namespace: str) -> str:
+    """Return the published name of a namespace: a digest, 32 characters."""
+    return sha256(b"tidekv KV events of " + namespace.encode()).hexdigest()[:32]
 
 
 def packed(events: Sequence[KVEvent], *, at_s: float, rank: int) -> bytes:

@@ -25,7 +25,15 @@ import numpy as np
 
 from tidekv.backends.keys.chain import namespace_seed
 from tidekv.backends.keys.page_keys import PageKeys
-from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium, hash_of
+from tidekv.engine.kv_events.messages import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    Medium,
+    hash_of,
+    name_of,
+)
 from tidekv.states.commands import Command
 from tidekv.states.components.component_tier import ComponentTier
 from tidekv.states.core import Core
@@ -91,10 +99,19 @@ class KVEventTracker:
     """Keeps the published content and returns changes as events. Call it from one thread only.
 
     `key_bytes` is the width of a page's key in bytes, and `bigrams` how it is built (see `PageKeys`). `groups` are the
-    published components, from group 1 on.
+    published components, from group 1 on. Without `tokens`, `token_ids` is empty.
     """
 
-    def __init__(self, *, page_size: int, key_bytes: int, bigrams: bool = False, groups: Sequence[Group] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        key_bytes: int,
+        bigrams: bool = False,
+        groups: Sequence[Group] = (),
+        tokens: bool = True,
+    ) -> None:
+        self._has_tokens = tokens
         self._groups = (FULL_ATTENTION, *groups) if groups else ()
         self._page_keys = PageKeys(page_size, bigrams=bigrams)
         self._key_bytes = key_bytes
@@ -148,7 +165,8 @@ class KVEventTracker:
                 lora_id=None,
                 medium=medium,
                 lora_name=None,
-                extra_keys=[(node.namespace,)] * (end - first) if node.namespace else None,
+                # Hashed: with its name, a program that reaches an engine could use the cache of the namespace.
+                extra_keys=[(name_of(node.namespace),)] * (end - first) if node.namespace else None,
                 group_idx=None if spec is None else group,
                 kv_cache_spec_kind=None if spec is None else spec.kind,
                 kv_cache_spec_sliding_window=None if spec is None else spec.window_tokens,
@@ -161,6 +179,8 @@ class KVEventTracker:
 
     def _tokens_of(self, keys: bytes) -> list[int]:
         """Return the tokens of whole pages, without the one after the last page that a bigram key includes."""
+        if not self._has_tokens:
+            return []
         tokens: list[int] = np.frombuffer(self._page_keys.tokens_of(keys), dtype="<u4").tolist()
         return tokens[: len(keys) // self._key_bytes * self._page_keys.page_size]
 
@@ -198,6 +218,7 @@ class KVEventWatcher:
         tracker: KVEventTracker | None = None,
         bigrams: bool = False,
         components: bool = False,
+        tokens: bool = True,
     ) -> None:
         """With `components` their pages are published, too. A `tracker` must have been made with `groups_of` then."""
         self._tree = core.state.index.tree
@@ -211,6 +232,7 @@ class KVEventWatcher:
             key_bytes=settings.key_bytes,
             bigrams=bigrams,
             groups=groups_of(settings) if components else (),
+            tokens=tokens,
         )
         self._is_behind = True
         """Published and current content differ by unknown changes: at the start, or after changes were dropped because

@@ -333,6 +333,6 @@ def test_every_default_survives_being_written_to_a_file_and_read_again(tmp_path:
 
 
 def test_kv_events_without_their_extra_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ("engine.kv_events.endpoint=tcp://*:5557",)
+    settings = ("engine.kv_events.endpoint=tcp://127.0.0.1:5557",)
     monkeypatch.setattr("tidekv.engine.config.check.find_spec", lambda name: None)
     assert "engine.kv_events.endpoint: KV events need pyzmq: pip install 'tidekv[events]'" in said(settings=settings)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from random import Random
 
+import numpy as np
 import pytest
 
 from tidekv.backends.keys.chain import page_digests
 from tidekv.backends.keys.page_keys import PageKeys
-from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, hash_of
+from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, hash_of, name_of
 from tidekv.engine.kv_events.watcher import KVEventTracker, KVEventWatcher, Seen, groups_of
 from tidekv.engine.simulation.components import draw_components
 from tidekv.engine.simulation.rig import Rig
@@ -265,7 +266,15 @@ def test_a_namespace_changes_hashes_and_is_told() -> None:
     (stored,) = desk.published()
     assert isinstance(stored, BlockStored)
     assert stored.block_hashes == hashes(1, 2, 3, 4, namespace="tenant") != hashes(1, 2, 3, 4)
-    assert stored.extra_keys == [("tenant",), ("tenant",)]
+    assert stored.extra_keys == [(name_of("tenant"),)] * 2
+    assert "tenant" not in repr(stored)
+    assert name_of("tenant") != name_of("other")
+
+
+def test_without_tokens_only_hashes_are_published() -> None:
+    seen = Seen(1, 0, 2, "", np.array([1, 2, 3, 4], dtype="<u4").tobytes(), ("GPU",))
+    tracker = KVEventTracker(page_size=2, key_bytes=8, tokens=False)
+    assert tracker.changes([seen]) == [BlockStored(hashes(1, 2, 3, 4), None, [], 2, None, "GPU", None)]
 
 
 def test_a_page_that_moves_down_is_told_there_before_it_is_gone_here() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -19,6 +20,7 @@ from tidekv.engine.kv_events.publisher import END, KVEventPublisher
 from tidekv.states.errors import InvalidConfig
 
 zmq = pytest.importorskip("zmq")
+pytest.importorskip("zmq.auth")
 
 STORED = BlockStored(
     block_hashes=[1, -2],
@@ -266,3 +268,105 @@ def test_without_pyzmq_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(InvalidConfig, match=r"tidekv\[events\]"):
         KVEventPublisher("tcp://127.0.0.1:*")
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:*", "tcp://0.0.0.0:*", "tcp://[::]:*", "tcp://name.invalid:5557"])
+def test_the_network_is_served_by_permission_or_under_curve_only(endpoint: str) -> None:
+    for endpoints in ({"endpoint": endpoint}, {"endpoint": "tcp://127.0.0.1:*", "replay": endpoint}):
+        with pytest.raises(InvalidConfig, match="to every program that reaches it"):
+            KVEventPublisher(**endpoints)
+    if "invalid" not in endpoint and "[" not in endpoint:
+        KVEventPublisher(endpoint, allow_network=True).close()
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "tcp://localhost:5557", "tcp://[::1]:*", "ipc:///run/kv"])
+def test_endpoints_of_this_machine_need_no_permission(endpoint: str) -> None:
+    assert not publishing.is_on_network(endpoint)
+
+
+@pytest.mark.skipif(not zmq.has("curve"), reason="this pyzmq has no CURVE")
+def test_under_curve_only_listeners_with_a_known_key_are_served(tmp_path: Path) -> None:
+    public, secret = zmq.curve_keypair()
+    (tmp_path / "server").write_text(f"{secret.decode()}\n")
+    (tmp_path / "clients").mkdir()
+    _, known = zmq.auth.create_certificates(tmp_path / "clients", "known")
+    zmq.auth.create_certificates(tmp_path, "stranger")
+    opened = KVEventPublisher(
+        "tcp://127.0.0.1:*",
+        replay="tcp://127.0.0.1:*",
+        curve_secret_file=str(tmp_path / "server"),
+        curve_clients=str(tmp_path / "clients"),
+    )
+    context = zmq.Context()
+    try:
+        opened.publish(lambda: EVENTS)
+        answers = {}
+        for name, certificate in (("known", known), ("stranger", str(tmp_path / "stranger.key_secret")), ("plain", "")):
+            asker = context.socket(zmq.DEALER)
+            asker.linger = 0
+            if certificate:
+                asker.curve_publickey, asker.curve_secretkey = zmq.auth.load_certificate(certificate)
+                asker.curve_serverkey = public
+            asker.connect(opened.replay_address)
+            # The key's check of the known one comes first: a refusal sends nothing, so the others have the time of it.
+            asker.rcvtimeo = 10_000 if name == "known" else 500
+            asker.send_multipart([b"", bytes(8)])
+            with contextlib.suppress(zmq.Again):
+                answers[name] = asker.recv_multipart()
+            asker.close()
+        assert set(answers) == {"known"}
+    finally:
+        context.destroy(linger=0)
+        opened.close()
+
+
+@pytest.mark.parametrize(("text", "words"), [("short", "has 5 characters"), (None, "cannot be read")])
+def test_a_key_that_is_none_is_named(tmp_path: Path, text: str | None, words: str) -> None:
+    if text is not None:
+        (tmp_path / "key").write_text(text)
+    with pytest.raises(InvalidConfig, match=words):
+        KVEventPublisher("tcp://127.0.0.1:*", curve_secret_file=str(tmp_path / "key"))
+
+
+def test_what_is_kept_is_bounded_in_bytes() -> None:
+    opened = KVEventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", kept_bytes=10_000)
+    asking = Listener(opened)
+    try:
+        for number in range(50):
+            opened.publish(lambda number=number: [BlockRemoved([2**62] * 100, "GPU")])
+        while not (kept := asking.missed(0)) or kept[-1][0] != 49:
+            pass
+        assert sum(len(payload) for _, payload in kept) <= 10_000 < 12 * len(kept[0][1])
+        assert opened._kept_bytes == sum(len(payload) for _, payload in opened._kept)
+    finally:
+        asking.close()
+        opened.close()
+
+
+def test_replays_that_are_not_read_take_no_memory_and_the_newest_request_counts() -> None:
+    opened = KVEventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*")
+    asking, other = Listener(opened), Listener(opened)
+    asking.asker.close()
+    asking.asker = asking.context.socket(zmq.DEALER)
+    asking.asker.set_hwm(4)
+    asking.asker.rcvtimeo = 10_000
+    asking.asker.connect(opened.replay_address)
+    try:
+        for number in range(2000):
+            opened.publish(lambda number=number: [BlockRemoved([number] * 1000, "GPU")])
+        while not (kept := other.missed(0)) or kept[-1][0] != 1999:
+            pass
+        for _ in range(20):
+            asking.asker.send_multipart([b"", bytes(8)])
+        # Others are served meanwhile, and what waits for this one is one replay, not twenty.
+        for _ in range(3):
+            assert len(other.missed(0)) == 2000
+        assert len(opened._replays) <= 1
+        read = 0
+        while asking.asker.recv_multipart()[2] != END:
+            read += 1
+        assert read < 2 * 2000
+    finally:
+        asking.close()
+        other.close()
+        opened.close()
