@@ -279,6 +279,8 @@ class Core:
         room = request.room
         if at_s >= request.deadline_at_s:
             self.fire(request, events.DeadlinePassed(at_s=at_s))
+        elif request.waits_for_admission:
+            self.state.pages_freed = True  # Its pause is over, or another request of its lane had one.
         elif room is None or at_s < room.answer_due_s or room.aux_from or any(span.cursors for span in room.spans):
             return
         elif has_rows(request, events.PrefillLost):
@@ -505,8 +507,8 @@ class Core:
         limit = self.settings.running_max
         if not limit or self.running < limit:
             return False
-        first = next(self.queue.candidates(self.state.now_s))
-        if not first.waited_to_run:
+        first = next(self.queue.candidates(self.state.now_s), None)
+        if first is not None and not first.waited_to_run:
             first.waited_to_run = True
             self.state.count("running_waits")
         return True

@@ -61,6 +61,7 @@ COUNTERS: Final = (
     "l3_queries_failed",
     "l3_queries_late",
     "l3_queries_outwaited",
+    "late_retries",
     "loads_reclaimed",
     "offered_pages_declined",
     "outcomes_late",

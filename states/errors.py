@@ -218,6 +218,11 @@ class PrefillCause(StrEnum):
         """
         return self not in NOT_RETRYABLE
 
+    @property
+    def is_lateness(self) -> bool:
+        """Whether it says only that an end was late: the same request succeeds once both get their turns again."""
+        return self in (PrefillCause.SILENT, PrefillCause.LEASE_ENDED)
+
     def words(self, detail: str) -> str:
         """Return the text of an event: this cause, then `detail`."""
         return f"{self.value}: {detail}"

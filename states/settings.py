@@ -55,6 +55,10 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     """Seconds until a copy between host and device counts as failed."""
     attempts_per_prefill: PositiveCount = 1
     """Attempts per prefill of a request's list before the request fails."""
+    retries_late: bool = False
+    """Whether a prefill that is only late (`PrefillCause.is_lateness`) is tried beyond these attempts, with growing
+    pauses, until the deadline of the request.
+    """
     share_transfers: bool = False
     """Whether requests with a common prefix share its transfer before the first of them is READY. Without effect with
     components.

@@ -59,7 +59,7 @@ def metric_families() -> list[Metric]:
 
 def prefill_families() -> list[Metric]:
     """Return all families that a prefill worker can export, without a running one."""
-    return list(PrefillCollector(dict, ended={}, aborts={}, write_s=Histogram()).collect())
+    return list(PrefillCollector(dict, ended={}, aborts={}, write_s=Histogram(), loop_lag=Histogram()).collect())
 
 
 def metrics_table() -> str:

@@ -108,6 +108,10 @@ class PeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A peer that is silent for longer counts as lost: its rooms fail, and its pages stay in quarantine."""
     attempts: PositiveCount = 1
     """How often each prefill of a request's list is tried before the request fails."""
+    retries_late: bool = True
+    """Try a prefill beyond `attempts` if it was only late (causes "prefill silent" and "lease ended"), with pauses of
+    0.1 to 2 s, until the deadline of the request. Not if the caller can compute the rest (`recompute`, lent pages).
+    """
     staging_bytes: ByteCount = 64 * 1024 * 1024
     """Bytes of the staging ring of this rank, through which prefill ranks that hold fewer KV heads send theirs. It
     needs pools in host memory, and is first touched when such a prefill writes. 0 disables it.
@@ -302,5 +306,6 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             share_transfers=self.sharing.enabled and self.device != "lent",
             share_wait_s=self.sharing.wait_s,
             attempts_per_prefill=self.peer.attempts,
+            retries_late=self.peer.retries_late,
             **{name: getattr(self.storage, name) for name in POLICY_FIELDS},
         )

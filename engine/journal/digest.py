@@ -218,6 +218,7 @@ def _requests(core: Core) -> int:
             request.generation,
             request.attempts,
             request.first_prefill,
+            request.retry_at_s,
             request.raised,
             request.charged,
             request.matched,

@@ -27,7 +27,8 @@ class PrefillCollector(Collector):
     """Collector for a `prometheus_client.CollectorRegistry`.
 
     `statistics` are those of a `PrefillPeer`, `ended` the rooms that have ended by outcome, `aborts` those of them that
-    decode did not receive by cause, `write_s` the durations of writes. A scrape may come from any thread.
+    decode did not receive by cause, `write_s` the durations of writes, `loop_lag` the lateness of the loop. A scrape
+    may come from any thread.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class PrefillCollector(Collector):
         ended: Mapping[str, int],
         aborts: Mapping[str, int],
         write_s: Histogram,
+        loop_lag: Histogram,
     ) -> None:
         self._statistics = statistics
         self._ended = ended
         self._aborts = aborts
         self._write_s = write_s
+        self._loop_lag = loop_lag
 
     def collect(self) -> Iterator[Metric]:
         """Return all families, always in the same order."""
@@ -63,6 +66,9 @@ class PrefillCollector(Collector):
             yield CounterMetricFamily(f"tidekv_prefill_{name}", meaning, value=counts.pop(name, 0))
         yield one_histogram(
             "tidekv_prefill_write_seconds", "From posting a write to a decode worker to its end.", self._write_s
+        )
+        yield one_histogram(
+            "tidekv_prefill_loop_lag_seconds", "How late the event loop was, while rooms were open.", self._loop_lag
         )
         for name, meaning in GAUGES.items():
             yield GaugeMetricFamily(f"tidekv_prefill_{name}", meaning, value=counts.pop(name, 0))

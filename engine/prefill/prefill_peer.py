@@ -25,6 +25,7 @@ from tidekv.engine.poller import PollerThread
 from tidekv.engine.prefill.prompt_store import PromptStore, PromptStoreSettings
 from tidekv.engine.prompts import PromptDigest
 from tidekv.engine.staging import make_staging
+from tidekv.engine.watchdog import Watchdog
 from tidekv.states.errors import EngineClosed, InvalidConfig, PrefillCause, TidekvError
 from tidekv.states.types import Identity, PoolMemory
 from tidekv.states.validation import Count, PositiveCount, Seconds, Text, checked, host_and_port, short
@@ -121,6 +122,7 @@ class PrefillPeer:
         contexts: int = 1,
         stripe_pages: int = 0,
         vocabulary: int = 0,
+        loop_stall_report_s: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Check the arguments and open nothing. Raises InvalidConfig.
@@ -128,7 +130,9 @@ class PrefillPeer:
         `close_deadline_s`: seconds that leaving the block waits for writes in flight before it closes the transport
         under them. `bigram_keys` must equal the same option of the decode workers' `EngineConfig`. Of `components` only
         the device pools are used. `metrics_listen`: host:port at which Prometheus scrapes this peer; with port 0 the
-        system chooses, see `metrics_address`. None disables metrics.
+        system chooses, see `metrics_address`. None disables metrics. `loop_stall_report_s`: a callback that keeps the
+        loop for longer while rooms are open is logged with its place, since decode takes a peer whose loop does not
+        turn for a silent one; `tidekv_prefill_loop_lag_seconds` has the distribution.
 
         `rank` of `ranks`: the place of this peer among the tensor-parallel ranks of a prefill instance, each of which
         has a peer of its own. Decode workers list them in order (`DecodeRequest(prefill="host:7000,host:7001")`).
@@ -151,6 +155,7 @@ class PrefillPeer:
         checked(lease_s, Seconds, "lease_s", InvalidConfig)
         checked(close_deadline_s, Seconds, "close_deadline_s", InvalidConfig)
         checked(bigram_keys, bool, "bigram_keys", InvalidConfig)
+        checked(loop_stall_report_s, Seconds, "loop_stall_report_s", InvalidConfig)
         checked(rank, Count, "rank", InvalidConfig)
         checked(kv_heads_total, Count, "kv_heads_total", InvalidConfig)
         checked(stripe_pages, Count, "stripe_pages", InvalidConfig)
@@ -183,6 +188,7 @@ class PrefillPeer:
         self._metrics_listen = metrics_listen
         self._metrics: MetricsServer | None = None
         self._write_s = Histogram()
+        self._watchdog = Watchdog(limit_s=loop_stall_report_s)
         self._poller = poller
         self._close_deadline_s = close_deadline_s
         self._tasks = OwnedTasks(f"prefill peer {transport.instance}", instance=transport.instance)
@@ -217,6 +223,7 @@ class PrefillPeer:
             on_room=self._start_room,
             on_finish=self._store_room,
             on_written=self._write_s.observe,
+            on_busy=self._watchdog.set_busy,
             lease_s=lease_s,
             rank=rank,
             ranks=ranks,
@@ -245,6 +252,8 @@ class PrefillPeer:
 
     async def _start(self) -> None:
         async with AsyncExitStack() as stack:
+            self._watchdog.start()
+            stack.push_async_callback(self._close_watchdog)
             poller = self._poller
             if poller is None:
                 poller = PollerThread()
@@ -252,7 +261,11 @@ class PrefillPeer:
                 stack.push_async_callback(poller.close)
             if self._metrics_listen is not None:
                 collector = PrefillCollector(
-                    self.statistics, ended=self._sender.ended, aborts=self._sender.aborts, write_s=self._write_s
+                    self.statistics,
+                    ended=self._sender.ended,
+                    aborts=self._sender.aborts,
+                    write_s=self._write_s,
+                    loop_lag=self._watchdog.lag,
                 )
                 self._metrics = MetricsServer(self._metrics_listen, collector, option="metrics_listen")
                 stack.push_async_callback(asyncio.to_thread, self._metrics.close)
@@ -312,8 +325,11 @@ class PrefillPeer:
         return await self._sender.room(request_id, checked(prompt, PromptDigest, "prompt"))
 
     def statistics(self) -> dict[str, int | float]:
-        """Return what was sent and withdrawn, rooms by state, store_… with storage, and counts of unexpected events."""
-        return {**self._sender.statistics(), **({} if self._store is None else self._store.statistics())}
+        """Return what was sent and withdrawn, rooms by state, store_… with storage, `loop_stalls`, and counts of
+        unexpected events.
+        """
+        store = {} if self._store is None else self._store.statistics()
+        return {**self._sender.statistics(), "loop_stalls": self._watchdog.stalls, **store}
 
     async def wait_stored(self) -> None:
         """Wait until each prompt finished so far is stored or given up. Returns at once without storage.
@@ -322,6 +338,10 @@ class PrefillPeer:
         """
         if self._store is not None:
             await self._store.wait_stored()
+
+    async def _close_watchdog(self) -> None:
+        self._watchdog.set_busy(False)
+        await asyncio.to_thread(self._watchdog.close)
 
     async def _end_rooms(self) -> None:
         """End the tasks of `on_room`, the rooms and their writes.

@@ -126,6 +126,7 @@ def draw_settings(random: Random) -> CoreSettings:
         prefill_share=random.choice((1.0, 0.75, 0.4, 0.1)),
         namespace_share=random.choice((1.0, 1.0, 0.5, 0.2)),
         running_max=random.choice((0, 0, 0, 1, 3, 8)),
+        retries_late=random.random() < 0.5,
     )
 
 

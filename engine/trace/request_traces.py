@@ -333,6 +333,8 @@ class RequestTraces:
         whither = "for other pages"
         if request.recomputes:
             whither = "for its caller to compute the rest"
+        elif request.retry_at_s > at_s:
+            whither = f"to be tried again after a pause of {request.retry_at_s - at_s:.1f} s"
         elif request.attempts > request_trace.attempts:
             whither = "for the next prefill of its list"
         request_trace.attempts = request.attempts

@@ -11,11 +11,15 @@ pool = tidekv.DevicePool.allocate(LAYOUT, num_pages=256)
 turn = asyncio.Lock()
 
 
+def compute(pages: list[int]) -> None:
+    for buffer in (*pool.k, *pool.v):
+        buffer[pages] = 1.0  # Stand-in for a model, which writes the KV of room.tokens to these pages.
+
+
 async def serve(room: tidekv.Room) -> None:
     async with turn:  # One hand-over at a time, on the same pages; a real worker has a page allocator.
         pages = list(range(-(-room.prompt_tokens // LAYOUT.page_size)))
-        for buffer in (*pool.k, *pool.v):
-            buffer[pages] = 1.0  # Stand-in for a model, which writes the KV of room.tokens to these pages.
+        await asyncio.to_thread(compute, pages)  # On the loop it would delay the links: decode would see silence.
         await room.send(pages, start_token=0)  # Writes only what decode does not have.
         await room.finish(first_token=7, aux={})
         print(f"{room.request_id}: {await room.received()}; decode had {room.decode_prefix_len} tokens", flush=True)

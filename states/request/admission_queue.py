@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -58,13 +59,15 @@ class Queue:
         """Yield the requests to try, in order; none behind one that was passed too often. The caller stops before it
         changes the queue.
 
-        After a request that is over its quota (`Request.over_quota`, once the caller has tried it) no other of its
-        prefill follows. At most `admission_scan_max` requests are tried that are not.
+        A request whose prefill was late is left out until its pause is over. After a request that is over its quota
+        (`Request.over_quota`, once the caller has tried it) no other of its prefill follows. At most
+        `admission_scan_max` requests are tried that are not.
         """
         if len(self._lanes) == 1:
             # Usual with one prefill: the order is that of arrival and needs no ranks.
             (requests,) = self._lanes.values()
-            for request in requests[: self._settings.admission_scan_max]:
+            waiting = (request for request in requests if request.retry_at_s <= now_s)
+            for request in islice(waiting, self._settings.admission_scan_max):
                 yield request
                 if request.over_quota or request.passed >= self._settings.passes_max:
                     return
@@ -80,13 +83,14 @@ class Queue:
             if lane[1] in blocked:
                 heapq.heappop(heads)
                 continue
-            yield request
-            if request.over_quota:
-                blocked.add(lane[1])
-                continue
-            tried += 1
-            if request.passed >= self._settings.passes_max:
-                return
+            if request.retry_at_s <= now_s:
+                yield request
+                if request.over_quota:
+                    blocked.add(lane[1])
+                    continue
+                tried += 1
+                if request.passed >= self._settings.passes_max:
+                    return
             if at + 1 < len(self._lanes[lane]):
                 heapq.heapreplace(heads, self._head(lane, at + 1, now_s))
             else:

@@ -9,7 +9,7 @@ others: a landed chunk concerns rooms and loads, and a request that fails or ret
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tidekv.states.commands import ReportFailed
 from tidekv.states.errors import PrefillCause
@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from tidekv.states.request.lending import Lending
     from tidekv.states.request.request import Request
     from tidekv.states.request.restore import Restore
+
+RETRY_PAUSE_S: Final = 0.1
+"""Seconds before a prefill that was late is tried again; each further pause is twice as long."""
+RETRY_PAUSE_MAX_S: Final = 2.0
+LATE: Final = frozenset(cause.value for cause in PrefillCause if cause.is_lateness)
 
 # --- Guards ---
 
@@ -169,15 +174,24 @@ class Actions:
     # --- Back to the queue ---
 
     def has_another_prefill(self, request: Request, event: Event) -> bool:
-        """Whether some prefill was tried less often than `attempts_per_prefill`.
+        """Whether some prefill was tried less often than `attempts_per_prefill`, or may be tried once more.
 
         Damaged pages are asked for once more than that: a prefill that sent them is well, and the next time the damage
-        is unlikely.
+        is unlikely. A prefill that is only late is tried until the deadline, unless the caller can compute the rest.
         """
+        return self._has_attempts_left(request, event) or self._may_be_late(request, event)
+
+    def _has_attempts_left(self, request: Request, event: Event) -> bool:
         attempts_max = len(request.prefills) * self._attempts_per_prefill
         if isinstance(event, PrefillLost) and event.cause == PrefillCause.DAMAGED.value:
             attempts_max += 1
         return request.attempts + 1 < attempts_max
+
+    def _may_be_late(self, request: Request, event: Event) -> bool:
+        # Not with lent pages, or a caller that computes: for them a prefill that is lost is not the end.
+        is_bounded = request.deadline_at_s < float("inf") and request.lent is None and not request.can_recompute
+        is_late = isinstance(event, PrefillLost) and event.cause in LATE
+        return self._state.settings.retries_late and is_late and is_bounded
 
     def start_over(self, request: Request, event: PagesLost) -> None:
         """Give everything back and return to the queue in a new generation."""
@@ -191,6 +205,12 @@ class Actions:
         self._state.count("prefill_retries")
         request.trouble = f"{event.cause}: {event.detail}"
         self._restore.leave(request, settled=event.settled)
+        if not self._has_attempts_left(request, event):
+            # An overloaded worker gets its turns only if those who wait for it ask less often.
+            late = request.attempts + 1 - len(request.prefills) * self._attempts_per_prefill
+            request.retry_at_s = self._state.now_s + min(RETRY_PAUSE_S * 2.0 ** min(late, 8), RETRY_PAUSE_MAX_S)
+            self._state.set_deadline(request, request.retry_at_s)
+            self._state.count("late_retries")
         request.attempts += 1
         self._requeue(request)
 
@@ -231,10 +251,12 @@ class Actions:
 
     def fail_by_deadline(self, request: Request, event: DeadlinePassed) -> None:
         """Fail because the caller's deadline has passed."""
-        quota = ""
+        why = ""
         if request.waits_for_admission and self._queue.waits_for_quota(request.prefill):
-            quota = f": prefill {request.prefill} is at its quota of device pages"
-        self._fail(request, "deadline", f"in {request.state.value}{quota}")
+            why = f": prefill {request.prefill} is at its quota of device pages"
+        elif request.retry_at_s:
+            why = f": after {request.attempts} attempts, the last of which ended by {request.trouble}"
+        self._fail(request, "deadline", f"in {request.state.value}{why}")
 
     def fail_by_abort(self, request: Request, event: AbortRequested) -> None:
         """Fail because the caller aborted the request."""

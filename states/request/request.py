@@ -123,6 +123,7 @@ class Request:
         "request_id",
         "reserve",
         "rest",
+        "retry_at_s",
         "room",
         "serial",
         "shares_end",
@@ -168,6 +169,7 @@ class Request:
         self.generation = event.generation
         self.first_generation = event.generation
         self.attempts = 0
+        self.retry_at_s = 0.0  # When it may leave the queue again, after its prefill was late.
         self.first_prefill = 0  # Place of the prefill that is tried first: those before it gave way.
         self.raised = 0  # Exceptions that rules raised for this request.
         self.raises: dict[tuple[State, str], int] = {}

@@ -317,3 +317,40 @@ async def test_without_a_metrics_address_prefill_serves_no_metrics(network: Loop
         assert prefill.metrics_address is None
     with pytest.raises(InvalidConfig, match="metrics_listen must be host:port"):
         peer(network, metrics_listen="nowhere")
+
+
+async def test_an_on_room_that_blocks_the_loop_is_logged_with_its_place_and_measured(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = LoopbackNetwork()
+
+    def compute() -> None:
+        end_s = time.monotonic() + LIMIT_S
+        while not peer.statistics()["loop_stalls"] and time.monotonic() < end_s:
+            time.sleep(0.001)
+
+    async def blocks(room: Room) -> None:
+        compute()
+        room.fail("enough")
+
+    peer = PrefillPeer(
+        device=Pool(fill=1),
+        transport=LoopbackTransport("prefill-0", network),
+        listen="prefill",
+        model="m",
+        on_room=blocks,
+        loop_stall_report_s=0.02,
+        metrics_listen="127.0.0.1:0",
+    )
+    async with peer, Decode(network) as decode:
+        decode.promise("prefill", "r1")
+        failed = await decode.wait(events.RoomFailed)
+        assert "enough" in str(failed)
+        assert peer.statistics()["loop_stalls"] >= 1
+        assert "the event loop stalls" in caplog.text
+        assert "test_prefill_peer.py" in caplog.text
+        scraped = await asyncio.to_thread(
+            urllib.request.urlopen, f"http://{peer.metrics_address}/metrics", None, LIMIT_S
+        )
+        families = {family.name for family in text_string_to_metric_families(scraped.read().decode())}
+        assert "tidekv_prefill_loop_lag_seconds" in families

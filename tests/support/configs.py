@@ -15,12 +15,20 @@ def engine_config(**options: object) -> EngineConfig:
     whole = EngineConfig()
     groups = {name: getattr(whole, name) for name in EngineConfig.__struct_fields__}
     groups = {name: group for name, group in groups.items() if isinstance(group, msgspec.Struct)}
-    # With the default policy, plans depend on measured times; pools of tests are so small that a share would bind.
-    changes: dict[str, dict[str, object]] = {"storage": {"prefetch": "timeout"}, "admission": {"prefill_share": 1.0}}
+    # With the default policy, plans depend on measured times; pools of tests are so small that a share would bind. A
+    # prefill that a test stops is not late: it is to be lost.
+    changes: dict[str, dict[str, object]] = {
+        "storage": {"prefetch": "timeout"},
+        "admission": {"prefill_share": 1.0},
+        "peer": {"retries_late": False},
+    }
     plain: dict[str, object] = {}
     for option, value in options.items():
         if option in EngineConfig.__struct_fields__:
-            plain[option] = value
+            if option == "peer" and isinstance(value, msgspec.Struct):
+                groups[option] = value
+            else:
+                plain[option] = value
             continue
         places = [
             (group, name)

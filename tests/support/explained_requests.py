@@ -167,6 +167,16 @@ def prefill_is_at_its_quota(play: Play) -> None:
     play.bring_everything("r1")
 
 
+@says("prefill silent: x", "tried again", "READY", counts="late_retries")
+def late_prefill_is_tried_again(play: Play) -> None:
+    play.begin_with(retries_late=True)
+    play.arrive("r1", deadline_at_s=100.0)
+    play.send_promise("r1")
+    play.to_room(events.RoomFailed, cause="prefill silent: x", settled=True)
+    play.wait_for_clock()
+    play.bring_everything("r1")
+
+
 @says("prefill-0 gave way to another one", "admission.prefill_share", "READY", counts="quota_ways_given")
 def prefill_at_its_quota_gives_way(play: Play) -> None:
     play.begin_with(prefill_share=0.3)

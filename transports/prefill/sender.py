@@ -78,7 +78,7 @@ class Sender:
     """Rooms of all decode workers that dialled this prefill worker.
 
     `on_room` is called with each room as it opens, `on_finish` as it is finished, `on_written` with the seconds that
-    each write took.
+    each write took, `on_busy` with whether rooms are open, of which it learns the end somewhat later.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Sender:
         identity: Identity,
         clock: Callable[[], float],
         on_room: Callable[[Room], None] = lambda room: None,
+        on_busy: Callable[[bool], None] = lambda is_busy: None,
         on_finish: Callable[[Room], None] = lambda room: None,
         on_written: Callable[[float], None] = lambda seconds: None,
         lease_s: float = 10.0,
@@ -126,6 +127,7 @@ class Sender:
         self._identity = identity
         self._clock = clock
         self._on_room = on_room
+        self._on_busy = on_busy
         self._lease_s = lease_s
         self._rank = rank
         self._ranks = ranks
@@ -159,6 +161,8 @@ class Sender:
         self._peers: set[DecodePeer] = set()
         self._listener: base.Listener | None = None
         self._lease_timer: asyncio.TimerHandle | None = None
+        self._was_late = False
+        """Whether the last check of the leases was left out, since our own loop was late for it."""
         self._is_closing = False
 
     @property
@@ -604,13 +608,22 @@ class Sender:
             lease_s = min(
                 (room_writer.peer.lease_s for room_writer in self._room_writers.values()), default=self._lease_s
             )
-            self._lease_timer = asyncio.get_running_loop().call_later(lease_s / 4, self._on_lease_timer)
+            self._on_busy(True)
+            loop = asyncio.get_running_loop()
+            limit_s = loop.time() + lease_s / 2
+            self._lease_timer = loop.call_at(loop.time() + lease_s / 4, self._on_lease_timer, limit_s)
 
-    def _on_lease_timer(self) -> None:
+    def _on_lease_timer(self, limit_s: float) -> None:
         self._lease_timer = None
-        self.check_leases()
+        # If our own loop was late, pings that arrived meanwhile wait in their sockets: read them before anything is
+        # ended. Not twice in a row, so that a loop that is always late ends rooms as well.
+        self._was_late = asyncio.get_running_loop().time() > limit_s and not self._was_late
+        if not self._was_late:
+            self.check_leases()
         if self._room_writers or len(self._pending_rooms):
             self._start_lease_timer()
+        else:
+            self._on_busy(False)
 
 
 def _is_open(room: Room) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from tidekv import (
     DecodeRequest,
     DevicePool,
     EngineClosed,
+    EngineConfig,
     EngineThread,
     Failed,
     HandedOver,
@@ -30,7 +32,7 @@ from tidekv import (
 )
 from tidekv.engine.thread.engine_thread import Outcome
 from tidekv.states.errors import RequestFailed
-from tidekv.transports.prefill.prefill_room import RoomOutcome
+from tidekv.transports.prefill.prefill_room import Room, RoomOutcome
 
 pytestmark = pytest.mark.nixl
 PAGE = 4
@@ -249,3 +251,42 @@ def test_a_start_that_fails_leaves_no_thread() -> None:
     with pytest.raises(Exception, match=r"203\.0\.113\.9|secret"):
         PrefillThread(peer).start()
     assert "tidekv-prefill" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_prefill_whose_loop_is_late_for_longer_than_the_silence_fails_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    source, target = DevicePool.allocate(LAYOUT, 16), DevicePool.allocate(LAYOUT, 16)
+    blocked: list[str] = []
+
+    def compute() -> None:
+        end_s = time.monotonic() + LIMIT_S
+        while not late_retries() and time.monotonic() < end_s:
+            time.sleep(0.01)  # Stands for a model that computes on the loop.
+
+    async def serve(room: Room) -> None:
+        if not blocked:
+            blocked.append(room.request_id)
+            compute()
+        await room.send(PAGES, start_token=0, end_token=room.prompt_tokens)
+        await room.finish(first_token=1)
+
+    def late_retries() -> int:
+        core = decode.statistics()["core"]
+        assert isinstance(core, dict)
+        return int(core["late_retries"])
+
+    peer = PrefillPeer(device=source, transport=NixlTransport("prefill"), on_room=serve)
+    config = EngineConfig(peer=PeerOptions(silence_s=0.6, heartbeat_s=0.2))
+    with (
+        PrefillThread(peer) as prefill,
+        EngineThread(config, device=target, transport=NixlTransport("decode", dials=["127.0.0.1:*"])) as decode,
+    ):
+        request = DecodeRequest(
+            request_id="r", tokens=PROMPT, prefill=prefill.address, deadline_s=LIMIT_S, send_prompt=True
+        )
+        decode.submit(request)
+        (outcome,) = decode.poll(LIMIT_S)
+        assert isinstance(outcome, Restored), outcome
+        assert late_retries() >= 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from tidekv.engine.simulation.rig import Rig
@@ -266,3 +268,46 @@ def test_an_id_that_returns_has_nothing_to_do_with_the_room_that_drains_under_it
     assert rig.core.statistics()["device_draining"] == 0
     rig.serve(new)
     rig.take(commands.ReportReady)
+
+
+def late(rig: Rig, promise: commands.SendPromise, cause: str = "prefill silent: x") -> None:
+    rig.step(events.RoomFailed, request_id="a", generation=promise.generation, cause=cause, settled=True)
+
+
+@pytest.mark.parametrize("cause", ["prefill silent: x", "lease ended: x"])
+def test_a_prefill_that_is_only_late_is_tried_with_growing_pauses_until_the_deadline(cause: str) -> None:
+    rig = Rig(retries_late=True)
+    rig.arrive("a", b"abcd", deadline_at_s=6.0)
+    asked_at_s = []
+    while (promise := next(iter(rig.take_all(commands.SendPromise)), None)) is not None:
+        asked_at_s.append(rig.now_s)
+        late(rig, promise, cause)
+        assert rig.state("a") == "PREALLOC"
+        while rig.core.request("a") and not any(isinstance(wish, commands.SendPromise) for wish in rig.pending):
+            due_s = rig.core.next_deadline_s()
+            assert due_s is not None
+            rig.wait_until(due_s)
+    pauses = [round(later - earlier, 6) for earlier, later in pairwise(asked_at_s)]
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
+    failed = rig.take(commands.ReportFailed)
+    assert (failed.cause, rig.now_s) == ("deadline", 6.0)
+    assert f"after 7 attempts, the last of which ended by {cause}" in failed.detail
+    rig.expect_nothing_held()
+
+
+def test_other_causes_and_callers_with_another_way_are_not_made_to_wait_for_a_late_prefill() -> None:
+    for fields, cause in (({}, "prefill lost: x"), ({"can_recompute": True}, "prefill silent: x")):
+        rig = Rig(retries_late=True)
+        rig.arrive("a", b"abcd", deadline_at_s=6.0, **fields)
+        late(rig, rig.take(commands.SendPromise), cause)
+        assert rig.take_all(commands.Recompute if fields else commands.ReportFailed)
+
+
+def test_a_request_in_a_pause_holds_nobody_back() -> None:
+    rig = Rig(retries_late=True, admission_scan_max=1, passes_max=0)
+    rig.arrive("a", b"abcd", deadline_at_s=6.0)
+    late(rig, rig.take(commands.SendPromise))
+    rig.arrive("b", b"efgh")
+    assert rig.take(commands.SendPromise).request_id == "b"
+    rig.wait_until(0.2)
+    assert rig.take(commands.SendPromise).request_id == "a"
