@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.layers_measured import PAGE_SIZE, SHAPE, measure_overlap, open_rig
-from tidekv.engine.simulation.rig import Rig
+from simulation.rig import Rig
 from tidekv.states import commands, events
 
 PAGES = 2000

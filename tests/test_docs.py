@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from tidekv.engine.simulation.faults import FAULTS
+from simulation.faults import FAULTS
 from tools.faults_page import REQUIRED, faults_page
 
 ROOT = Path(__file__).resolve().parent.parent

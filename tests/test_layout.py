@@ -24,8 +24,6 @@ ENTRY_POINTS = (
     "tidekv.__main__",
     "tidekv.engine.integrations.sglang.hicache",
     "tidekv.engine.integrations.vllm.connector",
-    "tidekv.engine.simulation.__main__",
-    "tidekv.engine.simulation.rig",
 )
 IMPURE = {"asyncio", "torch", "threading", "time", "random", "os", "logging", "structlog"}
 

@@ -8,7 +8,7 @@ A fault without a description, or a description without a fault, fails a test.
 
 from __future__ import annotations
 
-from tidekv.engine.simulation.faults import FAULTS
+from simulation.faults import FAULTS
 
 HEAD = """\
 # Faults

@@ -11,7 +11,7 @@ from tidekv.states import commands, events
 if TYPE_CHECKING:
     from benchmarks.published.prompts import Prompt
     from benchmarks.published.setups import Speeds
-    from tidekv.engine.simulation.schedule import Schedule
+    from simulation.schedule import Schedule
 
 
 class Surroundings(Protocol):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tidekv.engine.simulation.schedule import Schedule
+    from simulation.schedule import Schedule
 
 DONE = 1e-6
 """Tokens; tolerance for the floating-point remainder of a finished request."""

@@ -1,6 +1,6 @@
 """Modeled world around one unmodified core: executes commands, each in the time that the setup gives it.
 
-Nothing fails here and nothing is late (see `tidekv.engine.simulation` for that): the world measures how long requests
+Nothing fails here and nothing is late (see `simulation` for that): the world measures how long requests
 take. All decisions are the core's: admission, matching, locking, eviction, fetches and promises.
 """
 
@@ -14,7 +14,7 @@ from benchmarks.published.prefill import PrefillWorker
 from benchmarks.published.prompts import KEY_BYTES, Prompt, page_names
 from benchmarks.published.setups import PAGE_TOKENS, Speeds
 from benchmarks.published.stations import DecodeBatch, Line
-from tidekv.engine.simulation.schedule import Schedule
+from simulation.schedule import Schedule
 from tidekv.states import commands, events
 from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings

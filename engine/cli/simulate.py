@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -41,17 +42,18 @@ def simulate(
 ) -> None:
     """Serve requests in virtual time with seeded faults at every boundary, and check every invariant on the way.
 
-    Exit code 1 if an invariant was violated. The first failing seeds are shrunk to the smallest run that still fails;
-    its command is printed, and its journal written. With --ranks, every rank has tiers and faults of its own, and may
-    lag or die; faults are then "all" or "none".
+    Works in a checkout. Exit code 1 if an invariant was violated. The first failing seeds are shrunk to the smallest
+    run that still fails; its command is printed, and its journal written. With --ranks, every rank has tiers and
+    faults of its own, and may lag or die; faults are then "all" or "none".
     """
+    _find_simulation()
     from rich.console import Console
     from rich.progress import track
     from rich.table import Table
 
-    from tidekv.engine.simulation.campaign import run_campaign
-    from tidekv.engine.simulation.faults import FAULTS
-    from tidekv.engine.simulation.smallest import find_smallest
+    from simulation.campaign import run_campaign
+    from simulation.faults import FAULTS
+    from simulation.smallest import find_smallest
 
     if ranks and (faults not in ("all", "none") or without):
         raise InvalidConfig("with --ranks, --faults must be all or none, and --without empty")
@@ -121,6 +123,15 @@ def simulate(
         console.print(f"VIOLATIONS in {len(campaign.failures)} of {campaign.seeds} seeds")
         raise typer.Exit(1)
     console.print("no violation")
+
+
+def _find_simulation() -> None:
+    """Make `simulation` importable from the checkout that this module is in. Raises InvalidConfig if it is in none."""
+    checkout = Path(__file__).resolve().parents[2]
+    if not (checkout / "simulation" / "campaign.py").is_file():
+        raise InvalidConfig("the simulation is not installed with tidekv: run this command in a checkout")
+    if str(checkout) not in sys.path:
+        sys.path.append(str(checkout))
 
 
 def _names(text: str) -> list[str]:

@@ -21,7 +21,7 @@ from benchmarks.published.stations import DecodeBatch, Line
 from benchmarks.published.sweep import CAPACITY_VARIED, Gains, Swept, sweep
 from benchmarks.published.tables import DEFAULT_PREFETCH, capacity_arms, rounds_arms, run_paper
 from benchmarks.published.world import World
-from tidekv.engine.simulation.schedule import Schedule
+from simulation.schedule import Schedule
 from tidekv.states import commands
 
 CAPACITY = CapacitySetup(

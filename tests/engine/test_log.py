@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import structlog
 
+from simulation.rig import Rig
 from tidekv.engine.log import CoreLog, engine_log
-from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.request.request import State
 from tidekv.states.request.restore import Restore

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
+from simulation.faults import Chosen
+from simulation.simulate import draw_settings
+from simulation.world import World
 from tidekv.engine.journal import Recorder
 from tidekv.engine.journal.format import write_lines
 from tidekv.engine.metrics import MetricsFold
-from tidekv.engine.simulation.faults import Chosen
-from tidekv.engine.simulation.simulate import draw_settings
-from tidekv.engine.simulation.world import World
 from tidekv.states import commands, events
 from tidekv.states.commands import Command
 from tidekv.states.components.specs import Component

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import tidekv.states
+from simulation.faults import FAULTS
 from tests.support import explained_components, explained_requests, explained_tiers
 from tidekv import Replayer
-from tidekv.engine.simulation.faults import FAULTS
 from tidekv.engine.trace import causes
 from tidekv.engine.trace.explain import explain
 from tidekv.engine.trace.request_traces import read_request_traces

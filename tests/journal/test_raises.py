@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from simulation.rig import Rig
+from simulation.simulate import draw_settings, with_components
 from tests.support.each_call import raised_at_each_call
 from tests.support.raise_stories import STORIES
 from tidekv import JournalDamaged, ReplayDiverged, Replayer
@@ -17,8 +19,6 @@ from tidekv.engine.journal import Recorder
 from tidekv.engine.journal.digest import StepDigest, final_state
 from tidekv.engine.journal.format import SUFFIX_BYTES, TurnLine, write_lines
 from tidekv.engine.journal.reader import JournalReader
-from tidekv.engine.simulation.rig import Rig
-from tidekv.engine.simulation.simulate import draw_settings, with_components
 from tidekv.states import commands, events
 from tidekv.states.backup.backups import Backups
 from tidekv.states.commands import Command
@@ -89,7 +89,7 @@ def test_a_journal_with_raises_replays_to_its_end_and_names_rule_exception_and_t
     assert (replayed.complete, replayed.raises) == (True, len(raises))
     assert len(raises) > 2
     for raised in raises:
-        assert raised.error == "tidekv.engine.simulation.raising.Injected"
+        assert raised.error == "simulation.raising.Injected"
         assert f"Injected: {raised.text}" in raised.traceback
         assert raised.stack[0].function == "Core.step"
         assert raised.rule

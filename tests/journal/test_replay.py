@@ -7,9 +7,9 @@ from random import Random
 import msgspec
 import pytest
 
+from simulation.simulate import draw_settings, lending, with_components
 from tidekv import ReplayDiverged, Replayer
 from tidekv.engine.journal.digest import final_state
-from tidekv.engine.simulation.simulate import draw_settings, lending, with_components
 from tidekv.states.core import Core
 from tidekv.states.events import StorageAnswered
 from tidekv.states.handover.rooms import Rooms

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
+from simulation.simulate import SimulationFailed, draw_settings, with_components
 from tidekv import InvalidRequest, JournalDamaged, ReplayDiverged, Replayer
 from tidekv.engine.journal.shrink import shrink
-from tidekv.engine.simulation.simulate import SimulationFailed, draw_settings, with_components
 from tidekv.states.backup.backups import Backups
 from tidekv.states.components.request_components import ComponentRestore
 from tidekv.states.errors import BrokenInvariant

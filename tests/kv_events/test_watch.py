@@ -10,14 +10,14 @@ from random import Random
 import numpy as np
 import pytest
 
+from simulation.components import draw_components
+from simulation.rig import Rig
+from simulation.simulate import draw_settings, with_components
+from simulation.world import World
 from tidekv.backends.keys.chain import page_digests
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, hash_of, name_of
 from tidekv.engine.kv_events.watcher import KVEventTracker, KVEventWatcher, Seen, groups_of
-from tidekv.engine.simulation.components import draw_components
-from tidekv.engine.simulation.rig import Rig
-from tidekv.engine.simulation.simulate import draw_settings, with_components
-from tidekv.engine.simulation.world import World
 from tidekv.states import commands, events
 from tidekv.states.core import Core
 from tidekv.states.prefix.node import Node

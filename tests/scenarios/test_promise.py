@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.engine.simulation.rig import Rig, ids
+from simulation.rig import Rig, ids
 from tidekv.states import commands, events
 
 TEN = b"abcdefghij"

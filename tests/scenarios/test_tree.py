@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidekv.engine.simulation.rig import Rig, ids
+from simulation.rig import Rig, ids
 from tidekv.states import commands
 
 

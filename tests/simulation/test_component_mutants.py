@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tidekv.engine.simulation import SimulationFailed, simulate
-from tidekv.engine.simulation.components import draw_components
+from simulation import SimulationFailed, simulate
+from simulation.components import draw_components
 from tidekv.states.components import storage
 from tidekv.states.components.backups import ComponentBackups
 from tidekv.states.components.component_tier import ComponentTier

@@ -10,11 +10,11 @@ from random import Random
 import msgspec
 import pytest
 
+from simulation import SimulationFailed, simulate
+from simulation.early_callers import draws_early
+from simulation.simulate import draw_settings, with_components
 from tests.simulation.test_simulated_components import Tape
 from tidekv import Replayer
-from tidekv.engine.simulation import SimulationFailed, simulate
-from tidekv.engine.simulation.early_callers import draws_early
-from tidekv.engine.simulation.simulate import draw_settings, with_components
 from tidekv.states.components.request_components import ComponentRestore
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from tidekv.engine.simulation import SimulationFailed, simulate
-from tidekv.engine.simulation.simulate import draw_settings, lending
+from simulation import SimulationFailed, simulate
+from simulation.simulate import draw_settings, lending
 from tidekv.states.backup.offers import Offer, Offers
 from tidekv.states.loads.loads import Loads
 from tidekv.states.pages.page_pool import LentPool

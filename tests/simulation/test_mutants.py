@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tidekv.engine.simulation import SimulationFailed, simulate
+from simulation import SimulationFailed, simulate
 from tidekv.states.backup.backups import Backup, Backups
 from tidekv.states.core_state import CoreState
 from tidekv.states.handover.prefill_quota import PrefillQuota

@@ -7,9 +7,9 @@ from collections import Counter
 import msgspec
 import pytest
 
-from tidekv.engine.simulation.memory import Violation
-from tidekv.engine.simulation.rank import SimulatedRank
-from tidekv.engine.simulation.ranks import RankGroupWorld, RanksFailed, simulate_ranks
+from simulation.memory import Violation
+from simulation.rank import SimulatedRank
+from simulation.ranks import RankGroupWorld, RanksFailed, simulate_ranks
 from tidekv.states import events
 from tidekv.states.components.specs import Component
 from tidekv.states.errors import RanksDiverged

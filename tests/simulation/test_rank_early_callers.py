@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
+from simulation.campaign import run_campaign
+from simulation.early_callers import draws_early
+from simulation.rank import FAULTS
+from simulation.ranks import RankGroupWorld, RanksReport, simulate_ranks
 from tests.simulation.test_early_callers import MUTANTS as CORE_MUTANTS
 from tests.simulation.test_early_callers import component_settings_of, settings_of
-from tidekv.engine.simulation.campaign import run_campaign
-from tidekv.engine.simulation.early_callers import draws_early
-from tidekv.engine.simulation.rank import FAULTS
-from tidekv.engine.simulation.ranks import RankGroupWorld, RanksReport, simulate_ranks
 from tidekv.states import commands, events
 from tidekv.states.commands import Operation
 from tidekv.states.errors import TidekvError

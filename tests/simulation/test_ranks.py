@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidekv.engine.simulation.campaign import run_campaign
-from tidekv.engine.simulation.rank import FAULTS, SimulatedRank
-from tidekv.engine.simulation.ranks import RankGroupWorld, RanksFailed, simulate_ranks
-from tidekv.engine.simulation.simulate import draw_settings
+from simulation.campaign import run_campaign
+from simulation.rank import FAULTS, SimulatedRank
+from simulation.ranks import RankGroupWorld, RanksFailed, simulate_ranks
+from simulation.simulate import draw_settings
 from tidekv.states import events
 from tidekv.states.errors import RanksDiverged
 from tidekv.states.ranks import agreement

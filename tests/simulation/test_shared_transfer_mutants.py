@@ -8,9 +8,9 @@ from random import Random
 import msgspec
 import pytest
 
-from tidekv.engine.simulation import SimulationFailed, simulate
-from tidekv.engine.simulation.ranks import simulate_ranks
-from tidekv.engine.simulation.simulate import draw_settings
+from simulation import SimulationFailed, simulate
+from simulation.ranks import simulate_ranks
+from simulation.simulate import draw_settings
 from tidekv.states.loads.loads import Loads
 from tidekv.states.loads.shared_transfers import SharedTransfers
 from tidekv.states.request.request import Load, Request, Span

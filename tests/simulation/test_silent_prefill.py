@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tidekv.engine.simulation.simulate import simulate
-from tidekv.engine.simulation.world import World
+from simulation.simulate import simulate
+from simulation.world import World
 from tidekv.states.settings import CoreSettings
 
 RESTART_S = 20.0

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from tidekv.engine.simulation import FAULTS, SimulationFailed, simulate
-from tidekv.engine.simulation.prefill import Peer
-from tidekv.engine.simulation.schedule import Link, Schedule
-from tidekv.engine.simulation.tiers import SimulatedCopies
+from simulation import FAULTS, SimulationFailed, simulate
+from simulation.prefill import Peer
+from simulation.schedule import Link, Schedule
+from simulation.tiers import SimulatedCopies
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.loads.loads import Loads
 from tidekv.states.settings import CoreSettings

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from simulation.faults import FAULTS
 from tidekv.engine.cli.main import app
-from tidekv.engine.simulation.faults import FAULTS
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.loads.loads import Loads
 

@@ -9,14 +9,14 @@ from random import Random
 import msgspec
 import pytest
 
+from simulation import FAULTS, Report, simulate
+from simulation.components import draw_components
+from simulation.simulate import draw_settings
+from simulation.world import World
 from tidekv import Replayer
 from tidekv.engine.journal.digest import final_state
 from tidekv.engine.journal.format import write_lines
 from tidekv.engine.journal.recorder import Recorder
-from tidekv.engine.simulation import FAULTS, Report, simulate
-from tidekv.engine.simulation.components import draw_components
-from tidekv.engine.simulation.simulate import draw_settings
-from tidekv.engine.simulation.world import World
 from tidekv.engine.trace.explain import explain
 from tidekv.engine.trace.request_traces import read_request_traces
 from tidekv.states.commands import Command

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from simulation import SimulationFailed, simulate
+from simulation.smallest import find_smallest
 from tidekv import Replayer
-from tidekv.engine.simulation import SimulationFailed, simulate
-from tidekv.engine.simulation.smallest import find_smallest
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.events import FinishRequested, Progressed
 from tidekv.states.loads.loads import Loads

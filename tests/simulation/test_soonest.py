@@ -8,13 +8,13 @@ from random import Random
 import msgspec
 import pytest
 
-from tidekv.engine.simulation import policies
+from simulation import policies
 from tidekv.states.loads import loads
 from tidekv.states.request import plan
 
 # Both bear the name of a function that their package has, too.
-SIMULATE = importlib.import_module("tidekv.engine.simulation.simulate")
-WORLD = importlib.import_module("tidekv.engine.simulation.world")
+SIMULATE = importlib.import_module("simulation.simulate")
+WORLD = importlib.import_module("simulation.world")
 
 
 @pytest.fixture(autouse=True)

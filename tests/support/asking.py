@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidekv.engine.simulation.rig import Rig
+from simulation.rig import Rig
 from tidekv.states import commands
 
 

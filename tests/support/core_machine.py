@@ -9,8 +9,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tidekv.engine.simulation.memory import Contents, SimulatedPool
-from tidekv.engine.simulation.rig import Rig
+from simulation.memory import Contents, SimulatedPool
+from simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.types import PageIds
 

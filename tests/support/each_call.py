@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tidekv.engine.simulation.raising import Places
-from tidekv.engine.simulation.rig import Rig
+from simulation.raising import Places
+from simulation.rig import Rig
 
 
 def raised_at_each_call(prepare: Callable[[], tuple[Rig, Callable[[], object]]]) -> Iterator[tuple[int, Rig]]:

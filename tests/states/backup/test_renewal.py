@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidekv.engine.simulation.rig import Rig
+from simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.storage.policy import changed_policy, policy_of
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tidekv.engine.simulation.rig import Rig, ids
+from simulation.rig import Rig, ids
 from tidekv.states import commands, events
 from tidekv.states.storage.policy import changed_policy, policy_of
 

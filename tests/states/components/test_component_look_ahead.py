@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulation.rig import Rig, ids
 from tests.support.component_stories import (
     ALL,
     PROMPT,
@@ -20,7 +21,6 @@ from tests.support.component_stories import (
     state,
     window,
 )
-from tidekv.engine.simulation.rig import Rig, ids
 from tidekv.states import commands, events
 from tidekv.states.components.look_ahead import ComponentLookAhead
 from tidekv.states.components.specs import Component

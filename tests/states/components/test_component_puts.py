@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from simulation.rig import Rig, ids
 from tests.support.component_stories import (
     ALL,
     PROMPT,
@@ -15,7 +16,6 @@ from tests.support.component_stories import (
     tail,
     window,
 )
-from tidekv.engine.simulation.rig import Rig, ids
 from tidekv.states import commands, events
 from tidekv.states.storage.policy import StoragePolicy, policy_of
 

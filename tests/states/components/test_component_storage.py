@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from simulation.rig import Rig, ids
 from tests.support.component_stories import (
     ALL,
     PROMPT,
@@ -21,7 +22,6 @@ from tests.support.component_stories import (
     tail,
     window,
 )
-from tidekv.engine.simulation.rig import Rig, ids
 from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant
 

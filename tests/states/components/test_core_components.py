@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
+from simulation.rig import Rig, ids
 from tests.support import component_stories
 from tests.support.component_stories import PROMPT, cached, device_pages, finish, raise_at_promises, state, window
-from tidekv.engine.simulation.rig import Rig, ids
 from tidekv.states import commands, events
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.settings import CoreSettings

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from simulation.memory import Contents, SimulatedPool
+from simulation.rig import Rig
 from tests.support.core_machine import CoreMachine
-from tidekv.engine.simulation.memory import Contents, SimulatedPool
-from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.components.specs import Component
 from tidekv.states.pages.page_pool import PageState

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from simulation.rig import Rig
 from tests.support.component_stories import PROMPT, finish, rig_with, state, window
 from tests.support.each_call import raised_at_each_call
-from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 
 Step = Callable[[Rig], object]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from simulation.rig import Rig
 from tests.support.component_stories import PROMPT, cached, device_pages, rig_with, state, window
-from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.components.specs import Component
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulation.rig import Rig
 from tests.support.component_stories import cached, device_pages, raise_at_promises, state, window
-from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.components.shared_ends import COPY_FAILED, COPY_LATE, FILLER_LEFT, FILLER_SLOW, SharedEndCopy
 from tidekv.states.components.specs import Component

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulation.rig import Rig
 from tests.support.component_stories import PROMPT, finish, ready_with, rig_with, state
-from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.components.specs import Component, SnapshotPolicy
 from tidekv.states.errors import InvalidConfig

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tidekv.engine.simulation.rig import Rig
+from simulation.rig import Rig
 from tidekv.states import commands
 from tidekv.states.backup.backups import Backups
 from tidekv.states.errors import BrokenInvariant

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.engine.simulation.rig import Rig
+from simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.storage.policy import changed_policy, policy_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tidekv.engine.simulation.rig import Rig, ids
+from simulation.rig import Rig, ids
 from tidekv.states import commands, events
 from tidekv.states.components.specs import Component
 from tidekv.states.errors import InvalidConfig

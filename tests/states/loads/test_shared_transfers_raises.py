@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from simulation.rig import Rig
 from tests.support.each_call import raised_at_each_call
-from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 
 A, B = b"abcdefgh123x", b"abcdefgh45y"

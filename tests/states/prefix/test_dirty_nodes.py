@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulation.rig import Rig
 from tidekv.engine.kv_events.watcher import watch
-from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.prefix.index import PrefixIndex
 from tidekv.states.prefix.node import Node

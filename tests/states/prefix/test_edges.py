@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from tidekv.engine.simulation.rig import Rig
+from simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.errors import (
     BrokenInvariant,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.engine.simulation.rig import Rig
+from simulation.rig import Rig
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import Node, PrefixIndex, Receipt
 from tidekv.states.prefix.node import TierName

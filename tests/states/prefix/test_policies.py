@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from simulation.rig import Rig
 from tests.support.asking import ask
-from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.storage.policy import StoragePolicy, changed_policy, policy_of

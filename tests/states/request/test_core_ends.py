@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from tidekv.engine.simulation.rig import Rig
+from simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.request.request import State
 from tidekv.states.request.table import LIVE

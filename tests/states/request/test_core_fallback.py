@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidekv.engine.simulation.rig import Rig, ids
+from simulation.rig import Rig, ids
 from tidekv.states import commands, events
 
 EIGHT = b"abcdefgh"

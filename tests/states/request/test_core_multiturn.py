@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from tidekv.engine.simulation.rig import Rig
+from simulation.rig import Rig
 from tidekv.states import commands, events
 
 PAGE = 64

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from simulation.raising import Injected, Places
+from simulation.rig import Rig
 from tests.support.each_call import raised_at_each_call
 from tests.support.raise_stories import EIGHT, FAILED, READY, STORIES, three_tiers
-from tidekv.engine.simulation.raising import Injected, Places
-from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.core import RAISES_MAX
 from tidekv.states.errors import BrokenInvariant

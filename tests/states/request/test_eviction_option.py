@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from simulation.rig import Rig
 from tidekv import EngineConfig, InvalidConfig
-from tidekv.engine.simulation.rig import Rig
 
 
 def cached_after(eviction: str) -> list[str]:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from simulation.rig import Rig, ids
 from tests.support.each_call import raised_at_each_call
-from tidekv.engine.simulation.rig import Rig, ids
 from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant, IllegalEvent, InvalidConfig
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tidekv.engine.simulation.rig import Rig
+from simulation.rig import Rig
 from tidekv.states import commands, core, events
 from tidekv.states.core_state import CoreState
 from tidekv.states.handover.rooms import Rooms

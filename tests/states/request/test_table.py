@@ -9,7 +9,7 @@ import pytest
 from transitions import Event as LibraryEvent
 from transitions import Machine, Transition
 
-from tidekv.engine.simulation.rig import Rig
+from simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import Event

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidekv.engine.simulation.rig import Rig
+from simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.storage.answer_time import WAIT_MAX_S, WAIT_MIN_S

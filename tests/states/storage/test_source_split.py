@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simulation.rig import Rig
 from tests.support.asking import ask
-from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands
 from tidekv.states.storage.source_split import PROBE_PARTS, SourceLoad, fetches_to_keep, pages_to_fetch
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simulation.rig import Rig
 from tests.support.asking import ask
-from tidekv.engine.simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
 from tidekv.states.storage.policy import changed_policy, policy_of

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from simulation.simulate import SimulationFailed, simulate
 from tidekv.engine.journal.format import write_lines
 from tidekv.engine.journal.recorder import Recorder
 from tidekv.engine.journal.shrink import shrink
-from tidekv.engine.simulation.simulate import SimulationFailed, simulate
 from tidekv.states.errors import InvalidRequest, TidekvError
 
 if TYPE_CHECKING:
-    from tidekv.engine.simulation.faults import Chosen
-    from tidekv.engine.simulation.world import World
+    from simulation.faults import Chosen
+    from simulation.world import World
     from tidekv.states.commands import Command
     from tidekv.states.events import Event
 

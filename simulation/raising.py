@@ -10,7 +10,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from tidekv.engine.simulation.faults import Faults
+from simulation.faults import Faults
 from tidekv.states.commands import Command
 from tidekv.states.core import Core
 from tidekv.states.events import Event

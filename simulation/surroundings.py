@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from random import Random
     from typing import Any
 
-    from tidekv.engine.simulation.components import SimulatedComponents, Tags
-    from tidekv.engine.simulation.faults import Faults
-    from tidekv.engine.simulation.memory import Contents, SimulatedPool
-    from tidekv.engine.simulation.rank_callers import RankCaller, Script
-    from tidekv.engine.simulation.schedule import Schedule
+    from simulation.components import SimulatedComponents, Tags
+    from simulation.faults import Faults
+    from simulation.memory import Contents, SimulatedPool
+    from simulation.rank_callers import RankCaller, Script
+    from simulation.schedule import Schedule
     from tidekv.states import commands
     from tidekv.states.core import Core
     from tidekv.states.events import Event

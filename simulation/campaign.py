@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from tidekv.engine.simulation.faults import FAULTS, Chosen
-from tidekv.engine.simulation.rank import FAULTS as RANK_FAULTS
-from tidekv.engine.simulation.ranks import RanksFailed, RanksReport, simulate_ranks
-from tidekv.engine.simulation.simulate import Report, SimulationFailed, simulate
+from simulation.faults import FAULTS, Chosen
+from simulation.rank import FAULTS as RANK_FAULTS
+from simulation.ranks import RanksFailed, RanksReport, simulate_ranks
+from simulation.simulate import Report, SimulationFailed, simulate
 
 Outcome: TypeAlias = "tuple[Report | RanksReport | str, float]"
 """Report of a seed, or the text of its failure, and its CPU time in seconds."""

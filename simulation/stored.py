@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from tidekv.engine.simulation.faults import Faults
+from simulation.faults import Faults
 
 
 class StoredTags:

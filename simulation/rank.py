@@ -7,19 +7,19 @@ from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tidekv.engine.simulation.components import LiveComponents, SimulatedComponents
-from tidekv.engine.simulation.early_callers import EarlyCaller, EarlyCallers
-from tidekv.engine.simulation.memory import SimulatedPool, Violation
-from tidekv.engine.simulation.rank_callers import (
+from simulation.components import LiveComponents, SimulatedComponents
+from simulation.early_callers import EarlyCaller, EarlyCallers
+from simulation.memory import SimulatedPool, Violation
+from simulation.rank_callers import (
     RankCaller,
     Script,
     check_components,
     kept_components,
     leave_components,
 )
-from tidekv.engine.simulation.rank_rooms import RankRooms
-from tidekv.engine.simulation.rank_tiers import RankComponentStorage, RankTiers
-from tidekv.engine.simulation.world import ENCODER
+from simulation.rank_rooms import RankRooms
+from simulation.rank_tiers import RankComponentStorage, RankTiers
+from simulation.world import ENCODER
 from tidekv.states import commands, events
 from tidekv.states.core import Core
 from tidekv.states.ranks.agreement import Agreement
@@ -29,8 +29,8 @@ from tidekv.states.ranks.vote_items import LOST_RANK
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tidekv.engine.simulation.memory import Contents
-    from tidekv.engine.simulation.schedule import Schedule
+    from simulation.memory import Contents
+    from simulation.schedule import Schedule
     from tidekv.states.settings import CoreSettings
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from tidekv.engine.simulation.components import LiveComponents
+from simulation.components import LiveComponents
 from tidekv.states.settings import CoreSettings
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
-    from tidekv.engine.simulation.components import SimulatedComponents, Tags
+    from simulation.components import SimulatedComponents, Tags
     from tidekv.states.core import Core
     from tidekv.states.events import ComponentLeft
 

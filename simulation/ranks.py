@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tidekv.engine.simulation.early_callers import EARLY_REQUESTS, draws_early
-from tidekv.engine.simulation.memory import Contents, Violation
-from tidekv.engine.simulation.rank import FAULTS, SimulatedRank
-from tidekv.engine.simulation.rank_callers import Script, draw_script
-from tidekv.engine.simulation.schedule import Link, Schedule
-from tidekv.engine.simulation.simulate import draw_settings, with_components
+from simulation.early_callers import EARLY_REQUESTS, draws_early
+from simulation.memory import Contents, Violation
+from simulation.rank import FAULTS, SimulatedRank
+from simulation.rank_callers import Script, draw_script
+from simulation.schedule import Link, Schedule
+from simulation.simulate import draw_settings, with_components
 from tidekv.states.errors import TidekvError
 from tidekv.states.ranks.agreement import Opening
 from tidekv.states.ranks.vote_items import LOST_RANK

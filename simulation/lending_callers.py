@@ -9,8 +9,8 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
-from tidekv.engine.simulation.callers import ALPHABET, Caller, CallerSurroundings, draw_prompt
-from tidekv.engine.simulation.memory import Violation
+from simulation.callers import ALPHABET, Caller, CallerSurroundings, draw_prompt
+from simulation.memory import Violation
 from tidekv.states import commands, events
 from tidekv.states.types import PageIds, page_ids
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from tidekv.engine.simulation.memory import Violation
-from tidekv.engine.simulation.stored import StoredTags
-from tidekv.engine.simulation.tiers import FETCH_S_MAX
+from simulation.memory import Violation
+from simulation.stored import StoredTags
+from simulation.tiers import FETCH_S_MAX
 from tidekv.states import commands, events
 
 if TYPE_CHECKING:
-    from tidekv.engine.simulation.components import Tags
-    from tidekv.engine.simulation.tiers import SimulatedStorage, TierSurroundings
+    from simulation.components import Tags
+    from simulation.tiers import SimulatedStorage, TierSurroundings
 
 
 class SimulatedComponentStorage:

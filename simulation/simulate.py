@@ -7,11 +7,11 @@ from random import Random
 
 import msgspec
 
-from tidekv.engine.simulation.components import draw_bounds, draw_components, draw_snapshots
-from tidekv.engine.simulation.early_callers import draws_early
-from tidekv.engine.simulation.faults import Chosen
-from tidekv.engine.simulation.policies import draw_policy
-from tidekv.engine.simulation.world import World
+from simulation.components import draw_bounds, draw_components, draw_snapshots
+from simulation.early_callers import draws_early
+from simulation.faults import Chosen
+from simulation.policies import draw_policy
+from simulation.world import World
 from tidekv.states.errors import TidekvError
 from tidekv.states.settings import CoreSettings
 from tidekv.states.storage.policy import POLICY_FIELDS

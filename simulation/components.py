@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tidekv.engine.simulation.memory import GARBAGE, SimulatedPool, Violation
+from simulation.memory import GARBAGE, SimulatedPool, Violation
 from tidekv.states.components.shared_ends import SharedEndCopy
 from tidekv.states.components.specs import Component, ComponentPages, ComponentTable, SnapshotPolicy
 from tidekv.states.events import ComponentLeft
@@ -22,7 +22,7 @@ from tidekv.states.types import page_ids
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tidekv.engine.simulation.memory import Contents
+    from simulation.memory import Contents
     from tidekv.states import commands
     from tidekv.states.core import Core
     from tidekv.states.prefix.node import TierName

@@ -1,4 +1,4 @@
-"""`python -m tidekv.engine.simulation --seed N --requests N`: run the core against a simulated environment."""
+"""`python -m simulation --seed N --requests N`: run the core against a simulated environment."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 import time
 from collections import Counter
 
-from tidekv.engine.simulation import FAULTS, SimulationFailed, simulate
+from simulation import FAULTS, SimulationFailed, simulate
 
 
 def main() -> int:
     """Run the seeds of the command line; returns 1 if one of them fails."""
-    parser = argparse.ArgumentParser(prog="python -m tidekv.engine.simulation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="the first seed")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, counted up from the first")
     parser.add_argument("--requests", type=int, default=1000, help="requests per seed")

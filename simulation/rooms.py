@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tidekv.engine.simulation.memory import Violation
-from tidekv.engine.simulation.prefill import Incarnation, Peer, Prompt, RoomKey, ServedRoom
+from simulation.memory import Violation
+from simulation.prefill import Incarnation, Peer, Prompt, RoomKey, ServedRoom
 from tidekv.states import commands, events
 
 if TYPE_CHECKING:
-    from tidekv.engine.simulation.surroundings import Surroundings
+    from simulation.surroundings import Surroundings
 
 
 class RoomsOut:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
-from tidekv.engine.simulation.memory import LAYERS, SimulatedPool, Violation
-from tidekv.engine.simulation.stored import StoredTags
-from tidekv.engine.simulation.surroundings import Surroundings
+from simulation.memory import LAYERS, SimulatedPool, Violation
+from simulation.stored import StoredTags
+from simulation.surroundings import Surroundings
 from tidekv.states import commands, events
 from tidekv.states.types import PageIds
 

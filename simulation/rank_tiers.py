@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.engine.simulation.memory import LAYERS
+from simulation.memory import LAYERS
 from tidekv.states import commands, events
 
 if TYPE_CHECKING:
-    from tidekv.engine.simulation.components import Tags
-    from tidekv.engine.simulation.memory import SimulatedPool
-    from tidekv.engine.simulation.surroundings import RankSurroundings
+    from simulation.components import Tags
+    from simulation.memory import SimulatedPool
+    from simulation.surroundings import RankSurroundings
     from tidekv.states.types import PageIds
 
 

@@ -12,12 +12,12 @@ from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tidekv.engine.simulation.memory import LAYERS, Violation
+from simulation.memory import LAYERS, Violation
 from tidekv.states import events
 
 if TYPE_CHECKING:
-    from tidekv.engine.simulation.components import SimulatedComponents, Tags
-    from tidekv.engine.simulation.memory import SimulatedPool
+    from simulation.components import SimulatedComponents, Tags
+    from simulation.memory import SimulatedPool
     from tidekv.states import commands
     from tidekv.states.components.specs import ComponentTable
     from tidekv.states.events import Event

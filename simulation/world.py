@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tidekv.engine.simulation.callers import SESSIONS, Caller, Client
-from tidekv.engine.simulation.component_storage import SimulatedComponentStorage
-from tidekv.engine.simulation.components import LiveComponents, SimulatedComponents
-from tidekv.engine.simulation.early_callers import EarlyCaller, EarlyCallers
-from tidekv.engine.simulation.faults import Chosen, Faults
-from tidekv.engine.simulation.lending_callers import Blocks, LendingClient
-from tidekv.engine.simulation.memory import Contents, SimulatedPool, Violation
-from tidekv.engine.simulation.policies import draw_policy
-from tidekv.engine.simulation.prefill import Peer, Prompt
-from tidekv.engine.simulation.raising import Injected, Raising
-from tidekv.engine.simulation.rooms import Frames, RoomsOut
-from tidekv.engine.simulation.schedule import Schedule
-from tidekv.engine.simulation.tiers import Outcomes, SimulatedCopies, SimulatedStorage
+from simulation.callers import SESSIONS, Caller, Client
+from simulation.component_storage import SimulatedComponentStorage
+from simulation.components import LiveComponents, SimulatedComponents
+from simulation.early_callers import EarlyCaller, EarlyCallers
+from simulation.faults import Chosen, Faults
+from simulation.lending_callers import Blocks, LendingClient
+from simulation.memory import Contents, SimulatedPool, Violation
+from simulation.policies import draw_policy
+from simulation.prefill import Peer, Prompt
+from simulation.raising import Injected, Raising
+from simulation.rooms import Frames, RoomsOut
+from simulation.schedule import Schedule
+from simulation.tiers import Outcomes, SimulatedCopies, SimulatedStorage
 from tidekv.states import commands, events
 from tidekv.states.core import Core
 from tidekv.states.request.request import State
@@ -32,7 +32,7 @@ from tidekv.states.request.request import State
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from tidekv.engine.simulation.surroundings import Surroundings
+    from simulation.surroundings import Surroundings
     from tidekv.states.prefix.node import Node
     from tidekv.states.settings import CoreSettings
     from tidekv.states.types import PageIds

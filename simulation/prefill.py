@@ -9,15 +9,15 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
-from tidekv.engine.simulation.memory import Violation
-from tidekv.engine.simulation.schedule import Link
-from tidekv.engine.simulation.surroundings import Surroundings
+from simulation.memory import Violation
+from simulation.schedule import Link
+from simulation.surroundings import Surroundings
 from tidekv.states import commands, events
 from tidekv.states.errors import PrefillCause
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
-    from tidekv.engine.simulation.components import Tags
+    from simulation.components import Tags
     from tidekv.states.components.specs import ComponentPages
 
 DETECTION_S = 0.2

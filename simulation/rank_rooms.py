@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from tidekv.states import commands, events
 
 if TYPE_CHECKING:
-    from tidekv.engine.simulation.components import Tags
-    from tidekv.engine.simulation.surroundings import RankSurroundings
+    from simulation.components import Tags
+    from simulation.surroundings import RankSurroundings
     from tidekv.states.components.specs import ComponentPages
     from tidekv.states.types import PageIds
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
-from tidekv.engine.simulation.components import LiveComponents
-from tidekv.engine.simulation.memory import Violation
-from tidekv.engine.simulation.tiers import TierSurroundings
+from simulation.components import LiveComponents
+from simulation.memory import Violation
+from simulation.tiers import TierSurroundings
 from tidekv.states import commands, events
 from tidekv.states.types import PageIds, page_ids
 
