@@ -97,10 +97,14 @@ FAULTS: dict[str, str] = {
     "rule_raises": "a rule of the core raises somewhere in its middle",
     # Behind the others, which are drawn in order: their rates stay what they were.
     "peer_is_silent": "prefill takes promises and answers aborts, but sends nothing until it is restarted",
+    "same_id_elsewhere": "another decode worker has a room of the same id, for another prompt, at the same prefill",
 }
 """Kinds of faults by name, with a description."""
 OF_LENDING = frozenset({"pages_are_not_offered"})
 """Kinds that strike only if device pages are lent. Other runs do not depend on whether they are chosen."""
+
+ALWAYS = frozenset({"same_id_elsewhere"})
+"""Kinds that strike at every opportunity of a run that has them; nothing is drawn for them."""
 
 Chosen = Literal["all", "none"] | Iterable[str]
 
@@ -127,14 +131,16 @@ class Faults:
         self._without = frozenset(without)
         self.counts: dict[str, int] = dict.fromkeys(names, 0)
         share = random.choice((0.1, 0.3, 0.6, 1.0)) if chosen == "all" else 1.0
-        self._rates = {name: random.choice((0.002, 0.01, 0.05, 0.2)) for name in names if random.random() < share}
+        drawn = [name for name in names if name not in ALWAYS]
+        self._rates = {name: random.choice((0.002, 0.01, 0.05, 0.2)) for name in drawn if random.random() < share}
+        self._rates |= {name: 1.0 for name in names if name in ALWAYS}
         self.is_over = False
         """Set once the remaining requests must end undisturbed."""
 
     def hits(self, name: str) -> bool:
         """Decide whether this kind strikes now, and count it."""
         rate = self._rates.get(name)
-        if rate is None or self.is_over or self._random.random() >= rate or name in self._without:
+        if rate is None or self.is_over or (rate < 1.0 and self._random.random() >= rate) or name in self._without:
             return False
         self.counts[name] += 1
         return True

@@ -14,6 +14,8 @@ from simulation.schedule import Link
 from simulation.surroundings import Surroundings
 from tidekv.states import commands, events
 from tidekv.states.errors import PrefillCause
+from tidekv.states.handover.prompt_digest import digest_of
+from tidekv.states.handover.room_claims import RoomClaims
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
@@ -90,6 +92,40 @@ class Prompt:
     def __init__(self, tags: list[int], component_pages: Tags) -> None:
         self.tags = tags
         self.component_pages = component_pages
+
+
+def computed_by_name(name: str, prompt: Prompt, *, order: int) -> Prompt:
+    """Return the prompt whose pages a room gets at a prefill that is asked by name, where another decode worker has a
+    room with this name for another prompt.
+
+    By `order`, rooms open before the prompts are computed or after, and the other decode worker declines its own.
+    """
+    other = Prompt([-1 - tag for tag in prompt.tags], prompt.component_pages)
+    ours, theirs = (digest_of(repr(each.tags).encode(), b"").digest for each in (prompt, other))
+    claims: RoomClaims[str, Prompt] = RoomClaims(is_open=lambda room: True, declines_max=1)
+    sent: dict[str, Prompt | None] = {}
+    rooms = [("theirs", theirs), ("ours", ours)]
+    computed = [(ours, prompt), (theirs, other)]
+    if order % 2:
+        rooms.reverse()
+    if order % 3 == 0:
+        computed.reverse()
+    if order % 5 == 0:
+        claims.decline(name, theirs, 0.0)
+    if order % 7 < 4:
+        for room, digest in rooms:
+            claims.open(name, digest, room, 0.0)
+        for digest, each in computed:
+            sent[claims.claim(name, digest, each, 0.0) or ""] = each
+    else:
+        for digest, each in computed:
+            claims.claim(name, digest, each, 0.0)
+        for room, digest in rooms:
+            sent[room] = claims.open(name, digest, room, 0.0)
+    got = sent.get("ours")
+    if got is None:
+        raise Violation(f"prefill has computed the prompt of room {name}, which did not get it")
+    return got
 
 
 class ServedRoom:
@@ -177,6 +213,8 @@ class Peer:
         if key in life.rooms:
             raise Violation(f"{life.writer} was promised room {key} twice")
         frames = [Link(world.schedule) for _ in range(life.ranks)]
+        if faults.hits("same_id_elsewhere"):
+            prompt = computed_by_name(key[0], prompt, order=command.generation)
         room = life.rooms[key] = ServedRoom(key, life, prompt, frames)
         if life.is_silent:
             return

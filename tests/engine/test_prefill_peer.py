@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.prompts import DIGEST, PROMPT
@@ -17,7 +18,7 @@ from tests.support.waits import LIMIT_S
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prefill.prefill_peer import PrefillPeer, Room
 from tidekv.states import events
-from tidekv.states.errors import EngineClosed, InvalidConfig, TransferFailed
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause, TransferFailed
 from tidekv.states.types import Identity, PoolMemory, Segment, page_ids
 from tidekv.transports.decode.receiver import Receiver
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
@@ -41,17 +42,19 @@ class Pool:
 class Decode:
     """A receiver and the events it emitted."""
 
-    def __init__(self, network: LoopbackNetwork, *, model: str = "m") -> None:
+    def __init__(self, network: LoopbackNetwork, *, model: str = "m", vocabulary: int = 0) -> None:
         self.pool = Pool(fill=0)
         self.transport = LoopbackTransport("decode-0", network)
         self.events: list[events.AnyEvent] = []
+        self.aux: list[int] = []
         self.news = asyncio.Event()
         self.receiver = Receiver(
             self.transport,
             memory=self.pool.memory,
             identity=self.pool.layout.identity(model),
             deliver=self._deliver,
-            deliver_aux=lambda *told: None,
+            deliver_aux=lambda request_id, generation, first_token, aux: self.aux.append(first_token),
+            vocabulary=vocabulary,
             clock=time.monotonic,
         )
 
@@ -144,6 +147,55 @@ async def test_an_exception_of_on_room_fails_its_room_in_its_own_words(
         assert prefill.statistics()["rooms_failed"] == 1
     assert "on_room raised, the room fails: request_id=r1" in caplog.text
     assert "MemoryError: no page left" in caplog.text
+
+
+async def test_an_on_room_that_returns_without_finish_fails_its_room_and_is_logged(
+    network: LoopbackNetwork, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def forget(room: Room) -> None:
+        room.confirm(room.prompt)
+        await room.send([7, 8], start_token=0)
+
+    async with peer(network, on_room=forget) as prefill, Decode(network) as decode:
+        decode.promise(prefill.address)
+        failed = await decode.wait(events.RoomFailed)
+        assert failed.cause == "prefill unfinished: on_room returned without room.finish"
+        assert PrefillCause.parse(failed.cause)[0] is PrefillCause.UNFINISHED
+        assert not PrefillCause.UNFINISHED.retryable
+        await decode.wait(events.RoomDrained)
+        assert "on_room has returned without room.finish" in caplog.text
+        assert prefill._sender.aborts == {"prefill unfinished": 1}
+
+
+async def test_first_tokens_are_checked_where_they_are_given(network: LoopbackNetwork) -> None:
+    async with peer(network, vocabulary=1000) as prefill, Decode(network) as decode:
+        decode.promise(prefill.address)
+        room = await prefill.room("r1", PROMPT)
+        await room.send([7, 8], start_token=0)
+        for token in (1000, -1, 1.5, None, True, "1", 2**40, torch.tensor(1.0), np.float32(1)):
+            with pytest.raises(InvalidRequest, match="first_token must be an int from 0 to 999"):
+                await room.finish(first_token=token)
+        assert not room.is_finished
+        await room.finish(first_token=np.int64(999))
+        await decode.wait(events.AuxLanded)
+        assert decode.aux == [999]
+        decode.receiver.received("r1", 0)
+        decode.promise(prefill.address, "r2", page=4)
+        room = await prefill.room("r2", PROMPT)
+        await room.send([7, 8], start_token=0)
+        await room.finish(first_token=torch.tensor(7))
+
+
+async def test_a_first_token_beyond_decodes_vocabulary_fails_its_room(network: LoopbackNetwork) -> None:
+    async with peer(network) as prefill, Decode(network, vocabulary=1000) as decode:
+        decode.promise(prefill.address)
+        room = await prefill.room("r1", PROMPT)
+        await room.send([7, 8], start_token=0)
+        await room.finish(first_token=1000)
+        failed = await decode.wait(events.RoomFailed)
+        assert failed.cause.startswith("protocol error: ")
+        assert "the first token is 1000, and the vocabulary has 1000 tokens" in failed.cause
+        assert decode.aux == []
 
 
 async def test_leaving_the_block_fails_open_rooms_and_stops_on_room(network: LoopbackNetwork) -> None:

@@ -23,7 +23,10 @@ def make_engine(recompute: Callable[[RecomputeJob], Awaitable[object]]) -> Decod
     return DecodeEngine(EngineConfig(), device=DevicePool.allocate(LAYOUT, 8), transport=transport, recompute=recompute)
 
 
-@pytest.mark.parametrize("answer", [None, 5, (5, None), ("no token", {}), (5, [1]), (1, {}, 2)], ids=repr)
+WRONG = [None, 5, (5, None), ("no token", {}), (5, [1]), (1, {}, 2), (-1, {}), (1.5, {}), (2**40, {}), (True, {})]
+
+
+@pytest.mark.parametrize("answer", WRONG, ids=repr)
 async def test_an_answer_of_another_shape_fails_its_request_only(answer: object) -> None:
     async def recompute(job: RecomputeJob) -> object:
         return answer

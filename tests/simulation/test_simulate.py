@@ -6,11 +6,12 @@ from collections import Counter
 
 import pytest
 
-from simulation import FAULTS, SimulationFailed, simulate
+from simulation import FAULTS, SimulationFailed, prefill, simulate
 from simulation.prefill import Peer
 from simulation.schedule import Link, Schedule
 from simulation.tiers import SimulatedCopies
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.handover.prompt_digest import PromptDigest
 from tidekv.states.loads.loads import Loads
 from tidekv.states.settings import CoreSettings
 
@@ -37,6 +38,15 @@ def test_without_faults_every_request_is_ready(seed: int) -> None:
 def test_no_fault_of_a_tier_fails_a_request(fault: str) -> None:
     report = simulate(7, 150, [fault])
     assert report.ends == {"READY": 150}
+
+
+def test_each_room_gets_its_own_prompt_though_its_id_is_used_elsewhere_and_by_name_alone_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert all(simulate(seed, 30).faults["same_id_elsewhere"] > 0 for seed in range(1, 6))
+    monkeypatch.setattr(prefill, "digest_of", lambda packed, seed: PromptDigest(0, bytes(32)))
+    with pytest.raises(SimulationFailed, match=r"expected|has|holds|not"):
+        simulate(1, 30)
 
 
 FLIPS = ["host_page_is_flipped", "sent_page_is_flipped"]
