@@ -93,15 +93,17 @@ class NixlTransport:
         links_per_address_max: int = 128,
         offences: BackoffLimits | None = None,
         data_network: Literal["auto", "loopback", "any"] = "auto",
-        dials: Iterable[str] = (),
+        dials: Iterable[str] | None = None,
         announces: Iterable[str] = (),
         allow_no_secret: bool = False,
     ) -> None:
         """Raises InvalidConfig.
 
         `dials` are the addresses of the prefill workers that this worker may dial, on this machine, too; it dials no
-        others, whatever a request names. An entry is host:port; the host may be a network such as "10.0.0.0/24" or
-        contain `*` ("*.prefill.svc"), the port may be a range such as "7000-7007" or `*`. `announces` are the addresses
+        others, whatever a request names. Without it every address that a request names is dialled: leave it out only
+        where the program, and not its clients, chooses `DecodeRequest.prefill`. An entry is host:port; the host may be
+        a network such as "10.0.0.0/24" or contain `*` ("*.prefill.svc"), the port may be a range such as "7000-7007" or
+        `*`. `announces` are the addresses
         under which decode workers dial this prefill worker, if connections to it are forwarded; without forwarding the
         address that a connection reaches is known.
 
@@ -129,7 +131,7 @@ class NixlTransport:
         self.instance = f"{name}-{uuid.uuid4().hex}"
         self._backends = UCX_ONLY if backends is None else backends
         self._data_network = data_network
-        self._dials = Dials.parse(dials)
+        self._dials = None if dials is None else Dials.parse(dials)
         self._is_on_loopback = False
         self._progress_delay_us = progress_delay_us
         self._call_timeout_s = call_timeout_s
@@ -241,7 +243,7 @@ class NixlTransport:
     def check_address(self, address: str) -> None:
         """See `Transport.check_address`. Refuses addresses that are not in `dials`."""
         host_and_port(address, "prefill")
-        if not self._dials.allows(address):
+        if self._dials is not None and not self._dials.allows(address):
             raise InvalidRequest(
                 f"{short(address)} is not in `dials`, the addresses of prefill workers that this worker may dial: "
                 + (", ".join(rule.text for rule in self._dials.rules) or "none")
@@ -326,7 +328,7 @@ class NixlTransport:
         if options is None or os.environ.get(UCX_DEVICES_VARIABLE) or _names_devices(options):
             return self._backends
         is_public = bool(listen) and not await is_loopback(listen)
-        is_public = is_public or await self._dials.leave_host()
+        is_public = is_public or (self._dials is not None and await self._dials.leave_host())
         if self._data_network == "any" or (self._data_network == "auto" and is_public):
             LOG.warning(
                 "UCX opens ports on every network device of this machine, and a program that reaches one reads and "
