@@ -25,6 +25,8 @@ COMPLETION_MAX_TOKENS = 16  # That of OpenAI.
 CHAT_MAX_TOKENS = 512
 CHAT_PAGE = Path(__file__).with_name("chat.html")
 STATUS_PAGE = Path(__file__).with_name("status.html")
+BODY_BYTES_MAX = 4 * 1024 * 1024
+"""Maximum bytes of a request's body: a prompt of a million token ids fits."""
 T = TypeVar("T")
 
 
@@ -76,7 +78,7 @@ class Api:
         generations: list[Generation] = []
         is_streamed = False
         try:
-            body = msgspec.json.decode(await request.body(), type=kind)
+            body = msgspec.json.decode(await _body_of(request), type=kind)
             # `extend` keeps what was started before a later prompt is refused; it is cancelled below.
             generations.extend(body.start(worker, default_max_tokens))
             answers = [Answer(generation, worker, form, index) for index, generation in enumerate(generations)]
@@ -158,11 +160,15 @@ class Api:
 
     async def flush(self, request: Request) -> Response:
         """Drop the unused pages of the tiers in `{"tiers": ["l1"]}`, so that a later answer shows the next tier."""
+        if refusal := _refusal_of_foreign_page(request):
+            return refusal
         try:
-            body = msgspec.json.decode(await request.body(), type=FlushBody)
+            body = msgspec.json.decode(await _body_of(request), type=FlushBody)
             return JSONResponse(await self._worker.engine.flush(tuple(body.tiers)))
         except (TidekvError, msgspec.MsgspecError) as error:
             return _as_response(error)
+        except ClientDisconnect:
+            return Response(status_code=499)
 
     # --- Pages ---
 
@@ -173,6 +179,29 @@ class Api:
     async def status_page(self, request: Request) -> Response:
         """Return the page that shows `/requests`."""
         return HTMLResponse(STATUS_PAGE.read_text())
+
+
+async def _body_of(request: Request) -> bytes:
+    """Return a request's body. Raises InvalidRequest as soon as more than `BODY_BYTES_MAX` have come."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > BODY_BYTES_MAX:
+            raise InvalidRequest(f"the body has more than {BODY_BYTES_MAX} bytes")
+    return bytes(body)
+
+
+def _refusal_of_foreign_page(request: Request) -> Response | None:
+    """Refuse a request that a page of another site made a browser send.
+
+    A browser sends JSON to another site only after asking it, and names the site of the page in Origin.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        return _refusal(415, "send the body as application/json", "invalid_request_error")
+    origin = request.headers.get("origin")
+    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+        return _refusal(403, "pages of other sites may not ask for this", "invalid_request_error")
+    return None
 
 
 async def _all_of(answers: list[Answer]) -> None:

@@ -46,6 +46,37 @@ def test_the_manifests_are_a_pair_with_a_service_a_secret_and_a_wall() -> None:
     assert sides == {"prefill": "Deployment", "decode": "Job"}
 
 
+def test_a_container_has_no_more_rights_than_a_worker_needs() -> None:
+    image = (DEPLOY / "Dockerfile").read_text()
+    for _, template in pods():
+        spec = template["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        context = spec["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert f"--uid {context['runAsUser']} " in image
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+        (secret,) = [volume["secret"] for volume in spec["volumes"] if "secret" in volume]
+        assert secret["defaultMode"] == 0o400
+
+
+def test_workers_reach_workers_and_names_of_one_namespace_only() -> None:
+    (policy,) = [each["spec"] for each in manifests() if each["kind"] == "NetworkPolicy"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    peers = [peer for rule in policy["ingress"] for peer in rule["from"]]
+    peers += [peer for rule in policy["egress"] for peer in rule["to"]]
+    for peer in peers:
+        # A label of a pod alone would be that of a pod in the same namespace, whichever one that is.
+        assert peer["namespaceSelector"]["matchLabels"].keys() == {"kubernetes.io/metadata.name"}
+        assert peer["podSelector"]["matchLabels"]
+    assert {port["port"] for rule in policy["egress"] for port in rule.get("ports", ())} == {53}
+
+
 def test_the_port_that_is_probed_is_the_one_that_is_listened_at() -> None:
     (prefill,) = [template for kind, template in pods() if kind == "Deployment"]
     (container,) = prefill["spec"]["containers"]
@@ -87,6 +118,19 @@ def test_the_unit_names_options_and_commands_that_exist(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_unit_is_confined() -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--threshold=30", str(DEPLOY / "tidekv-prefill.service")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout[-500:]
 
 
 def test_the_image_is_built_of_what_is_there() -> None:

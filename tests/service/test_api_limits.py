@@ -1,0 +1,68 @@
+"""What the example service refuses before its worker sees it: large bodies, and pages of other sites."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from examples.service import api
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[tuple[httpx.AsyncClient, list[tuple[str, ...]]]]:
+    flushed: list[tuple[str, ...]] = []
+
+    async def flush(tiers: tuple[str, ...]) -> dict[str, int]:
+        flushed.append(tiers)
+        return {"dropped": 0}
+
+    worker = SimpleNamespace(engine=SimpleNamespace(flush=flush, is_running=True), is_draining=False)
+    transport = httpx.ASGITransport(app=api.Api(worker).app())  # type: ignore[arg-type]  # What these routes use of it.
+    async with httpx.AsyncClient(transport=transport, base_url="http://service:8000") as opened:
+        yield opened, flushed
+
+
+FLUSH = '{"tiers": ["l1"]}'
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content-Type": "application/json"}, 200),
+        ({"Content-Type": "application/json; charset=utf-8", "Origin": "http://service:8000"}, 200),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({}, 415),
+        ({"Content-Type": "application/json", "Origin": "http://evil"}, 403),
+        ({"Content-Type": "application/json", "Origin": "http://service:8000.evil"}, 403),
+        ({"Content-Type": "application/json", "Origin": "null"}, 403),
+    ],
+)
+async def test_a_page_of_another_site_flushes_nothing(client, headers: dict[str, str], status: int) -> None:
+    http, flushed = client
+    answer = await http.post("/flush", content=FLUSH, headers=headers)
+    assert answer.status_code == status
+    assert flushed == ([("l1",)] if status == 200 else [])
+
+
+@pytest.mark.parametrize("path", ["/flush", "/v1/completions", "/v1/chat/completions"])
+async def test_a_body_above_the_limit_is_refused_as_it_comes(client, path: str) -> None:
+    http, flushed = client
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(1000):
+            sent += 1 << 20
+            yield bytes(1 << 20)
+            await asyncio.sleep(0)
+
+    answer = await http.post(path, content=endless(), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert f"more than {api.BODY_BYTES_MAX} bytes" in answer.json()["error"]["message"]
+    assert sent <= api.BODY_BYTES_MAX + (2 << 20)
+    assert flushed == []
