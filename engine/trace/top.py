@@ -1,4 +1,4 @@
-"""Overview of a running engine from its metrics: requests by state, pools by use, tokens by source."""
+"""Overview of a running engine or prefill peer from its metrics: requests, pools and tokens, or rooms and what was sent."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def scrape(address: str, *, timeout_s: float = 5.0) -> Sample:
                 found.setdefault(sample.name, {})[tuple(map(printable, sample.labels.values()))] = sample.value
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise InvalidRequest(
-            f"no engine answers at {address!r}: {_cause(error, timeout_s)}; set engine.metrics.listen of the engine to "
-            "this address"
+            f"no engine answers at {address!r}: {_cause(error, timeout_s)}; set engine.metrics.listen, or "
+            "prefill.metrics_listen, to this address"
         ) from error
-    if "tidekv_requests" not in found:
-        raise InvalidRequest(f"the server at {address!r} is not a tidekv engine")
+    if "tidekv_requests" not in found and "tidekv_prefill_rooms" not in found:
+        raise InvalidRequest(f"the server at {address!r} is not a tidekv engine or prefill peer")
     return found
 
 
@@ -68,6 +68,8 @@ def _cause(error: Exception, timeout_s: float) -> str:
 
 def show(now: Sample, before: Sample | None, elapsed_s: float) -> RenderableType:
     """Return one picture. Rates are those since `before`."""
+    if "tidekv_requests" not in now:
+        return _prefill(now, before, elapsed_s)
     states = Table("state", "requests", title="requests")
     for (state,), count in now["tidekv_requests"].items():
         states.add_row(Text(state, COLORS.get(state, "")), f"{count:.0f}")
@@ -94,6 +96,27 @@ def show(now: Sample, before: Sample | None, elapsed_s: float) -> RenderableType
     if now.get("tidekv_storage_breaker_open", {}).get((), 0):
         lines.append(Text("storage is not used: the breaker is open", "bold red"))
     return Group(*lines)
+
+
+def _prefill(now: Sample, before: Sample | None, elapsed_s: float) -> RenderableType:
+    rooms = Table("state", "rooms", title="rooms")
+    for (state,), count in now["tidekv_prefill_rooms"].items():
+        rooms.add_row(Text(state), f"{count:.0f}")
+    ended = Table("ended", "all", "a second", title="rooms that ended")
+    for (outcome,), count in now.get("tidekv_prefill_rooms_ended_total", {}).items():
+        rate = _rate(now, before, "tidekv_prefill_rooms_ended_total", (outcome,), elapsed_s)
+        ended.add_row(Text(outcome), f"{count:.0f}", rate)
+    aborts = Table("cause", "rooms", title="not received, by cause")
+    for (cause,), count in now.get("tidekv_prefill_aborts_total", {}).items():
+        aborts.add_row(Text(cause), f"{count:.0f}")
+    sent = Table("what", "all", "a second", title="sent")
+    for what in ("bytes_sent", "pages_sent", "pages_withdrawn"):
+        name = f"tidekv_prefill_{what}_total"
+        count = now.get(name, {}).get((), 0.0)
+        sent.add_row(what.replace("_", " "), f"{count:.0f}", _rate(now, before, name, (), elapsed_s))
+    for what in ("writes_in_flight", "rooms_waited_for", "peers"):
+        sent.add_row(what.replace("_", " "), f"{now.get(f'tidekv_prefill_{what}', {}).get((), 0.0):.0f}", "")
+    return Columns([rooms, ended, aborts, sent])
 
 
 def _pools(now: Sample) -> RenderableType:

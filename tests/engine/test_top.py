@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner
 
-from tidekv import InvalidRequest, open_storage
+from tidekv import DevicePool, InvalidRequest, KVLayout, LoopbackNetwork, LoopbackTransport, PrefillPeer, open_storage
 from tidekv.engine.cli.main import app
 from tidekv.engine.trace import top
 from tidekv.engine.trace.live import LiveView
@@ -59,6 +59,29 @@ async def test_top_shows_what_a_live_engine_has(make_pair) -> None:
         assert re.search(r"transfer +│ +42 ", words), words
         assert re.search(r"l1 +│ +20 ", words), words
         await pair.engine.finish(held)
+
+
+async def test_top_shows_the_rooms_of_a_prefill_peer() -> None:
+    pool = DevicePool.allocate(KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32", page_size=4), 8)
+    transport = LoopbackTransport("prefill-0", LoopbackNetwork())
+    async with PrefillPeer(device=pool, transport=transport, listen="prefill", metrics_listen="127.0.0.1:0") as peer:
+        now = await asyncio.to_thread(top.scrape, peer.metrics_address)
+    words = printed(top.show(now, None, 0.0))
+    assert re.search(r"sending +│ +0 ", words), words
+    assert re.search(r"bytes sent +│ +0 ", words), words
+
+
+async def test_top_prints_a_picture_each_interval_into_a_pipe(make_pair) -> None:
+    async with make_pair(metrics_listen="127.0.0.1:0") as pair:
+        command = [sys.executable, "-m", "tidekv", "top", pair.engine.metrics_address, "--interval-s", "0.1"]
+        piped = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        assert piped.stdout is not None
+        seen = b""
+        while seen.count(b"tokens by source") < 2:
+            seen += await piped.stdout.readline()
+        piped.terminate()
+        await piped.communicate()
+    assert b"\x1b" not in seen
 
 
 async def test_top_tells_rates_since_the_last_look(make_pair) -> None:
