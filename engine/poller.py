@@ -1,4 +1,4 @@
-"""Poller thread: drives NIXL transfers, file I/O and CUDA events, none of which can call back.
+"""Poller thread: drives NIXL transfers and file I/O, neither of which can call back.
 
 The thread blocks while nothing is in flight. Otherwise it polls in rounds: without a pause for the first 200 µs after
 an operation began or ended, and while an operation that advances only when polled has rounds left; then with pauses

@@ -60,8 +60,8 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     pauses, until the deadline of the request.
     """
     share_transfers: bool = False
-    """Whether requests with a common prefix share its transfer before the first of them is READY. Without effect with
-    components.
+    """Whether requests with a common prefix share its transfer before the first of them is READY. With components,
+    requests with the same prompt share those of its end as well.
     """
     share_wait_s: Seconds = 0.25
     """Seconds a request waits on another request's stalled transfer before it asks prefill itself."""

@@ -119,26 +119,31 @@ def run(
     )
     console = Console()
     passes = (main_job.CACHED, main_job.UNCACHED)[: 1 + tiers.compare]
+    failed = False
     if trace is not None:
         with progress_bars(console, dict.fromkeys(passes, requests or None), view) as progress:
             result = finished(main_job.run_trace(trace, recorded, tiers, progress=progress))
     else:
         check_installed()
         names = (*passes, main_job.COMPARED)
+        if tiers.compare and deployment:
+            # First what the cache saves in a deployment, then a workload whose prefill is next door and saves nothing.
+            long_prompts = long_prompt_options(seed=seed)
+            # One request at a time: two processes share few cores here, and a second one would wait for the first.
+            slow_tiers = replace(tiers, journal=None, l1_pages=0, l2_pages=0, in_flight_max=in_flight or 1)
+            with progress_bars(console, dict.fromkeys(names, turns(long_prompts)), view) as progress:
+                slow = finished(
+                    main_job.run_conversations(long_prompts, slow_tiers, deployment=LARGE_MODEL, progress=progress)
+                )
+            constants = LARGE_MODEL.describe(slow.layout)
+            console.print(Text(f"{constants} Requests at once: {slow_tiers.in_flight_max}."))
+            console.print(report(slow, is_model=True, shows_saving=True))
+            console.print(Text("\nShort prompts, with both workers on this machine and no link between them:"))
+            failed = bool(slow.failures)
         with progress_bars(console, dict.fromkeys(names, turns(options)), view) as progress:
             result = finished(main_job.run_conversations(options, tiers, damage=damage, progress=progress))
     console.print(report(result, is_model=trace is None))
-    failed = bool(result.failures)
-    if trace is None and tiers.compare and deployment:
-        options = long_prompt_options(seed=seed)
-        # One request at a time: two processes share few cores here, and a second one would wait for the first.
-        slow_tiers = replace(tiers, journal=None, l1_pages=0, l2_pages=0, in_flight_max=in_flight or 1)
-        constants = LARGE_MODEL.describe(result.layout)
-        console.print(Text(f"\n{constants} Requests at once: {slow_tiers.in_flight_max}."))
-        with progress_bars(console, dict.fromkeys(names, turns(options)), view) as progress:
-            slow = finished(main_job.run_conversations(options, slow_tiers, deployment=LARGE_MODEL, progress=progress))
-        console.print(report(slow, is_model=True, shows_saving=True))
-        failed = failed or bool(slow.failures)
+    failed = failed or bool(result.failures)
     if plot is not None:
         phases = {phase.name: phase for phase in result.phases}
         ready_s = {name: phase.ready_s for name, phase in phases.items()}

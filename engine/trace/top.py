@@ -1,4 +1,4 @@
-"""Overview of a running engine or prefill peer from its metrics: requests, pools and tokens, or rooms and what was sent."""
+"""Overview of a running engine or prefill peer from its metrics: requests, pools and tokens, or rooms and bytes."""
 
 from __future__ import annotations
 
