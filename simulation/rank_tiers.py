@@ -152,7 +152,10 @@ class RankTiers:
         """Read pages."""
         if self.raises(command.op):
             return
-        tags = self._rank.tags(self._rank.callers[command.request_id].script.tokens)
+        if command.request_id:
+            tags = self._rank.tags(self._rank.callers[command.request_id].script.tokens)
+        else:
+            tags = self._tags_put(command.op)
         wanted = tags[command.first : command.first + len(command.host_pages)]
         error, who = self.error("storage_fails"), f"fetch {command.op}"
         self._rank.host.begin_write(command.host_pages, who)
@@ -164,6 +167,10 @@ class RankTiers:
 
         self._rank.outcome(self.storage_delay(), end)
 
+    def _tags_put(self, op: int) -> list[int]:
+        namespace, keys = self._rank.core.keys_put(op)
+        return self._rank.world.contents.tags(namespace, keys, self._rank.world.settings.page_size)
+
     def store(self, command: commands.StorePages) -> None:
         """Put pages."""
         if self.raises(command.op):
@@ -172,8 +179,7 @@ class RankTiers:
         if command.serial:
             tags = self._rank.records[command.serial]
         else:
-            namespace, keys = self._rank.core.keys_put(command.op)
-            tags = self._rank.world.contents.tags(namespace, keys, self._rank.world.settings.page_size)
+            tags = self._tags_put(command.op)
         wanted = tags[: len(command.host_pages)]
         self._rank.host.expect(command.host_pages, wanted, who, may_be_flipped=True)
         found = self._rank.host.begin_read(command.host_pages, who)

@@ -73,7 +73,7 @@ class Surroundings(Protocol):
         """Return the tags of the full pages of these tokens."""
         ...
 
-    def tags_put(self, command: commands.StorePages) -> list[int]:
+    def tags_put(self, command: commands.StorePages | commands.FetchPages) -> list[int]:
         """Return the tags of the prompt whose pages are put."""
         ...
 

@@ -110,7 +110,8 @@ class SimulatedStorage:
         if faults.hits("fetch_raises"):
             world.outcomes.raised(command.op)
             return
-        wanted = world.caller(command.request_id).tags[command.first : command.first + len(command.host_pages)]
+        tags = world.caller(command.request_id).tags if command.request_id else world.tags_put(command)
+        wanted = tags[command.first : command.first + len(command.host_pages)]
         if len(wanted) != len(command.host_pages):
             raise Violation(f"{command} requests pages that the prompt does not have")
         self._kept.lose_one(wanted)

@@ -279,9 +279,9 @@ class World:
             raise Violation(f"the tokens of request number {serial} were forgotten while they are needed")
         return self._left[serial]
 
-    def tags_put(self, command: commands.StorePages) -> list[int]:
+    def tags_put(self, command: commands.StorePages | commands.FetchPages) -> list[int]:
         """Return the tags of the prompt whose pages are put."""
-        if command.serial:
+        if isinstance(command, commands.StorePages) and command.serial:
             return self.tokens_left(command.serial)
         namespace, keys = self.core.keys_put(command.op)
         return self.contents.tags(namespace, keys, self.settings.key_bytes)

@@ -34,7 +34,7 @@ class QueryStorage(Operation, frozen=True, kw_only=True):
 class FetchPages(Operation, frozen=True, kw_only=True):
     """Read pages [first, first + len(host_pages)) of the request's prompt from storage to host pages → PagesFetched.
 
-    The driver need not start reads after `timeout_s`.
+    The driver need not start reads after `timeout_s`. Without a `request_id` it gets the keys from `Core.keys_put`.
     """
 
     request_id: str

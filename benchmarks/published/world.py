@@ -208,8 +208,12 @@ class World:
 
     def _fetch(self, command: commands.FetchPages) -> None:
         count = len(command.host_pages)
-        self.ledger.fetched_pages += count
-        good = self._found(self._live[command.request_id], command.first, count)
+        if command.request_id:
+            self.ledger.fetched_pages += count
+            good = self._found(self._live[command.request_id], command.first, count)
+        else:
+            # Pages that were just put are read to measure storage.
+            good = count
         self.reads.serve(
             count * self.speeds.page_bytes,
             lambda: self.step(events.PagesFetched(at_s=self.schedule.now_s, op=command.op, good=good)),

@@ -215,7 +215,8 @@ class Executor:
         return await own_cancels_only(storage.exists(keys, timeout_s=self._query_timeout_s), "storage")
 
     def _fetch(self, command: Fetch) -> None:
-        prompt = self._calls.live(command.request_id).prompt
+        is_of_request = bool(command.request_id)
+        prompt = self._calls.live(command.request_id).prompt if is_of_request else self._prompt_put(command.op)
         storage = self._storage_of(_component_of(command))
         self._use_storage(self._run_fetch(storage, prompt, command), f"fetch {command.op}")
 

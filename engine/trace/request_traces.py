@@ -353,6 +353,8 @@ class RequestTraces:
         self._begin(command.op, Work("query", command.first, command.count, at_s), [request_trace])
 
     def _fetch(self, command: commands.FetchPages, at_s: float, core: Core) -> None:
+        if not command.request_id:
+            return
         ahead = isinstance(core.state.operations.get(command.op), AheadRead)
         work = Work("fetch", command.first, len(command.host_pages), at_s, ahead=ahead)
         self._begin(command.op, work, self._sharers(command.op, core) or [self._live[command.request_id]])

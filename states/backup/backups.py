@@ -30,6 +30,7 @@ from tidekv.states.commands import CopyToHost, ForgetTokens, ReportRetracted, St
 from tidekv.states.components.backups import ComponentPut
 from tidekv.states.events import PagesStored
 from tidekv.states.rollback import Rollback
+from tidekv.states.storage.admission import Measurement
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
@@ -218,8 +219,10 @@ class Backups:
             self._start(Backup(self, None, leaf), self._begin_put)
 
     def keys_put(self, op: int) -> tuple[str, bytes]:
-        """Namespace and keys, from the first page on, for a put without a request or of component pages."""
+        """Namespace and keys, from the first page on, of an operation without a request, or of component pages."""
         backup = self._state.operations[op]
+        if isinstance(backup, Measurement):
+            return backup.namespace, backup.keys
         assert isinstance(backup, Backup | ComponentPut)
         return backup.leaf.namespace, b"".join(node.edge for node in self._state.index.path(backup.leaf))
 
@@ -286,6 +289,7 @@ class Backups:
                 backup.brought = True
         if self._component_pages is not None:
             self._component_pages.puts.begin(backup.leaf)
+        self.storage.measure(backup.leaf, min(stored, backup.leaf.depth_pages))
         self._end(backup)
 
     def drop_damaged(self, backup: Backup, intact: int) -> None:

@@ -190,7 +190,8 @@ class PlanFetches:
         if settings.prefetch == "soonest":
             rest = request.page_count - plan.end - allowed
             storage, link = self._storage.source_load, self._rooms.source_load
-            sooner = pages_to_fetch(allowed, rest, storage=storage, link=link)
+            shortest = -(-threshold // settings.page_size)
+            sooner = pages_to_fetch(allowed, rest, storage=storage, link=link, shortest=shortest)
             if sooner < allowed:
                 cause = "slower" if storage.page_s and link.page_s else "unmeasured"
                 allowed = sooner if sooner * settings.page_size >= threshold else 0

@@ -39,7 +39,7 @@ DECLINED = {
     "below_threshold": "they are too few to be worth a fetch",
     "limit": "the limits on fetches leave too few of them",
     "slower": "the transfer is expected to bring them sooner",
-    "unmeasured": "storage or prefill is being measured with the pages of another request",
+    "unmeasured": "the speed of storage or of prefill is not known yet; other pages are fetched to measure it",
     "no_host_page": "host memory has no free page",
     "in_the_way": "pages of an earlier load of the same prompt are still being reclaimed",
 }

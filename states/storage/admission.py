@@ -16,11 +16,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import ProbeStorage
+from tidekv.states.commands import FetchPages, ProbeStorage
 from tidekv.states.events import PagesFetched, PagesStored, StorageAnswered
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage.answer_time import AnswerTime
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
+from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.storage.source_split import SourceLoad, gain_s
 from tidekv.states.storage.throughput import ThroughputEstimator
 
@@ -33,12 +34,15 @@ if TYPE_CHECKING:
     from tidekv.states.handover.rooms import Rooms
     from tidekv.states.prefix.node import Node
     from tidekv.states.request.request import AheadRun, ComponentAhead, ComponentFetch, Load, Request
+    from tidekv.states.types import PageIds
 
 
 LATE = "late"
 """Error of an answer that did not come within the deadline of its query."""
 
 
+MEASURED_PAGES_MAX = 128
+"""Maximum pages that are read to measure storage."""
 RENEWALS = 16
 """A page in use is renewed at least so often while this worker fills a storage of the size of the attached one."""
 
@@ -161,6 +165,37 @@ class LateFetch:
             self._state.host.give_back(self.host_pages)
         self._storage.pages_in_flight -= len(self.host_pages)
         self._state.pages_freed = True
+
+
+class Measurement(LateFetch):
+    """Operation: a read of pages that were just put, for no request, to learn how fast storage is.
+
+    It owns its host pages. `keys` name the pages: their path may leave the tree at once.
+    """
+
+    __slots__ = ("keys", "namespace", "op")
+
+    def __init__(
+        self, state: CoreState, storage: StorageAdmission, *, namespace: str, keys: bytes, host_pages: PageIds
+    ) -> None:
+        self._state = state
+        self._storage = storage
+        self._begun_at_s, self._queued_pages = state.now_s, storage.pages_in_flight + len(host_pages)
+        self.cause = self.component = ""
+        self.host_pages = host_pages
+        self.namespace = namespace
+        self.keys = keys
+        self.op = 0
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Count the outcome of the read; note how long it took; free the host pages."""
+        self._storage.call_ended(event)
+        super().ended(event, error)
+
+    def late(self) -> None:
+        """Note that storage takes at least this long: plans wait for a measurement."""
+        self._storage.call_is_late()
+        self._storage.note_throughput(begun_at_s=self._begun_at_s, pages=self._queued_pages)
 
 
 class BreakerWait:
@@ -382,6 +417,41 @@ class StorageAdmission:
         """Hand the host pages of a fetch to a `LateFetch` until the fetch ends: full pages, or those of a component."""
         self._state.operations[fetch.op] = LateFetch(self._state, self, fetch, component=component, cause=cause)
         self.pages_in_flight += len(fetch.host_pages)
+
+    def measure(self, leaf: Node, stored: int) -> None:
+        """Read some of the first `stored` pages of a path, which storage has now, if its speed is unknown.
+
+        Without this, the first hits would have to be fetched in part, or not at all, before the rest could be.
+        """
+        state, settings = self._state, self._state.settings
+        count = min(stored, MEASURED_PAGES_MAX, settings.host_pages // 8)
+        is_due = settings.prefetch == "soonest" and not (self.pages_in_flight or self.source_load.page_s)
+        if is_due and self.is_usable and count * settings.page_size >= max(settings.prefetch_threshold_tokens, 1):
+            state.run_guarded(partial(self._measure, leaf, count), recover=lambda: None)
+
+    def _measure(self, leaf: Node, count: int) -> None:
+        state = self._state
+        if state.make_host_room(count) < count:
+            return
+        deadline_s = state.settings.prefetch_deadline_s(count)
+        with Rollback() as undo:
+            pages = state.host.take(count)
+            undo.callback(state.host.give_back, pages)
+            keys = b"".join(node.edge for node in state.index.path(leaf))[: count * state.settings.key_bytes]
+            read = Measurement(state, self, namespace=leaf.namespace, keys=keys, host_pages=pages)
+            read.op = state.start_operation(read, deadline_s=deadline_s)
+            undo.callback(state.operations.pop, read.op)
+            state.emit(
+                FetchPages(
+                    op=read.op,
+                    request_id="",
+                    first=0,
+                    host_pages=pages,
+                    timeout_s=min(deadline_s, FETCH_TIMEOUT_MAX_S),
+                )
+            )
+            undo.keep()
+        self.pages_in_flight += count
 
     def note_throughput(self, *, begun_at_s: float, pages: int) -> None:
         """Record the speed of a complete or late fetch, which began with `pages` pages under way."""

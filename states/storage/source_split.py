@@ -12,10 +12,11 @@ Pure arithmetic on two figures per source: the seconds of a page in recent trans
   recomputed once more if a fetch that was kept is overdue. The opposite correction is impossible, because nothing may
   be loaded into pages that prefill may be writing to, but the next plan uses the new figures.
 
-If the cost of storage is unknown, one plan at a time fetches the first 1/PROBE_PARTS of what storage has, as a
-measurement; if that of prefill is unknown, too, it fetches everything, and each recomputation halves its fetches. Plans
-made meanwhile fetch nothing, because reads cannot be cancelled: those of a slow storage would delay the fetches of all
-later plans.
+If the cost of storage is unknown, one plan at a time fetches the first 1/PROBE_PARTS of what storage has, but no less
+than the shortest hit that is fetched, as a measurement; if that of prefill is unknown, too, it fetches everything, and
+each recomputation halves its fetches. Plans made meanwhile fetch nothing, because reads cannot be cancelled: those of a
+slow storage would delay the fetches of all later plans. Mostly storage is known before its first hit, because pages
+that were just put are read (`StorageAdmission.measure`).
 
 The cost of a page from prefill includes its computation. So a prefill instance that computes slowly is asked for few
 pages that storage has.
@@ -48,15 +49,16 @@ def gain_s(count: int, *, storage: SourceLoad, link: SourceLoad) -> float:
     return count * link.page_s**2 / (link.page_s + (storage.page_s or link.page_s))
 
 
-def pages_to_fetch(count: int, rest: int, *, storage: SourceLoad, link: SourceLoad) -> int:
+def pages_to_fetch(count: int, rest: int, *, storage: SourceLoad, link: SourceLoad, shortest: int = 1) -> int:
     """Return how many of the first `count` pages to fetch so that the last page of all arrives as early as possible.
 
-    Both sources have these pages; prefill also sends `rest` further ones that only it has.
+    Both sources have these pages; prefill also sends `rest` further ones that only it has. A measurement of storage
+    fetches at least `shortest` pages, if there are so many: fewer would not be fetched at all.
     """
     if not storage.page_s or not link.page_s:
         if storage.queued_pages:
             return 0
-        return -(-count // PROBE_PARTS) if link.page_s else count
+        return min(max(-(-count // PROBE_PARTS), shortest), count) if link.page_s else count
     sent_s = (link.queued_pages + rest + count) * link.page_s
     even = (sent_s - storage.queued_pages * storage.page_s) / (storage.page_s + link.page_s)
     # The even split is a fraction; the better of the two whole numbers around it is the minimum.

@@ -91,7 +91,9 @@ class CoreMachine(RuleBasedStateMachine):
                     self.operations.append(wish)
                 case commands.FetchPages():
                     self.host.begin_write(wish.host_pages, wish.op)
-                    self.fetched_tokens[wish.op] = self.prompts[wish.request_id]
+                    is_of_request = bool(wish.request_id)
+                    tokens = self.prompts[wish.request_id] if is_of_request else self.rig.core.keys_put(wish.op)[1]
+                    self.fetched_tokens[wish.op] = tokens
                     self.operations.append(wish)
                 case commands.StorePages():
                     tokens = self.left[wish.serial] if wish.serial else self.rig.core.keys_put(wish.op)[1]

@@ -36,6 +36,9 @@ def test_a_source_of_which_nothing_is_known_is_measured_by_one_plan_at_a_time(
 ) -> None:
     idle, busy = known._replace(queued_pages=0), known._replace(queued_pages=3)
     assert pages_to_fetch(count, 5, storage=SourceLoad(0.0, 0), link=known) == -(-count // PROBE_PARTS)
+    assert pages_to_fetch(count, 5, storage=SourceLoad(0.0, 0), link=known, shortest=16) == min(
+        max(-(-count // PROBE_PARTS), 16), count
+    )
     assert pages_to_fetch(count, 5, storage=SourceLoad(0.0, 0), link=SourceLoad(0.0, 0)) == count
     assert pages_to_fetch(count, 5, storage=SourceLoad(0.0, 3), link=known) == 0
     assert pages_to_fetch(count, 5, storage=idle, link=SourceLoad(0.0, 3)) == count
@@ -175,6 +178,49 @@ def test_pages_under_way_are_counted_until_the_slowest_rank_has_sent_them() -> N
     rig.chunk(promise, count=2, last=False, rank=1)
     assert rig.core.rooms.source_load.queued_pages == 2
     assert rig.core.rooms.source_load.page_s == 0.0
+
+
+def test_a_hit_just_above_the_threshold_measures_storage_with_all_that_the_threshold_asks_for() -> None:
+    rig = Rig(prefetch="soonest", prefetch_threshold_tokens=6, prefetch_base_s=100.0, device_pages=64)
+    rig.attach_storage()
+    send(rig, "sent", b"stuvwx", 0.6)
+    assert ask(rig, "a", b"abcdefghijklmnop", 16).promised_tokens == 6
+    assert rig.request("a").declined == ("unmeasured", 10)
+
+
+def test_the_first_put_measures_storage_before_any_hit() -> None:
+    rig = Rig(prefetch="soonest", prefetch_threshold_tokens=2, prefetch_base_s=100.0, device_pages=64, host_pages=64)
+    rig.attach_storage()
+    send(rig, "sent", b"uvwx", 0.4)
+    rig.finish("sent", b"uvwx")
+    rig.copied(rig.take(commands.CopyToHost))
+    rig.stored(rig.take(commands.StorePages))
+    read = rig.take(commands.FetchPages)
+    assert (read.request_id, len(read.host_pages)) == ("", 4)
+    assert rig.core.keys_put(read.op) == ("", b"uvwx")
+    # Plans made meanwhile leave storage alone: their fetches would wait behind it.
+    assert ask(rig, "a", b"abcdefghijklmnop", 16).promised_tokens == 0
+    rig.now_s += 0.04
+    rig.fetched(read)
+    assert rig.core.storage.source_load == (pytest.approx(0.01), 0)
+    assert rig.core.state.host.owned == 0
+
+
+def test_a_measurement_that_does_not_end_says_how_slow_storage_is_at_least() -> None:
+    rig = Rig(prefetch="soonest", prefetch_threshold_tokens=2, prefetch_base_s=2.0, device_pages=64, host_pages=64)
+    rig.attach_storage()
+    rig.make_ready("sent", b"uvwx")
+    rig.finish("sent", b"uvwx")
+    rig.copied(rig.take(commands.CopyToHost))
+    rig.stored(rig.take(commands.StorePages))
+    read = rig.take(commands.FetchPages)
+    rig.wait_until(rig.now_s + 3.0)
+    assert rig.core.storage.source_load.page_s >= 0.5
+    rig.fetched(read)
+    rig.take_all(commands.ReportFinished)
+    rig.take_all(commands.ForgetTokens)
+    rig.take_all(commands.SendReceived)
+    rig.expect_nothing_held()
 
 
 def test_while_storage_is_unknown_one_plan_measures_it_with_a_part() -> None:
