@@ -20,11 +20,12 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from tidekv.backends.copies.slice_moves import SliceCopier
 from tidekv.backends.host.pool import HostPool
-from tidekv.backends.storage.base import Neighbors, StorageStatistics, Verdict, touch
+from tidekv.backends.storage.base import Neighbors, StorageStatistics, TakesPrefixKeys, Verdict, prefix_of, touch
 from tidekv.backends.storage.calls import Call, Calls, all_settled
 from tidekv.engine.log import engine_log
 from tidekv.engine.stored_layouts import Source, StoredLayout
@@ -179,13 +180,18 @@ class ConvertedStorage:
             # Not `self._looking`: another caller may have begun the next look meanwhile.
             looking.result()
 
-    async def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
-        """Return which keys are there in any layout."""
-        return await self._look_up(_exists, keys, timeout_s)
+    @property
+    def takes_prefix_keys(self) -> bool:
+        """Whether the engine does; see TakesPrefixKeys."""
+        return isinstance(self.storage, TakesPrefixKeys) and self.storage.takes_prefix_keys
 
-    async def touch(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+    async def exists(self, keys: Sequence[bytes], *, timeout_s: float, prefix_keys: Sequence[bytes] = ()) -> list[bool]:
+        """Return which keys are there in any layout."""
+        return await self._look_up(partial(_exists, prefix_keys=prefix_keys), keys, timeout_s)
+
+    async def touch(self, keys: Sequence[bytes], *, timeout_s: float, prefix_keys: Sequence[bytes] = ()) -> list[bool]:
         """Note which pages are in use, in each layout that they are in; see Touches."""
-        return await self._look_up(touch, keys, timeout_s)
+        return await self._look_up(partial(touch, prefix_keys=prefix_keys), keys, timeout_s)
 
     async def _look_up(self, ask: LookUp, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
         call = Call(timeout_s)
@@ -199,27 +205,33 @@ class ConvertedStorage:
             return found
         return await self._calls.run(lambda call: self._find(ask, call, keys, found), _left_s(call))
 
-    async def get_into(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
+    async def get_into(
+        self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float, prefix_keys: Sequence[bytes] = ()
+    ) -> list[bool]:
         """Read pages as they are in the rank's own namespace; convert those that only other layouts have."""
         call = Call(timeout_s)
-        good = await self.storage.get_into(keys, pages, timeout_s=timeout_s)
+        above = prefix_of(self.storage, prefix_keys)
+        good = await self.storage.get_into(keys, pages, timeout_s=timeout_s, **above)
         # A read that began before the close ends with what it has.
         if all(good) or not self._layouts or self._calls.closed:
             return good
         return await self._calls.run(lambda call: self._convert(call, keys, pages, good), _left_s(call))
 
-    async def put_from(self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float) -> list[bool]:
+    async def put_from(
+        self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float, prefix_keys: Sequence[bytes] = ()
+    ) -> list[bool]:
         """Store pages in the rank's own namespace."""
+        above = prefix_of(self.storage, prefix_keys)
         if self._copies == 1:
-            return await self.storage.put_from(keys, pages, timeout_s=timeout_s)
+            return await self.storage.put_from(keys, pages, timeout_s=timeout_s, **above)
         # Another rank stores the same pages: one that replaced them would make them miss to their readers meanwhile.
         call = Call(timeout_s)
-        stored = await self.storage.exists(keys, timeout_s=timeout_s)
+        stored = await self.storage.exists(keys, timeout_s=timeout_s, **above)
         missing = [at for at, is_there in enumerate(stored) if not is_there]
         if not missing:
             return stored
         put = await self.storage.put_from(
-            [keys[at] for at in missing], page_ids(pages[at] for at in missing), timeout_s=_left_s(call)
+            [keys[at] for at in missing], page_ids(pages[at] for at in missing), timeout_s=_left_s(call), **above
         )
         for at, is_there in zip(missing, put, strict=True):
             stored[at] = is_there
@@ -326,8 +338,10 @@ class ConvertedStorage:
         await _all_of(engine.close() for engine in self._engines[1:])
 
 
-async def _exists(storage: Storage, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
-    return await storage.exists(keys, timeout_s=timeout_s)
+async def _exists(
+    storage: Storage, keys: Sequence[bytes], *, timeout_s: float, prefix_keys: Sequence[bytes]
+) -> list[bool]:
+    return await storage.exists(keys, timeout_s=timeout_s, **prefix_of(storage, prefix_keys))
 
 
 async def _all_of(calls: Iterable[Coroutine[object, object, T]]) -> list[T]:

@@ -35,7 +35,7 @@ def draw_policy(random: Random, page_size: int) -> StoragePolicy:
         write_back_ahead=random.choice((0.1, 0.3, 1.0)),
         write_hits_min=random.choice((1, 2)),
         write_tokens_min=random.choice((0, 0, 3 * page_size)),
-        renew_s=random.choice((0.02, 1.0, 30.0)),
+        renew_s=0.2,
         put_wait_s=random.choice((0.0, 0.02, 1.0)),
         put_fetch_s_max=random.choice((0.0, 0.0, 0.004)),
         breaker_failures=random.choice((0, 0, 1, 6)),

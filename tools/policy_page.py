@@ -31,6 +31,18 @@ pool (`write_back_ahead`) free or clean, so that eviction, which never waits, fi
 Pages that eviction drops without a copy are counted (`l1_pages_dropped`, `l2_pages_dropped`); pages that were never
 about to be evicted are lost when the process ends.
 
+**What storage has.** Storage evicts what it does not see in use, and it does not see hits on the device or the host.
+So a put names the whole prefix: storage is asked which pages it has, notes that they are in use, and is given the
+others. A page is not put again while it is there; `pages_stored_again` counts pages that it had lost. A prefix
+without anything to put is named when it is used again after `renew_s`, or after this worker has put a sixteenth of
+the capacity. With `back` a mark from an earlier period is checked before a page is dropped for it. Pages behind a gap
+are not counted as stored. Prefill, the vLLM connector and the SGLang backend do the same at each prompt that they
+see. `s3:` and `mooncake:` know the use of their own process only, and `s3:` notices that another process or a rule
+has removed a page when it reads it; after a restart `s3:` orders pages by their time of writing.
+
+`flush(("l3",))` waits for puts in flight, removes all pages, and stores those that are still on the device or the
+host again at their next use.
+
 **Wait for the answer.** A request asks storage at its arrival, and takes no device pages while it waits for the
 answer. The wait is the mean of the measured answer times and four times their deviation, at least
 {WAIT_MIN_S * 1000:g} ms. It is at most {GAIN_SHARE:.0%} of the time that storage can save: the time of all pages in
@@ -51,8 +63,10 @@ spans of rooms. A plan splits what storage has so that storage and prefill finis
 work that is queued there: the front is fetched, the rest is sent by prefill. When prefill has sent everything and
 fetches are still under way, the last of these are requested from prefill as well if it sends them sooner; their reads
 continue without effect. They are divided once more if a fetch takes half as long again as expected. While one of the
-two throughputs is unknown, one plan at a time fetches an eighth of what storage has, or everything if nothing has
-been transferred yet, and half of the remaining pages are requested each time; other plans fetch nothing. So storage
+two throughputs is unknown, one plan at a time fetches an eighth of what storage has, at least
+`prefetch_threshold_tokens`, or everything if nothing has been transferred yet, and half of the remaining pages are
+requested each time; other plans fetch nothing. Mostly storage is known before its first hit: while its speed is
+unknown, some of the pages that were just put are read back, for no request. So storage
 costs a request no more than it gains, however slow it is: `python3 dev.py bench policies` measures that on real
 processes. The time that prefill computes is part of its throughput. The pages of windows and states are not split:
 what storage has of them without a gap is fetched.

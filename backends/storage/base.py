@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from tidekv.backends.base import Poller
 from tidekv.states.errors import InvalidConfig, InvalidRequest
@@ -127,11 +127,32 @@ class Touches(Protocol):
         """
 
 
-async def touch(storage: Storage, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+async def touch(
+    storage: Storage, keys: Sequence[bytes], *, timeout_s: float, prefix_keys: Sequence[bytes] = ()
+) -> list[bool]:
     """Touch the pages of a prefix, or only look them up if the engine keeps no order of use. See Touches."""
+    above = prefix_of(storage, prefix_keys)
     if isinstance(storage, Touches):
-        return await storage.touch(keys, timeout_s=timeout_s)
-    return await storage.exists(keys, timeout_s=timeout_s)
+        return await storage.touch(keys, timeout_s=timeout_s, **above)
+    return await storage.exists(keys, timeout_s=timeout_s, **above)
+
+
+@runtime_checkable
+class TakesPrefixKeys(Protocol):
+    """An engine that places pages by the prompt that they are a part of.
+
+    If `takes_prefix_keys` is true, `exists`, `touch`, `get_into` and `put_from` are called with one more keyword
+    argument, `prefix_keys`: the keys of all pages of the prompt before the first key of the call.
+    """
+
+    takes_prefix_keys: bool
+
+
+# Any: the values of a call's keyword arguments.
+def prefix_of(storage: Storage, prefix_keys: Sequence[bytes]) -> dict[str, Any]:
+    """Return the keyword argument that names the pages before the first one of a call, if the engine takes it."""
+    is_taken = isinstance(storage, TakesPrefixKeys) and storage.takes_prefix_keys
+    return {"prefix_keys": prefix_keys} if is_taken else {}
 
 
 @runtime_checkable

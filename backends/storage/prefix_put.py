@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from tidekv.backends.storage.base import Storage, touch
+from tidekv.backends.storage.base import Storage, prefix_of, touch
 from tidekv.states.types import PageIds, page_ids
 
 
@@ -27,14 +27,16 @@ async def put_prefix(
     *,
     timeout_s: float,
     checked: Callable[[PageIds], Awaitable[int | None]] | None = None,
+    prefix_keys: Sequence[bytes] = (),
 ) -> PrefixPut:
     """Put what storage lacks of a prefix with these keys; `pages` are the host pages of the first of them.
 
     The others are only asked for. `checked` returns the first of some pages that must not be put, None if all may be.
-    Each call to storage has `timeout_s` seconds. Raises what the engine raises; `pages` are the engine's until the
-    return, as in `Storage.put_from`.
+    `prefix_keys` are those of the pages before the first one, if `keys` do not begin with the prompt. Each call to
+    storage has `timeout_s` seconds. Raises what the engine raises; `pages` are the engine's until the return, as in
+    `Storage.put_from`.
     """
-    there = await touch(storage, keys, timeout_s=timeout_s)
+    there = await touch(storage, keys, timeout_s=timeout_s, prefix_keys=prefix_keys)
     missing = [at for at in range(len(pages)) if not there[at]]
     intact = None
     if missing and checked is not None:
@@ -44,10 +46,11 @@ async def put_prefix(
     if not missing:
         return PrefixPut(there, 0, intact)
     ours = page_ids(pages[at] for at in missing)
-    flags = await storage.put_from([keys[at] for at in missing], ours, timeout_s=timeout_s)
+    above = prefix_of(storage, [*prefix_keys, *keys[: missing[0]]])
+    flags = await storage.put_from([keys[at] for at in missing], ours, timeout_s=timeout_s, **above)
     if sum(flags) < len(keys):
         # What was put is the newest in storage now. The pages before it must not be evicted before it.
-        there = await touch(storage, keys, timeout_s=timeout_s)
+        there = await touch(storage, keys, timeout_s=timeout_s, prefix_keys=prefix_keys)
     for at, is_there in zip(missing, flags, strict=True):
         there[at] = is_there
     return PrefixPut(there, sum(flags), intact)

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from tidekv.backends.keys.chain import namespace_seed
-from tidekv.backends.storage.base import leading, ranges_of
+from tidekv.backends.storage.base import leading, prefix_of, ranges_of
 from tidekv.backends.storage.prefix_put import put_prefix
 from tidekv.engine.decode.pending_calls import own_cancels_only
 from tidekv.states import commands, events
@@ -195,14 +195,11 @@ class Executor:
         """`components`: by name, where to look it up and from which position of the prompt on."""
         found, error, here = 0, "", []
         try:
-            begin = min(command.first, *(first for _, first in components.values()), command.first)
-            keys = await prompt.digests(begin, command.first + command.count - begin)
+            keys = await prompt.digests(0, command.first + command.count)
             if command.count:
-                found = leading(await self._exist(storage, keys[command.first - begin :]))
+                found = leading(await self._exist(storage, keys, command.first))
             for name, (engine, first) in components.items():
-                here.append(
-                    events.StoredComponent(name, ranges_of(await self._exist(engine, keys[first - begin :]), first))
-                )
+                here.append(events.StoredComponent(name, ranges_of(await self._exist(engine, keys, first), first)))
         except Exception as raised:
             found, error, here = 0, self._text_of(command, raised), []
         self._post(
@@ -211,8 +208,10 @@ class Executor:
             )
         )
 
-    async def _exist(self, storage: Storage, keys: Sequence[bytes]) -> list[bool]:
-        return await own_cancels_only(storage.exists(keys, timeout_s=self._query_timeout_s), "storage")
+    async def _exist(self, storage: Storage, keys: Sequence[bytes], first: int) -> list[bool]:
+        above = prefix_of(storage, keys[:first])
+        asked = storage.exists(keys[first:], timeout_s=self._query_timeout_s, **above)
+        return await own_cancels_only(asked, "storage")
 
     def _fetch(self, command: Fetch) -> None:
         is_of_request = bool(command.request_id)
@@ -224,12 +223,15 @@ class Executor:
         good, error = 0, ""
         try:
             if isinstance(command, commands.FetchPages):
-                keys = await prompt.digests(command.first, len(command.host_pages))
+                first, end = command.first, command.first + len(command.host_pages)
+                positions: Sequence[int] = range(first, end)
             else:
-                first, last = command.positions[0], command.positions[-1]
-                known = await prompt.digests(first, last + 1 - first)
-                keys = [known[position - first] for position in command.positions]
-            got = storage.get_into(keys, command.host_pages, timeout_s=command.timeout_s)
+                positions, first, end = command.positions, command.positions[0], command.positions[-1] + 1
+            # The digests before the first position exist already: each depends on the one before it.
+            known = await prompt.digests(0, end)
+            above = prefix_of(storage, known[:first])
+            keys = [known[position] for position in positions]
+            got = storage.get_into(keys, command.host_pages, timeout_s=command.timeout_s, **above)
             good = leading(await own_cancels_only(got, "storage"))
             await self._storage_checks.note_read(_component_of(command), command.host_pages[:good])
         except Exception as raised:
@@ -256,10 +258,17 @@ class Executor:
         try:
             component = _component_of(command)
             first, asked = (0, command.asked) if isinstance(command, commands.StorePages) else (command.first, 0)
-            keys = await prompt.digests(first, len(command.host_pages) + asked)
+            keys = await prompt.digests(0, first + len(command.host_pages) + asked)
             checked = partial(self._storage_checks.intact, component)
             done = await own_cancels_only(
-                put_prefix(storage, keys, command.host_pages, timeout_s=self._store_timeout_s, checked=checked),
+                put_prefix(
+                    storage,
+                    keys[first:],
+                    command.host_pages,
+                    timeout_s=self._store_timeout_s,
+                    checked=checked,
+                    prefix_keys=keys[:first],
+                ),
                 "storage",
             )
             stored, put, intact = leading(done.there), done.put, done.intact

@@ -5,7 +5,10 @@ hold prefill's pages. From host memory they are put, except those that storage h
 request: what cannot be stored is dropped and counted. Copies and puts overlap:
 
     room.finish ──▶ look up what is stored ──▶ copy a batch to host pages ──▶ … ──▶ room.give_back
-                                                   └──▶ put the batch ──▶ host pages free again
+                                                   └──▶ put the batch ──▶ host pages free again ──▶ … ──▶ touch all
+
+The look-up also tells storage that the pages are in use: it would evict them otherwise, since it sees no hit of prefill
+or decode. After the puts the whole prompt is touched once more, so that its end is evicted before its beginning.
 
 Pages of components follow the full pages: those that the room sent or kept (`Room.keep_component_pages`), as far as
 they belong to full pages of the prompt. Each component has a storage engine and host pages of its own.
@@ -17,6 +20,7 @@ prompt is stored until a probe of storage has succeeded.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from contextlib import AsyncExitStack
 from functools import partial
@@ -29,7 +33,7 @@ from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.keys.prompt_keys import PromptKeys
 from tidekv.backends.page_layout import same_pages
-from tidekv.backends.storage.base import Siblings, leading
+from tidekv.backends.storage.base import Siblings, touch
 from tidekv.backends.storage.label import set_label
 from tidekv.engine.log import engine_log
 from tidekv.engine.stored_layouts import RankLayout
@@ -269,42 +273,52 @@ class PromptStore:
 
     async def _store(self, kind: StoredPages, keys: list[bytes], pages: PageIds, until_s: float) -> bool:
         """Copy pages to host memory and start their puts, except those that storage has. False if that failed."""
-        asking = self._tasks.spawn(self._count_present(kind, keys), name=f"ask for {len(keys)} pages")
+        asking = self._tasks.spawn(self._find_missing(kind, keys), name=f"ask for {len(keys)} pages")
         loop = asyncio.get_running_loop()
         await asyncio.wait([asking], timeout=max(until_s - loop.time(), 0.0))
         if not asking.done():
             self.counts[f"{kind.what}_late"] += len(pages)
             return False
-        # Keys form a chain, so pages are stored from the first missing one on; all before it are present.
-        first = asking.result()
-        while first < len(pages) and not self._breaker.is_open:
-            batch = pages[first : first + min(self.settings.batch_pages, kind.bounce.total)]
+        missing = asking.result()
+        puts: list[asyncio.Task[None]] = []
+        while missing and not self._breaker.is_open:
+            batch = missing[: min(self.settings.batch_pages, kind.bounce.total)]
             host_pages = await self._take(kind, len(batch), until_s)
             if host_pages is None:
-                self.counts[f"{kind.what}_late"] += len(pages) - first
+                self.counts[f"{kind.what}_late"] += len(missing)
                 return False
-            put = await self._copy_and_put(kind, keys[first : first + len(batch)], batch, host_pages)
+            device_pages = page_ids(pages[at] for at in batch)
+            put = await self._copy_and_put(kind, [keys[at] for at in batch], device_pages, host_pages)
             if put is None:
                 return False
-            first += len(batch)
-        if first < len(pages):
-            self.counts["store_pages_skipped"] += len(pages) - first
+            puts.append(put)
+            missing = missing[len(batch) :]
+        if missing:
+            self.counts["store_pages_skipped"] += len(missing)
             return False
+        if puts:
+            self._tasks.spawn(self._order(kind, keys, puts), name="touch what was put")
         return True
 
-    async def _count_present(self, kind: StoredPages, keys: list[bytes]) -> int:
-        """Return how many pages from the first on are stored. If the look-up fails, all: the rest is not tried then."""
+    async def _find_missing(self, kind: StoredPages, keys: list[bytes]) -> list[int]:
+        """Return the positions of the pages that are not stored. If the look-up fails, none: nothing is tried then."""
         assert kind.storage is not None
         try:
-            flags = await kind.storage.exists(keys, timeout_s=self.settings.hold_s)
+            flags = await touch(kind.storage, keys, timeout_s=self.settings.hold_s)
         except Exception as error:
             self._note_failure(kind, len(keys), error)
             self._note_use(failed=True)
-            return len(keys)
+            return []
         self._note_use(failed=False)
-        present = leading(flags)
-        self.counts[f"{kind.what}_present"] += present
-        return present
+        self.counts[f"{kind.what}_present"] += sum(flags)
+        return [at for at, is_there in enumerate(flags) if not is_there]
+
+    async def _order(self, kind: StoredPages, keys: list[bytes], puts: list[asyncio.Task[None]]) -> None:
+        """Touch a prompt after its puts. Their failures are counted already, and another look-up tells no more."""
+        assert kind.storage is not None
+        await asyncio.wait(puts)
+        with contextlib.suppress(TidekvError):
+            await touch(kind.storage, keys, timeout_s=self.settings.hold_s)
 
     async def _take(self, kind: StoredPages, count: int, until_s: float) -> PageIds | None:
         """Take host pages for one batch. None if not enough become free in time."""

@@ -30,6 +30,9 @@ class Failing:
             raise StorageFailed("it is gone")
         return await self._storage.exists(keys, timeout_s=timeout_s)
 
+    async def touch(self, keys: list[bytes], *, timeout_s: float) -> list[bool]:
+        return await self.exists(keys, timeout_s=timeout_s)
+
     async def probe(self) -> None:
         self.probes += 1
         if self.broken and self.probes >= 2:

@@ -241,10 +241,34 @@ def test_wrong_calls_change_nothing(backend: ModuleType, tmp_path: Path) -> None
     storage.close()
 
 
+def test_keys_of_the_pages_before_a_call_are_taken_and_touched(
+    backend: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of(list(range(4 * SIZE)))
+    touched: list[list[bytes]] = []
+    with opened(backend, f"file:{tmp_path}?capacity=16MB", FakeHostPool("page_first", is_mla=False)) as storage:
+        engine = storage._opened()._storage
+        touch = engine.touch
+
+        async def noted(keys: list[bytes], *, timeout_s: float) -> list[bool]:
+            touched.append(list(keys))
+            return await touch(keys, timeout_s=timeout_s)
+
+        monkeypatch.setattr(engine, "touch", noted)
+        assert storage.batch_set_v1(keys[:2], indices_of(0, 1)) == [True, True]
+        extra = SimpleNamespace(prefix_keys=keys[:2])
+        assert storage.batch_set_v1(keys[2:], indices_of(2, 3), extra) == [True, True]
+        assert touched[-1] == [bytes.fromhex(key) for key in keys], "the head is evicted last"
+        assert storage.batch_exists(keys[2:], extra) == 2
+        assert storage.batch_get_v1(keys[2:], indices_of(2, 3), extra) == [True, True]
+        with pytest.raises(InvalidRequest):
+            storage.batch_exists(keys[2:], SimpleNamespace(prefix_keys=["no digest"]))
+
+
 def test_storage_that_fails_is_a_miss_and_a_warning(
     backend: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise StorageFailed("no disk")
 
     with opened(backend, f"file:{tmp_path}?capacity=16MB", FakeHostPool("page_first", is_mla=False)) as storage:

@@ -51,6 +51,9 @@ class Storehouse:
     async def exists(self, *args: Any, **given: Any) -> list[bool]:
         return self.says or await self._call("exists", *args, **given)
 
+    async def touch(self, *args: Any, **given: Any) -> list[bool]:
+        return await self.exists(*args, **given)
+
     async def get_into(self, *args: Any, **given: Any) -> list[bool]:
         return await self._call("get_into", *args, **given)
 

@@ -34,10 +34,10 @@ def first_that_breaks(simulate, directory: Path, seeds: range, **drawn: Callable
 def test_journal_of_a_broken_core_is_reduced_to_the_few_events_that_break_it(simulate, monkeypatch, tmp_path) -> None:
     stored = Backups.stored
 
-    def broken(self: Backups, backup, count: int) -> None:  # type: ignore[no-untyped-def]
+    def broken(self: Backups, backup, count: int, event) -> None:  # type: ignore[no-untyped-def]
         if backup.request_id.endswith("7"):
             raise BrokenInvariant("planted")
-        stored(self, backup, count)
+        stored(self, backup, count, event)
 
     monkeypatch.setattr(Backups, "stored", broken)
     path = first_that_breaks(simulate, tmp_path, range(1, 20))

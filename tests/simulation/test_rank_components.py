@@ -121,7 +121,7 @@ def test_tails_come_from_storage_where_every_rank_has_them() -> None:
         faults.update(world.counts)
         for rank in world.ranks:
             done.update(rank.component_pages.counts)
-    assert done["components_stored"] and done["components_fetched"] > 4, done
+    assert done["components_stored"] and done["components_fetched"] >= 4, done
     assert faults["storage_is_short"] and faults["storage_is_late"] and faults["outcome_repeats"], faults
 
 

@@ -75,19 +75,19 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Read pages into the host pool; True for each whose bytes were read and verified."""
         pages, starts = self._required_pages(), self._starts(keys, host_indices)
-        return self._get(keys, lambda number, ours: _copy(ours, pages.view(starts[number])))
+        return self._get(keys, lambda number, ours: _copy(ours, pages.view(starts[number])), extra_info)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Write pages of the host pool; True for each that storage has now."""
         pages, starts = self._required_pages(), self._starts(keys, host_indices)
         if not self._config.is_storage_writer:
             return [True] * len(keys)
-        return self._put(keys, lambda number, ours: _copy_back(pages.view(starts[number]), ours))
+        return self._put(keys, lambda number, ours: _copy_back(pages.view(starts[number]), ours), extra_info)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Return the number of keys, from the first on, that storage probably has."""
         try:
-            return self._opened().leading(_digests(keys))
+            return self._opened().leading(_digests(keys), prefix_keys=_prefix_keys(extra_info))
         except StorageFailed as error:
             LOG.warning("storage look-up failed, which counts as a miss", cause=str(error))
             return 0
@@ -138,16 +138,16 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
         if self._store is not None:
             self._store.close()
 
-    def _get(self, keys: Sequence[str], take: Any) -> list[bool]:
+    def _get(self, keys: Sequence[str], take: Any, extra_info: Any = None) -> list[bool]:
         try:
-            return self._opened().get(_digests(keys), take)
+            return self._opened().get(_digests(keys), take, prefix_keys=_prefix_keys(extra_info))
         except StorageFailed as error:
             LOG.warning("storage read failed, which counts as a miss", cause=str(error))
             return [False] * len(keys)
 
-    def _put(self, keys: Sequence[str], give: Any) -> list[bool]:
+    def _put(self, keys: Sequence[str], give: Any, extra_info: Any = None) -> list[bool]:
         try:
-            return self._opened().put(_digests(keys), give)
+            return self._opened().put(_digests(keys), give, prefix_keys=_prefix_keys(extra_info))
         except StorageFailed as error:
             LOG.warning("storage write failed", cause=str(error))
             return [False] * len(keys)
@@ -169,6 +169,13 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
             raise InvalidRequest(f"{len(keys)} pages of {size} tokens do not have {len(host_indices)} indices")
         starts: list[int] = host_indices[::size].tolist()
         return starts
+
+
+def _prefix_keys(extra_info: Any) -> list[bytes]:
+    """Return the keys of the pages before those of a call, which SGLang passes if it was told to
+    (`hicache_storage_pass_prefix_keys`).
+    """
+    return _digests(getattr(extra_info, "prefix_keys", None) or ())
 
 
 def _digests(keys: Sequence[str]) -> list[bytes]:

@@ -15,8 +15,9 @@ import torch
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.layout import KVLayout
-from tidekv.backends.storage.base import Storage, leading
+from tidekv.backends.storage.base import Storage, leading, prefix_of, touch
 from tidekv.backends.storage.label import label_of, set_label
+from tidekv.backends.storage.prefix_put import put_prefix
 from tidekv.engine.log import engine_log
 from tidekv.engine.thread.loop_thread import CLOSE_S, LoopThread
 from tidekv.states.types import page_ids
@@ -63,11 +64,20 @@ class StorageThread:
             self.close()
             raise
 
-    def leading(self, keys: Sequence[bytes]) -> int:
-        """Return the number of keys, from the first on, that storage probably has."""
-        return leading(self._loop.call(self._storage.exists(keys, timeout_s=self._timeout_s)))
+    def leading(self, keys: Sequence[bytes], *, prefix_keys: Sequence[bytes] = ()) -> int:
+        """Return the number of keys, from the first on, that storage probably has. The pages are in use from now on,
+        and so are those before them, whose keys are `prefix_keys`.
+        """
+        flags = self._loop.call(touch(self._storage, [*prefix_keys, *keys], timeout_s=self._timeout_s))
+        return leading(flags[len(prefix_keys) :])
 
-    def get(self, keys: Sequence[bytes], take: Callable[[int, torch.Tensor], None]) -> list[bool]:
+    def get(
+        self,
+        keys: Sequence[bytes],
+        take: Callable[[int, torch.Tensor], None],
+        *,
+        prefix_keys: Sequence[bytes] = (),
+    ) -> list[bool]:
         """Read pages; calls `take(number, tensor)` for each verified one.
 
         The tensor [page_bytes] belongs to the store and is valid only during the call.
@@ -78,15 +88,26 @@ class StorageThread:
             for first in range(0, len(keys), self._batch):
                 batch = keys[first : first + self._batch]
                 pages = page_ids(range(len(batch)))
-                found = self._loop.call(self._storage.get_into(batch, pages, timeout_s=self._timeout_s))
+                above = prefix_of(self._storage, [*prefix_keys, *keys[:first]])
+                got = self._storage.get_into(batch, pages, timeout_s=self._timeout_s, **above)
+                found = self._loop.call(got)
                 for page, is_there in enumerate(found):
                     if is_there:
                         take(first + page, self._pool.buffer[page])
                 good += found
         return good
 
-    def put(self, keys: Sequence[bytes], give: Callable[[int, torch.Tensor], None]) -> list[bool]:
-        """Write pages; `give(number, tensor)` fills the tensor [page_bytes] of each."""
+    def put(
+        self,
+        keys: Sequence[bytes],
+        give: Callable[[int, torch.Tensor], None],
+        *,
+        prefix_keys: Sequence[bytes] = (),
+    ) -> list[bool]:
+        """Write the pages that storage lacks; `give(number, tensor)` fills the tensor [page_bytes] of each.
+
+        The pages before them, whose keys are `prefix_keys`, are in use as well: they are evicted later.
+        """
         good: list[bool] = []
         self._loop.check()
         with self._writing:
@@ -95,7 +116,12 @@ class StorageThread:
                 for page in range(len(batch)):
                     give(first + page, self._pool.buffer[self._batch + page])
                 pages = page_ids(range(self._batch, self._batch + len(batch)))
-                good += self._loop.call(self._storage.put_from(batch, pages, timeout_s=self._timeout_s))
+                above = [*prefix_keys, *keys[:first]]
+                put = put_prefix(self._storage, batch, pages, timeout_s=self._timeout_s, prefix_keys=above)
+                good += self._loop.call(put).there
+            if prefix_keys or len(keys) > self._batch:
+                # The last batch is the newest in storage now, and would be evicted after the head.
+                self._loop.call(touch(self._storage, [*prefix_keys, *keys], timeout_s=self._timeout_s))
         return good
 
     def clear(self) -> int:

@@ -1,5 +1,7 @@
 """Look-up of prompts in storage beside vLLM's scheduler. Results are futures, and a failure counts as a miss.
 
+A look-up also tells storage that the pages are in use, since it does not see those that vLLM has in its own cache.
+
 With tensor parallelism a page is present if each rank's slice of it is: every rank's namespace is looked up, and the
 shortest prefix is the result.
 """
@@ -13,7 +15,7 @@ from collections.abc import Callable, Sequence
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.layout import KVLayout
-from tidekv.backends.storage.base import Storage, leading
+from tidekv.backends.storage.base import Storage, leading, touch
 from tidekv.engine.integrations.storage_guard import StorageGuard
 from tidekv.engine.log import engine_log
 from tidekv.engine.thread.loop_thread import LoopThread
@@ -63,7 +65,7 @@ class PrefixLookup:
         self._asking.add(task)
         try:
             async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(one.exists(keys, timeout_s=self._timeout_s)) for one in self._storages]
+                asked = [group.create_task(touch(one, keys, timeout_s=self._timeout_s)) for one in self._storages]
         except* Exception as errors:
             self._guard.failed("storage look-up failed, which counts as a miss", errors.exceptions[0])
             count = 0

@@ -38,6 +38,7 @@ import torch
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.storage.label import label_of, set_label
+from tidekv.backends.storage.prefix_put import put_prefix
 from tidekv.engine.integrations.storage_guard import StorageGuard
 from tidekv.engine.integrations.vllm.blocks import PagedBlocks
 from tidekv.engine.integrations.vllm.jobs import LoadEnded, LoadJob, SaveJob
@@ -399,13 +400,9 @@ class WorkerPages:
             for key, page in pairs:
                 if page in new:
                     self._cache.keep(key, page)
-            there = await self._storage.exists([key for key, _ in pairs], timeout_s=self._settings.save_timeout_s)
-            absent = [pair for pair, is_there in zip(pairs, there, strict=True) if not is_there]
-            present = len(pairs) - len(absent)
-            if absent:
-                keys, pages = [key for key, _ in absent], page_ids([page for _, page in absent])
-                put = await self._storage.put_from(keys, pages, timeout_s=self._settings.save_timeout_s)
-                stored = sum(put)
+            keys, pages = [key for key, _ in pairs], page_ids([page for _, page in pairs])
+            done = await put_prefix(self._storage, keys, pages, timeout_s=self._settings.save_timeout_s)
+            stored, present = done.put, sum(done.there) - done.put
             self._guard.succeeded()
         except Exception as error:
             self._guard.failed("pages could not be stored", error)
