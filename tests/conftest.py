@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import limits
 from tests.support.configs import engine_config
-from tests.support.waits import PATIENT
+from tests.support.waits import LEASE_S, PATIENT
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -182,6 +182,7 @@ def make_pair() -> Iterator[MakePair]:
                 device=prefill_pool,
                 transport=LoopbackTransport("prefill-0", network),
                 listen="prefill",
+                lease_s=LEASE_S,
                 on_room=prefill.serve,
                 storage=prefill_storage,
                 host=prefill_host,

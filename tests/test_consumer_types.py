@@ -109,9 +109,11 @@ def test_typos_and_wrong_values_are_errors_and_nothing_else_is(checker: str, tmp
     found = check(checker, tmp_path)
     assert found["program.py"] == {}
     assert found["right.py"] == {}
+    said = found["wrong.py"]
     missed = {
         number: each.wrong
         for number, each in enumerate(uses, first)
-        if each.word not in found["wrong.py"].get(number, "") or number not in found["wrong.py"]
+        # Of an overloaded function basedpyright names no argument.
+        if number not in said or (each.word not in said[number] and not said[number].startswith("No overloads for"))
     }
     assert not missed, "\n".join(f"{line}: {found['wrong.py'].get(number)}" for number, line in missed.items())

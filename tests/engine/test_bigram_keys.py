@@ -18,7 +18,7 @@ from random import Random
 import pytest
 
 from tests.support.configs import engine_config
-from tests.support.waits import PATIENT
+from tests.support.waits import LEASE_S, PATIENT
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -126,6 +126,7 @@ async def bench(
             device=made.prefill_pool,
             transport=LoopbackTransport("prefill-0", made.network),
             listen="prefill",
+            lease_s=LEASE_S,
             on_room=made.serve,
             bigram_keys=bigram_keys if peer_bigram_keys is None else peer_bigram_keys,
             storage=open_storage(prefill_storage) if prefill_storage else None,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.configs import engine_config
+from tests.support.waits import LEASE_S
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -101,6 +102,7 @@ async def worker(
             device=prefill_pool,
             transport=ends[0],
             listen="127.0.0.1:0" if nixl else "prefill",
+            lease_s=LEASE_S,
             on_room=SyntheticPrefill(prefill_pool, chunk_pages=3).serve,
         ) as peer,
         DecodeEngine(

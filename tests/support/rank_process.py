@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from tests.support.rank_faults import Divergence, FailingCopier, FailingStorage, RankFaults, plant
+from tests.support.waits import LEASE_S
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import pack_tokens
@@ -156,6 +157,7 @@ class RankWorker:
             device=prefill_pool,
             transport=NixlTransport(f"prefill-{plan.rank}"),
             listen=plan.prefill.split(",")[plan.rank],
+            lease_s=LEASE_S,
             on_room=self._serve_room,
             rank=plan.rank,
             ranks=plan.ranks,

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from benchmarks.ports import free_address
 from tests.support.configs import engine_config
 from tests.support.parallel_instances import PAGE_SIZE, Model, Place, RankPools
-from tests.support.waits import LIMIT_S, PATIENT, PATIENT_GROUP
+from tests.support.waits import LEASE_S, LIMIT_S, PATIENT, PATIENT_GROUP
 from tidekv import DecodeEngine, DecodeRequest, HostPool, LoopbackTransport, PrefillPeer, RankGroup, ReadyRequest
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
@@ -37,6 +37,7 @@ class PrefillRank:
             components=self.pools.components,
             transport=LoopbackTransport(f"prefill-{place.rank}", network),
             listen=f"prefill-{place.rank}",
+            lease_s=LEASE_S,
             on_room=self._serve,
             storage=storage,
             rank=place.rank,

@@ -9,7 +9,9 @@ from typing import Any
 
 LIMIT_S = 120.0
 """Seconds that a wait in a test may take: far longer than it needs on a busy machine."""
-PATIENT = {"prefetch": "wait_complete", "query_deadline_s": 60.0, "peer_silence_s": 10.0}
+LEASE_S = 120.0
+"""Lease of prefill workers of tests that are not about leases; the shorter one of both ends counts."""
+PATIENT = {"prefetch": "wait_complete", "query_deadline_s": 60.0, "peer_silence_s": 30.0, "peer_lease_s": LEASE_S}
 """Options of an engine whose requests wait for storage on a busy machine, too, for tests that are not about deadlines.
 
 With any other policy a request waits for the answer of storage only as long as recent answers took, 50 ms at most.

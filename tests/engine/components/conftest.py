@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.configs import engine_config
+from tests.support.waits import LEASE_S
 from tidekv import (
     ComponentPools,
     DecodeEngine,
@@ -167,6 +168,7 @@ def worker() -> MakeWorker:
                 device=prefill_pool,
                 transport=LoopbackTransport("prefill-0", network),
                 listen="prefill",
+                lease_s=LEASE_S,
                 components=theirs,
                 on_room=SyntheticPrefill(prefill_pool, chunk_pages=3, components=theirs).serve,
             ),
@@ -204,6 +206,7 @@ def made_parts() -> tuple[dict[str, object], Callable[[EngineThread], Callable[[
         device=prefill_pool,
         transport=LoopbackTransport("prefill-0", network),
         listen="prefill",
+        lease_s=LEASE_S,
         components=theirs,
         on_room=SyntheticPrefill(prefill_pool, components=theirs).serve,
     )

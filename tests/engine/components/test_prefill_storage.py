@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.components.conftest import FULL, SIZE, Worker, component
 from tests.support.configs import engine_config
-from tests.support.waits import PATIENT
+from tests.support.waits import LEASE_S, PATIENT
 from tidekv import (
     DecodeEngine,
     DevicePool,
@@ -58,6 +58,7 @@ async def pair(
         device=pool,
         transport=LoopbackTransport("prefill-0", network),
         listen="prefill",
+        lease_s=LEASE_S,
         components=theirs,
         on_room=serve,
         storage=storage() if writes else None,
@@ -144,6 +145,7 @@ async def test_storage_for_one_size_of_pages_is_refused() -> None:
         device=DevicePool.allocate(FULL, 8),
         transport=LoopbackTransport("prefill-0", LoopbackNetwork()),
         listen="prefill",
+        lease_s=LEASE_S,
         components=(component("state", 4, 0),),
         storage=Plain(),  # type: ignore[arg-type]  # Its methods are set one by one.
     )

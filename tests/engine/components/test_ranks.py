@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.ports import free_address
 from tests.support.configs import engine_config
-from tests.support.waits import LIMIT_S, PATIENT, PATIENT_GROUP
+from tests.support.waits import LEASE_S, LIMIT_S, PATIENT, PATIENT_GROUP
 from tidekv import (
     ComponentPools,
     DecodeEngine,
@@ -88,6 +88,7 @@ async def instance(storage: str | None = None) -> AsyncIterator[list[Rank]]:
             device=pool,
             transport=LoopbackTransport(f"prefill-{rank}", network),
             listen=f"prefill-{rank}",
+            lease_s=LEASE_S,
             components=theirs,
             on_room=SyntheticPrefill(pool, components=theirs).serve,
             rank=rank,

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.ports import free_address
 from tests.support.configs import engine_config
-from tests.support.waits import LIMIT_S, PATIENT, PATIENT_GROUP
+from tests.support.waits import LEASE_S, LIMIT_S, PATIENT, PATIENT_GROUP
 from tidekv import (
     ComponentPools,
     DecodeEngine,
@@ -170,6 +170,7 @@ async def instance(model: str, over: str, folder: Path) -> AsyncIterator[Instanc
             device=pool,
             transport=ends[0],
             listen="127.0.0.1:0" if over == "nixl" else f"prefill-{number}",
+            lease_s=LEASE_S,
             components=theirs,
             on_room=serve,
             rank=number,

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.ports import free_address
 from tests.support.configs import engine_config
-from tests.support.waits import LIMIT_S, PATIENT
+from tests.support.waits import LEASE_S, LIMIT_S, PATIENT
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -87,6 +87,7 @@ class Rank:
             device=prefill_pool,
             transport=LoopbackTransport(f"prefill-{rank}"),
             listen=self.prefills[rank],
+            lease_s=LEASE_S,
             on_room=self._serve,
             rank=rank,
             ranks=ranks,
