@@ -68,10 +68,10 @@ def list_namespaces(uri: Uri, options: Options = None) -> None:
         label = read_label(one.label)
         known = ("unknown",) * 3 if label is None else (label.model or "(no name)", label.dtype, label.layout)
         # Whoever can write to the store has written the label.
-        known = tuple(map(printable, known))
+        shown = [Text(printable(each)) for each in known]
         written = "unknown" if one.written_s is None else _ages(*one.written_s, now_s=now_s)
         # Text, since a model's name may have the brackets of rich's markup.
-        table.add_row(one.namespace.hex()[:digits], *map(Text, known), size, f"{one.pages:,}", together, written)
+        table.add_row(one.namespace.hex()[:digits], *shown, size, f"{one.pages:,}", together, written)
     console.print(table if found else "no namespace")
 
 
