@@ -143,6 +143,25 @@ def test_only_the_first_of_ranks_with_the_same_latents_writes(connector: ModuleT
     first.close()
 
 
+def test_a_rank_that_writes_nothing_reports_its_blocks_as_read(connector: ModuleType, uri: str) -> None:
+    """vLLM frees them once every rank has: those of the ranks with the same latents, too."""
+    vllm = Vllm(connector, uri, rank=1, spec=MLAAttentionSpec(), backend="FLASHMLA", tensor_parallel_size=2)
+    request = request_of(PROMPT[:12])
+    vllm.scheduler.on_new_request(request)
+    allocated = SimpleNamespace(get_block_ids=lambda: ([0, 1],))
+    vllm.scheduler._scheduler.side._known["r"].answer.result()
+    assert vllm.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    vllm.scheduler.update_state_after_alloc(request, allocated, 0)
+    vllm.step({"r": 12}, [0, 1])
+    request.all_token_ids += [5, 6, 7, 8, 9]
+    request.num_tokens, request.num_computed_tokens = 17, 16
+    assert vllm.scheduler.request_finished(request, [0, 1]) == (True, None)
+    sending, _ = vllm.step({}, [])
+    assert sending == {"r"}
+    assert "save_pages_stored" not in vllm.counts
+    vllm.close()
+
+
 def test_slices_of_ranks_are_their_own(connector: ModuleType, uri: str) -> None:
     first = Vllm(connector, uri, tensor_parallel_size=2, rank=0, seed=1)
     assert first.serve(PROMPT, [0, 1, 2, 3, 4]) == 0

@@ -74,14 +74,16 @@ class Storehouse:
 class Worker:
     """Tensors full of noise, and pages over them."""
 
-    def __init__(self, uri: str, *, seed: int = 0, host_pages: int = 16, **settings: Any) -> None:
+    def __init__(
+        self, uri: str, *, seed: int = 0, host_pages: int = 16, layout: KVLayout = LAYOUT, **settings: Any
+    ) -> None:
         shape = (LAYERS, BLOCKS, HEADS, BLOCK, 2 * DIM)
         self.tensors = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         self.ended: list[LoadEnded] = []
         self.store = Storehouse(open_storage(uri))
         shared = Shared(
-            settings=ConnectorSettings(uri=uri, host=host_pages * LAYOUT.page_bytes, **settings),
-            layout=LAYOUT,
+            settings=ConnectorSettings(uri=uri, host=host_pages * layout.page_bytes, **settings),
+            layout=layout,
             model="m",
             block_size=BLOCK,
             num_blocks=BLOCKS,
@@ -92,7 +94,7 @@ class Worker:
             loads=True,
             saves=True,
         )
-        blocks = PagedBlocks(list(self.tensors), layout=LAYOUT, block_size=BLOCK, num_blocks=BLOCKS)
+        blocks = PagedBlocks(list(self.tensors), layout=layout, block_size=BLOCK, num_blocks=BLOCKS)
         self.pages = WorkerPages(self.store, blocks=blocks, shared=shared)
 
     def block(self, number: int) -> torch.Tensor:
@@ -202,6 +204,55 @@ def test_more_pages_than_the_host_has_go_in_batches(worker: Callable[..., Worker
     assert counts["load_pages_storage"] + counts.get("load_pages_host", 0) == 40
     assert {one.request_id: one.failed_blocks for one in reader.ended} == {"r": (), "other": ()}
     assert same(writer, reader, [(number, 20 + number) for number in range(20)])
+
+
+@pytest.mark.parametrize("skip", [0, 1, 2])
+def test_loads_of_several_batches_that_start_within_a_page_fill_each_block(
+    worker: Callable[..., Worker], skip: int
+) -> None:
+    layout = KVLayout(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype="float32", page_size=3 * BLOCK)
+    writer, reader = worker(seed=1, layout=layout), worker(seed=2, host_pages=4, layout=layout)
+    keys = tuple(KEYS[:6])
+    writer.pages.save(SaveJob("s", keys, tuple(range(18))))
+    assert writer.settled() == {"save_pages_stored": 6}
+    before = [reader.block(number) for number in range(BLOCKS)]
+    # Two pages at once: three batches. Its first blocks vLLM has already, and they are not among those of the job.
+    into = tuple(range(20 + skip, 38))
+    reader.pages.load(LoadJob("r", keys, into, skip))
+    assert reader.settled() == {"load_pages_storage": 6}
+    assert reader.ended == [LoadEnded("r", ())]
+    assert same(writer, reader, [(number - 20, number) for number in into])
+    untouched = [number for number in range(BLOCKS) if number not in into]
+    assert all(torch.equal(reader.block(number), before[number]) for number in untouched)
+
+
+def test_a_load_waits_while_the_host_has_no_page_for_it(worker: Callable[..., Worker]) -> None:
+    writer, reader = worker(seed=1, host_pages=40), worker(seed=2, host_pages=4)
+    writer.save(0, 12)
+    writer.settled()
+    gate = reader.store.held["get_into"] = threading.Event()
+    # Two batches of two pages hold all four; the third load finds none.
+    for number in range(3):
+        reader.load(4 * number, 4, at=12 + 4 * number, name=f"r{number}")
+    reader.pages._loop.call(_are_waiting(reader))
+    assert reader.store.calls.count("get_into") == 2, "nothing is read into pages that are not there"
+    assert reader.pages.take_ended() == []
+    gate.set()
+    assert reader.settled() == {"load_pages_storage": 12}
+    assert sorted(one.request_id for one in reader.ended) == ["r0", "r1", "r2"]
+    assert not any(one.failed_blocks for one in reader.ended)
+    writer.save(0, 12)
+    assert same(writer, reader, [(number, 12 + number) for number in range(12)])
+
+
+async def _are_waiting(worker: Worker) -> None:
+    """Return when two loads read, and a third waits for its turn to take pages."""
+    for _ in range(1_000_000):
+        if worker.store.calls.count("get_into") == 2 and worker.pages._turn.locked():
+            break
+        await asyncio.sleep(0)
+    for _ in range(50):
+        await asyncio.sleep(0)
 
 
 def test_saves_use_half_of_the_host_and_drop_the_rest(worker: Callable[..., Worker]) -> None:

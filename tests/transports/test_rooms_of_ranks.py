@@ -413,3 +413,120 @@ async def test_the_rooms_of_a_link_hold_bounded_lists(decode, world, monkeypatch
     # What the room held is free again.
     link.send(decode.promise(decode.room("r4")))
     await prefill.room("r4")
+
+
+async def test_an_abort_counts_a_writer_whose_link_is_closed_as_drained(make_ranks) -> None:
+    ranks = await make_ranks(1, 4)
+    ranks.promise("r1")
+    await asyncio.gather(*(prefill.room("r1") for prefill in ranks.prefills))
+    (decode,) = ranks.decodes
+    # The link is known to be lost, and what becomes of its rooms has not been decided yet: nothing would do it again.
+    closed = decode.receiver._links[ranks.prefills[1].address]
+    closed._is_lost = True
+    decode.receiver.abort("r1", 0)
+    assert [event.rank for event in decode.of(events.RoomDrained)] == [1]
+    await decode.wait(events.RoomDrained, count=4)
+    assert sorted(event.rank for event in decode.of(events.RoomDrained)) == [0, 1, 2, 3]
+    assert decode.receiver.statistics()["rooms_unsettled"] == 0
+    closed._is_lost = False
+
+
+async def test_an_abort_expects_nothing_of_a_rank_that_writes_nothing_and_has_no_link(make_ranks, world) -> None:
+    identity = world.identity(kind="mla")
+    decode = await world.decode(identity=identity)
+    prefills = [
+        await world.prefill(f"prefill:{at + 1}", name=f"prefill-{at}", rank=at, ranks=2, identity=identity)
+        for at in range(2)
+    ]
+    decode.promise(",".join(prefill.address for prefill in prefills), "r1", tokens=8, promised=0, pages=[1, 2])
+    rooms = await asyncio.gather(*(prefill.room("r1") for prefill in prefills))
+    silent = decode.receiver._links[prefills[1].address]
+    silent._is_lost = True
+    decode.receiver.abort("r1", 0)
+    assert not decode.of(events.RoomDrained)
+    assert await rooms[0].received() == "aborted"
+    await decode.wait(events.RoomDrained)
+    # A second one would end the room before its only writer has.
+    assert [event.rank for event in decode.of(events.RoomDrained)] == [0]
+    silent._is_lost = False
+
+
+async def test_a_room_of_which_two_ranks_fail_fails_once(make_ranks) -> None:
+    ranks = await make_ranks(1, 4)
+    ranks.promise("r1")
+    rooms = await asyncio.gather(*(prefill.room("r1") for prefill in ranks.prefills))
+    (decode,) = ranks.decodes
+    for room in rooms[:2]:
+        room.fail("out of memory")
+    await decode.wait(events.RoomFailed)
+    decode.receiver.abort("r1", 0)
+    await decode.wait(events.RoomDrained, count=4)
+    assert len(decode.of(events.RoomFailed)) == 1
+    assert sorted(event.rank for event in decode.of(events.RoomDrained)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("shortest", [0, 1, 2])
+async def test_the_lease_of_a_room_of_three_ranks_is_the_shortest(world, shortest: int) -> None:
+    now_s = 0.0
+    leases = [8.0, 8.0, 8.0]
+    leases[shortest] = 3.0
+    decodes = [
+        await world.decode(
+            name=f"decode-{at}",
+            rank=at,
+            ranks=3,
+            heads=1,
+            group=lambda: "group",
+            lease_s=leases[at],
+            missed_s=2.0,
+            heartbeat_s=1.0,
+        )
+        for at in range(3)
+    ]
+    prefill = await world.prefill(heads=3, lease_s=10.0, clock=lambda: now_s)
+    ranks = Ranks(world, decodes, [prefill])
+    # While it waits for the others, and as a room.
+    waiting, whole = decodes[shortest], decodes
+    waiting.promise(ranks.address, "r0", tokens=8, promised=0, pages=[10, 11])
+    others = [decode for decode in decodes if decode is not waiting]
+    others[0].promise(ranks.address, "r0", tokens=8, promised=0, pages=[10, 11])
+    await pending_room([prefill], 2)
+    for decode in whole:
+        decode.promise(ranks.address, "r1", tokens=8, promised=0, pages=[12, 13])
+    room = await prefill.room("r1")
+    now_s = 2.9
+    prefill.sender.check_leases()
+    assert room.cause is None and prefill.sender.statistics()["rooms_pending"] == 2
+    now_s = 3.1
+    prefill.sender.check_leases()
+    assert await room.received() == "lease ended"
+    assert f"decode-{shortest}" in str(room.cause)
+    await pending_room([prefill], 0)
+
+
+async def test_ranks_of_latents_agree_with_and_without_a_number_of_heads(world) -> None:
+    """With MLA each rank holds the whole latents: one head, said or not."""
+    identity = world.identity(kind="mla")
+    for at, (here, there) in enumerate([(0, 0), (1, 1), (0, 1), (1, 0)]):
+        decode = await world.decode(name=f"decode-{at}", identity=identity, kv_heads_total=here)
+        prefills = [
+            await world.prefill(
+                f"prefill:{at}{rank}",
+                name=f"prefill-{at}{rank}",
+                rank=rank,
+                ranks=2,
+                identity=identity,
+                kv_heads_total=there,
+            )
+            for rank in range(2)
+        ]
+        address = ",".join(prefill.address for prefill in prefills)
+        decode.promise(address, f"r{at}", tokens=8, promised=0, pages=[1, 2])
+        await asyncio.gather(*(prefill.serve(f"r{at}", [5, 6]) for prefill in prefills))
+        await decode.wait_done(f"r{at}")
+        assert world.same(decode, prefills[0], [(1, 5), (2, 6)])
+    decode = await world.decode(name="decode-x", identity=identity)
+    prefill = await world.prefill("prefill:x", name="prefill-x", identity=identity, kv_heads_total=2)
+    decode.promise(prefill.address, "rx", tokens=8, promised=0, pages=[1, 2])
+    failed = await decode.wait(events.RoomFailed)
+    assert failed.settled and "the 2 heads of a model" in failed.cause

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.waits import LIMIT_S
 from tidekv.backends.copies.slice_moves import SliceMover
 from tidekv.states import events
 from tidekv.states.types import PoolMemory, Segment
@@ -382,4 +383,30 @@ async def test_prefill_ranks_that_break_the_rules_of_the_ring_fail_their_room(
     assert words in failed.cause
     decode.receiver.abort("r1", 0)
     await decode.wait(events.RoomDrained, count=2)
+    assert decode.ring.used_bytes == 0
+
+
+async def test_slots_are_given_back_once_though_prefill_returns_them_twice(world, two_to_one) -> None:
+    """A second return would free slots that have another owner by then."""
+    prefills, decode = await two_to_one()
+    promised(prefills, decode, pages=1)
+    rooms = await asyncio.gather(*(prefill.room("r1") for prefill in prefills))
+    granted = world.watch(lambda sender, message: isinstance(message, wire.StagingGranted))
+    first, second = (room.room_writers[0] for room in rooms)
+    first.send(wire.StagingRequest(room=first.key, rank=0, ticket=7, component="full", count=1))
+    await asyncio.wait_for(granted.wait(), LIMIT_S)
+    one_bytes = decode.ring.used_bytes
+    assert one_bytes > 0
+    given_back: list[object] = []
+    give_back = decode.ring.give_back
+    decode.ring.give_back = lambda slots: (given_back.append(slots), give_back(slots))
+    for _ in range(2):
+        first.send(wire.StagingReturned(room=first.key, ticket=7))
+    again = world.watch(lambda sender, message: isinstance(message, wire.StagingGranted))
+    second.send(wire.StagingRequest(room=second.key, rank=1, ticket=7, component="full", count=1))
+    await asyncio.wait_for(again.wait(), LIMIT_S)
+    first.send(wire.StagingReturned(room=first.key, ticket=7))
+    decode.receiver.abort("r1", 0)
+    await decode.wait(events.RoomDrained, count=2)
+    assert len(given_back) == 2, "of each rank once"
     assert decode.ring.used_bytes == 0
