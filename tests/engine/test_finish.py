@@ -33,3 +33,24 @@ async def test_output_that_is_not_kept_is_checked_all_the_same(make_pair) -> Non
             await pair.engine.finish(ready, keep="no")
         await pair.engine.finish(ready, keep=False)
         await pair.assert_nothing_held()
+
+
+@pytest.mark.parametrize("call", ["finish", "retract"])
+async def test_a_call_whose_event_could_not_be_posted_leaves_no_tokens(
+    make_pair, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    async with make_pair(device_pages=32) as pair:
+        ready = await pair.restore("first", PROMPT)
+        calls = pair.engine._calls
+
+        def fail(event: object) -> None:
+            raise RuntimeError("no room in the queue")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pair.engine._driver, "post", fail)
+            with pytest.raises(RuntimeError, match="no room"):
+                await (pair.engine.finish(ready) if call == "finish" else pair.engine.retract(ready))
+        assert not calls._tokens_left and not calls._ends
+        # It is the caller's as before.
+        await pair.engine.finish(ready)
+        await pair.assert_nothing_held()

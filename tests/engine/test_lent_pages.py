@@ -188,6 +188,24 @@ async def test_calls_of_the_other_mode_and_wrong_pages_are_refused_by_name(make_
             pair.engine.offer(PROMPT, PAGES)
 
 
+async def test_the_first_page_of_all_is_named_rightly_when_it_is_in_use(make_pair) -> None:
+    """Number 0 is a page like any other."""
+    pages = [0, *PAGES[1:]]
+    async with make_pair(device="lent") as pair:
+        pair.kv.fill(pages, digests(PROMPT))
+        offered = pair.engine.offer(PROMPT, pages)
+        with pytest.raises(InvalidRequest, match="page 0 is read by an offer"):
+            await pair.engine.restore_into(pair.request("r1", PROMPT), pages)
+        await offered
+        lent = asyncio.ensure_future(pair.engine.restore_into(pair.request("r1", PROMPT), pages))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidRequest, match="page 0 is lent to request 'r1'"):
+            pair.engine.offer(PROMPT, pages)
+        with pytest.raises(InvalidRequest, match="request 'r2': page 0 is lent to request 'r1'"):
+            await pair.engine.restore_into(pair.request("r2", PROMPT), [0, *range(40, 40 + len(pages) - 1)])
+        assert (await lent).is_complete
+
+
 async def test_a_page_is_lent_once_and_not_while_an_offer_reads_it(make_pair) -> None:
     async with make_pair(device="lent") as pair:
         pair.kv.fill(PAGES, digests(PROMPT))

@@ -401,11 +401,11 @@ async def test_slots_are_given_back_once_though_prefill_returns_them_twice(world
     give_back = decode.ring.give_back
     decode.ring.give_back = lambda slots: (given_back.append(slots), give_back(slots))
     for _ in range(2):
-        first.send(wire.StagingReturned(room=first.key, ticket=7))
+        first.send(wire.StagingReturned(room=first.key, rank=0, ticket=7))
     again = world.watch(lambda sender, message: isinstance(message, wire.StagingGranted))
     second.send(wire.StagingRequest(room=second.key, rank=1, ticket=7, component="full", count=1))
     await asyncio.wait_for(again.wait(), LIMIT_S)
-    first.send(wire.StagingReturned(room=first.key, ticket=7))
+    first.send(wire.StagingReturned(room=first.key, rank=0, ticket=7))
     decode.receiver.abort("r1", 0)
     await decode.wait(events.RoomDrained, count=2)
     assert len(given_back) == 2, "of each rank once"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tidekv.backends.storage.file.segments import segment_of, slot_of
 from tidekv.backends.storage.file.slot_cache import SlotCache
+
+# The rig of conftest.py, which test modules cannot import.
+Rig = Any
 
 SEGMENT_SLOTS = 8
 
@@ -63,3 +69,26 @@ def test_a_small_batch_stays_in_one_segment() -> None:
     mirror = mirror_of(2, set())
     assert mirror.take_free(4, run_min=4) == list(range(slot_of(1, 0), slot_of(1, 4)))
     assert mirror.take_free(3, run_min=4) == list(range(slot_of(1, 4), slot_of(1, 7)))
+
+
+async def test_slots_of_a_crashed_writer_are_used_again_before_anything_is_evicted(files: Rig) -> None:
+    async def room_in(engine: Any) -> int:
+        """Return how many pages are stored before the first is evicted."""
+        for number in range(1000):
+            assert await files.put(engine, [number]) == [True]
+            if engine.statistics().evictions:
+                return number
+        raise AssertionError("nothing was evicted")
+
+    options = {"capacity": 120 * 4096, "low_water": 1.0}
+    alone = await files.open(**options)
+    room = await room_in(alone)
+    await alone.close()
+    files.root = files.root.with_name("other")
+    engine, crashed = await files.open(**options), await files.open(**options)
+    directory = crashed._file_store._place
+    assert len(directory.index.reserve(6)) == 6
+    # Its process is gone: the kernel has dropped the lock, and nothing was given back.
+    os.close(directory._writer._file)
+    directory._writer._file = os.open(os.devnull, os.O_RDONLY)
+    assert await room_in(engine) == room

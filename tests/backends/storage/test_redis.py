@@ -376,3 +376,16 @@ def test_wrong_uris_and_options_are_refused_by_name() -> None:
 def test_several_servers_and_addresses_of_all_kinds_are_read() -> None:
     engine = open_storage("valkeys://me:pw@a,b:7000,[::1]:7001/0?cluster=true", {"capacity": "1GB"})
     assert engine.uri == "rediss://a:6379,b:7000,[::1]:7001/0?prefix=tidekv"
+
+
+@pytest.mark.parametrize("connections", [1, 4])
+async def test_a_probe_tries_every_connection_and_gives_each_back(
+    rig_on: Callable[..., Rig], redis_server: RedisServer, connections: int
+) -> None:
+    rig = rig_on("redis", redis_server.address)
+    engine = await rig.open(connections=connections)
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.gather(*(engine.probe() for _ in range(3)))
+        assert all(await rig.put(engine, range(8)))
+        assert all(await rig.get(engine, range(8)))
+    assert engine._service._workers.qsize() == connections

@@ -6,6 +6,7 @@ import pytest
 
 from simulation.rig import Rig, ids
 from tidekv.states import commands, events
+from tidekv.states.request.request import State
 
 EIGHT = b"abcdefgh"
 
@@ -186,3 +187,21 @@ def test_several_extends_of_one_room_are_numbered() -> None:
         assert rig.state("a") == "TRANSFER"
         rig.chunk(extend)
     assert ids(rig.take(commands.ReportReady).pages)
+
+
+def test_the_end_of_a_late_recomputation_admits_a_request_that_waits_for_its_pages() -> None:
+    rig = Rig(device_pages=8)
+    rig.arrive("a", EIGHT, can_recompute=True)
+    rig.promised(rig.take(commands.SendPromise))
+    rig.step(events.WriterLost, writer="prefill.1", cause="silence")
+    rig.step(events.WriterDead, writer="prefill.1")
+    recompute = rig.take(commands.Recompute)
+    rig.abort("a")
+    rig.take_all(commands.ReportFailed)
+    # The caller still writes to all pages of the pool.
+    rig.arrive("b", bytes(range(20, 28)))
+    rig.take_all(commands.QueryStorage)
+    assert rig.request("b").state is State.PREALLOC
+    assert not rig.take_all(commands.SendPromise)
+    rig.step(events.Recomputed, op=recompute.op, error="")
+    assert rig.take(commands.SendPromise).request_id == "b"
