@@ -22,7 +22,7 @@ from tidekv.states.errors import StorageFailed
 # The rig of conftest.py, which test modules cannot import.
 Rig = Any
 
-FUZZ_S = float(os.environ.get("TIDEKV_FUZZ_S", "10"))
+FUZZ_S = float(os.environ.get("TIDEKV_FUZZ_S", "20"))
 """Seconds of the fuzz below. By hand: TIDEKV_FUZZ_S=3600 python -m pytest -k fuzz -s."""
 SEED = int(os.environ.get("TIDEKV_FUZZ_SEED", "0")) or int.from_bytes(os.urandom(4))
 
