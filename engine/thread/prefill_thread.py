@@ -235,6 +235,12 @@ class PrefillThread:
             ended, self._ended = self._ended, []
         return ended
 
+    def unclaimed(self) -> list[str]:
+        """Return the hand-overs that no decode worker asks for at the moment, the oldest first. Never waits."""
+        with self._lock:
+            live = list(self._live.values())
+        return [handed.request_id for handed in live if handed.room is None and not handed.stopped]
+
     def statistics(self) -> dict[str, int | float]:
         """Those of the peer, and `handovers`: hand-overs that have not ended. Waits for a turn of the peer's loop."""
 

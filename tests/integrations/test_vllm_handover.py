@@ -386,6 +386,46 @@ def test_a_room_of_another_prompt_or_salt_gives_a_client_nothing(
     assert prefill.counts == {"sends_received": 1}
 
 
+def test_prompts_that_nobody_asks_for_hold_a_share_of_the_blocks_at_most(start: Start) -> None:
+    prefill, decode = start("kv_producer", unclaimed_share=0.5), start("kv_consumer")
+    of_each = len(PLACES)
+    share = prefill.worker._worker._prefills[0]._unclaimed_max
+    answers = {str(number): prefilled(prefill, str(number)) for number in range(share // of_each)}
+    for _ in range(10):
+        prefill.step()
+    assert prefill.freed == []
+    prefilled(prefill, "one more")
+    prefill.step_until(lambda: prefill.freed)
+    for _ in range(10):
+        prefill.step()
+    assert prefill.freed == ["0"]
+    # Decode computes what it does not get, and gets the others.
+    decode.add(request_of("d", PROMPT, answers["1"]), [1, 2, 3, 4, 5])
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("d", PROMPT)
+    decode.add(request_of("e", [*PROMPT[:-1], 9], answers["0"]), OTHERS)
+    decode.step_until(lambda: "e" in decode.loaded)
+    assert decode.invalid
+
+
+def test_a_request_that_waits_for_blocks_gets_those_of_the_oldest_prompt_that_nobody_asks_for(start: Start) -> None:
+    prefill, decode = start("kv_producer", unclaimed_share=1.0), start("kv_consumer")
+    prefilled(prefill, "p")
+    answer = prefilled(prefill, "q")
+    for _ in range(10):
+        prefill.step()
+    assert prefill.freed == []
+    prefill.add(request_of("w", PROMPT, None), PLACES)
+    prefill.step_until(lambda: prefill.freed)
+    prefill.compute("w", chunk=12)
+    for _ in range(10):
+        prefill.step()
+    assert prefill.freed == ["p"]
+    decode.add(request_of("d", PROMPT, answer), [1, 2, 3, 4, 5])
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("d", PROMPT)
+
+
 def test_two_requests_whose_router_named_one_room_get_their_own_prompts(start: Start) -> None:
     prefill, decode = start("kv_producer"), start("kv_consumer")
     other = [token + 100 for token in PROMPT]

@@ -191,7 +191,9 @@ class HandoverVllm:
                 self.counts[name] = self.counts.get(name, 0) + count
         for name, count in scheduled.items():
             self.requests[name].num_computed_tokens += count
-        self.scheduler.update_connector_output(SimpleNamespace(finished_recving=loaded, invalid_block_ids=invalid))
+        self.scheduler.update_connector_output(
+            SimpleNamespace(finished_recving=loaded, finished_sending=freed, invalid_block_ids=invalid)
+        )
         self.freed += freed
         self.loaded += loaded
         self.invalid |= invalid

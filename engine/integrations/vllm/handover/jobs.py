@@ -71,7 +71,8 @@ class HandoverJobs:
 
     `aborted`: requests whose restore is not needed any more. `preempted`: requests whose blocks are given to others
     with this step. `held`: prompts that have finished and whose blocks vLLM holds until the worker reports them; True
-    if all of their blocks were sent.
+    if all of their blocks were sent. `is_short`: a request waits for blocks, so held ones that nobody asks for are
+    released.
     """
 
     restores: list[RestoreJob] = field(default_factory=list)
@@ -81,12 +82,20 @@ class HandoverJobs:
     aborted: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     held: dict[str, bool] = field(default_factory=dict)
+    is_short: bool = False
 
     @property
     def is_empty(self) -> bool:
         """Whether the step has no jobs."""
         return not (
-            self.restores or self.sends or self.offers or self.declined or self.aborted or self.preempted or self.held
+            self.restores
+            or self.sends
+            or self.offers
+            or self.declined
+            or self.aborted
+            or self.preempted
+            or self.held
+            or self.is_short
         )
 
 

@@ -278,10 +278,18 @@ class PrefillScheduler:
         self.address = address
         self._sending: dict[str, _Sending] = {}
         self._held: dict[str, bool] = {}
+        self._holding: set[str] = set()
+        """Requests that have finished and whose blocks vLLM holds."""
+        self._waiting: set[str] = set()
+        """Requests that no step has scheduled yet."""
+        self._is_asked = False
+        """The workers were asked to release blocks, and no blocks have become free since."""
 
     def arrived(self, request: Any) -> None:
         """Take note of a request whose prompt a decode worker will ask for."""
         params = request.kv_transfer_params or {}
+        if not params.get("do_remote_prefill"):  # Those may wait for a restore.
+            self._waiting.add(request.request_id)
         if params.get("do_remote_decode") and is_of_tokens(request):
             # A room that nobody can guess: its name is all that a request at decode needs to ask for it.
             room = params.get("room") or PREFILL_FIRST + token_hex(ROOM_BYTES)
@@ -297,6 +305,11 @@ class PrefillScheduler:
     ) -> None:
         """Add the jobs of a step that computes `scheduled` tokens of each request."""
         jobs.held, self._held = self._held, {}
+        preempted = list(preempted)
+        self._waiting.difference_update(scheduled)
+        # A step in which nothing runs although a request waits, or that has taken blocks from one that ran.
+        if self._holding and not self._is_asked and (preempted or (self._waiting and not scheduled)):
+            jobs.is_short = self._is_asked = True
         for request_id in preempted:
             sending = self._sending.get(request_id)
             if sending is not None and sending.is_open:
@@ -309,9 +322,11 @@ class PrefillScheduler:
 
     def finished(self, request_id: str) -> tuple[bool, dict[str, Any] | None]:
         """End a request: True if blocks of it were sent, which vLLM then holds. The answer names where decode asks."""
+        self._waiting.discard(request_id)
         sending = self._sending.pop(request_id, None)
         if sending is None or not sending.is_open:
             return False, None
+        self._holding.add(request_id)
         is_complete = self._held[request_id] = sending.sent == sending.request.num_prompt_tokens
         if not is_complete:
             return True, None
@@ -321,6 +336,13 @@ class PrefillScheduler:
             "prefill": self.address,
             "room": sending.room,
         }
+
+    def freed(self, request_ids: Iterable[str]) -> None:
+        """Note the requests whose blocks vLLM has again."""
+        for request_id in request_ids:
+            if request_id in self._holding:
+                self._holding.discard(request_id)
+                self._is_asked = False
 
     def _send(self, sending: _Sending, count: int, blocks_of: Callable[[str], Sequence[int]]) -> SendJob | None:
         """Return the blocks that a step of `count` tokens fills; the last one of a prompt may be filled in part."""
@@ -384,7 +406,9 @@ class HandoverScheduler:
         return None if jobs.is_empty else jobs
 
     def heard(self, connector_output: Any) -> None:
-        """Note the restores that ended."""
+        """Note the restores that ended, and the blocks that are free again."""
+        if self._prefill is not None:
+            self._prefill.freed(connector_output.finished_sending or ())
         if self._decode is not None:
             self._decode.loaded(connector_output.finished_recving or ())
 

@@ -19,7 +19,7 @@ from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.config.tls import TlsFiles, dial_context, listen_context
 from tidekv.engine.integrations.vllm.settings import HINT, check_shareable
 from tidekv.states.errors import InvalidConfig, InvalidRequest, cause_of
-from tidekv.states.validation import Options, PlainText, PositiveCount, Seconds, Text, host_and_port
+from tidekv.states.validation import Options, PlainText, PositiveCount, PositiveShare, Seconds, Text, host_and_port
 from tidekv.transports.control.addresses import Dials
 
 WHERE: Final = f"{HINT}.handover"
@@ -74,6 +74,10 @@ class HandoverSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields
     """Maximum seconds in which decode gets a prompt, prefill's computation included; then vLLM computes it."""
     promise_timeout_s: Seconds = 60.0
     """Seconds for which prefill holds the blocks of a computed prompt that no decode worker asks for."""
+    unclaimed_share: PositiveShare = 0.5
+    """Maximum share of vLLM's blocks that prefill holds for computed prompts that no decode worker asks for. Above it,
+    and while a request waits for blocks, the oldest are released; decode then computes them.
+    """
     lease_s: Seconds = 10.0
     """Seconds for which prefill holds the blocks of a prompt whose decode worker gives no sign of life."""
 

@@ -76,6 +76,9 @@ class PrefillWorker:
         self._prompts: dict[str, PromptDigest] = {}
         """Prompts of the open requests by room, where this prefill has named it."""
         self._held: set[str] = set()
+        self._blocks: Counter[str] = Counter()
+        """Blocks handed over, by request."""
+        self._unclaimed_max = int(settings.unclaimed_share * handover.num_blocks)
         self._thread.start()
 
     @property
@@ -87,10 +90,13 @@ class PrefillWorker:
         """End what reads blocks that this step may overwrite."""
         for request_id in jobs.preempted:
             self._thread.restart(request_id, "prefill preempted the request")
+            self._blocks[request_id] = 0
         for request_id, is_complete in jobs.held.items():
             self._held.add(request_id)
             if not is_complete:
                 self._thread.stop(request_id, "the request was aborted at prefill")
+        if jobs.held or jobs.is_short:
+            self._release_unclaimed(is_short=jobs.is_short)
 
     def send(self, job: SendJob) -> None:
         """Hand over the blocks that a step filled."""
@@ -108,6 +114,7 @@ class PrefillWorker:
         if job.request_id not in self._open:
             return
         end = job.prompt.prompt_tokens if job.is_last else None
+        self._blocks[job.request_id] += len(job.blocks)
         self._thread.send(job.request_id, job.blocks, start_token=job.start_token, end_token=end)
         if job.is_last:
             self._thread.finish(job.request_id, first_token=UNSAMPLED)
@@ -127,6 +134,7 @@ class PrefillWorker:
         self._held -= freed
         for request_id in freed:
             del self._rooms[request_id]
+            self._blocks.pop(request_id, None)
         return freed
 
     def is_transferring(self) -> bool:
@@ -136,6 +144,20 @@ class PrefillWorker:
     def close(self) -> None:
         """End all rooms and stop. Idempotent."""
         self._thread.close()
+
+    def _release_unclaimed(self, *, is_short: bool) -> None:
+        """Give up the oldest prompts that no decode worker asks for: all above the share, and one if vLLM is short."""
+        unclaimed = [request_id for request_id in self._thread.unclaimed() if request_id in self._held]
+        blocks = sum(self._blocks[request_id] for request_id in unclaimed)
+        for request_id in unclaimed:
+            if blocks > self._unclaimed_max:
+                why = f"prompts that no decode worker asked for held {blocks} of at most {self._unclaimed_max} blocks"
+            elif is_short:
+                why = "no decode worker had asked for it, and a request of this prefill waited for blocks"
+            else:
+                return
+            self._thread.stop(request_id, why)
+            blocks, is_short = blocks - self._blocks[request_id], False
 
     async def _refuse_unknown(self, room: Room) -> None:
         """Refuse a room that prefill named and no longer has, as after its restart, or for another prompt. Runs on the
