@@ -20,6 +20,7 @@ COMMANDS = {
     "test": (["-m", "pytest"], "run the tests in parallel; --all: slow ones as well; PATH…: these, in one process"),
     "check": ([], "run the lint and type checks, and look for known holes of dependencies"),
     "coverage": (["-m", "pytest", "--cov", "--cov-report="], "run all tests or PATH…; print what branches they take"),
+    "fuzz": (["-m", "tests.fuzz"], "feed damaged frames, handshakes and parameters for a minute; --seconds N: for N"),
     "bench": (["-m", "benchmarks"], "measure all targets, or run one benchmark by name; --help lists them"),
     "tidekv": (["-m", "tidekv"], "run any tidekv command"),
     "vllm": (["-m", "benchmarks.vllm_pair"], "serve conversations through real vLLM servers, and compare every token"),
