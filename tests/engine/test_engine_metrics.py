@@ -92,6 +92,43 @@ async def test_scrape_is_what_the_journal_counts(make_pair, tmp_path: Path) -> N
     assert scraped["tidekv_ready_seconds_count", (("outcome", "ready"),)] == 8
 
 
+async def test_gauges_are_what_is_held_at_that_moment(make_pair) -> None:
+    """Each above 0, and each another number: a gauge of another pool, state or prefill would show."""
+    async with make_pair(device_pages=32, host_pages=32, metrics_listen="127.0.0.1:0") as pair:
+        reached, opened = asyncio.Event(), asyncio.Event()
+        ready = await pair.restore("cached", PROMPT)
+        await pair.finish(ready, PROMPT, [])
+        await pair.engine.wait_settled()
+        held = [await pair.restore(f"ready {first}", list(range(first, first + 10))) for first in (500, 550)]
+
+        async def hold(writer: str, target: str, pages: int) -> None:
+            reached.set()
+            await opened.wait()
+
+        pair.network.before_write = hold
+        waiting = asyncio.ensure_future(pair.restore("waits", list(range(700, 730))))
+        async with asyncio.timeout(LIMIT_S):
+            await reached.wait()
+        found = samples_of(await scrape(pair.engine.metrics_address))
+        core, withheld = pair.core(), pair.engine._core.state.quota.held["prefill"]
+        opened.set()
+        held.append(await waiting)
+
+        def gauge(name: str, **labels: str) -> float:
+            return found[name, tuple(sorted(labels.items()))]
+
+        for pool in ("device", "host"):
+            for condition in ("owned", "cached", "evictable", "free"):
+                assert gauge("tidekv_pool_pages", pool=pool, condition=condition) == core[f"{pool}_{condition}"]
+        assert gauge("tidekv_pool_pages", pool="device", condition="owned") > 0
+        assert gauge("tidekv_pool_pages", pool="host", condition="cached") == 5
+        assert gauge("tidekv_pool_pages", pool="device", condition="free") != core["host_free"]
+        assert gauge("tidekv_requests", state="READY") == 2 and gauge("tidekv_requests", state="TRANSFER") == 1
+        assert gauge("tidekv_prefill_pages", prefill="prefill") == withheld >= 8
+        for each in held:
+            await pair.engine.finish(each)
+
+
 async def test_without_metrics_nothing_listens(make_pair) -> None:
     async with make_pair() as pair:
         assert pair.engine.metrics_address is None

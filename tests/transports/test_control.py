@@ -595,3 +595,30 @@ async def test_a_host_that_lost_power_is_noticed_by_the_kernel_of_both_ends(ends
         connection = link._writer.get_extra_info("socket")
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == control.KEEPALIVE_S
+
+
+@pytest.mark.parametrize("end", ["cancelled", "late"])
+async def test_a_dial_that_is_given_up_closes_its_connection(end: str) -> None:
+    accepted, ended = asyncio.Event(), asyncio.Event()
+
+    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.set()
+        try:
+            # The first bytes of the challenge may come; then the end of the connection.
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(1 << 16):
+                    pass
+        finally:
+            ended.set()
+            writer.transport.abort()
+
+    async with asyncio.timeout(LIMIT_S), await asyncio.start_server(mute, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        options = ControlOptions(secret="between us", handshake_s=0.2 if end == "late" else 600.0)
+        dialling = asyncio.create_task(control.dial(f"127.0.0.1:{port}", options))
+        await accepted.wait()
+        if end == "cancelled":
+            dialling.cancel()
+        await asyncio.wait([dialling])
+        assert dialling.cancelled() or isinstance(dialling.exception(), DialFailed)
+        await ended.wait()

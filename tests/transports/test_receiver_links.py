@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
+from typing import Any
 
 import msgspec
 import pytest
 
-from tests.support.waits import expected
+from tests.support.waits import LIMIT_S, expected
 from tidekv.states import events
-from tidekv.states.errors import InvalidConfig
+from tidekv.states.errors import InvalidConfig, LinkClosed
 from tidekv.states.types import GroupIdentity
+from tidekv.transports import base
 from tidekv.transports.control import wire
+from tidekv.transports.decode import prefill_link
 
 
 async def test_an_unreachable_prefill_fails_the_room_settled(world) -> None:
@@ -195,3 +199,46 @@ async def test_pings_keep_a_link_and_its_lease_alive(world) -> None:
 async def test_times_must_make_sense(world) -> None:
     with pytest.raises(InvalidConfig, match="heartbeat_s"):
         await world.decode(heartbeat_s=3.0)
+
+
+@pytest.mark.parametrize("end", ["silence", "cancelled", "cancelled as it completes"])
+async def test_a_dial_that_ends_without_a_handshake_leaves_no_link(
+    world, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    dialled = asyncio.Event()
+
+    async def mute(link: base.Link) -> None:
+        dialled.set()
+        with suppress(LinkClosed):
+            while True:
+                await link.receive()
+
+    listening = world.transport("mute")
+    await listening.start(poller=None)
+    world.closers.append(listening.close)
+    listener = await listening.listen("mute:0", mute)
+    decode = await world.decode(heartbeat_s=0.01, missed_s=0.05 if end == "silence" else 5.0)
+    if end == "cancelled as it completes":
+        real = prefill_link.PrefillLink._within_silence
+
+        async def completes(link: prefill_link.PrefillLink, work: Any) -> Any:
+            await real(link, work)
+            # The end of the handshake and the cancellation came in one iteration of the loop.
+            raise asyncio.CancelledError
+
+        monkeypatch.setattr(prefill_link.PrefillLink, "_within_silence", completes)
+        prefill = await world.prefill()
+        opened = world.watch(lambda sender, message: isinstance(message, wire.Hello))
+        decode.promise(prefill.address, "r1", tokens=8, promised=0, pages=[1, 2])
+        await asyncio.wait_for(opened.wait(), LIMIT_S)
+        for _ in range(50):
+            await asyncio.sleep(0)
+    else:
+        decode.promise(listener.address, "r1", tokens=8, promised=0, pages=[1, 2])
+        await asyncio.wait_for(dialled.wait(), LIMIT_S)
+        if end == "silence":
+            failed = await decode.wait(events.RoomFailed)
+            assert failed.settled and "handshake" in failed.cause
+        else:
+            await decode.receiver.close()
+    assert decode.transport.links == set()
