@@ -12,6 +12,7 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.threads import started
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import BrokenInvariant, EngineClosed
 
@@ -66,12 +67,6 @@ def run(request: pytest.FixtureRequest) -> Run:
         assert not [thread for thread in threading.enumerate() if thread.name == "tidekv-poller"]
 
     return run_on_loop
-
-
-def started() -> PollerThread:
-    poller = PollerThread()
-    poller.start()
-    return poller
 
 
 @pytest.mark.parametrize("checks", [0, 1, 2, 50])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.fault_hooks import GatedPoller
-from tidekv.engine.poller import PollerThread
+from tests.support.threads import started
 from tidekv.states.errors import EngineClosed
 from tidekv.transports.base import Drive, Ended, Turn
 
@@ -48,12 +48,6 @@ def enter(drive: Drive, stream: Counter) -> asyncio.Future[None]:
     stream.items.append(future)
     drive.wake()
     return future
-
-
-def started() -> PollerThread:
-    poller = PollerThread()
-    poller.start()
-    return poller
 
 
 @pytest.mark.parametrize("waits", [0, 3])

@@ -6,7 +6,6 @@ The pages of a tail it has begun to write stay reserved until it has reported th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import signal
 from collections import Counter
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.fault_process import Done, Halt, Halted
-from tests.support.waits import LIMIT_S
+from tests.support.waits import LIMIT_S, pass_s
 from tidekv import HostPool, KVLayout, PageLayout, ReadyRequest, RequestFailed
 from tidekv.engine.demo.prefill_process import ComponentOrder
 
@@ -80,13 +79,6 @@ async def test_a_prefill_killed_in_a_tail_is_followed_by_the_next(
         # What the dead one was writing to is free again: its death is proven.
         await decode.assert_nothing_held()
         assert decode.core()["prefill_retries"] == 1
-
-
-async def pass_s(seconds: float) -> None:
-    """Let a fault last for a while."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await asyncio.Event().wait()
 
 
 @pytest.mark.slow

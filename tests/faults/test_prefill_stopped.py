@@ -7,14 +7,13 @@ in the quarantine, even if requests need them, until it has reported that it is 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 from typing import Any
 
 import pytest
 
 from tests.support.fault_process import Done, Halt
-from tests.support.waits import LIMIT_S
+from tests.support.waits import LIMIT_S, pass_s
 from tidekv import RequestFailed
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.demo.synthetic import prompt_digests
@@ -25,13 +24,6 @@ STOPPED_S = 5.0
 PAGE_SIZE = 16
 # A peer is out of reach sooner than by default, so that the tests are short; a loaded machine must not pass for it.
 LIVENESS = {"heartbeat_s": 0.25, "peer_silence_s": 3.0}
-
-
-async def pass_s(seconds: float) -> None:
-    """Let a fault last for a while."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await asyncio.Event().wait()
 
 
 async def stop_midway(child: Any, *, after_pages: int) -> None:

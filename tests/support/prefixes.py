@@ -8,7 +8,8 @@ Prefix = tuple[str, tuple[int, ...]]
 """A namespace, and the tokens."""
 
 
-def keys(tokens: tuple[int, ...]) -> bytes:
+def keys(*tokens: int) -> bytes:
+    """Return the keys of pages of one token each."""
     return b"".join(token.to_bytes(4, "little") for token in tokens)
 
 

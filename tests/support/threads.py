@@ -6,6 +6,8 @@ import re
 import threading
 from collections import Counter
 
+from tidekv.engine.poller import PollerThread
+
 NUMBER_IN_POOL = re.compile(r"_\d+$")
 
 
@@ -24,3 +26,10 @@ def threads_left(before: Counter[str]) -> list[str]:
     more = thread_names() - before
     grown = {name for name in more if name not in before and more[name] == 1 and NUMBER_IN_POOL.sub("", name) in pools}
     return sorted(name for name in more.elements() if name not in grown)
+
+
+def started() -> PollerThread:
+    """Return a poller whose thread runs."""
+    poller = PollerThread()
+    poller.start()
+    return poller

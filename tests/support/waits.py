@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -37,3 +38,10 @@ async def until(condition: Callable[[], bool]) -> None:
     async with expected("a condition"):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
+
+
+async def pass_s(seconds: float) -> None:
+    """Let a fault last for a while."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.Event().wait()

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from simulation.rig import Rig, ids
+from tests.support.rigs import change
 from tidekv.states import commands, events
-from tidekv.states.storage.policy import changed_policy, policy_of
 
 
 def back_rig(**settings: object) -> Rig:
@@ -37,11 +37,6 @@ def turn(rig: Rig, name: str, tokens: bytes) -> None:
 def cached(rig: Rig, tokens: bytes) -> tuple[int, int]:
     """Pages of a prompt on the device, and further on the host."""
     return rig.core.state.index.probe_prefix("", tokens)
-
-
-def change(rig: Rig, **changes: object) -> None:
-    policy = changed_policy(policy_of(rig.core.state.settings), changes)
-    rig.step(events.PolicyChanged, policy=policy)
 
 
 def test_nothing_is_copied_or_put_while_there_is_room() -> None:

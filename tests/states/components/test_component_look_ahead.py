@@ -21,6 +21,7 @@ from tests.support.component_stories import (
     state,
     window,
 )
+from tests.support.rigs import tails_of
 from tidekv.states import commands, events
 from tidekv.states.components.look_ahead import ComponentLookAhead
 from tidekv.states.components.specs import Component
@@ -47,11 +48,6 @@ def waiting(*components: Component, **fields: object) -> tuple[Rig, list[command
 def make_room(rig: Rig) -> None:
     rig.abort("big")
     rig.take(commands.ReportDropped)
-
-
-def tails_of(promise: commands.SendPromise) -> dict[str, tuple[int, int]]:
-    assert promise.component_pages is not None
-    return {asked_for.component: (asked_for.first, len(asked_for.pages)) for asked_for in promise.component_pages}
 
 
 def end_copies(rig: Rig) -> None:

@@ -98,7 +98,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         return [cut(prompt, position + 1) for position in range(first, boundary)]
 
     def longest(self, prompt: Prefix, *, use_host: bool) -> tuple[int, int]:
-        on_device, beyond = self.index.probe_prefix(prompt[0], keys(prompt[1]))
+        on_device, beyond = self.index.probe_prefix(prompt[0], keys(*prompt[1]))
         tiers = ("device", "host") if use_host else ("device",)
         boundary = on_device + beyond if use_host else on_device
         while not all(
@@ -164,7 +164,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
     def insert_full(self, prompt: Prefix) -> None:
         account = self.full["device"]
         prompt = cut(prompt, account.free)
-        inserted = self.index.insert(prompt[0], keys(prompt[1]), account.take(len(prompt[1])))
+        inserted = self.index.insert(prompt[0], keys(*prompt[1]), account.take(len(prompt[1])))
         account.give_back(inserted.duplicates)
 
     @rule(pick=PICK, tier=TIERS)
@@ -262,8 +262,8 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, use_host=st.booleans(), lock=st.booleans(), pin=st.booleans())
     def match(self, prompt: Prefix, use_host: bool, lock: bool, pin: bool) -> None:
         expected = self.longest(prompt, use_host=use_host)
-        assert self.component_pages.probe_prefix(prompt[0], keys(prompt[1]), use_host=use_host) == expected
-        match = self.component_pages.match(prompt[0], keys(prompt[1]), use_host=use_host)
+        assert self.component_pages.probe_prefix(prompt[0], keys(*prompt[1]), use_host=use_host) == expected
+        match = self.component_pages.match(prompt[0], keys(*prompt[1]), use_host=use_host)
         assert (match.device_pages, match.host_pages) == expected
         boundary = sum(expected)
         assert prefix_of(match.host_node) == cut(prompt, boundary)
@@ -282,7 +282,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS, first=st.integers(0, 8))
     def sources(self, prompt: Prefix, first: int) -> None:
-        match = self.index.match(prompt[0], keys(prompt[1]))
+        match = self.index.match(prompt[0], keys(*prompt[1]))
         found = match.device_pages + match.host_pages
         for name in self.names:
             here = [self.component_pages.sources(name, match.host_node, first)[at] for at in (0, 1)]
@@ -295,7 +295,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
                 for tier in ("device", "host")
             ]
             assert here == known
-            assert self.component_pages.positions(prompt[0], keys(prompt[1]), name, first) >= {*known[0], *known[1]}
+            assert self.component_pages.positions(prompt[0], keys(*prompt[1]), name, first) >= {*known[0], *known[1]}
 
     @rule(tier=TIERS, pick=PICK, count=st.integers(0, 6))
     def take(self, tier: str, pick: int, count: int) -> None:

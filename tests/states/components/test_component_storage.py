@@ -22,13 +22,9 @@ from tests.support.component_stories import (
     tail,
     window,
 )
+from tests.support.rigs import tails_of
 from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant
-
-
-def tails_of(promise: commands.SendPromise) -> dict[str, tuple[int, int]]:
-    assert promise.component_pages is not None
-    return {asked_for.component: (asked_for.first, len(asked_for.pages)) for asked_for in promise.component_pages}
 
 
 def test_a_prompt_comes_back_from_storage_with_its_component_pages() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.prefixes import keys
 from tidekv.states.components.index import ComponentIndex
 from tidekv.states.components.specs import Component
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
@@ -11,10 +12,6 @@ from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.prefix.node import TierName
 from tidekv.states.types import page_ids
-
-
-def keys(*tokens: int) -> bytes:
-    return b"".join(token.to_bytes(4, "little") for token in tokens)
 
 
 def window(pages: int, *, device_pages: int = 32, host_pages: int = 32) -> Component:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from simulation.rig import Rig
+from tests.support.raise_stories import arrival, finish
 from tidekv.states import commands
 from tidekv.states.backup.backups import Backups
 from tidekv.states.errors import BrokenInvariant
@@ -19,11 +20,6 @@ EIGHT = b"abcdefgh"
 Step = Callable[[Rig], object]
 
 
-def arrival(rig: Rig) -> Step:
-    rig.attach_storage()
-    return lambda rig: rig.arrive("a", EIGHT)
-
-
 def answer(rig: Rig) -> Step:
     query = rig.ask_storage()
     return lambda rig: rig.answer(query, 0)
@@ -34,11 +30,6 @@ def failed_copy(rig: Rig) -> Step:
     rig.promised(rig.take(commands.SendPromise))
     copy = rig.take(commands.CopyToDevice)
     return lambda rig: rig.copied(copy, error="failed")
-
-
-def finish(rig: Rig) -> Step:
-    rig.bring(State.READY)
-    return lambda rig: rig.finish("a", EIGHT)
 
 
 def waiting_put(rig: Rig) -> tuple[commands.FetchPages, commands.SendPromise]:

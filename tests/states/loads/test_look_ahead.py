@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulation.rig import Rig
+from tests.support.rigs import change
 from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.storage.policy import changed_policy, policy_of
 from tidekv.states.types import page_ids
 
 TOKENS = b"abcdefgh"
@@ -35,11 +35,6 @@ def make_room(rig: Rig) -> None:
     """The big one leaves, and with it all that it had."""
     rig.abort("big")
     rig.take(commands.ReportDropped)
-
-
-def change(rig: Rig, **changes: object) -> None:
-    policy = changed_policy(policy_of(rig.core.state.settings), changes)
-    rig.step(events.PolicyChanged, policy=policy)
 
 
 def fetches(rig: Rig) -> list[commands.FetchPages]:

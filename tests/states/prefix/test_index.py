@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.prefixes import keys
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.pages.page_pool import PagePool, PageState
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.types import PageIds, page_ids
-
-
-def keys(*tokens: int) -> bytes:
-    return b"".join(token.to_bytes(4, "little") for token in tokens)
 
 
 class Bench:

@@ -6,14 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.prefixes import keys
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.prefix.node import TierName
 from tidekv.states.prefix.policies import FIFO, LFU, LRU, PRIORITY, SLRU, EvictionPolicy
-
-
-def keys(*tokens: int) -> bytes:
-    return b"".join(token.to_bytes(4, "little") for token in tokens)
 
 
 class Cache:

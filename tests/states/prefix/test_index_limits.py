@@ -6,14 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.prefixes import keys
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.types import page_ids
-
-
-def keys(*tokens: int) -> bytes:
-    return b"".join(token.to_bytes(4, "little") for token in tokens)
 
 
 def make(pages: int = 32) -> tuple[PrefixIndex, PagePool, PagePool]:

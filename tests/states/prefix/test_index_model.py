@@ -159,7 +159,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
             else:
                 duplicates += [mine] if mine != theirs else []
                 table.append(theirs)
-        result = self.index.insert(prompt[0], keys(prompt[1]), ours, priority=priority)
+        result = self.index.insert(prompt[0], keys(*prompt[1]), ours, priority=priority)
         assert result.inserted_count == inserted
         assert result.duplicates.tolist() == duplicates
         assert result.rejected.tolist() == rejected
@@ -172,8 +172,8 @@ class IndexAgainstModel(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, lock=st.booleans(), pin=st.booleans())
     def match(self, prompt: Prefix, lock: bool, pin: bool) -> None:
         expected = self.lengths(prompt)
-        assert self.index.probe_prefix(prompt[0], keys(prompt[1])) == expected
-        match = self.index.match(prompt[0], keys(prompt[1]))
+        assert self.index.probe_prefix(prompt[0], keys(*prompt[1])) == expected
+        match = self.index.match(prompt[0], keys(*prompt[1]))
         assert (match.device_pages, match.host_pages) == expected
         assert prefix_of(match.device_node) == (prompt[0], prompt[1][: expected[0]])
         assert prefix_of(match.host_node) == (prompt[0], prompt[1][: sum(expected)])
@@ -261,13 +261,13 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS)
     def insert_pending(self, prompt: Prefix) -> None:
-        match = self.index.match(prompt[0], keys(prompt[1]))
+        match = self.index.match(prompt[0], keys(*prompt[1]))
         start = match.device_pages
         suffix = prompt[1][start:][: self.device.free]
-        if not suffix or self.index.has_child(match.device_node, prompt[0], keys(suffix[:1])):
+        if not suffix or self.index.has_child(match.device_node, prompt[0], keys(*suffix[:1])):
             return
         ids, load = self.device.take(len(suffix)), FakeLoad()
-        node = self.index.insert_pending(match.device_node, prompt[0], keys(suffix), ids, load)
+        node = self.index.insert_pending(match.device_node, prompt[0], keys(*suffix), ids, load)
         load.nodes.append(node)
         self.loads.append(load)
         for prefix, given in zip(prefixes(prompt)[start:], ids, strict=False):

@@ -6,9 +6,10 @@ import pytest
 
 from simulation.rig import Rig
 from tests.support.asking import ask
+from tests.support.rigs import change
 from tidekv.states import commands, events
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.storage.policy import StoragePolicy, changed_policy, policy_of
+from tidekv.states.storage.policy import StoragePolicy, changed_policy
 
 TOKENS = b"abcdefgh"
 
@@ -21,11 +22,6 @@ def stored_rig(**settings: object) -> Rig:
     rig.flush("l1")
     rig.flush("l2")
     return rig
-
-
-def change(rig: Rig, **changes: object) -> None:
-    policy = changed_policy(policy_of(rig.core.state.settings), changes)
-    rig.step(events.PolicyChanged, policy=policy)
 
 
 # --- How long to wait ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simulation.rig import Rig
+from tests.support.rigs import planned
 from tidekv.states import commands, events
 from tidekv.states.request.request import State
 
@@ -12,11 +13,6 @@ from tidekv.states.request.request import State
 def fill_device(rig: Rig, *, free: int) -> None:
     """A READY request that takes all device pages but so many."""
     rig.make_ready("big", bytes(range(100, 100 + rig.settings.device_pages - free)), cache=False)
-
-
-def planned(rig: Rig) -> list[str]:
-    """Requests that were let in since the last call, in order."""
-    return [promise.request_id for promise in rig.take_all(commands.SendPromise)]
 
 
 def test_a_request_waits_for_pages_and_gets_them_when_they_are_free() -> None:

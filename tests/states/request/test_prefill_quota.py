@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from simulation.rig import Rig
+from tests.support.rigs import planned
 from tidekv.states import commands, events
 
 SILENT = {"prefills": ("silent",), "cache": False}
 GOOD = {"prefills": ("good",), "cache": False}
-
-
-def planned(rig: Rig) -> list[str]:
-    """Requests that were let in since the last call, in order."""
-    return [promise.request_id for promise in rig.take_all(commands.SendPromise)]
 
 
 def prompt(number: int, pages: int = 6) -> bytes:
