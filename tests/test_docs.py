@@ -60,3 +60,23 @@ def test_every_incident_is_listed_once_and_every_test_that_proves_it_exists() ->
         for file, name in references:
             assert (ROOT / file).is_file(), f"{incident}: {file}"
             assert name in collected.setdefault(file, collected_of(ROOT / file)), f"{incident}: {file}::{name}"
+
+
+def test_every_cell_of_the_threat_model_names_a_test_that_exists_or_the_reason_why_not() -> None:
+    section = (
+        (DOCS / "threat-model.md").read_text().partition("## Who can do what, and the test")[2].partition("\n## ")[0]
+    )
+    rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    assert [cell.strip() for cell in rows[0]] == [
+        "asset", "stranger", "peer", "client", "writer of the store", "local user",
+    ]  # fmt: skip
+    assert len(rows) > 8
+    collected: dict[str, set[str]] = {}
+    for asset, *cells in rows[1:]:
+        assert len(cells) == len(rows[0]) - 1, asset
+        for cell in cells:
+            references = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", cell)
+            assert references or re.match(r" *accepted: \w", cell), f"{asset}: {cell}"
+            for file, name in references:
+                assert (ROOT / file).is_file(), f"{asset}: {file}"
+                assert name in collected.setdefault(file, collected_of(ROOT / file)), f"{asset}: {file}::{name}"
