@@ -424,7 +424,7 @@ class StorageAdmission:
         Without this, the first hits would have to be fetched in part, or not at all, before the rest could be.
         """
         state, settings = self._state, self._state.settings
-        count = min(stored, MEASURED_PAGES_MAX, settings.host_pages // 8)
+        count = min(stored, MEASURED_PAGES_MAX, settings.host_pages // 2)
         is_due = settings.prefetch == "soonest" and not (self.pages_in_flight or self.source_load.page_s)
         if is_due and self.is_usable and count * settings.page_size >= max(settings.prefetch_threshold_tokens, 1):
             state.run_guarded(partial(self._measure, leaf, count), recover=lambda: None)

@@ -52,8 +52,8 @@ def gain_s(count: int, *, storage: SourceLoad, link: SourceLoad) -> float:
 def pages_to_fetch(count: int, rest: int, *, storage: SourceLoad, link: SourceLoad, shortest: int = 1) -> int:
     """Return how many of the first `count` pages to fetch so that the last page of all arrives as early as possible.
 
-    Both sources have these pages; prefill also sends `rest` further ones that only it has. A measurement of storage
-    fetches at least `shortest` pages, if there are so many: fewer would not be fetched at all.
+    Both sources have these pages; prefill also sends `rest` further ones that only it has. At least `shortest` pages
+    are fetched, or all if there are fewer, or none.
     """
     if not storage.page_s or not link.page_s:
         if storage.queued_pages:
@@ -63,8 +63,12 @@ def pages_to_fetch(count: int, rest: int, *, storage: SourceLoad, link: SourceLo
     even = (sent_s - storage.queued_pages * storage.page_s) / (storage.page_s + link.page_s)
     # The even split is a fraction; the better of the two whole numbers around it is the minimum.
     fewer = min(max(int(even), 0), count)
+    candidates = [min(max(fetched, shortest), count) if fetched > 0 else 0 for fetched in (fewer + 1, fewer)]
+    if candidates[1] > fewer:
+        # Both are above the even split. None at all may be better.
+        candidates.append(0)
     return min(
-        (min(fewer + 1, count), fewer),
+        candidates,
         key=lambda fetched: max(
             (storage.queued_pages + fetched) * storage.page_s if fetched else 0.0, sent_s - fetched * link.page_s
         ),
