@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from tests.support.prompts import DIGEST, OTHER
 from tests.support.waits import until
@@ -108,6 +109,21 @@ async def test_a_link_that_is_open_carries_declines_too(world) -> None:
     await until(lambda: prefill.sender.counts["frames_late"] == 1)
     assert room.cause is None
     assert prefill.sender.statistics()["peers"] == 1
+
+
+async def test_a_decline_in_the_name_of_another_worker_is_dropped_and_counted(world, decode) -> None:
+    prefill = await world.prefill()
+    link = await decode.dial(prefill.address)
+    waiting = asyncio.ensure_future(prefill.room("r1"))
+    await asyncio.sleep(0)
+    for name in ("instance", "epoch"):
+        link.send(wire.Declined(room=replace(decode.room(), **{name: "another"}), prompt_digest=DIGEST))
+    await until(lambda: prefill.sender.counts["frames_foreign"] == 2)
+    assert not waiting.done()
+    assert prefill.sender.counts["rooms_declined"] == 0
+    link.send(wire.Declined(room=decode.room(), prompt_digest=DIGEST))
+    with pytest.raises(TransferFailed, match="decode declined it"):
+        await waiting
 
 
 async def test_a_prefill_that_cannot_be_reached_or_does_not_answer_is_counted(world) -> None:
