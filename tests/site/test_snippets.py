@@ -213,7 +213,7 @@ async def test_spans_are_made() -> None:
             "device": DevicePool.allocate(LAYOUT, 8),
             "transport": LoopbackTransport("decode-0", network),
         },
-        "request": DecodeRequest(request_id="r1", tokens=list(range(40)), prefill="prefill"),
+        "request": DecodeRequest(request_id="r1", tokens=list(range(40)), prefill="prefill", send_prompt=True),
     }
     body = "".join(f"    {line}\n" for line in snippet("docs/observability.md", "provider =").splitlines())
     exec(compile(f"async def run():\n{body}    provider.shutdown()\n", "observability.md", "exec"), names)
