@@ -22,6 +22,7 @@ from tidekv.engine.config.engine_config import EngineConfig, JournalOptions, Sto
 from tidekv.engine.config.options import all_options, section_types
 from tidekv.engine.metrics.collector import MetricsCollector
 from tidekv.states import errors
+from tidekv.states.ranks import vote_items
 from tidekv.states.request import guards_and_actions
 from tidekv.states.request.table import diagram
 from tidekv.transports.control import wire
@@ -142,7 +143,10 @@ def test_every_cause_of_a_failed_request_is_explained() -> None:
     for source in (ROOT / "engine").rglob("*.py"):
         for call in re.findall(r"AbortRequested\((.*?)\n? *\)\n", source.read_text(), re.DOTALL):
             given |= set(re.findall(r'cause="([^"]+)"', call))
-    assert given | {"aborted"} == explained
+    for source in (ROOT / "states" / "ranks").glob("*.py"):
+        given |= set(re.findall(r'Refusal\([^,]+, "([^"]+)"', source.read_text()))
+    # A lost rank ends all requests with RankLost.
+    assert given | set(vote_items.CAUSES) - {vote_items.LOST_RANK} == explained
 
 
 def test_every_cause_of_prefill_is_explained_and_whether_it_may_be_retried() -> None:

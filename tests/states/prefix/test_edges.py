@@ -191,5 +191,7 @@ def test_what_a_person_has_to_change_is_not_retryable() -> None:
         "wrong secret",
         "unknown host",
         "misconfigured",
+        "other prompt",
         "prefill raised",
+        "prefill unfinished",
     }
