@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import signal
 import sys
 import time
@@ -25,6 +24,7 @@ from rich.table import Table
 from benchmarks.measurements import MEASUREMENTS, Options, Outcome, run
 from benchmarks.peers import default_cache
 from benchmarks.target_table import TARGETS, Target
+from tidekv.engine.demo.artefact import about
 
 TRACES = Path(__file__).resolve().parent.parent.parent / "shared" / "traces"
 COLORS = {
@@ -156,8 +156,9 @@ def main() -> None:
             for found in verdicts
         ]  # fmt: skip
         notes = {name: outcome.notes for name, outcome in outcomes.items() if outcome.notes}
-        about = {"machine": platform.machine(), "python": platform.python_version(), "at": time.strftime("%Y-%m-%d")}
-        chosen.json.write_text(json.dumps({"about": about, "targets": rows, "notes": notes}, indent=1))
+        chosen.json.write_text(
+            json.dumps({"about": about("python3 dev.py bench all"), "targets": rows, "notes": notes}, indent=1)
+        )
 
 
 if __name__ == "__main__":

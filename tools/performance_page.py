@@ -23,7 +23,7 @@ def figures_table() -> str:
     figures = {row["target"]: row for row in report["targets"]}
     about = report["about"]
     lines = [
-        f"Run of {about['at']} on {about['machine']}.",
+        f"Run of {about['date']} on {about['machine']}.",
         "",
         "| target | what is measured | bound | figure | verdict |",
         "|---|---|---:|---:|---|",

@@ -27,6 +27,7 @@ from benchmarks.vllm_pair.overhead import measure_overhead, overhead_table
 from benchmarks.vllm_pair.server import ROOT, ServerOptions
 from benchmarks.vllm_pair.table import first_token_table, progress_line, totals_table
 from benchmarks.vllm_pair.variants import VARIANTS, Variant
+from tidekv.engine.demo.artefact import about
 from tidekv.states.errors import TidekvError
 
 BUILD = ROOT / "build" / "vllm_pair"
@@ -187,7 +188,8 @@ def conversations(
         for (conversation, turn), reason in one.outcome.lost.items():
             print(f"{one.variant.name}: conversation {conversation}, turn {turn} is lost: {reason}")
     if json_file is not None:
-        json_file.write_text(json.dumps([_plain(one) for one in figures], indent=1))
+        report = {"about": about("python3 dev.py vllm"), "figures": [_plain(one) for one in figures]}
+        json_file.write_text(json.dumps(report, indent=1))
     if any(one.outcome.wrong or one.outcome.lost for one in figures):
         raise typer.Exit(1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tidekv.engine.demo.artefact import write_artefact
 from tidekv.states.errors import InvalidConfig, TidekvError
 from tidekv.states.validation import checked
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tidekv.engine.demo.main_job import JobResult
-    from tidekv.engine.demo.phase import Progress
+    from tidekv.engine.demo.phase import Phase, Progress
     from tidekv.engine.trace.live import LiveView
 
 
@@ -56,6 +57,7 @@ def run(
     damage: Annotated[str, typer.Option(help="Overwrite a page from l1, l2, l3 or transfer: the check fails.")] = "",
     journal: Annotated[str, typer.Option(help="Write every event of the decode engine to this file.")] = "",
     plot: Annotated[Path | None, typer.Option(help="Draw time to ready and sources to this .png or .svg file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures, with commit, date and machine.")] = None,
     live: Annotated[bool, typer.Option("--live", help="Show the engine's requests and pools while it runs.")] = False,
 ) -> None:
     """Serve a workload with a prefill and a decode worker in two processes, verify it, and print tokens by source.
@@ -120,6 +122,7 @@ def run(
     console = Console()
     passes = (main_job.CACHED, main_job.UNCACHED)[: 1 + tiers.compare]
     failed = False
+    figures: dict[str, object] = {}
     if trace is not None:
         with progress_bars(console, dict.fromkeys(passes, requests or None), view) as progress:
             result = finished(main_job.run_trace(trace, recorded, tiers, progress=progress))
@@ -140,16 +143,36 @@ def run(
             console.print(report(slow, is_model=True, shows_saving=True))
             console.print(Text("\nShort prompts, with both workers on this machine and no link between them:"))
             failed = bool(slow.failures)
+            figures["times_shorter"] = slow.phases[-1].ready_ms(50) / slow.phases[0].ready_ms(50)
+            figures["deployment"] = phase_figures(slow.phases)
         with progress_bars(console, dict.fromkeys(names, turns(options)), view) as progress:
             result = finished(main_job.run_conversations(options, tiers, damage=damage, progress=progress))
     console.print(report(result, is_model=trace is None))
     failed = failed or bool(result.failures)
+    figures["workload"] = phase_figures(result.phases)
+    if json is not None and not failed:
+        write_artefact(json, figures)
     if plot is not None:
         phases = {phase.name: phase for phase in result.phases}
         ready_s = {name: phase.ready_s for name, phase in phases.items()}
         save_plot(plot_run(ready_s, {name: phase.tokens for name, phase in phases.items()}), plot)
     if failed:
         raise typer.Exit(1)
+
+
+def phase_figures(phases: Sequence[Phase]) -> dict[str, object]:
+    """Return the figures of each pass, by its name."""
+    return {
+        phase.name: {
+            "requests": phase.requests,
+            "prompt_tokens": phase.prompt_tokens,
+            "tokens": dict(phase.tokens),
+            "bytes_sent": phase.bytes_sent,
+            "ready_ms_p50": round(phase.ready_ms(50), 1),
+            "ready_ms_p99": round(phase.ready_ms(99), 1),
+        }
+        for phase in phases
+    }
 
 
 def finished(work: Coroutine[object, object, JobResult]) -> JobResult:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from tidekv.engine.demo.artefact import write_artefact
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.validation import unknown
 
@@ -38,6 +39,7 @@ def simulate(
     components: Annotated[
         bool, typer.Option("--components", help="Windows or states in every seed; by default in every other one.")
     ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the figures, with commit, date and machine.")] = None,
     journals: Annotated[Path, typer.Option(help="Where the journals of runs that fail are written.")] = Path(),
 ) -> None:
     """Serve requests in virtual time with seeded faults at every boundary, and check every invariant on the way.
@@ -95,6 +97,18 @@ def simulate(
         "CPU second",
         soft_wrap=True,
     )
+    if json is not None:
+        figures = {
+            "requests": campaign.requests,
+            "seeds": campaign.seeds,
+            "events": campaign.events,
+            "faults": sum(campaign.faults.values()),
+            "kinds": sum(count > 0 for count in campaign.faults.values()),
+            "violations": len(campaign.failures),
+            "wall_s": round(campaign.wall_s, 1),
+            "cpu_s": round(campaign.cpu_s, 1),
+        }
+        write_artefact(json, figures)
     if campaign.component_pages:
         counts = ", ".join(f"{name} {count:,}" for name, count in sorted(campaign.component_pages.items()))
         console.print(f"operations on components: {counts}", soft_wrap=True)

@@ -1,0 +1,54 @@
+"""A file of figures that a program has measured, with what it needs to be believed: command, commit, date, machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tidekv.states.errors import InvalidRequest, cause_of
+
+
+def about(program: str = "tidekv") -> dict[str, object]:
+    """Return the command of this process (the arguments of `program`), the commit of its checkout, the date, and the
+    machine with its load.
+    """
+    return {
+        "command": shlex.join([*program.split(), *sys.argv[1:]]),
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        # Of the last fifteen minutes: what else ran beside the measurement.
+        "load": round(os.getloadavg()[2], 1),
+    }
+
+
+def _commit() -> str:
+    """Return the commit of the checkout that this module is in, with "+" for changed files; "" outside of one."""
+    folder = Path(__file__).resolve().parent
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=12"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=10.0,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout.strip()
+
+
+def write_artefact(path: Path, figures: Mapping[str, object]) -> None:
+    """Write figures with what they are about. Raises InvalidRequest if the file cannot be written."""
+    try:
+        path.write_text(json.dumps({"about": about(), "figures": figures}, indent=1) + "\n")
+    except OSError as error:
+        raise InvalidRequest(f"{str(path)!r} cannot be written: {cause_of(error)}") from error
