@@ -20,13 +20,22 @@ def about(program: str = "tidekv") -> dict[str, object]:
     machine with its load.
     """
     return {
-        "command": shlex.join([*program.split(), *sys.argv[1:]]),
+        "command": shlex.join([*program.split(), *_arguments()]),
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         # Of the last fifteen minutes: what else ran beside the measurement.
         "load": round(os.getloadavg()[2], 1),
     }
+
+
+def _arguments() -> list[str]:
+    """Return this process's arguments without the file of figures, which does not matter to them."""
+    words = sys.argv[1:]
+    if "--json" in words:
+        at = words.index("--json")
+        del words[at : at + 2]
+    return words
 
 
 def _commit() -> str:
