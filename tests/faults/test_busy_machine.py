@@ -54,7 +54,9 @@ async def test_six_busy_processes_beside_a_pair_fail_no_request_that_has_30_s(
             ]
             if wave % 2:
                 # It gets no turn for longer than the silence that decode accepts.
-                await decode.until(lambda late=late: decode.core()["late_retries"] > late)
+                tried = asyncio.create_task(decode.until(lambda late=late: decode.core()["late_retries"] > late))
+                await asyncio.wait([tried, *turns], return_when=asyncio.FIRST_COMPLETED)
+                tried.cancel()
                 child.signal(signal.SIGCONT)
             ended = await asyncio.gather(*turns, return_exceptions=True)
             failed = [error for error in ended if isinstance(error, BaseException)]
