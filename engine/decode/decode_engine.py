@@ -21,6 +21,7 @@ from tidekv.engine.decode.storage_swap import CLEAR_S, check_storage
 from tidekv.engine.decode.values import (
     DecodeRequest,
     OfferedPages,
+    PoolBalance,
     ReadyRequest,
     Recompute,
     RestoredPages,
@@ -491,8 +492,32 @@ class DecodeEngine:
         """Whether the engine takes calls: entered, and neither left nor broken. Any thread may read it."""
         return self._runtime.is_open
 
-    def statistics(self) -> dict[str, object]:
-        """Return current values and totals since the start, by part; works after the end, too."""
+    def check(self) -> None:
+        """Recount every page, lock and owner from scratch, for tests: milliseconds for each thousand pages.
+
+        Raises BrokenInvariant for the first contradiction, which is a bug of tidekv, and EngineClosed before the start.
+        """
+        self._started().core.check()
+
+    def balance(self) -> dict[str, PoolBalance]:
+        """Return the pages of each pool by page state: "device", "host", and "NAME_device", "NAME_host" of components.
+
+        For tests of an embedding: once every request was given back, and `wait_settled` has returned, no page is owned,
+        draining or protected. Raises EngineClosed before the start.
+        """
+        core = self._started().core
+        counts = core.statistics()
+        names = [f"{each.name}_{pool}" for each in core.settings.components for pool in ("device", "host")]
+        return {
+            pool: PoolBalance(**{state: counts[f"{pool}_{state}"] for state in PoolBalance.__dataclass_fields__})
+            for pool in ("device", "host", *names)
+        }
+
+    def _started(self) -> Runtime:
         if self._runtime.loop is None:
             raise EngineClosed("the engine was not started: enter it with `async with`")
-        return self._runtime.statistics()
+        return self._runtime
+
+    def statistics(self) -> dict[str, object]:
+        """Return current values and totals since the start, by part; works after the end, too."""
+        return self._started().statistics()

@@ -201,6 +201,23 @@ class RestoredPages:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolBalance:
+    """Pages of a pool; see `DecodeEngine.balance`. The first four add up to `total`."""
+
+    free: int
+    owned: int
+    """Held by requests that have not been given back."""
+    cached: int
+    draining: int
+    """Not free, since a writer of a request that has left may still write to them."""
+    total: int
+    evictable: int
+    """Cached pages that can be evicted now."""
+    protected: int
+    """Cached pages that a request locks."""
+
+
+@dataclass(frozen=True, slots=True)
 class OfferedPages:
     """The end of `DecodeEngine.offer`: nothing reads the pages any more. Counts of full pages."""
 

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from tidekv.engine.decode.values import (
         DecodeRequest,
         OfferedPages,
+        PoolBalance,
         ReadyRequest,
         Recompute,
         RecomputeJob,
@@ -137,6 +138,7 @@ __all__ = [
     "PagesDamaged",
     "PeerMismatch",
     "PeerOptions",
+    "PoolBalance",
     "PrefillCause",
     "PrefillPeer",
     "PrefillPool",
@@ -211,6 +213,7 @@ _LATER = {
     "OfferedPages": "tidekv.engine.decode.values",
     "PageLayout": "tidekv.backends.page_layout",
     "PeerOptions": "tidekv.engine.config.engine_config",
+    "PoolBalance": "tidekv.engine.decode.values",
     "PrefillPeer": "tidekv.engine.prefill.prefill_peer",
     "PrefillPool": "tidekv.engine.prefill.prefill_peer",
     "PromptDigest": "tidekv.engine.prompts",
