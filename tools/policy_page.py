@@ -71,6 +71,13 @@ costs a request no more than it gains, however slow it is: `python3 dev.py bench
 processes. The time that prefill computes is part of its throughput. The pages of windows and states are not split:
 what storage has of them without a gap is fetched.
 
+The estimates expire after ten seconds. Where requests come in bursts minutes apart, each burst begins without one:
+one plan measures, the others are planned for the transfer. So `soonest` never loses to either source, and gains less
+than it could where storage is much faster than prefill: in the [model of a published
+run](measuring.md#published-tables-on-a-modeled-clock) it shortens the mean time to the first token nearly as much as
+published, and the p99 by a fraction of that. There `prefetch="wait_complete"` gains both, at the price of waiting for
+storage when it is slow.
+
 **Look-ahead.** A request that waits for device memory has already looked up its pages in storage. If
 `lookahead_pages_max` is set, these pages are fetched to the host meanwhile and count as `l3`; reads that are
 still under way when the request is admitted continue as its own. Look-ahead requires that all pages in front of these
