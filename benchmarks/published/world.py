@@ -208,8 +208,8 @@ class World:
 
     def _fetch(self, command: commands.FetchPages) -> None:
         count = len(command.host_pages)
+        self.ledger.fetched_pages += count
         if command.request_id:
-            self.ledger.fetched_pages += count
             good = self._found(self._live[command.request_id], command.first, count)
         else:
             # Pages that were just put are read to measure storage.
