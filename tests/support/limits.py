@@ -17,7 +17,7 @@ from typing import TextIO
 
 import pytest
 
-LIMIT_S = 180.0
+LIMIT_S = 60.0
 """Maximum time of a test, its fixtures included."""
 SLOW_LIMIT_S = 300.0
 """The same of a test marked `slow`; `slow(limit_s=…)` gives it another one."""

@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 LIMIT_S = 120.0
-"""Seconds that a wait in a test may take: far longer than it needs on a busy machine."""
+"""Seconds that a wait in a test may take: far longer than it needs on a busy machine. A test that is not marked slow
+ends before that, by its own limit (`tests/support/limits.py`).
+"""
 LEASE_S = 120.0
 """Lease of prefill workers of tests that are not about leases; the shorter one of both ends counts."""
 PATIENT = {"prefetch": "wait_complete", "query_deadline_s": 60.0, "peer_silence_s": 30.0, "peer_lease_s": LEASE_S}
