@@ -21,6 +21,7 @@ from tidekv import (
     PrefillPeer,
     PrefillThread,
     open_storage,
+    prompt_digest,
 )
 from tidekv.engine.integrations.sglang.storage_thread import StorageThread
 from tidekv.engine.integrations.vllm.blocks import PagedBlocks
@@ -31,6 +32,7 @@ from tidekv.engine.integrations.vllm.settings import ConnectorSettings, Shared
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", page_size=4)
 KEYS = [bytes([1]) * 32]
+PROMPT = prompt_digest(range(21))
 CHILD_LIMIT_S = 60
 
 
@@ -59,7 +61,7 @@ def prefill() -> Iterator[PrefillThread]:
     transport = LoopbackTransport("prefill", LoopbackNetwork())
     peer = PrefillPeer(device=DevicePool.allocate(LAYOUT, 16), transport=transport, listen="prefill")
     with PrefillThread(peer) as thread:
-        thread.open("r1", prompt_tokens=21)
+        thread.open("r1", PROMPT)
         yield thread
 
 
@@ -67,8 +69,8 @@ def test_a_prefill_thread_refuses_every_call(prefill: PrefillThread) -> None:
     # A thread that is not in the child may hold the lock when the process is forked.
     with prefill._lock:
         told = {
-            "open": in_child(lambda: prefill.open("r2", prompt_tokens=4)),
-            "open again": in_child(lambda: prefill.open("r1", prompt_tokens=4)),
+            "open": in_child(lambda: prefill.open("r2", PROMPT)),
+            "open again": in_child(lambda: prefill.open("r1", PROMPT)),
             "send": in_child(lambda: prefill.send("r1", [0], start_token=0)),
             "finish": in_child(lambda: prefill.finish("r1", first_token=1)),
             "stop": in_child(lambda: prefill.stop("r1", "x")),
@@ -80,7 +82,7 @@ def test_a_prefill_thread_refuses_every_call(prefill: PrefillThread) -> None:
         assert set(told.values()) == {"EngineClosed"}, told
         assert in_child(prefill.close) == "returned"
     with pytest.raises(InvalidRequest):
-        prefill.open("r1", prompt_tokens=4)
+        prefill.open("r1", PROMPT)
     prefill.stop("r1", "enough")
     assert [ended.request_id for ended in prefill.poll(CHILD_LIMIT_S)] == ["r1"]
 
