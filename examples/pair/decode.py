@@ -11,7 +11,7 @@ LAYOUT = tidekv.KVLayout(num_layers=4, num_kv_heads=2, head_dim=32, dtype="float
 async def main(prefill: str) -> None:
     device = tidekv.DevicePool.allocate(LAYOUT, num_pages=256)
     host = tidekv.HostPool.allocate(LAYOUT, num_pages=512)
-    transport = tidekv.NixlTransport(name="decode-0", dials=[prefill])
+    transport = tidekv.NixlTransport(name="decode-0")
     async with tidekv.DecodeEngine(tidekv.EngineConfig(), device=device, host=host, transport=transport) as engine:
         prompt = list(range(1000, 1200))
         for turn in ("turn-1", "turn-2"):
