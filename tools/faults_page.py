@@ -93,6 +93,7 @@ REQUIRED: dict[str, dict[str, str]] = {
         "peer_is_partitioned": "Its rooms fail; it continues to write, to pages that are in the quarantine.",
         "frame_repeats": "Counted; cursors, spans and page accounts are unchanged.",
         "frame_is_foreign": "Counted and dropped.",
+        "same_id_elsewhere": "Two rooms: the request gets the KV of its own prompt.",
         "frame_is_of_old_generation": "Counted and dropped; the request's new room is unchanged.",
         "frame_of_wrong_rank": "Counted and dropped; it does not complete the room.",
         "frame_of_wrong_span": "Counted and dropped.",

@@ -176,7 +176,7 @@ FAULTS_WITHOUT_CAUSE = {
     # It is not believed, and nothing follows from it.
     "query_is_nonsense", "fetch_reports_nonsense", "outcome_repeats", "frame_repeats", "frame_is_foreign",
     "frame_is_of_old_generation", "frame_of_wrong_rank", "frame_of_wrong_span", "chunk_skips_pages",
-    "abort_of_nothing", "id_returns",
+    "abort_of_nothing", "id_returns", "same_id_elsewhere",
 }  # fmt: skip
 
 

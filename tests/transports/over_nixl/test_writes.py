@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.nixl_child import NumpyPool
+from tests.support.prompts import DIGEST
 from tests.support.waits import LIMIT_S
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import (
@@ -333,8 +334,9 @@ async def test_links_pass_messages(pair: Any) -> None:
     room = wire.Room(instance="d", epoch="e", request_id="r", generation=0)
     listener = await pair.target.transport.listen("127.0.0.1:0", on_link)
     link = await pair.writer.transport.dial(listener.address)
-    link.send(wire.Declined(room=room))
-    assert await got == wire.Declined(room=room)
+    declined = wire.Declined(room=room, prompt_digest=DIGEST)
+    link.send(declined)
+    assert await got == declined
     await link.close()
     await listener.close()
     assert pair.writer.transport.statistics()["links"] == 1
