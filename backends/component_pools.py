@@ -27,7 +27,7 @@ import msgspec
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.page_layout import group_identity, same_pages
-from tidekv.states.components.specs import Component, ComponentKind
+from tidekv.states.component_specs import Component, ComponentKind
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.types import ComponentIdentity, Identity
 

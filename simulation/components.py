@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from simulation.memory import GARBAGE, SimulatedPool, Violation
+from tidekv.states.component_specs import Component, ComponentPages, ComponentTable, SnapshotPolicy
 from tidekv.states.components.shared_ends import SharedEndCopy
-from tidekv.states.components.specs import Component, ComponentPages, ComponentTable, SnapshotPolicy
 from tidekv.states.events import ComponentLeft
 from tidekv.states.pages.page_pool import PageState
 from tidekv.states.types import page_ids

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from simulation.components import SimulatedComponents, Tags
     from simulation.memory import SimulatedPool
     from tidekv.states import commands
-    from tidekv.states.components.specs import ComponentTable
+    from tidekv.states.component_specs import ComponentTable
     from tidekv.states.events import Event
     from tidekv.states.types import PageIds
 

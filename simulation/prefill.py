@@ -20,7 +20,7 @@ from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
     from simulation.components import Tags
-    from tidekv.states.components.specs import ComponentPages
+    from tidekv.states.component_specs import ComponentPages
 
 DETECTION_S = 0.2
 RoomKey = tuple[str, int]

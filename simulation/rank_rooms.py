@@ -9,7 +9,7 @@ from tidekv.states import commands, events
 if TYPE_CHECKING:
     from simulation.components import Tags
     from simulation.surroundings import RankSurroundings
-    from tidekv.states.components.specs import ComponentPages
+    from tidekv.states.component_specs import ComponentPages
     from tidekv.states.types import PageIds
 
 RoomKey = tuple[str, int]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tidekv.states.components.specs import ComponentPages, ComponentTable
+from tidekv.states.component_specs import ComponentPages, ComponentTable
 from tidekv.states.prefix.node import TierName
 from tidekv.states.types import PageIds
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from tidekv.states.components.specs import Component, SnapshotPolicy
+from tidekv.states.component_specs import Component, SnapshotPolicy
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.storage.policy import POLICY_FIELDS, StoragePolicy
 from tidekv.states.validation import Count, PositiveCount, PositiveShare, Seconds

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from tidekv.backends.keys.page_keys import PageKeys
-from tidekv.states.components.specs import Component, SnapshotPolicy
+from tidekv.states.component_specs import Component, SnapshotPolicy
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.settings import CoreSettings, EvictionName
 from tidekv.states.storage.policy import POLICY_FIELDS, StoragePolicy

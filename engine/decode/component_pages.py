@@ -26,7 +26,7 @@ from tidekv.states.events import ComponentLeft
 from tidekv.states.validation import short
 
 if TYPE_CHECKING:
-    from tidekv.states.components.specs import ComponentPages, ComponentTable, SnapshotPolicy
+    from tidekv.states.component_specs import ComponentPages, ComponentTable, SnapshotPolicy
 
 LeftPages: TypeAlias = "tuple[int, Sequence[int] | npt.NDArray[np.int32]]"
 """`(first, pages)`: pages of a component's device pool at positions [first, first + len(pages)) of the tokens."""

@@ -34,7 +34,7 @@ from tidekv.engine.demo.model_prefill import ModelPrefill
 from tidekv.engine.demo.prefix_pages import PrefixPages
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
-from tidekv.states.components.specs import ComponentKind
+from tidekv.states.component_specs import ComponentKind
 from tidekv.states.errors import TransferFailed
 from tidekv.transports.nixl.transport import NixlTransport
 

@@ -22,9 +22,9 @@ from tidekv.engine.journal.recorder import Recorder
 from tidekv.engine.journal.replayer import Replayer
 from tidekv.states.backup.backups import Backup
 from tidekv.states.commands import Command, Operation, ReportReady
+from tidekv.states.component_specs import ComponentTable
 from tidekv.states.components.look_ahead import ComponentAheadRead
 from tidekv.states.components.request_components import ComponentCopy
-from tidekv.states.components.specs import ComponentTable
 from tidekv.states.components.storage import ComponentRead, StoredComponentCopy
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent, InvalidRequest, ReplayDiverged

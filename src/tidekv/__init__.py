@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from tidekv.engine.thread.prefill_thread import HandedOver, PrefillThread
     from tidekv.engine.trace.spans import trace_requests
     from tidekv.states.commands import Fallback
-    from tidekv.states.components.specs import ComponentKind
+    from tidekv.states.component_specs import ComponentKind
     from tidekv.states.storage.policy import StoragePolicy
     from tidekv.transports.base import Transport
     from tidekv.transports.control.peer_backoff import BackoffLimits
@@ -188,7 +188,7 @@ __all__ = [
 _LATER = {
     "AdmissionOptions": "tidekv.engine.config.engine_config",
     "BackoffLimits": "tidekv.transports.control.peer_backoff",
-    "ComponentKind": "tidekv.states.components.specs",
+    "ComponentKind": "tidekv.states.component_specs",
     "ComponentPools": "tidekv.backends.component_pools",
     "DecodeEngine": "tidekv.engine.decode.decode_engine",
     "DecodeRequest": "tidekv.engine.decode.values",

@@ -1,7 +1,7 @@
 """Component pages on their way from the device to the host, and from the host to storage.
 
 The *component pages of a boundary* are the window pages or the state snapshot that a request needs to continue from
-that boundary (`tidekv.states.components.specs`).
+that boundary (`tidekv.states.component_specs`).
 
 Copies to the host. A backup of full pages (`tidekv.states.backup.backups`) that has reached the end of its path starts
 a copy of each component's pages at that boundary. The copy covers the whole set or does not start: the device must have

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from tidekv.states.component_specs import Component, longest_boundary, served_boundaries
 from tidekv.states.components.component_tier import ComponentTier, Guard, nodes_covering
-from tidekv.states.components.specs import Component, longest_boundary, served_boundaries
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import MatchResult, Node, PrefixIndex, Receipt

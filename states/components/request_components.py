@@ -44,9 +44,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyComponent
+from tidekv.states.component_specs import ComponentPages, ComponentTable
 from tidekv.states.components.shared_ends import SharedEnds
 from tidekv.states.components.snapshots import Snapshots
-from tidekv.states.components.specs import ComponentPages, ComponentTable
 from tidekv.states.components.storage import WITHOUT_COMPONENTS, WITHOUT_HOST, ComponentStorage, gap, preempt
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.events import CopyEnded

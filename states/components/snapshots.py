@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Final
 from tidekv.states.request.request import Snapshot
 
 if TYPE_CHECKING:
+    from tidekv.states.component_specs import SnapshotPolicy
     from tidekv.states.components.index import ComponentIndex
-    from tidekv.states.components.specs import SnapshotPolicy
     from tidekv.states.prefix.node import Node
     from tidekv.states.request.request import Request
 

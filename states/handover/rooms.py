@@ -31,7 +31,7 @@ from tidekv.states.types import PageIds, page_ids
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tidekv.states.components.specs import ComponentPages
+    from tidekv.states.component_specs import ComponentPages
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import ChunkLanded, PromiseSent
     from tidekv.states.request.request import RoomKey

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from tidekv.states.components.specs import ComponentPages
+from tidekv.states.component_specs import ComponentPages
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
 from tidekv.states.handover.context_parts import EVERY_PAGE, ContextPart
 from tidekv.states.types import PageIds, page_ids

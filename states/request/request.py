@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from tidekv.states.components.specs import ComponentTable
+from tidekv.states.component_specs import ComponentTable
 from tidekv.states.types import PageIds, page_ids, without
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from tidekv.engine.decode.component_pages import (
     component_pages_left,
     ready_component_pages,
 )
-from tidekv.states.components.specs import Component, ComponentTable, SnapshotPolicy
+from tidekv.states.component_specs import Component, ComponentTable, SnapshotPolicy
 from tidekv.states.events import ComponentLeft
 from tidekv.states.types import page_ids
 

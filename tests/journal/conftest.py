@@ -18,7 +18,7 @@ from tidekv.engine.journal.format import write_lines
 from tidekv.engine.metrics import MetricsFold
 from tidekv.states import commands, events
 from tidekv.states.commands import Command
-from tidekv.states.components.specs import Component
+from tidekv.states.component_specs import Component
 from tidekv.states.core import Core
 from tidekv.states.request.request import State
 from tidekv.states.settings import CoreSettings

@@ -11,7 +11,7 @@ from simulation.memory import Violation
 from simulation.rank import SimulatedRank
 from simulation.ranks import RankGroupWorld, RanksFailed, simulate_ranks
 from tidekv.states import events
-from tidekv.states.components.specs import Component
+from tidekv.states.component_specs import Component
 from tidekv.states.errors import RanksDiverged
 from tidekv.states.ranks.agreement import Agreement
 from tidekv.states.ranks.component_votes import ComponentVote

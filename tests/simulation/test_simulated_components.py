@@ -20,7 +20,7 @@ from tidekv.engine.journal.recorder import Recorder
 from tidekv.engine.trace.explain import explain
 from tidekv.engine.trace.request_traces import read_request_traces
 from tidekv.states.commands import Command
-from tidekv.states.components.specs import Component
+from tidekv.states.component_specs import Component
 from tidekv.states.events import Event
 from tidekv.states.settings import CoreSettings
 

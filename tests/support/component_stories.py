@@ -6,7 +6,7 @@ import pytest
 
 from simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.components.specs import Component
+from tidekv.states.component_specs import Component
 
 PROMPT = b"abcdefgh"
 

@@ -15,7 +15,7 @@ import pytest
 from tests.support.prompts import DIGEST
 from tests.support.waits import LIMIT_S
 from tidekv.states import events
-from tidekv.states.components.specs import ComponentPages
+from tidekv.states.component_specs import ComponentPages
 from tidekv.states.errors import EngineClosed
 from tidekv.states.types import page_ids
 

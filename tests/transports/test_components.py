@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tidekv.states import events
-from tidekv.states.components.specs import ComponentPages
+from tidekv.states.component_specs import ComponentPages
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.handover.sender import ComponentRequest, SenderComponents
 from tidekv.states.types import page_ids

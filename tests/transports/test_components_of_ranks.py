@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace as changed
 
 from tidekv.states import events
-from tidekv.states.components.specs import ComponentPages
+from tidekv.states.component_specs import ComponentPages
 from tidekv.states.handover.sender import ComponentRequest
 from tidekv.states.types import page_ids
 

@@ -23,7 +23,7 @@ from tidekv.backends.checksums import ChecksumThread
 from tidekv.backends.component_pools import with_components
 from tidekv.backends.copies.slice_moves import SliceCopier
 from tidekv.states import events
-from tidekv.states.components.specs import ComponentPages
+from tidekv.states.component_specs import ComponentPages
 from tidekv.states.types import PoolMemory, Segment, page_ids
 from tidekv.transports.decode.receiver import Receiver
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from tidekv.states.components.specs import ComponentPages
+    from tidekv.states.component_specs import ComponentPages
     from tidekv.transports.decode.prefill_link import PrefillLink
 
 RoomKey: TypeAlias = tuple[str, int]

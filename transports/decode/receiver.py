@@ -31,7 +31,7 @@ from functools import partial
 from typing import cast
 
 from tidekv.states import events
-from tidekv.states.components.specs import ComponentPages
+from tidekv.states.component_specs import ComponentPages
 from tidekv.states.errors import (
     InvalidConfig,
     LinkClosed,

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from tidekv.states.components.specs import Component, ComponentPages
+from tidekv.states.component_specs import Component, ComponentPages
 from tidekv.states.errors import LinkClosed, PrefillCause, RemoteProtocolError, TidekvError
 from tidekv.states.handover.context_parts import EVERY_PAGE, ContextPart
 from tidekv.states.handover.sender import ComponentPart, SenderRoom, WriteJob

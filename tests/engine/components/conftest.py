@@ -31,7 +31,7 @@ from tidekv.engine.decode.values import Recompute
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_components import component_digest, wrong_components
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
-from tidekv.states.components.specs import ComponentKind
+from tidekv.states.component_specs import ComponentKind
 from tidekv.transports.loopback import LoopbackNetwork
 
 SIZE = 4

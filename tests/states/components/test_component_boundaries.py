@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.states.components.specs import Component, ComponentKind, longest_boundary, served_boundaries
+from tidekv.states.component_specs import Component, ComponentKind, longest_boundary, served_boundaries
 from tidekv.states.errors import InvalidConfig
 
 

@@ -23,8 +23,8 @@ from tests.support.component_stories import (
 )
 from tests.support.rigs import tails_of
 from tidekv.states import commands, events
+from tidekv.states.component_specs import Component
 from tidekv.states.components.look_ahead import ComponentLookAhead
-from tidekv.states.components.specs import Component
 from tidekv.states.types import PageIds
 
 BIG = bytes(range(128, 136))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.prefixes import Prefix, keys, prefix_of
+from tidekv.states.component_specs import Component
 from tidekv.states.components.index import ComponentIndex, ComponentReceipt
-from tidekv.states.components.specs import Component
 from tidekv.states.pages.page_pool import PagePool, PageState
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.types import PageIds, page_ids

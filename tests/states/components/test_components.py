@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.prefixes import keys
+from tidekv.states.component_specs import Component
 from tidekv.states.components.index import ComponentIndex
-from tidekv.states.components.specs import Component
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import Node, PrefixIndex

@@ -12,7 +12,7 @@ from simulation.memory import Contents, SimulatedPool
 from simulation.rig import Rig
 from tests.support.core_machine import CoreMachine
 from tidekv.states import commands, events
-from tidekv.states.components.specs import Component
+from tidekv.states.component_specs import Component
 from tidekv.states.pages.page_pool import PageState
 from tidekv.states.types import page_ids
 

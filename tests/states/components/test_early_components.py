@@ -5,7 +5,7 @@ from __future__ import annotations
 from simulation.rig import Rig
 from tests.support.component_stories import PROMPT, cached, device_pages, rig_with, state, window
 from tidekv.states import commands, events
-from tidekv.states.components.specs import Component
+from tidekv.states.component_specs import Component
 
 
 def on_host(*components: Component) -> Rig:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from simulation.rig import Rig
 from tests.support.component_stories import cached, device_pages, raise_at_promises, state, window
 from tidekv.states import commands, events
+from tidekv.states.component_specs import Component
 from tidekv.states.components.shared_ends import COPY_FAILED, COPY_LATE, FILLER_LEFT, FILLER_SLOW, SharedEndCopy
-from tidekv.states.components.specs import Component
 
 PROMPT = b"abcdefghi"
 """Four full pages of two tokens, and a partial one."""

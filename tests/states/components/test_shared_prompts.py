@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from simulation.rig import Rig
 from tests.support.component_stories import ready_with, state, window
 from tidekv.states import commands, events
-from tidekv.states.components.specs import Component
+from tidekv.states.component_specs import Component
 
 PAGE, SYSTEM = 20, bytes(1600)
 MODELS = {

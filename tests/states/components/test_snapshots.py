@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from simulation.rig import Rig
 from tests.support.component_stories import PROMPT, finish, ready_with, rig_with, state
 from tidekv.states import commands, events
-from tidekv.states.components.specs import Component, SnapshotPolicy
+from tidekv.states.component_specs import Component, SnapshotPolicy
 from tidekv.states.errors import InvalidConfig
 
 LONG = bytes(range(40))

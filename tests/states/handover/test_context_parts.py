@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidekv.states.components.specs import ComponentPages
+from tidekv.states.component_specs import ComponentPages
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 from tidekv.states.handover.context_parts import EVERY_PAGE, ContextPart, part_of
 from tidekv.states.handover.sender import ComponentPart, SenderRoom

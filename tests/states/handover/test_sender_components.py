@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidekv.states.components.specs import ComponentPages
+from tidekv.states.component_specs import ComponentPages
 from tidekv.states.errors import InvalidRequest, RemoteProtocolError
 from tidekv.states.handover.sender import ChunkReady, ComponentPart, ComponentReady, ComponentRequest, SenderRoom
 from tidekv.states.types import page_ids

@@ -8,7 +8,7 @@ import pytest
 
 from simulation.rig import Rig, ids
 from tidekv.states import commands, events
-from tidekv.states.components.specs import Component
+from tidekv.states.component_specs import Component
 from tidekv.states.errors import InvalidConfig
 
 PREFIX = b"abcdefgh"

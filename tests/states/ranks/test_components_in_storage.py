@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tidekv.states import commands, events
-from tidekv.states.components.specs import Component
+from tidekv.states.component_specs import Component
 
 PROMPT = bytes(range(10))
 CACHED = 4

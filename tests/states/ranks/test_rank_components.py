@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tidekv.states import commands, events
-from tidekv.states.components.specs import Component
+from tidekv.states.component_specs import Component
 from tidekv.states.core import Core
 from tidekv.states.ranks.state_digest import StateDigest
 
