@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tidekv.states.storage.policy import StoragePolicy
+from tidekv.states.storage_policy import StoragePolicy
 
 
 def draw_policy(random: Random, page_size: int) -> StoragePolicy:

@@ -14,7 +14,7 @@ from simulation.policies import draw_policy
 from simulation.world import World
 from tidekv.states.errors import TidekvError
 from tidekv.states.settings import CoreSettings
-from tidekv.states.storage.policy import POLICY_FIELDS
+from tidekv.states.storage_policy import POLICY_FIELDS
 
 CLIENTS_MAX = 16
 LENT_SHARE = 0.2

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from tidekv.states.storage.policy import StoragePolicy
+from tidekv.states.storage_policy import StoragePolicy
 
 NO_DEADLINE = float("inf")
 """No deadline, for `deadline_at_s`."""

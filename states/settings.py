@@ -8,7 +8,7 @@ import msgspec
 
 from tidekv.states.component_specs import Component, SnapshotPolicy
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.storage.policy import POLICY_FIELDS, StoragePolicy
+from tidekv.states.storage_policy import POLICY_FIELDS, StoragePolicy
 from tidekv.states.validation import Count, PositiveCount, PositiveShare, Seconds
 
 EvictionName = Literal["lru", "lfu", "slru", "fifo", "priority"]

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from tidekv.states.storage.answer_time import GAIN_SHARE, WAIT_MAX_S, WAIT_MIN_S
-from tidekv.states.storage.policy import StoragePolicy
 from tidekv.states.storage.throughput import ESTIMATE_FRESH_S
+from tidekv.states.storage_policy import StoragePolicy
 
 BEGIN = "<!-- Policies, from the code: python -m tools.policy_page docs/storage.md -->"
 END = "<!-- End of the policies. -->"

@@ -11,7 +11,7 @@ from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.states.component_specs import Component, SnapshotPolicy
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.settings import CoreSettings, EvictionName
-from tidekv.states.storage.policy import POLICY_FIELDS, StoragePolicy
+from tidekv.states.storage_policy import POLICY_FIELDS, StoragePolicy
 from tidekv.states.validation import (
     ByteCount,
     Count,

@@ -29,7 +29,7 @@ from tidekv.engine.decode.values import (
 )
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, RequestFailed
-from tidekv.states.storage.policy import PolicyChanges, StoragePolicy, changed_policy, policy_of
+from tidekv.states.storage_policy import PolicyChanges, StoragePolicy, changed_policy, policy_of
 from tidekv.states.validation import Seconds, SecondsOrZero, Text, checked
 
 if TYPE_CHECKING:

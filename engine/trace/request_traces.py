@@ -36,7 +36,7 @@ from tidekv.states.loads.loads import LoadCopy, LoadFetch
 from tidekv.states.loads.look_ahead import AheadRead
 from tidekv.states.request.request import Stage, State
 from tidekv.states.storage.admission import LateFetch
-from tidekv.states.storage.policy import StoragePolicy, policy_of
+from tidekv.states.storage_policy import StoragePolicy, policy_of
 
 if TYPE_CHECKING:
     from collections.abc import Container

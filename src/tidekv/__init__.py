@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from tidekv.engine.trace.spans import trace_requests
     from tidekv.states.commands import Fallback
     from tidekv.states.component_specs import ComponentKind
-    from tidekv.states.storage.policy import StoragePolicy
+    from tidekv.states.storage_policy import StoragePolicy
     from tidekv.transports.base import Transport
     from tidekv.transports.control.peer_backoff import BackoffLimits
     from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
@@ -238,7 +238,7 @@ _LATER = {
     "StateRecords": "tidekv.engine.decode.component_pages",
     "Storage": "tidekv.backends.storage.base",
     "StorageOptions": "tidekv.engine.config.engine_config",
-    "StoragePolicy": "tidekv.states.storage.policy",
+    "StoragePolicy": "tidekv.states.storage_policy",
     "Tokens": "tidekv.backends.keys.chain",
     "Transport": "tidekv.transports.base",
     "WindowPages": "tidekv.engine.decode.component_pages",

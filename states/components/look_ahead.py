@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from tidekv.states.commands import FetchComponent
 from tidekv.states.request.request import Ahead, ComponentAhead
 from tidekv.states.rollback import Rollback
-from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
+from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from tidekv.states.request.request import (
     RequestComponents,
 )
 from tidekv.states.rollback import Rollback
-from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
+from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from tidekv.states.events import PagesFetched, PagesStored, StorageAnswered
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage.answer_time import AnswerTime
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
-from tidekv.states.storage.policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.storage.source_split import SourceLoad, gain_s
 from tidekv.states.storage.throughput import ThroughputEstimator
+from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable

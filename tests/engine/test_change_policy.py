@@ -11,7 +11,7 @@ import pytest
 from tests.support.waits import expected
 from tidekv import InvalidConfig, Replayer, open_storage
 from tidekv.states.errors import StorageFailed
-from tidekv.states.storage.policy import POLICY_FIELDS
+from tidekv.states.storage_policy import POLICY_FIELDS
 
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tidekv.states.storage.policy import POLICY_FIELDS
+from tidekv.states.storage_policy import POLICY_FIELDS
 from tools.policy_page import ROWS, with_policies
 
 PAGE = Path(__file__).parents[2] / "docs" / "storage.md"

@@ -22,7 +22,7 @@ from tidekv.states.component_specs import Component
 from tidekv.states.core import Core
 from tidekv.states.request.request import State
 from tidekv.states.settings import CoreSettings
-from tidekv.states.storage.policy import changed_policy, policy_of
+from tidekv.states.storage_policy import changed_policy, policy_of
 
 TURN_EVENTS = 5
 

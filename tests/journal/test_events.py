@@ -19,7 +19,7 @@ from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import FinishRequested, RequestArrived, RetractRequested
 from tidekv.states.settings import CoreSettings
-from tidekv.states.storage.policy import StoragePolicy
+from tidekv.states.storage_policy import StoragePolicy
 
 SETTINGS = CoreSettings(page_size=2, key_bytes=2, device_pages=16, host_pages=8)
 HERE = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -7,7 +7,7 @@ import pytest
 from simulation.rig import Rig
 from tidekv.states import commands
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.storage.policy import StoragePolicy
+from tidekv.states.storage_policy import StoragePolicy
 
 
 def rig_of(**settings: object) -> Rig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.storage.policy import changed_policy, policy_of
+from tidekv.states.storage_policy import changed_policy, policy_of
 
 
 def change(rig: Rig, **changes: object) -> None:

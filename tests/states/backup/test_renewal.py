@@ -6,7 +6,7 @@ import pytest
 
 from simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.storage.policy import changed_policy, policy_of
+from tidekv.states.storage_policy import changed_policy, policy_of
 
 EIGHT = b"abcdefgh"
 

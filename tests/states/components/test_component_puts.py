@@ -17,7 +17,7 @@ from tests.support.component_stories import (
     window,
 )
 from tidekv.states import commands, events
-from tidekv.states.storage.policy import StoragePolicy, policy_of
+from tidekv.states.storage_policy import StoragePolicy, policy_of
 
 
 def test_component_pages_are_put_when_the_host_has_them_and_storage_has_the_full_pages() -> None:

@@ -28,7 +28,7 @@ from tidekv.states.handover.sender import SenderRoom
 from tidekv.states.prefix.tree import PageTree
 from tidekv.states.request.table import diagram
 from tidekv.states.settings import CoreSettings
-from tidekv.states.storage.policy import StoragePolicy
+from tidekv.states.storage_policy import StoragePolicy
 from tidekv.states.types import PoolMemory, Segment, page_ids
 
 

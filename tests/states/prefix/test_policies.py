@@ -9,7 +9,7 @@ from tests.support.asking import ask
 from tests.support.rigs import change
 from tidekv.states import commands, events
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.storage.policy import StoragePolicy, changed_policy
+from tidekv.states.storage_policy import StoragePolicy, changed_policy
 
 TOKENS = b"abcdefgh"
 

@@ -15,7 +15,7 @@ from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import Event
 from tidekv.states.request.request import Request, State
 from tidekv.states.request.table import LIVE, TRANSITIONS, diagram
-from tidekv.states.storage.policy import StoragePolicy
+from tidekv.states.storage_policy import StoragePolicy
 
 KINDS = [
     found

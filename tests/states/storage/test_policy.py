@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_type_hints
 
-from tidekv.states.storage.policy import PolicyChanges, StoragePolicy
+from tidekv.states.storage_policy import PolicyChanges, StoragePolicy
 
 
 def test_each_field_of_the_policy_can_be_changed_and_has_one_type() -> None:
