@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 from tidekv.states.commands import Fallback
 from tidekv.states.components.index import ComponentIndex
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.handover.prefill_quota import PrefillQuota
 from tidekv.states.pages.page_pool import LentPool, PagePool
+from tidekv.states.pages.prefill_quota import PrefillQuota
 from tidekv.states.prefix.index import PrefixIndex
 from tidekv.states.prefix.policies import POLICIES
 from tidekv.states.raises import raise_of

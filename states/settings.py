@@ -43,7 +43,7 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     """Seconds of waiting that weigh as much as one step of priority."""
     prefill_share: PositiveShare = 1.0
     """Maximum share of the device pool that requests of one prefill may withhold before READY, see
-    `tidekv.states.handover.prefill_quota`. 1 means no limit.
+    `tidekv.states.pages.prefill_quota`. 1 means no limit.
     """
     fetch_run_pages: PositiveCount = 32
     """Maximum pages of one storage read. Each run starts its copy to the device when it has landed."""

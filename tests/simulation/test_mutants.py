@@ -10,10 +10,10 @@ import pytest
 from simulation import SimulationFailed, simulate
 from tidekv.states.backup.backups import Backup, Backups
 from tidekv.states.core_state import CoreState
-from tidekv.states.handover.prefill_quota import PrefillQuota
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
 from tidekv.states.loads.look_ahead import LookAhead
+from tidekv.states.pages.prefill_quota import PrefillQuota
 from tidekv.states.prefix.index import Node
 from tidekv.states.prefix.namespace_shares import SharedEvictionQueue
 from tidekv.states.request.request import Ahead, Load, Request, Room, Stage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.handover.prefill_quota import PrefillQuota
+from tidekv.states.pages.prefill_quota import PrefillQuota
 
 
 @pytest.mark.parametrize(("held", "pages", "admitted"), [(4, 6, True), (4, 7, False), (9, 1, True), (10, 1, False)])
