@@ -17,10 +17,10 @@ import heapq
 from typing import TYPE_CHECKING, Final, Protocol
 
 from tidekv.states.commands import Fallback
-from tidekv.states.components.index import ComponentIndex
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.pages.page_pool import LentPool, PagePool
 from tidekv.states.pages.prefill_quota import PrefillQuota
+from tidekv.states.prefix.component_index import ComponentIndex
 from tidekv.states.prefix.index import PrefixIndex
 from tidekv.states.prefix.policies import POLICIES
 from tidekv.states.raises import raise_of

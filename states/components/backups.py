@@ -30,9 +30,9 @@ from tidekv.states.types import PageIds, page_ids
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tidekv.states.components.index import ComponentIndex, ComponentReceipt
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
+    from tidekv.states.prefix.component_index import ComponentIndex, ComponentReceipt
     from tidekv.states.prefix.node import Node
     from tidekv.states.storage.admission import StorageAdmission
 

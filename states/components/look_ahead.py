@@ -28,10 +28,10 @@ from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
-    from tidekv.states.components.index import ComponentIndex
     from tidekv.states.components.storage import ComponentStorage
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
+    from tidekv.states.prefix.component_index import ComponentIndex
     from tidekv.states.request.request import Request
     from tidekv.states.storage.admission import StorageAdmission
     from tidekv.states.types import PageIds

@@ -55,9 +55,9 @@ from tidekv.states.rollback import Rollback
 from tidekv.states.types import PageIds, page_ids, without
 
 if TYPE_CHECKING:
-    from tidekv.states.components.index import ComponentIndex, ComponentReceipt
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import ComponentLeft, Outcome
+    from tidekv.states.prefix.component_index import ComponentIndex, ComponentReceipt
     from tidekv.states.prefix.node import MatchResult, Node, TierName
     from tidekv.states.request.plan import Plan
     from tidekv.states.storage.admission import StorageAdmission

@@ -23,7 +23,7 @@ from tidekv.states.request.request import Snapshot
 
 if TYPE_CHECKING:
     from tidekv.states.component_specs import SnapshotPolicy
-    from tidekv.states.components.index import ComponentIndex
+    from tidekv.states.prefix.component_index import ComponentIndex
     from tidekv.states.prefix.node import Node
     from tidekv.states.request.request import Request
 

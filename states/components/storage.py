@@ -40,9 +40,9 @@ from tidekv.states.types import PageIds, page_ids
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tidekv.states.components.index import ComponentIndex
     from tidekv.states.core_state import CoreState, Operation
     from tidekv.states.events import Outcome, StoredComponent
+    from tidekv.states.prefix.component_index import ComponentIndex
     from tidekv.states.storage.admission import StorageAdmission
 
 WITHOUT_STORAGE, WITHOUT_HOST, WITHOUT_COMPONENTS = 1, 2, 3

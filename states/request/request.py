@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tidekv.states.commands import Fallback
-    from tidekv.states.components.index import ComponentReceipt
     from tidekv.states.events import ChunkLanded, RequestArrived, StoredComponent
+    from tidekv.states.prefix.component_index import ComponentReceipt
     from tidekv.states.prefix.index import Receipt
     from tidekv.states.prefix.node import InsertResult, Node
 

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.prefixes import Prefix, keys, prefix_of
 from tidekv.states.component_specs import Component
-from tidekv.states.components.index import ComponentIndex, ComponentReceipt
 from tidekv.states.pages.page_pool import PagePool, PageState
+from tidekv.states.prefix.component_index import ComponentIndex, ComponentReceipt
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.types import PageIds, page_ids
 

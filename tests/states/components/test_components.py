@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.prefixes import keys
 from tidekv.states.component_specs import Component
-from tidekv.states.components.index import ComponentIndex
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
 from tidekv.states.pages.page_pool import PagePool
+from tidekv.states.prefix.component_index import ComponentIndex
 from tidekv.states.prefix.index import Node, PrefixIndex
 from tidekv.states.prefix.node import TierName
 from tidekv.states.types import page_ids
