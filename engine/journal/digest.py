@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tidekv.states.commands import Command
-    from tidekv.states.components.component_tier import ComponentTier
     from tidekv.states.core import Core
     from tidekv.states.pages.page_pool import PagePool
+    from tidekv.states.prefix.component_tier import ComponentTier
     from tidekv.states.prefix.node import Node, TierName
     from tidekv.states.prefix.tiers import Tier
     from tidekv.states.request.request import State

@@ -35,9 +35,9 @@ from tidekv.engine.kv_events.messages import (
     name_of,
 )
 from tidekv.states.commands import Command
-from tidekv.states.components.component_tier import ComponentTier
 from tidekv.states.core import Core
 from tidekv.states.events import Event
+from tidekv.states.prefix.component_tier import ComponentTier
 from tidekv.states.prefix.index import PrefixIndex
 from tidekv.states.prefix.node import Node
 from tidekv.states.settings import CoreSettings

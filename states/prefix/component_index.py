@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tidekv.states.component_specs import Component, longest_boundary, served_boundaries
-from tidekv.states.components.component_tier import ComponentTier, Guard, nodes_covering
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
 from tidekv.states.pages.page_pool import PagePool
+from tidekv.states.prefix.component_tier import ComponentTier, Guard, nodes_covering
 from tidekv.states.prefix.index import MatchResult, Node, PrefixIndex, Receipt
 from tidekv.states.prefix.node import TierName
 from tidekv.states.types import PageIds, page_ids

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tidekv.states.commands import Command
-    from tidekv.states.components.component_tier import ComponentTier
     from tidekv.states.core import Core
     from tidekv.states.events import Event
     from tidekv.states.pages.page_pool import PagePool
+    from tidekv.states.prefix.component_tier import ComponentTier
     from tidekv.states.prefix.node import Node, TierName
     from tidekv.states.types import PageIds
 

@@ -14,12 +14,12 @@ from simulation.components import draw_components
 from tidekv.states.component_specs import ComponentPages
 from tidekv.states.components import storage
 from tidekv.states.components.backups import ComponentBackups
-from tidekv.states.components.component_tier import ComponentTier
 from tidekv.states.components.request_components import ComponentRestore
 from tidekv.states.components.shared_ends import SharedEnds
 from tidekv.states.components.storage import ComponentStorage
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.prefix.component_index import ComponentIndex
+from tidekv.states.prefix.component_tier import ComponentTier
 from tidekv.states.prefix.node import Node, TierName
 from tidekv.states.request.request import ComponentFetch, Request, RequestComponents, Room
 from tidekv.states.types import page_ids
