@@ -91,7 +91,8 @@ def _record(frame: FrameType, offset: int, line: int) -> FrameRecord:
 def _locals_of(frame: FrameType) -> dict[str, int | str]:
     found: dict[str, int | str] = {}
     for name, value in frame.f_locals.items():
-        if isinstance(value, bool) or name.startswith("_"):
+        # A namespace holds a tenant's salt: the journal has a digest of it, and a replay sees that one.
+        if isinstance(value, bool) or name.startswith("_") or "namespace" in name:
             continue
         if isinstance(value, int | str):
             found[name] = value if isinstance(value, int) else value[:TEXT_MAX]

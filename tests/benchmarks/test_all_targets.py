@@ -55,7 +55,8 @@ def test_every_target_has_a_bound_and_a_program_or_a_reason() -> None:
         assert bool(target.measurement) != bool(target.not_measured), target.name
         assert bool(target.measurement) == bool(target.figure), target.name
         if target.measurement:
-            program = ROOT / f"{programs[target.measurement].program.replace('.', '/')}.py"
+            program = ROOT / programs[target.measurement].program.replace(".", "/")
+            program = program / "__main__.py" if program.is_dir() else program.with_suffix(".py")
             assert 'if __name__ == "__main__":' in program.read_text(), program
     assert {target.measurement for target in targets if target.measurement} == set(programs)
 

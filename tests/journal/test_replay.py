@@ -44,6 +44,7 @@ def test_replay_of_a_simulated_run_in_lent_pages_is_identical(simulate, seed: in
 def test_replay_of_a_simulated_run_with_windows_and_states_is_identical(simulate, seed: int) -> None:
     settings = with_components(draw_settings(Random(seed)), seed)
     tape = simulate(seed, 40, settings=settings)
+    assert "adapter" not in tape.path.read_text()  # A namespace in clear, as in the locals of a raise.
     replayer = Replayer(tape.path)
     replayed = replayer.run()
     assert replayed.complete and replayer.header.core.components == settings.components
