@@ -1,37 +1,40 @@
 """Table of targets and last measured figures in docs/performance.md: `python -m tools.performance_page PAGE`.
 
-The figures are in benchmarks/last_figures.json, in the format of `python3 dev.py bench all --json FILE`. A row without
-a figure states the reason.
+The figures are in benchmarks/results/targets.json, as one run of `python3 dev.py bench all --json` wrote it. A row that
+the run did not measure says so; without the file no row has a figure.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks.target_table import TARGETS, Target
 
-FIGURES = Path(__file__).resolve().parent.parent / "benchmarks" / "last_figures.json"
+FIGURES = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "targets.json"
 BEGIN = "<!-- Generated: python -m tools.performance_page docs/performance.md -->"
 END = "<!-- End of the figures. -->"
 
 
 def figures_table() -> str:
-    """Return the table as Markdown. Raises KeyError for a target that the file of figures does not have."""
-    report = json.loads(FIGURES.read_text())
+    """Return the table as Markdown."""
+    report = json.loads(FIGURES.read_text()) if FIGURES.is_file() else {"targets": []}
     figures = {row["target"]: row for row in report["targets"]}
-    about = report["about"]
+    about = report.get("about")
     lines = [
-        f"Run of {about['date']} on {about['machine']}.",
+        "There is no run of the whole on this state of the code."
+        if about is None
+        else f"Run of {about['date']}, commit {about['commit']}, on {about['machine']}.",
         "",
         "| target | what is measured | bound | figure | verdict |",
         "|---|---|---:|---:|---|",
     ]
     for target in TARGETS:
         if not target.is_model:
-            figure = figures[target.name]
-            value, verdict = _judged(target, figure["measured"], figure["words"])
+            value, verdict = _judged(target, figures.get(target.name))
             lines.append(f"| {target.name} | {target.asks} | {target.asked} | {value} | {verdict} |")
     lines += [
         "",
@@ -45,14 +48,15 @@ def figures_table() -> str:
     ]
     for target in TARGETS:
         if target.is_model:
-            value, _ = _judged(target, figures[target.name]["measured"], figures[target.name]["words"])
+            value, _ = _judged(target, figures.get(target.name))
             lines.append(f"| {target.name} | {target.asks} | {target.published} | {value} {target.unit} |")
     return "\n".join(lines)
 
 
-def _judged(target: Target, measured: float | None, words: str) -> tuple[str, str]:
-    if measured is None:
-        return "", words or "not measured"
+def _judged(target: Target, figure: Mapping[str, Any] | None) -> tuple[str, str]:  # Any: what JSON holds.
+    if figure is None or figure["measured"] is None:
+        return "", (figure or {}).get("words") or "not measured"
+    measured = float(figure["measured"])
     value = f"{measured:.3g}" if abs(measured) < 1000 else f"{measured:,.0f}"
     return value, "" if target.is_model else "pass" if target.passes(measured) else "short"
 
