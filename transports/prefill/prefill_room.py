@@ -161,8 +161,9 @@ class Room:
         Send every page of the prompt, from token 0, in order, chunk by chunk; pages that decode has are remembered and
         not written. `end_token` is the end of the computed tokens, if the last page is not full. A context-parallel
         rank sends the same tokens as the others, with `end_token`, and of their pages those that it holds (`held`),
-        which may be none. Returns when the wanted pages were posted. If the room has ended it does nothing: check
-        `aborted`. Raises InvalidRequest, and then nothing is sent.
+        which may be none. Pages in GPU memory must be complete when this is called: NIXL reads them without regard to
+        streams, so wait for the event behind the kernels that wrote them. Returns when the wanted pages were posted. If
+        the room has ended it does nothing: check `aborted`. Raises InvalidRequest, and then nothing is sent.
         """
         self._check_confirmed()
         ids = page_ids(pages)
