@@ -139,6 +139,12 @@ class Link(Protocol):
         """
         ...
 
+    async def stalled_s(self, key: bytes, *, within_s: float) -> float | None:
+        """Return for how many seconds the event loop of the other end, which listens, has not turned; None: its process
+        does not answer within `within_s` seconds. `key` is the `liveness_key` of its listener.
+        """
+        ...
+
     def mark_greeted(self) -> None:
         """Record that the other end's Hello was accepted: from now on its frames may have the full size."""
         ...
@@ -162,6 +168,11 @@ class Listener(Protocol):
     @property
     def address(self) -> str:
         """Address to dial, with the port that was assigned."""
+        ...
+
+    @property
+    def liveness_key(self) -> bytes:
+        """Key of questions for signs of life beside the links (`Link.stalled_s`); empty: they have no answer."""
         ...
 
     def statistics(self) -> dict[str, int | float]:

@@ -137,6 +137,10 @@ class LoopbackLink:
         """Connect two ends."""
         self._other, other._other = other, self
 
+    async def stalled_s(self, key: bytes, *, within_s: float) -> float | None:
+        """See `Link.stalled_s`: there is no thread that answers."""
+        return None
+
     def send(self, message: wire.Message) -> None:
         """See `Link.send`."""
         if self._cause is not None:
@@ -222,6 +226,7 @@ class LoopbackListener:
     def __init__(self, owner: LoopbackTransport, on_link: Callable[[Link], Awaitable[None]]) -> None:
         self.owner = owner
         self.address = ""
+        self.liveness_key = b""
         self.offences = 0
         self._on_link = on_link
         self._tasks = OwnedTasks(f"listener of {owner.instance}")

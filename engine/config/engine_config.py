@@ -106,6 +106,10 @@ class PeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Interval between signs of life to each peer."""
     silence_s: Seconds = 2.0
     """A peer that is silent for longer counts as lost: its rooms fail, and its pages stay in quarantine."""
+    late_s: Seconds = 30.0
+    """The same for a prefill whose event loop is stalled while a thread of its process answers over UDP, at the port
+    with the number of its address. 0: as `silence_s`.
+    """
     attempts: PositiveCount = 1
     """How often each prefill of a request's list is tried before the request fails."""
     retries_late: bool = True

@@ -235,6 +235,7 @@ class Runtime:
             lease_s=config.peer.lease_s,
             heartbeat_s=config.peer.heartbeat_s,
             missed_s=config.peer.silence_s,
+            late_s=config.peer.late_s,
             **place_of(self.rank_group),
             group=lambda: "" if self.ranks is None else self.ranks.group_name,
             component_memory=component_memory,

@@ -434,7 +434,7 @@ async def test_large_frames_wait_for_their_share_of_the_budget(ends: Ends, monke
     ours = await ends.dial(listener.address)
     theirs = await ends.links.get()
     hello = msgspec.structs.replace(HELLO, metadata=bytes(control.SMALL_FRAME_BYTES))
-    large = wire.Promise(room=ROOM, prompt_tokens=1, decode_prefix_len=0, pages=bytes(control.SMALL_FRAME_BYTES))
+    large = wire.Promise(**ONE_TOKEN, pages=bytes(control.SMALL_FRAME_BYTES))
     size, hello_size = (len(wire.encode_frame(message)) - wire.LENGTH.size for message in (large, hello))
     ours.send(hello)
     assert await theirs.receive() == hello

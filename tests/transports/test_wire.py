@@ -173,6 +173,7 @@ def test_hello_keeps_its_fields_in_order() -> None:
         None,
         1,
         0,
+        b"",
     ]
     assert wire.decode_body(body(HELLO)) == HELLO
 
@@ -187,7 +188,7 @@ def test_a_hello_tells_each_component_and_where_its_pages_lie() -> None:
     hello = msgspec.structs.replace(HELLO, identity=identity, components={"w": HELLO.memory})
     fields = msgspec.msgpack.decode(body(hello))
     assert fields[3]["components"] == [of_component | {"groups": [group]}]
-    assert fields[-6] == {"w": msgspec.msgpack.decode(body(HELLO))[7]}
+    assert fields[-7] == {"w": msgspec.msgpack.decode(body(HELLO))[7]}
     assert wire.decode_body(body(hello)) == hello
 
 

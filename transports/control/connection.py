@@ -30,10 +30,13 @@ from tidekv.states.errors import (
     cause_of,
 )
 from tidekv.transports.base import LISTENER_COUNTS, DialFailed, Link
-from tidekv.transports.control import challenge, wire
+from tidekv.transports.control import challenge, liveness, wire
 from tidekv.transports.control.addresses import are_loopback, format_address, parse_address
 from tidekv.transports.control.peer_backoff import BackoffLimits, PeerBackoff, is_offence, offence_key
+from tidekv.transports.log import engine_log
 from tidekv.transports.tasks import OwnedTasks
+
+LOG = engine_log("tidekv.transports")
 
 BATCH_DELAY_S = 0.002
 """Maximum seconds that a frame without urgency waits for further frames."""
@@ -217,6 +220,11 @@ class ControlLink:
         ours, theirs = (self._writer.get_extra_info(name) for name in ("sockname", "peername"))
         return bool(theirs) and theirs[0] != ours[0] and not ip_address(theirs[0].partition("%")[0]).is_loopback
 
+    async def stalled_s(self, key: bytes, *, within_s: float) -> float | None:
+        """See `Link.stalled_s`."""
+        host, port = self._writer.get_extra_info("peername")[:2]
+        return await liveness.stalled_s(host, port, key, within_s=within_s)
+
     def send(self, message: wire.Message) -> None:
         """See `Link.send`."""
         if self._cause is not None:
@@ -327,6 +335,12 @@ class ControlListener:
         self._tasks = OwnedTasks("control listener")
         self._sockets: list[socket.socket] = []
         self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._liveness: liveness.LivenessThread | None = None
+
+    @property
+    def liveness_key(self) -> bytes:
+        """See `Listener.liveness_key`."""
+        return b"" if self._liveness is None else self._liveness.key
 
     async def open(self, address: str) -> None:
         """Listen on every address that the host name resolves to.
@@ -351,6 +365,13 @@ class ControlListener:
             self._close_sockets()
             raise InvalidConfig(f"cannot listen on {address}: {_words_of(error)}") from error
         self.address = format_address(host, port)
+        thread = liveness.LivenessThread()
+        try:
+            thread.start(self._sockets)
+        except OSError as error:
+            LOG.warning("no signs of life beside the links: this UDP port is taken", address=self.address, error=error)
+        else:
+            self._liveness = thread
         for listening in self._sockets:
             loop.add_reader(listening.fileno(), self._accept_waiting, listening)
 
@@ -362,6 +383,8 @@ class ControlListener:
         for pause in self._pauses.values():
             pause.cancel()
         self._close_sockets()
+        if self._liveness is not None:
+            self._liveness.close()
         await self._tasks.close()
 
     def statistics(self) -> dict[str, int | float]:

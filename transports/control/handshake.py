@@ -38,6 +38,7 @@ def make_hello(
     staging: PoolMemory | None = None,
     contexts: int = 1,
     stripe_pages: int = 0,
+    liveness_key: bytes = b"",
 ) -> wire.Hello:
     """Return our Hello. `memory`, that of components and `staging` must be registered with the transport already.
 
@@ -62,6 +63,7 @@ def make_hello(
         staging=staging,
         contexts=contexts,
         stripe_pages=stripe_pages,
+        liveness_key=liveness_key,
     )
 
 

@@ -107,6 +107,7 @@ class Hello(Message, frozen=True, tag="hello"):
     `staging` is decode's staging ring, one segment of one page; None: it has none. With more than one `contexts`, the
     ranks of prefill are counted context by context, each with all stages, and hold parts of every prompt's pages: see
     `tidekv.states.handover.context_parts`, also for `stripe_pages`.
+    `liveness_key` is the key of questions for signs of life of prefill; see `tidekv.transports.control.liveness`.
     """
 
     version: Count
@@ -126,6 +127,7 @@ class Hello(Message, frozen=True, tag="hello"):
     staging: PoolMemory | None = None
     contexts: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 1
     stripe_pages: Count = 0
+    liveness_key: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
     @property
     def context(self) -> int:

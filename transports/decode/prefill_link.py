@@ -22,7 +22,10 @@ from tidekv.states.errors import (
 from tidekv.transports import base, process
 from tidekv.transports.control import handshake, wire
 from tidekv.transports.control.peer_backoff import is_offence
+from tidekv.transports.log import engine_log
 from tidekv.transports.tasks import OwnedTasks
+
+LOG = engine_log("tidekv.transports")
 
 T = TypeVar("T")
 Part = TypeVar("Part")
@@ -68,6 +71,7 @@ class PrefillLink(Generic[Part]):
         clock: Callable[[], float],
         heartbeat_s: float,
         beats_max: int,
+        late_beats_max: int,
         counts: Counter[str],
     ) -> None:
         self.address = address
@@ -79,6 +83,8 @@ class PrefillLink(Generic[Part]):
         self._heartbeat_s = heartbeat_s
         self._beats_max = beats_max
         self._beats_missed = 0
+        self._late_beats_max = late_beats_max
+        self._late_beats = 0
         self._counts = counts
         self._link: base.Link | None = None
         self._dialled: base.Link | None = None
@@ -110,7 +116,7 @@ class PrefillLink(Generic[Part]):
             self._owner.link_opened(self, theirs)
             while True:
                 message = await link.receive()
-                self._beats_missed = 0
+                self._beats_missed = self._late_beats = 0
                 self._owner.take(self, message)
         except (LinkClosed, RemoteProtocolError) as error:
             cause = str(error)
@@ -174,9 +180,16 @@ class PrefillLink(Generic[Part]):
         return link, theirs
 
     async def _beat(self, link: base.Link) -> None:
-        """Send pings, and end the link after `beats_max` beats without a message."""
+        """Send pings, and end the link after `beats_max` beats without a message.
+
+        A peer whose process answers that its event loop is stalled is late: its beats count anew, `late_beats_max` in
+        all since its last message.
+        """
         # Beats and not seconds: if our own loop was blocked, the peer's frames wait in the socket and are read first.
         while not self._is_lost:
+            # The first question is one beat before the end: a loop that turns again then has a beat for its message.
+            if self._beats_missed >= self._beats_max and await self._is_late(link):
+                continue
             if self._beats_missed > self._beats_max:
                 cause = f"{self.address} was silent for {self._beats_max * self._heartbeat_s} s"
                 self._lose(PrefillCause.SILENT.words(cause))
@@ -187,6 +200,22 @@ class PrefillLink(Generic[Part]):
             for rooms in batches(self._owner.rooms_of(self), wire.ROOMS_NAMED_MAX) or [()]:
                 self.send(wire.Ping(sent_at=self._clock(), rooms=rooms))
             await asyncio.sleep(self._heartbeat_s)
+
+    async def _is_late(self, link: base.Link) -> bool:
+        """Whether the peer's process says that its event loop is stalled; its missed beats are forgiven then."""
+        assert self.theirs is not None, "beats follow both Hellos"
+        if not self.theirs.liveness_key or self._late_beats >= self._late_beats_max:
+            return False
+        asked_after = self._beats_missed
+        stalled_s = await link.stalled_s(self.theirs.liveness_key, within_s=self._heartbeat_s)
+        if stalled_s is None or stalled_s < self._heartbeat_s or self._beats_missed < asked_after:
+            return False
+        if not self._late_beats:
+            self._counts["links_late"] += 1
+            LOG.warning("the event loop of prefill stalls", peer=self.address, stalled_s=round(stalled_s, 3))
+        self._late_beats += self._beats_missed
+        self._beats_missed = 0
+        return True
 
     def _report_offence(self, error: TidekvError) -> None:
         if is_offence(error):

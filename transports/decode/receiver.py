@@ -74,6 +74,7 @@ COUNTS = (
     "frames_foreign",
     "frames_late",
     "links_broken",
+    "links_late",
     "messages_unsent",
     "pages_damaged",
     "redials",
@@ -97,6 +98,7 @@ class Receiver:
         lease_s: float = 10.0,
         heartbeat_s: float = 0.5,
         missed_s: float = 2.0,
+        late_s: float = 30.0,
         rank: int = 0,
         ranks: int = 1,
         kv_heads_total: int = 0,
@@ -109,8 +111,9 @@ class Receiver:
     ) -> None:
         """`memory`, and that of each component by its name, must be registered before the first promise. `lease_s`,
         `heartbeat_s` and `missed_s` are seconds: the lease of our rooms at prefill, the interval of pings, the silence
-        after which a link is lost. `deliver_aux` is called with request id, generation, first token and aux, before the
-        AuxLanded that belongs to it. With `hashing`, prefill must send the checksum of every page; pages are verified
+        after which a link is lost. `late_s` is that silence if the peer answers that its event loop is stalled.
+        `deliver_aux` is called with request id, generation, first token and aux, before the AuxLanded that belongs to
+        it. With `hashing`, prefill must send the checksum of every page; pages are verified
         before an event reports them, and a damaged one fails its room. With `staging`, whose ring is registered, too,
         prefill ranks that write slices of our heads send them through it. A first token beyond `vocabulary`, the number
         of ids (0: not known), fails its room. Raises InvalidConfig.
@@ -129,6 +132,7 @@ class Receiver:
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._beats_max = math.ceil(missed_s / heartbeat_s)
+        self._late_beats_max = math.ceil(late_s / heartbeat_s)
         self._vocabulary = vocabulary
         self._rank = rank
         self._ranks = ranks
@@ -517,6 +521,7 @@ class Receiver:
             clock=self._clock,
             heartbeat_s=self._heartbeat_s,
             beats_max=self._beats_max,
+            late_beats_max=self._late_beats_max,
             counts=self.counts,
         )
         self._links[address] = link

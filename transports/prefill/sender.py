@@ -285,6 +285,7 @@ class Sender:
             stripe_pages=self._stripe_pages,
             component_memory=self._component_memory,
             checksums="none" if self._hashing is None else "offered",
+            liveness_key=b"" if self._listener is None else self._listener.liveness_key,
         )
         try:
             link.send(ours)
