@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
     from tidekv.states.events import Event
-    from tidekv.states.request.request import Request
+    from tidekv.states.records.request import Request
 
 End: TypeAlias = ReportReady | ReportRestored | ReportFailed | ReportFinished | ReportRetracted | ReportDropped
 ENDS = get_args(End)

@@ -50,13 +50,13 @@ from tidekv.states.loads.loads import Loads
 from tidekv.states.loads.look_ahead import LookAhead
 from tidekv.states.loads.placement import LentPlacement, TreePlacement
 from tidekv.states.loads.shared_transfers import SharedTransfers
+from tidekv.states.records.request import Request, State
 from tidekv.states.request.admission_queue import Queue
 from tidekv.states.request.early_ready import EarlyReady
 from tidekv.states.request.guards_and_actions import Actions
 from tidekv.states.request.lending import Lending
 from tidekv.states.request.lent_ends import LentEnds
 from tidekv.states.request.ready import Serving
-from tidekv.states.request.request import Request, State
 from tidekv.states.request.restore import Restore
 from tidekv.states.request.table import TRANSITIONS, build_machine, has_rows, takes
 from tidekv.states.storage.admission import StorageAdmission

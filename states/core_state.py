@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tidekv.states.commands import Command
     from tidekv.states.events import Event, Outcome
     from tidekv.states.raises import Raise
-    from tidekv.states.request.request import Load, Request
+    from tidekv.states.records.request import Load, Request
     from tidekv.states.settings import CoreSettings
 
 

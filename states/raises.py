@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 if TYPE_CHECKING:
-    from tidekv.states.request.request import Request
+    from tidekv.states.records.request import Request
 
 DISPATCHING: Final = (
     "tidekv.states.core",

@@ -37,7 +37,7 @@ from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.states.commands import ReportReady
 from tidekv.states.events import AbortRequested
 from tidekv.states.handover.rooms import Rooms
-from tidekv.states.request.request import Room
+from tidekv.states.records.request import Room
 from tidekv.transports.loopback import LoopbackNetwork
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -40,7 +40,7 @@ from tidekv.engine.watchdog import Watchdog
 from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, TidekvError
-from tidekv.states.request.request import State
+from tidekv.states.records.request import State
 from tidekv.states.validation import checked, short
 from tidekv.transports.blocking import settled
 from tidekv.transports.decode.receiver import Receiver

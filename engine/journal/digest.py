@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tidekv.states.prefix.component_tier import ComponentTier
     from tidekv.states.prefix.node import Node, TierName
     from tidekv.states.prefix.tiers import Tier
-    from tidekv.states.request.request import State
+    from tidekv.states.records.request import State
 
 STATE_PARTS = ("index", "device pool", "host pool")
 """Parts of the state with a digest after each turn; each tier of each component follows."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from tidekv.states.commands import Command
     from tidekv.states.events import Event
-    from tidekv.states.request.request import Request
+    from tidekv.states.records.request import Request
 
 STEP = Core.step.__code__
 STATES = tuple({name for folder in states.__path__ for name in (str(folder), str(Path(folder).resolve()))})

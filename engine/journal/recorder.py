@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tidekv.engine.journal.format import EventRecord, RaiseRecord
     from tidekv.states.commands import Command
     from tidekv.states.core import Core
-    from tidekv.states.request.request import Request
+    from tidekv.states.records.request import Request
 
 ARRIVED_MIN = 256
 """Number of requests with kept keys that starts a search for requests that ended."""

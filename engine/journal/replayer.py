@@ -32,7 +32,7 @@ from tidekv.states.commands import Command
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent, JournalDamaged, ReplayDiverged
 from tidekv.states.events import Event, RequestArrived
-from tidekv.states.request.request import Request, State
+from tidekv.states.records.request import Request, State
 
 if TYPE_CHECKING:
     from tidekv.engine.decode.driver import Watcher

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidekv.engine.trace.causes import extend_cause
 from tidekv.states import commands, events
-from tidekv.states.request.request import State
+from tidekv.states.records.request import State
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
@@ -76,7 +76,7 @@ class MetricsFold:
         self.cuts: Counter[str] = Counter()
         """Spans asked of prefill by extend, by the cause of the failure."""
         self.declined: Counter[str] = Counter()
-        """Pages that storage had and that were not fetched, by the cause: `tidekv.states.request.request.DECLINED`."""
+        """Pages that storage had and that were not fetched, by the cause: `tidekv.states.records.request.DECLINED`."""
         self.raises: Counter[str] = Counter()
         """Raises that the core survived, by the rule: a function of `tidekv.states`."""
         self.evicted: Counter[str] = Counter()

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from tidekv.states import events
 from tidekv.states.commands import FALLBACKS
-from tidekv.states.request.request import DECLINED, LOAD_CAUSES
+from tidekv.states.records.request import DECLINED, LOAD_CAUSES
 from tidekv.states.storage_policy import POLICY_FIELDS
 
 if TYPE_CHECKING:
     from tidekv.engine.trace.request_trace import Work
     from tidekv.states.core import Core
-    from tidekv.states.request.request import Load, Request
+    from tidekv.states.records.request import Load, Request
     from tidekv.states.storage_policy import StoragePolicy
 
 CONSEQUENCES = {

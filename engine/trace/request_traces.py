@@ -34,7 +34,7 @@ from tidekv.states.components.shared_ends import SharedEndCopy
 from tidekv.states.components.storage import ComponentRead, StoredComponentCopy
 from tidekv.states.loads.loads import LoadCopy, LoadFetch
 from tidekv.states.loads.look_ahead import AheadRead
-from tidekv.states.request.request import Stage, State
+from tidekv.states.records.request import Stage, State
 from tidekv.states.storage.admission import LateFetch
 from tidekv.states.storage_policy import StoragePolicy, policy_of
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from tidekv.engine.journal.replayer import Replayer
     from tidekv.states.commands import SendPromise
     from tidekv.states.core import Core
-    from tidekv.states.request.request import Request
+    from tidekv.states.records.request import Request
 
 
 def plan_of(

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.prefix.index import Node, Receipt
-    from tidekv.states.request.request import Request
+    from tidekv.states.records.request import Request
     from tidekv.states.storage.admission import StorageAdmission
 
 STORE_DEADLINE_S = 60.0

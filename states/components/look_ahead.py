@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import FetchComponent
-from tidekv.states.request.request import Ahead, ComponentAhead
+from tidekv.states.records.request import Ahead, ComponentAhead
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import page_ids
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.prefix.component_index import ComponentIndex
-    from tidekv.states.request.request import Request
+    from tidekv.states.records.request import Request
     from tidekv.states.storage.admission import StorageAdmission
     from tidekv.states.types import PageIds
 

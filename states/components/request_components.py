@@ -50,7 +50,7 @@ from tidekv.states.components.snapshots import Snapshots
 from tidekv.states.components.storage import WITHOUT_COMPONENTS, WITHOUT_HOST, ComponentStorage, gap, preempt
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.events import CopyEnded
-from tidekv.states.request.request import ComponentFetch, Request, RequestComponents
+from tidekv.states.records.request import ComponentFetch, Request, RequestComponents
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import PageIds, page_ids, without
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
-    from tidekv.states.request.request import Request, RequestComponents
+    from tidekv.states.records.request import Request, RequestComponents
 
 End: TypeAlias = "tuple[str, int, bytes, bytes]"
 """Namespace, number of tokens, key of the last full page, and the tokens behind it. The other keys are compared."""

@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from tidekv.states.request.request import Snapshot
+from tidekv.states.records.request import Snapshot
 
 if TYPE_CHECKING:
     from tidekv.states.component_specs import SnapshotPolicy
     from tidekv.states.prefix.component_index import ComponentIndex
     from tidekv.states.prefix.node import Node
-    from tidekv.states.request.request import Request
+    from tidekv.states.records.request import Request
 
 PLACES: Final = ("branch", "prompt_end", "output_end", "interval")
 COUNTS: Final = (

@@ -26,7 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyComponent, FetchComponent
-from tidekv.states.request.request import (
+from tidekv.states.records.request import (
     ComponentAhead,
     ComponentFetch,
     ComponentStage,

@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import SendAbort, SendExtend, SendPromise, SendReceived
-from tidekv.states.request.request import Load, Request, Room, Span
+from tidekv.states.records.request import Load, Request, Room, Span
 from tidekv.states.storage.source_split import SourceLoad
 from tidekv.states.storage.throughput import ThroughputEstimator
 from tidekv.states.types import PageIds, page_ids
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tidekv.states.component_specs import ComponentPages
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import ChunkLanded, PromiseSent
-    from tidekv.states.request.request import RoomKey
+    from tidekv.states.records.request import RoomKey
 
 
 class Draining:

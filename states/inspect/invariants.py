@@ -27,8 +27,8 @@ from tidekv.states.loads.loads import LoadCopy, LoadFetch
 from tidekv.states.loads.look_ahead import AheadRead
 from tidekv.states.loads.shared_transfers import ShareWatch
 from tidekv.states.pages.page_pool import PagePool, PageState
+from tidekv.states.records.request import AheadRun, ComponentAhead, ComponentStage, Load, RequestComponents, Stage
 from tidekv.states.request.early_ready import EarlyUse, layers_in_place
-from tidekv.states.request.request import AheadRun, ComponentAhead, ComponentStage, Load, RequestComponents, Stage
 from tidekv.states.request.restore import LateRecomputation, Recomputation
 from tidekv.states.request.table import takes
 from tidekv.states.storage.admission import LateFetch, StorageQuery
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from tidekv.states.loads.loads import Loads
     from tidekv.states.loads.look_ahead import LookAhead
     from tidekv.states.prefix.node import Node, Receipt
+    from tidekv.states.records.request import Request
     from tidekv.states.request.admission_queue import Queue
     from tidekv.states.request.lending import Lending
-    from tidekv.states.request.request import Request
     from tidekv.states.settings import CoreSettings
     from tidekv.states.storage.admission import StorageAdmission
 

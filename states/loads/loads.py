@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToDevice, FetchPages
 from tidekv.states.events import CopyEnded
-from tidekv.states.request.request import Load, Request, Stage
+from tidekv.states.records.request import Load, Request, Stage
 from tidekv.states.storage.source_split import fetches_to_keep
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import PageIds, page_ids

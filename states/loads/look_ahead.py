@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import FetchPages
 from tidekv.states.components.look_ahead import ComponentLookAhead
-from tidekv.states.request.request import Ahead, AheadRun, Request
+from tidekv.states.records.request import Ahead, AheadRun, Request
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import page_ids

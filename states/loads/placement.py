@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from tidekv.states.request.request import Load
+from tidekv.states.records.request import Load
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.prefix.index import Node
-    from tidekv.states.request.request import Request
+    from tidekv.states.records.request import Request
 
 
 class Placement(Protocol):

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.request.request import Load, Request, Stage
+from tidekv.states.records.request import Load, Request, Stage
 
 if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState

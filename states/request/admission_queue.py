@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tidekv.states.request.request import Request
+    from tidekv.states.records.request import Request
     from tidekv.states.settings import CoreSettings
 
 Lane: TypeAlias = "tuple[int, str]"

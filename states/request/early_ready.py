@@ -27,14 +27,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import ReportEarly, ReportLayers, ReportLayersLost
-from tidekv.states.request.request import LOAD_CAUSES, Load, Request, Stage
+from tidekv.states.records.request import LOAD_CAUSES, Load, Request, Stage
 from tidekv.states.rollback import Rollback
 
 if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.handover.rooms import Rooms
-    from tidekv.states.request.request import Room
+    from tidekv.states.records.request import Room
 
 
 class EarlyUse:

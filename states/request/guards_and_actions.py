@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from tidekv.states.commands import ReportFailed
 from tidekv.states.errors import PrefillCause
 from tidekv.states.events import PrefillLost
-from tidekv.states.request.request import Stage, State
+from tidekv.states.records.request import Stage, State
 
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from tidekv.states.handover.rooms import Rooms
     from tidekv.states.loads.loads import Loads
     from tidekv.states.loads.shared_transfers import SharedTransfers
+    from tidekv.states.records.request import Request
     from tidekv.states.request.admission_queue import Queue
     from tidekv.states.request.lending import Lending
-    from tidekv.states.request.request import Request
     from tidekv.states.request.restore import Restore
 
 RETRY_PAUSE_S: Final = 0.1

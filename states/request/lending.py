@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Progressed
     from tidekv.states.handover.rooms import Rooms
-    from tidekv.states.request.request import LentPages, Request
+    from tidekv.states.records.request import LentPages, Request
     from tidekv.states.storage.admission import StorageAdmission
 
 

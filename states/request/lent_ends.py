@@ -11,9 +11,9 @@ from tidekv.states.request.guards_and_actions import has_everything
 
 if TYPE_CHECKING:
     from tidekv.states.events import DeadlinePassed, Event, PrefillLost
+    from tidekv.states.records.request import Request
     from tidekv.states.request.admission_queue import Queue
     from tidekv.states.request.lending import Lending
-    from tidekv.states.request.request import Request
     from tidekv.states.request.restore import Restore
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import QueryComponents, QueryStorage
 from tidekv.states.loads.loads import LoadFetch
-from tidekv.states.request.request import AheadRun, Load, Stage
+from tidekv.states.records.request import AheadRun, Load, Stage
 from tidekv.states.storage.source_split import pages_to_fetch
 from tidekv.states.types import PageIds, page_ids
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tidekv.states.loads.loads import Loads
     from tidekv.states.loads.look_ahead import LookAhead
     from tidekv.states.prefix.node import MatchResult, Node
-    from tidekv.states.request.request import Request
+    from tidekv.states.records.request import Request
     from tidekv.states.rollback import Rollback
     from tidekv.states.storage.admission import StorageAdmission
 

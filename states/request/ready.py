@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import GiveReserve, ReportDropped, ReportFinished, ReportFlushed
 from tidekv.states.events import GrowthTaken, RetractRequested
-from tidekv.states.request.request import Ending
+from tidekv.states.records.request import Ending
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import page_ids
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         FlushRequested,
         TransitionRaised,
     )
-    from tidekv.states.request.request import Request
+    from tidekv.states.records.request import Request
     from tidekv.states.request.restore import Restore
 
 

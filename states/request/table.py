@@ -104,16 +104,16 @@ from transitions import Machine
 from tidekv.states import events
 from tidekv.states.events import Event
 from tidekv.states.handover.rooms import Rooms
+from tidekv.states.records.request import State
 from tidekv.states.request import guards_and_actions as guards
 from tidekv.states.request.guards_and_actions import Actions
 from tidekv.states.request.lending import Lending
 from tidekv.states.request.lent_ends import LentEnds, fills_lent_pages, has_filled_lent_pages
 from tidekv.states.request.ready import Serving
-from tidekv.states.request.request import State
 from tidekv.states.request.restore import Restore
 
 if TYPE_CHECKING:
-    from tidekv.states.request.request import Request
+    from tidekv.states.records.request import Request
 
 # Called with the request and the event. Methods are bound to the objects of a core by `build_machine`.
 Action: TypeAlias = Callable[..., None]

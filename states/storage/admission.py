@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tidekv.states.events import Outcome, PolicyChanged, StorageChanged
     from tidekv.states.handover.rooms import Rooms
     from tidekv.states.prefix.node import Node
-    from tidekv.states.request.request import AheadRun, ComponentAhead, ComponentFetch, Load, Request
+    from tidekv.states.records.request import AheadRun, ComponentAhead, ComponentFetch, Load, Request
     from tidekv.states.types import PageIds
 
 

@@ -16,8 +16,8 @@ from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import PrefixIndex
+from tidekv.states.records.request import Request
 from tidekv.states.request.admission_queue import Queue
-from tidekv.states.request.request import Request
 from tidekv.states.request.restore import Restore
 from tidekv.states.settings import CoreSettings
 

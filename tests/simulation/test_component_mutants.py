@@ -21,7 +21,7 @@ from tidekv.states.handover.rooms import Rooms
 from tidekv.states.prefix.component_index import ComponentIndex
 from tidekv.states.prefix.component_tier import ComponentTier
 from tidekv.states.prefix.node import Node, TierName
-from tidekv.states.request.request import ComponentFetch, Request, RequestComponents, Room
+from tidekv.states.records.request import ComponentFetch, Request, RequestComponents, Room
 from tidekv.states.types import page_ids
 
 Mutant = Callable[[pytest.MonkeyPatch], None]

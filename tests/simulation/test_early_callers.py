@@ -18,9 +18,9 @@ from tidekv import Replayer
 from tidekv.states.components.request_components import ComponentRestore
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
+from tidekv.states.records.request import Request, RequestComponents, Room
 from tidekv.states.request import early_ready
 from tidekv.states.request.early_ready import EarlyReady
-from tidekv.states.request.request import Request, RequestComponents, Room
 from tidekv.states.request.restore import Restore
 from tidekv.states.settings import CoreSettings
 from tidekv.states.types import page_ids, without

@@ -12,8 +12,8 @@ from simulation.simulate import draw_settings, lending
 from tidekv.states.backup.offers import Offer, Offers
 from tidekv.states.loads.loads import Loads
 from tidekv.states.pages.page_pool import LentPool
+from tidekv.states.records.request import LentPages, Load, Request
 from tidekv.states.request.lending import Lending
-from tidekv.states.request.request import LentPages, Load, Request
 from tidekv.states.types import PageIds
 
 Mutant = Callable[[pytest.MonkeyPatch], None]

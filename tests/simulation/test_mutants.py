@@ -16,7 +16,7 @@ from tidekv.states.loads.look_ahead import LookAhead
 from tidekv.states.pages.prefill_quota import PrefillQuota
 from tidekv.states.prefix.index import Node
 from tidekv.states.prefix.namespace_shares import SharedEvictionQueue
-from tidekv.states.request.request import Ahead, Load, Request, Room, Stage
+from tidekv.states.records.request import Ahead, Load, Request, Room, Stage
 from tidekv.states.request.restore import Restore
 from tidekv.states.types import PageIds, page_ids
 

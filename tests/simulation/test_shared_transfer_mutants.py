@@ -13,7 +13,7 @@ from simulation.ranks import simulate_ranks
 from simulation.simulate import draw_settings
 from tidekv.states.loads.loads import Loads
 from tidekv.states.loads.shared_transfers import SharedTransfers
-from tidekv.states.request.request import Load, Request, Span
+from tidekv.states.records.request import Load, Request, Span
 from tidekv.states.settings import CoreSettings
 
 Mutant = Callable[[pytest.MonkeyPatch], None]

@@ -13,8 +13,8 @@ from tidekv import Replayer
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.events import FinishRequested, Progressed
 from tidekv.states.loads.loads import Loads
+from tidekv.states.records.request import Request
 from tidekv.states.request.ready import Serving
-from tidekv.states.request.request import Request
 from tidekv.states.request.restore import Restore
 
 

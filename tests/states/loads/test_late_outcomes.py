@@ -9,7 +9,7 @@ from tidekv.states import commands, events
 from tidekv.states.errors import RemoteProtocolError
 from tidekv.states.handover.receiver import ReceiverRoom
 from tidekv.states.loads.loads import Loads
-from tidekv.states.request.request import Load, State
+from tidekv.states.records.request import Load, State
 
 EIGHT = b"abcdefgh"
 

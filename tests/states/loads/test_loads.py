@@ -6,7 +6,7 @@ import pytest
 
 from simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.request.request import Request, Stage
+from tidekv.states.records.request import Request, Stage
 
 EIGHT = b"abcdefgh"
 

@@ -14,12 +14,12 @@ from simulation.rig import Rig
 from tidekv.states import commands, core, events
 from tidekv.states.core_state import CoreState
 from tidekv.states.handover.rooms import Rooms
+from tidekv.states.records.request import Request, State
 from tidekv.states.request import table
 from tidekv.states.request.guards_and_actions import Actions
 from tidekv.states.request.lending import Lending
 from tidekv.states.request.lent_ends import LentEnds, fills_lent_pages, has_filled_lent_pages
 from tidekv.states.request.ready import Serving
-from tidekv.states.request.request import Request, State
 from tidekv.states.request.restore import Restore
 from tidekv.states.request.table import TRANSITIONS, Row
 

@@ -13,7 +13,7 @@ from simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import Event
-from tidekv.states.request.request import Request, State
+from tidekv.states.records.request import Request, State
 from tidekv.states.request.table import LIVE, TRANSITIONS, diagram
 from tidekv.states.storage_policy import StoragePolicy
 

@@ -7,8 +7,8 @@
             ──▶ LentPages          device pages of the embedder, if the engine has none of its own
 
 The records refer to one another in both directions, so they share a module. They hold facts and derived properties
-only. The rules that change them are in the modules of each concept: `loads`, `handover`, `components`, and `restore`,
-`plan` and `ready` beside this one.
+only. The rules that change them are in the rooms of each concept above this one: `loads`, `handover`, `components`, and
+`restore`, `plan` and `ready` of `request`.
 """
 
 from __future__ import annotations
