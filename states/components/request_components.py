@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from tidekv.states.events import ComponentLeft, Outcome
     from tidekv.states.prefix.component_index import ComponentIndex, ComponentReceipt
     from tidekv.states.prefix.node import MatchResult, Node, TierName
-    from tidekv.states.request.plan import Plan
+    from tidekv.states.records.plan import Plan
     from tidekv.states.storage.admission import StorageAdmission
 
 

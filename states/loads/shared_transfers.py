@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.loads.loads import Loads
-    from tidekv.states.request.plan import Plan
+    from tidekv.states.records.plan import Plan
     from tidekv.states.rollback import Rollback
 
 

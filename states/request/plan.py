@@ -23,7 +23,7 @@ from tidekv.states.commands import QueryComponents, QueryStorage
 from tidekv.states.loads.loads import LoadFetch
 from tidekv.states.records.request import AheadRun, Load, Stage
 from tidekv.states.storage.source_split import pages_to_fetch
-from tidekv.states.types import PageIds, page_ids
+from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.commands import Command
@@ -31,32 +31,12 @@ if TYPE_CHECKING:
     from tidekv.states.handover.rooms import Rooms
     from tidekv.states.loads.loads import Loads
     from tidekv.states.loads.look_ahead import LookAhead
-    from tidekv.states.prefix.node import MatchResult, Node
+    from tidekv.states.prefix.node import Node
+    from tidekv.states.records.plan import Plan
     from tidekv.states.records.request import Request
     from tidekv.states.rollback import Rollback
     from tidekv.states.storage.admission import StorageAdmission
-
-
-class Plan:
-    """A plan in progress: the loads so far, where they end, and the device pages left for the rest."""
-
-    __slots__ = ("end", "host_node", "loads", "node", "own")
-
-    def __init__(self, match: MatchResult, own: PageIds) -> None:
-        self.node = match.device_node
-        self.host_node = match.host_node
-        self.end = match.device_pages
-        self.own = own
-        self.loads: list[Load] = []
-
-    def add(self, load: Load) -> None:
-        """Append a load, which uses the next pages of `own`."""
-        page_count = load.page_count
-        self.loads.append(load)
-        if load.nodes:
-            self.node = load.nodes[-1]
-        self.end += page_count
-        self.own = self.own[page_count:]
+    from tidekv.states.types import PageIds
 
 
 class Adoption:
