@@ -10,9 +10,9 @@ runs, as a plan would, but to host pages only, and at most `lookahead_pages_max`
 
 Admission does not wait for look-ahead. When the request is admitted, its plan finds [first, joined) on the host like
 other pages and copies them; they count as "l3", since storage brought them for this request. Runs still under way
-become loads of the plan (`tidekv.states.request.plan`), so no page is read twice. Whatever the plan cannot use is
-released, and so is everything if the request leaves (aborted, failed, sent back): landed pages stay as ordinary cache,
-and a read under way keeps its host pages until it ends (`LateFetch`).
+become loads of the plan (`tidekv.states.request.plan_fetches`), so no page is read twice. Whatever the plan cannot use
+is released, and so is everything if the request leaves (aborted, failed, sent back): landed pages stay as ordinary
+cache, and a read under way keeps its host pages until it ends (`LateFetch`).
 
 Component pages of the prompt's end are read ahead by `tidekv.states.components.look_ahead`, within the same budget.
 

@@ -8,7 +8,7 @@
 
 The records refer to one another in both directions, so they share a module. They hold facts and derived properties
 only. The rules that change them are in the rooms of each concept above this one: `loads`, `handover`, `components`, and
-`restore`, `plan` and `ready` of `request`.
+`restore`, `plan_fetches` and `ready` of `request`.
 """
 
 from __future__ import annotations

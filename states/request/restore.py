@@ -24,7 +24,7 @@ from tidekv.states.events import Progressed, Recomputed
 from tidekv.states.prefix.node import MatchResult
 from tidekv.states.records.plan import Plan
 from tidekv.states.records.request import Load, Request, RequestComponents, Stage
-from tidekv.states.request.plan import Adoption, PlanFetches
+from tidekv.states.request.plan_fetches import Adoption, PlanFetches
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import page_ids
 
