@@ -92,7 +92,7 @@ class Core:
         self.state = CoreState(settings)
         self.queue = Queue(settings)
         self.rooms = Rooms(self.state)
-        self.storage = StorageAdmission(self.state, self.rooms)
+        self.storage = StorageAdmission(self.state, lambda: self.rooms.source_load)
         placement = LentPlacement(self.state) if settings.lends_device else TreePlacement(self.state)
         self.loads = Loads(self.state, self.storage, self.rooms, placement)
         self.shared_transfers = SharedTransfers(self.state, self.loads)

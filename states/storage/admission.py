@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from tidekv.states.commands import Command
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome, PolicyChanged, StorageChanged
-    from tidekv.states.handover.rooms import Rooms
     from tidekv.states.prefix.node import Node
     from tidekv.states.records.request import AheadRun, ComponentAhead, ComponentFetch, Load, Request
     from tidekv.states.types import PageIds
@@ -242,9 +241,10 @@ class Probe:
 class StorageAdmission:
     """Decides whether storage is called, and accounts for its calls."""
 
-    def __init__(self, state: CoreState, rooms: Rooms) -> None:
+    def __init__(self, state: CoreState, link_load: Callable[[], SourceLoad]) -> None:
+        """`link_load` gives the load of the link to prefill: what storage competes with."""
         self._state = state
-        self._rooms = rooms
+        self._link_load = link_load
         self._breaker = CircuitBreaker()
         self._throughput = ThroughputEstimator()
         self.answer_time = AnswerTime()
@@ -319,7 +319,7 @@ class StorageAdmission:
         wait_s = (
             state.settings.query_deadline_s
             if waits_long
-            else self.answer_time.wait_s(gain_s(pages, storage=self.source_load, link=self._rooms.source_load))
+            else self.answer_time.wait_s(gain_s(pages, storage=self.source_load, link=self._link_load()))
         )
         query = StorageQuery(state, self, request, count)
         with Rollback() as undo:
