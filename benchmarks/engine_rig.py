@@ -16,8 +16,8 @@ from tidekv.backends.base import Poller
 from tidekv.backends.storage.base import StorageStatistics, Verdict
 from tidekv.states.errors import LinkClosed
 from tidekv.states.types import PageIds, PoolMemory
+from tidekv.transports import wire
 from tidekv.transports.base import Exchange, Link, Listener, PeerMemory
-from tidekv.transports.control import wire
 
 FRAMES_A_TURN = 64
 """Frames that arrive at once, of the order of what a socket's buffer holds."""

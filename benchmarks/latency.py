@@ -47,7 +47,7 @@ from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.keys import chain as keys_module
 from tidekv.engine.poller import PollerThread
 from tidekv.states.types import PageIds, page_ids
-from tidekv.transports.control import wire
+from tidekv.transports import wire
 from tidekv.transports.control.connection import ControlLink
 from tidekv.transports.decode.prefill_link import PrefillLink
 from tidekv.transports.decode.receiver import Receiver

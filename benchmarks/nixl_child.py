@@ -24,8 +24,7 @@ import torch
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import TidekvError
 from tidekv.states.types import PoolMemory, Segment, page_ids
-from tidekv.transports import process
-from tidekv.transports.control import wire
+from tidekv.transports import process, wire
 from tidekv.transports.nixl.transport import NixlTransport
 
 START_S = 60.0

@@ -79,7 +79,7 @@ def test_states_import_nothing_that_acts() -> None:
         ("from tidekv import engine", {"engine"}),
         ("from tidekv import DecodeEngine", {"engine"}),
         ("from tidekv.backends import keys", {"backends"}),
-        ("def late():\n    from tidekv.transports.control.wire import Hello", {"transports"}),
+        ("def late():\n    from tidekv.transports.wire import Hello", {"transports"}),
         ("importlib.import_module('tidekv.engine.decode.driver')", {"engine"}),
         ("import asyncio, tidekv", set()),
     ],

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from tidekv.states.errors import PrefillCause, RemoteProtocolError, TransferFailed
 from tidekv.states.types import PageIds, PoolMemory
-from tidekv.transports.control import wire
+from tidekv.transports import wire
 
 ADDRESS_END = 2**64
 LISTENER_COUNTS: Final = (

@@ -13,9 +13,8 @@ from collections.abc import Iterable
 import msgspec
 
 from tidekv.states.types import ComponentIdentity, Identity
-from tidekv.transports import slices
+from tidekv.transports import slices, wire
 from tidekv.transports.base import Exchange
-from tidekv.transports.control import wire
 from tidekv.transports.slices import Cut
 
 

@@ -23,6 +23,7 @@ from tidekv.states.errors import (
     TransferFailed,
 )
 from tidekv.states.types import PageIds, PoolMemory
+from tidekv.transports import wire
 from tidekv.transports.base import (
     LISTENER_COUNTS,
     DialFailed,
@@ -33,7 +34,6 @@ from tidekv.transports.base import (
     check_memory,
     check_pages,
 )
-from tidekv.transports.control import wire
 from tidekv.transports.tasks import OwnedTasks, settle
 
 OUTGOING_BYTES_MAX = 4 * wire.FRAME_BYTES_MAX

@@ -11,7 +11,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from tidekv.transports.control.wire import ProcessMark
+from tidekv.transports.wire import ProcessMark
 
 
 def this_process() -> ProcessMark:

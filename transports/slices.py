@@ -29,8 +29,8 @@ from tidekv.states.handover.head_slices import (
     stage_of,
 )
 from tidekv.states.types import Identity, PoolMemory, Segment
+from tidekv.transports import wire
 from tidekv.transports.base import Exchange
-from tidekv.transports.control import wire
 
 
 class Holder(Protocol):

@@ -11,7 +11,7 @@ from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest
 from tidekv.states.handover.prompt_digest import digest_of
 from tidekv.states.validation import PlainText, checked
 from tidekv.transports.control.addresses import RANKS_MAX
-from tidekv.transports.control.wire import check_promise
+from tidekv.transports.wire import check_promise
 
 if TYPE_CHECKING:
     import asyncio

@@ -14,7 +14,7 @@ from msgspec import Meta
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.handover.prompt_digest import PromptDigest
 from tidekv.states.validation import Count, PlainText, Seconds, check_fields, checked, short
-from tidekv.transports.control.wire import check_name
+from tidekv.transports.wire import check_name
 
 if TYPE_CHECKING:
     from tidekv.backends.keys.chain import Tokens

@@ -25,7 +25,7 @@ from tidekv.states import errors
 from tidekv.states.ranks import vote_items
 from tidekv.states.request import guards_and_actions
 from tidekv.states.request.table import diagram
-from tidekv.transports.control import wire
+from tidekv.transports import wire
 from tools.consequences_table import consequences_table
 from tools.metrics_page import prefill_families
 

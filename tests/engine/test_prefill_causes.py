@@ -17,8 +17,8 @@ from tidekv import (
     prompt_digest,
 )
 from tidekv.states.errors import LocalProtocolError
+from tidekv.transports import wire
 from tidekv.transports.base import Link
-from tidekv.transports.control import wire
 from tidekv.transports.decode.prefill_link import cause_of
 
 PROMPT = list(range(100, 142))

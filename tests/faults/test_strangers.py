@@ -16,7 +16,8 @@ import pytest
 from tidekv.engine.doctor.machine import listening
 from tidekv.states.errors import TidekvError
 from tidekv.states.types import PoolMemory
-from tidekv.transports.control import addresses, challenge, wire
+from tidekv.transports import wire
+from tidekv.transports.control import addresses, challenge
 from tidekv.transports.control import connection as control
 
 pytestmark = pytest.mark.nixl

@@ -18,9 +18,10 @@ from tidekv.engine.integrations.vllm.handover.jobs import HandoverJobs
 from tidekv.engine.integrations.vllm.handover.scheduler import DecodeScheduler, PrefillScheduler
 from tidekv.states.errors import InvalidRequest, RemoteProtocolError, TidekvError
 from tidekv.states.ranks.agreement import Opening
-from tidekv.transports.control import challenge, frames, wire
+from tidekv.transports import frames, wire
+from tidekv.transports.aux_values import decode_aux, encode_aux
+from tidekv.transports.control import challenge
 from tidekv.transports.control.addresses import Dials
-from tidekv.transports.control.aux_values import decode_aux, encode_aux
 from tidekv.transports.ranks import wire as ranks
 
 Target = Callable[[Random], None]

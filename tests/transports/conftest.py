@@ -14,7 +14,8 @@ from tests.support.prompts import DIGEST, PROMPT, PromptDigest
 from tests.support.waits import LIMIT_S
 from tidekv.states import events
 from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity, PoolMemory, Segment, page_ids
-from tidekv.transports.control import handshake, wire
+from tidekv.transports import wire
+from tidekv.transports.control import handshake
 from tidekv.transports.decode.receiver import Receiver
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
 from tidekv.transports.prefill.prefill_room import Room, RoomSettings

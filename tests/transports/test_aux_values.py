@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.transports.test_wire import VALUES
 from tidekv.states.errors import InvalidRequest, RemoteProtocolError
-from tidekv.transports.control.aux_values import AUX_BYTES_MAX, AUX_DEPTH_MAX, AUX_VALUES_MAX, decode_aux, encode_aux
+from tidekv.transports.aux_values import AUX_BYTES_MAX, AUX_DEPTH_MAX, AUX_VALUES_MAX, decode_aux, encode_aux
 
 PRIMES = (11400714785074694791, 14029467366897019727, 2870177450012600261)
 """Constants of the hash of tuples in Python, which is the same in every process."""

@@ -13,7 +13,8 @@ from tidekv.states.component_specs import ComponentPages
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.handover.sender import ComponentRequest, SenderComponents
 from tidekv.states.types import page_ids
-from tidekv.transports.control import handshake, wire
+from tidekv.transports import wire
+from tidekv.transports.control import handshake
 
 # A prompt of 5 pages, the last one in part. Its window of 6 tokens reaches back into page 3.
 TOKENS = 18

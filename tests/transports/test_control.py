@@ -26,8 +26,9 @@ from tidekv.states.errors import (
     RemoteProtocolError,
     TransferFailed,
 )
+from tidekv.transports import wire
 from tidekv.transports.base import DialFailed, Link
-from tidekv.transports.control import addresses, challenge, connection, wire
+from tidekv.transports.control import addresses, challenge, connection
 from tidekv.transports.control import connection as control
 from tidekv.transports.control.connection import ControlOptions
 

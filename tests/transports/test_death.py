@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from tests.support.waits import LIMIT_S
 from tidekv.transports import process
-from tidekv.transports.control.wire import ProcessMark
+from tidekv.transports.wire import ProcessMark
 
 Child = tuple[subprocess.Popen[bytes], ProcessMark]
 

@@ -11,7 +11,7 @@ from tests.support.prompts import DIGEST, OTHER
 from tests.support.waits import until
 from tidekv.states.errors import LinkClosed, TransferFailed
 from tidekv.states.handover import room_claims
-from tidekv.transports.control import wire
+from tidekv.transports import wire
 
 
 async def until_declined(prefill, count: int = 1) -> None:

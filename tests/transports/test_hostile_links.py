@@ -10,8 +10,9 @@ import pytest
 
 from tests.transports.test_wire import HELLO
 from tidekv.states.errors import InvalidConfig, InvalidRequest, PrefillCause, RemoteProtocolError
+from tidekv.transports import wire
 from tidekv.transports.base import DialFailed, Link
-from tidekv.transports.control import addresses, challenge, connection, wire
+from tidekv.transports.control import addresses, challenge, connection
 from tidekv.transports.control.connection import ControlLink, ControlOptions
 from tidekv.transports.nixl.transport import NixlTransport
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.waits import LIMIT_S
 from tidekv.states import events
 from tidekv.states.errors import InvalidConfig, LinkClosed
-from tidekv.transports.control import wire
+from tidekv.transports import wire
 from tidekv.transports.decode import prefill_link
 
 

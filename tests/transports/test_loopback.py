@@ -8,9 +8,8 @@ import pytest
 
 from tidekv.states.errors import InvalidConfig, LinkClosed, LocalProtocolError, RemoteProtocolError, TransferFailed
 from tidekv.states.types import PoolMemory, Segment
-from tidekv.transports import loopback
+from tidekv.transports import loopback, wire
 from tidekv.transports.base import Transport, check_memory
-from tidekv.transports.control import wire
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
 
 

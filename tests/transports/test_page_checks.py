@@ -14,7 +14,7 @@ from tests.support.waits import expected
 from tidekv import RequestFailed
 from tidekv.backends.checksums import ChecksumThread
 from tidekv.states.types import PageIds, PoolMemory, page_ids
-from tidekv.transports.control import wire
+from tidekv.transports import wire
 from tidekv.transports.decode.page_checks import Destinations, InOrder, damaged_page
 
 PROMPT = list(range(100, 142))

@@ -12,8 +12,9 @@ import pytest
 
 from tidekv.states import events
 from tidekv.states.errors import InvalidConfig, LinkClosed, PeerMismatch, RemoteProtocolError, TransferFailed
+from tidekv.transports import wire
 from tidekv.transports.base import Link
-from tidekv.transports.control import connection, wire
+from tidekv.transports.control import connection
 from tidekv.transports.control.addresses import parse_address
 from tidekv.transports.control.challenge import GREETING_BYTES
 from tidekv.transports.control.connection import ControlOptions

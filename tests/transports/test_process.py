@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from tidekv.transports import process
-from tidekv.transports.control.wire import ProcessMark
+from tidekv.transports.wire import ProcessMark
 
 
 @pytest.fixture

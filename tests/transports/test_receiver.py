@@ -9,7 +9,7 @@ import pytest
 from tidekv.states import events
 from tidekv.states.errors import LocalProtocolError
 from tidekv.states.types import page_ids
-from tidekv.transports.control import wire
+from tidekv.transports import wire
 
 
 async def test_a_whole_prompt_arrives_with_its_first_token(world) -> None:

@@ -13,8 +13,7 @@ from tests.support.waits import LIMIT_S, expected
 from tidekv.states import events
 from tidekv.states.errors import InvalidConfig, LinkClosed
 from tidekv.states.types import GroupIdentity
-from tidekv.transports import base
-from tidekv.transports.control import wire
+from tidekv.transports import base, wire
 from tidekv.transports.decode import prefill_link
 
 

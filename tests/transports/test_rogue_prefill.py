@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv.states import events
+from tidekv.transports import wire
+from tidekv.transports.aux_values import encode_aux
 from tidekv.transports.control import handshake as hello
-from tidekv.transports.control import wire
-from tidekv.transports.control.aux_values import encode_aux
 from tidekv.transports.loopback import LoopbackTransport
 
 

@@ -10,7 +10,7 @@ import pytest
 from tidekv.states import events
 from tidekv.states.errors import LinkClosed
 from tidekv.states.handover.sender import SPANS_MAX
-from tidekv.transports.control import wire
+from tidekv.transports import wire
 from tidekv.transports.prefill import room_writer
 
 

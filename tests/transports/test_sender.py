@@ -8,8 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest, LinkClosed, RemoteProtocolError
-from tidekv.transports.control import handshake, wire
-from tidekv.transports.control.aux_values import encode_aux
+from tidekv.transports import wire
+from tidekv.transports.aux_values import encode_aux
+from tidekv.transports.control import handshake
 
 
 async def test_chunks_and_aux_are_said_frame_by_frame(world, decode) -> None:

@@ -14,7 +14,7 @@ from tests.support.waits import LIMIT_S
 from tidekv.backends.copies.slice_moves import SliceMover
 from tidekv.states import events
 from tidekv.states.types import PoolMemory, Segment
-from tidekv.transports.control import wire
+from tidekv.transports import wire
 from tidekv.transports.prefill.room_writer import RoomSettings
 from tidekv.transports.staging import BATCHES_MIN, Slots, Staging, StagingRing, batch_pages
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
 from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity, PoolMemory, Segment
-from tidekv.transports.control import wire
-from tidekv.transports.control.aux_values import encode_aux
+from tidekv.transports import wire
+from tidekv.transports.aux_values import encode_aux
 
 DIGEST = bytes(range(32))
 ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=3)

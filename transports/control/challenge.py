@@ -30,9 +30,9 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from tidekv.states.errors import PeerMismatch, PrefillCause, RemoteProtocolError, TransferFailed
+from tidekv.transports import wire
 from tidekv.transports.base import DialFailed
 from tidekv.transports.blocking import call_in_thread
-from tidekv.transports.control import wire
 from tidekv.transports.control.addresses import format_address
 
 MAGIC: Final = b"tidekv\r\n"

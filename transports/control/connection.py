@@ -29,8 +29,9 @@ from tidekv.states.errors import (
     TransferFailed,
     cause_of,
 )
+from tidekv.transports import wire
 from tidekv.transports.base import LISTENER_COUNTS, DialFailed, Link
-from tidekv.transports.control import challenge, liveness, wire
+from tidekv.transports.control import challenge, liveness
 from tidekv.transports.control.addresses import are_loopback, format_address, parse_address
 from tidekv.transports.control.peer_backoff import BackoffLimits, PeerBackoff, is_offence, offence_key
 from tidekv.transports.log import engine_log

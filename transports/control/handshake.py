@@ -13,8 +13,7 @@ import msgspec
 
 from tidekv.states.errors import InvalidConfig, PeerMismatch, RemoteProtocolError
 from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity, PoolMemory
-from tidekv.transports import base, components, process, slices
-from tidekv.transports.control import wire
+from tidekv.transports import base, components, process, slices, wire
 
 HELLO_S = 5.0
 """Seconds in which a listener expects the Hello. A dialler waits for it as long as for any other message."""

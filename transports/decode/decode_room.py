@@ -18,7 +18,7 @@ from tidekv.states import events
 from tidekv.states.errors import RemoteProtocolError
 from tidekv.states.handover.context_parts import part_of
 from tidekv.states.handover.receiver import ReceiverRoom
-from tidekv.transports.control import wire
+from tidekv.transports import wire
 from tidekv.transports.decode.page_checks import Destinations, InOrder
 
 if TYPE_CHECKING:

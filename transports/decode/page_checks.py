@@ -17,7 +17,7 @@ import msgspec
 from tidekv.states.errors import RemoteProtocolError
 from tidekv.states.handover.context_parts import EVERY_PAGE, ContextPart
 from tidekv.states.types import PageIds, page_ids
-from tidekv.transports.control import wire
+from tidekv.transports import wire
 
 if TYPE_CHECKING:
     import asyncio

@@ -19,8 +19,8 @@ from tidekv.states.errors import (
     RemoteProtocolError,
     TidekvError,
 )
-from tidekv.transports import base, process
-from tidekv.transports.control import handshake, wire
+from tidekv.transports import base, process, wire
+from tidekv.transports.control import handshake
 from tidekv.transports.control.peer_backoff import is_offence
 from tidekv.transports.log import engine_log
 from tidekv.transports.tasks import OwnedTasks

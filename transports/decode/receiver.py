@@ -43,9 +43,9 @@ from tidekv.states.errors import (
 )
 from tidekv.states.handover.head_slices import check_stages, partition_of
 from tidekv.states.types import Identity, PageIds, PoolMemory
-from tidekv.transports import base, components
-from tidekv.transports.control import handshake, wire
-from tidekv.transports.control.aux_values import decode_aux
+from tidekv.transports import base, components, wire
+from tidekv.transports.aux_values import decode_aux
+from tidekv.transports.control import handshake
 from tidekv.transports.control.peer_backoff import PeerBackoff
 from tidekv.transports.decode.decode_room import (
     DecodeRoom,

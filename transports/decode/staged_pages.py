@@ -14,8 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tidekv.states.errors import RemoteProtocolError
-from tidekv.transports import components
-from tidekv.transports.control import wire
+from tidekv.transports import components, wire
 from tidekv.transports.staging import BeginCopy, Slots, Staging, scattered
 
 if TYPE_CHECKING:

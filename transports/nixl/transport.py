@@ -27,11 +27,10 @@ from msgspec import Meta
 from tidekv.states.errors import InvalidConfig, InvalidRequest, LocalProtocolError, TransferFailed
 from tidekv.states.types import PageIds, PoolMemory
 from tidekv.states.validation import PositiveCount, Seconds, Text, checked, host_and_port, short
-from tidekv.transports import process
+from tidekv.transports import process, wire
 from tidekv.transports.base import Drive, Exchange, Link, Listener, PeerMemory, Poller
 from tidekv.transports.blocking import call_in_thread, settled
 from tidekv.transports.control import connection as control
-from tidekv.transports.control import wire
 from tidekv.transports.control.addresses import Dials, is_loopback
 from tidekv.transports.control.peer_backoff import BackoffLimits
 from tidekv.transports.log import engine_log

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from tidekv.states.handover.promise_check import PromiseCheck, RankPromise
 from tidekv.states.handover.sender import SPANS_MAX
-from tidekv.transports.control import wire
+from tidekv.transports import wire
 from tidekv.transports.prefill.room_writer import DecodePeer
 
 RoomOfRanks: TypeAlias = tuple[str, str, int]

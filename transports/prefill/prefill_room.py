@@ -17,9 +17,8 @@ from tidekv.states.handover.prompt_digest import PromptDigest, digest_of
 from tidekv.states.handover.sender import ComponentRequest
 from tidekv.states.types import PageIds, PoolMemory, page_ids
 from tidekv.states.validation import checked_first_token
-from tidekv.transports import base
-from tidekv.transports.control import wire
-from tidekv.transports.control.aux_values import encode_aux
+from tidekv.transports import base, wire
+from tidekv.transports.aux_values import encode_aux
 from tidekv.transports.prefill.room_writer import DecodePeer, RoomSettings, RoomWriter, SendContext
 
 __all__ = ["Room", "RoomOutcome", "RoomSettings"]

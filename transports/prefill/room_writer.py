@@ -22,10 +22,9 @@ from tidekv.states.handover.context_parts import EVERY_PAGE, ContextPart
 from tidekv.states.handover.sender import ComponentPart, SenderRoom, WriteJob
 from tidekv.states.types import PageIds, PoolMemory, page_ids
 from tidekv.states.validation import ByteCount, Options, PositiveCount, Seconds
-from tidekv.transports import base, components
+from tidekv.transports import base, components, wire
 from tidekv.transports.blocking import settled
 from tidekv.transports.components import components_of
-from tidekv.transports.control import wire
 from tidekv.transports.staging import BeginCopy, StagedExchange, Staging, StagingRing, gathered, scattered
 from tidekv.transports.tasks import OwnedTasks
 

@@ -36,8 +36,8 @@ from tidekv.states.handover.context_parts import part_of
 from tidekv.states.handover.prompt_digest import PromptDigest
 from tidekv.states.handover.room_claims import RoomClaims
 from tidekv.states.types import Identity, PoolMemory
-from tidekv.transports import base
-from tidekv.transports.control import handshake, wire
+from tidekv.transports import base, wire
+from tidekv.transports.control import handshake
 from tidekv.transports.control.peer_backoff import is_offence
 from tidekv.transports.log import engine_log
 from tidekv.transports.prefill.pending_rooms import PendingRoom, PendingRooms

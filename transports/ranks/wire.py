@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from tidekv.states.ranks.agreement import Opening
-from tidekv.transports.control import frames
+from tidekv.transports import frames
 
 VERSION = 1
 FRAME_BYTES_MAX = 64 * 1024 * 1024

@@ -10,7 +10,7 @@ import pytest
 from tests.support.waits import LIMIT_S
 from tidekv import ComponentPools, DevicePool, InvalidConfig, KVLayout, LoopbackTransport, PrefillPeer, RequestFailed
 from tidekv.engine.demo.synthetic_components import SyntheticComponents
-from tidekv.transports.control import wire
+from tidekv.transports import wire
 from tidekv.transports.loopback import LoopbackNetwork
 
 SIZE = 4

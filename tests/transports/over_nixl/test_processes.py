@@ -17,7 +17,7 @@ from tests.support.waits import LIMIT_S
 from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import TransferFailed
 from tidekv.states.types import Identity, page_ids
-from tidekv.transports.control import wire
+from tidekv.transports import wire
 from tidekv.transports.nixl.transport import NixlTransport
 
 pytestmark = pytest.mark.nixl

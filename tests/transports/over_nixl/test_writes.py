@@ -25,7 +25,7 @@ from tidekv.states.errors import (
     TransferFailed,
 )
 from tidekv.states.types import PoolMemory, Segment, page_ids
-from tidekv.transports.control import wire
+from tidekv.transports import wire
 from tidekv.transports.nixl import transport as nixl
 from tidekv.transports.nixl.agent import NixlAgent, Request
 from tidekv.transports.nixl.transport import NixlTransport

@@ -19,8 +19,8 @@ import msgspec
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
 from tidekv.states.handover.prompt_digest import DIGEST_BYTES
 from tidekv.states.types import Identity, PageIds, PoolMemory
-from tidekv.transports.control import frames
-from tidekv.transports.control.aux_values import AUX_BYTES_MAX
+from tidekv.transports import frames
+from tidekv.transports.aux_values import AUX_BYTES_MAX
 
 VERSION = 1
 FRAME_BYTES_MAX = 8 * 1024 * 1024

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from tidekv.states.errors import InvalidRequest, RemoteProtocolError
-from tidekv.transports.control import frames
+from tidekv.transports import frames
 
 AUX_BYTES_MAX: Final = 64 * 1024
 AUX_VALUES_MAX: Final = 16 * 1024
