@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         RetractedRequest,
     )
     from tidekv.engine.journal import Replayer
+    from tidekv.engine.opentelemetry import trace_requests
     from tidekv.engine.prefill.prefill_peer import PrefillPeer, PrefillPool
     from tidekv.engine.prefill.prompt_store import PromptStoreSettings
     from tidekv.engine.prompts import PromptDigest, prompt_digest
@@ -83,7 +84,6 @@ if TYPE_CHECKING:
         Retracted,
     )
     from tidekv.engine.thread.prefill_thread import HandedOver, PrefillThread
-    from tidekv.engine.trace.spans import trace_requests
     from tidekv.states.commands import Fallback
     from tidekv.states.component_specs import ComponentKind
     from tidekv.states.storage_policy import StoragePolicy
@@ -244,7 +244,7 @@ _LATER = {
     "WindowPages": "tidekv.engine.decode.component_pages",
     "open_storage": "tidekv.backends.storage.uri",
     "prompt_digest": "tidekv.engine.prompts",
-    "trace_requests": "tidekv.engine.trace.spans",
+    "trace_requests": "tidekv.engine.opentelemetry",
 }
 
 # Where logs go is the application's business; without this Python would print warnings by itself.
