@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from tidekv.backends.keys.chain import Tokens
     from tidekv.engine.decode.driver import Driver
     from tidekv.engine.decode.pending_calls import LiveCall, PendingCalls
+    from tidekv.engine.decode.rank_driver import RankDriver
     from tidekv.engine.decode.values import ReadyRequest
-    from tidekv.engine.ranks.driver import RankDriver
 
 
 class Growth:

@@ -26,6 +26,7 @@ from tidekv.backends.page_layout import same_pages
 from tidekv.engine.decode.driver import Driver, Watcher
 from tidekv.engine.decode.executor import Executor
 from tidekv.engine.decode.pending_calls import PendingCalls
+from tidekv.engine.decode.rank_driver import RankDriver
 from tidekv.engine.decode.storage_swap import StorageInUse, check_storage
 from tidekv.engine.journal import Journal
 from tidekv.engine.kv_events.publisher import KVEventPublisher
@@ -33,7 +34,6 @@ from tidekv.engine.kv_events.watcher import KVEventWatcher
 from tidekv.engine.log import CoreLog, engine_log, own_context, run_in
 from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
 from tidekv.engine.poller import PollerThread
-from tidekv.engine.ranks.driver import RankDriver
 from tidekv.engine.ranks.group import RankGroup, place_of, settings_digest
 from tidekv.engine.staging import make_staging
 from tidekv.engine.watchdog import Watchdog

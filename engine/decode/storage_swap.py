@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from tidekv.engine.decode.driver import Driver
     from tidekv.engine.decode.executor import Executor
     from tidekv.engine.decode.pending_calls import PendingCalls
+    from tidekv.engine.decode.rank_driver import RankDriver
     from tidekv.engine.poller import PollerThread
-    from tidekv.engine.ranks.driver import RankDriver
     from tidekv.engine.ranks.group import RankGroup
     from tidekv.states.core import Core
     from tidekv.states.types import Identity
