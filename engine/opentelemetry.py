@@ -104,7 +104,7 @@ class RequestSpans:
         self._stalls.append(Stall(at_s - seconds, at_s, where))
 
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
-        """See `tidekv.engine.decode.driver.Watcher`."""
+        """See `tidekv.engine.watching.Watcher`."""
         try:
             self._follow(self._core_of())
             self._request_traces.stepped(event, given, error)

@@ -20,9 +20,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from tidekv.engine.log import engine_log, own_context
+from tidekv.engine.watching import Watcher
 from tidekv.states.commands import Command, ReportEarly, ReportLayers, ReportReady, ReportRestored
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent
@@ -66,15 +66,6 @@ CALLS = frozenset(
 """Calls and the clock: taken if no completion waits."""
 RESTORED = frozenset((ReportReady, ReportEarly, ReportLayers, ReportRestored))
 """Commands that resolve the calls of restored requests: performed before everything else of their step."""
-
-
-class Watcher(Protocol):
-    """Receives every step of the core: the journal, the metrics."""
-
-    def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
-        """The core has taken an event and gave these commands, of which only those of RESTORED were started; the core
-        is as the step left it. Never blocks, never raises. `error` is the class of the error that the step raised.
-        """
 
 
 class Driver:

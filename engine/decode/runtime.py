@@ -23,7 +23,7 @@ from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.prompt_keys import PromptKeys
 from tidekv.backends.page_layout import same_pages
-from tidekv.engine.decode.driver import Driver, Watcher
+from tidekv.engine.decode.driver import Driver
 from tidekv.engine.decode.executor import Executor
 from tidekv.engine.decode.pending_calls import PendingCalls
 from tidekv.engine.decode.rank_driver import RankDriver
@@ -37,6 +37,7 @@ from tidekv.engine.poller import PollerThread
 from tidekv.engine.ranks.group import RankGroup, place_of, settings_digest
 from tidekv.engine.staging import make_staging
 from tidekv.engine.watchdog import Watchdog
+from tidekv.engine.watching import Watcher
 from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, TidekvError

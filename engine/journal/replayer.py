@@ -35,7 +35,7 @@ from tidekv.states.events import Event, RequestArrived
 from tidekv.states.records.request import Request, State
 
 if TYPE_CHECKING:
-    from tidekv.engine.decode.driver import Watcher
+    from tidekv.engine.watching import Watcher
 
 OTHER_CODE = "the code of the core is not the code that wrote the journal"
 FOLLOWED = ("moves", "commands", "evictions")

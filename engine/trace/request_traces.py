@@ -158,7 +158,7 @@ class RequestTraces:
         return [request_trace for request_trace in self.all if request_trace.request_id == request_id]
 
     def stepped(self, event: events.Event, given: list[commands.Command], error: str = "") -> None:
-        """See `tidekv.engine.decode.driver.Watcher`."""
+        """See `tidekv.engine.watching.Watcher`."""
         core = self._core
         self._event = event
         self.ended = []
