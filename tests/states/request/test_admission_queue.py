@@ -29,5 +29,13 @@ def test_one_lane_is_tried_as_if_it_were_merged_with_another(waiting: list[tuple
 
 def _waiting(**fields: Any) -> Any:
     return SimpleNamespace(
-        **{"priority": 0, "prefill": "one", "arrived_at_s": 1.0, "passed": 0, "over_quota": False, **fields}
+        **{
+            "priority": 0,
+            "retry_at_s": 0.0,
+            "prefill": "one",
+            "arrived_at_s": 1.0,
+            "passed": 0,
+            "over_quota": False,
+            **fields,
+        }
     )
