@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import performance_page
+from benchmarks.performance_page import figures_table, with_figures
 from benchmarks.target_table import TARGETS
-from tools import performance_page
-from tools.performance_page import figures_table, with_figures
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
 
 
 def test_table_of_figures_is_generated_from_targets_and_figures() -> None:
     page = PAGE.read_text()
-    assert page == with_figures(page), "run: python -m tools.performance_page docs/performance.md"
+    assert page == with_figures(page), "run: python -m benchmarks.performance_page docs/performance.md"
 
 
 def test_rows_have_the_figures_of_one_run_and_say_where_there_is_none(

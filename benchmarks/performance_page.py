@@ -1,4 +1,4 @@
-"""Table of targets and last measured figures in docs/performance.md: `python -m tools.performance_page PAGE`.
+"""Table of targets and last measured figures in docs/performance.md: `python -m benchmarks.performance_page PAGE`.
 
 The figures are in benchmarks/results/targets.json, as one run of `python3 dev.py bench all --json` wrote it. A row that
 the run did not measure says so; without the file no row has a figure.
@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.target_table import TARGETS, Target
 
 FIGURES = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "targets.json"
-BEGIN = "<!-- Generated: python -m tools.performance_page docs/performance.md -->"
+BEGIN = "<!-- Generated: python -m benchmarks.performance_page docs/performance.md -->"
 END = "<!-- End of the figures. -->"
 
 
