@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
@@ -24,20 +23,16 @@ from tidekv import (
     DecodeRequest,
     DevicePool,
     HostPool,
-    KVLayout,
     LoopbackTransport,
-    PrefillPeer,
     RequestFailed,
 )
-from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.decode.values import ReadyRequest
-from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.states.commands import ReportReady
 from tidekv.states.events import AbortRequested
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.records.request import Room
+from tidekv.testing import LAYOUT, LoopbackPair, loopback_pair
 from tidekv.transports.loopback import LoopbackNetwork
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,48 +52,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(limits.TimeLimits(config), "tidekv-limits")
 
 
-PAGE_SIZE = 4
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=PAGE_SIZE)
+PAGE_SIZE = LAYOUT.page_size
 
 
-@dataclass
-class Pair:
-    """Both workers, and what a test asks of them."""
-
-    engine: DecodeEngine
-    peer: PrefillPeer
-    prefill: SyntheticPrefill
-    device: DevicePool
-    host: HostPool | None
-    network: LoopbackNetwork
-    kv: SyntheticKV = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.kv = SyntheticKV(self.device)
-
-    def request(self, request_id: str, tokens: Sequence[int], **options: object) -> DecodeRequest:
-        return DecodeRequest(request_id=request_id, tokens=tokens, prefill="prefill", send_prompt=True, **options)
-
-    async def restore(self, request_id: str, tokens: Sequence[int], **options: object) -> ReadyRequest:
-        """Restore, and verify every byte of every page."""
-        ready = await self.engine.restore(self.request(request_id, tokens, **options))
-        assert self.wrong_pages(ready, tokens) == []
-        assert sum(ready.sources.values()) == len(tokens)
-        return ready
-
-    def wrong_pages(self, ready: ReadyRequest, tokens: Sequence[int]) -> list[int]:
-        digests = prompt_digests(pack_tokens(tokens), PAGE_SIZE)
-        return self.kv.verify(ready.pages[: len(digests)].tolist(), digests)
+class Pair(LoopbackPair):
+    """The pair that users test with, and what needs the inside of the engine."""
 
     async def finish(self, ready: ReadyRequest, tokens: Sequence[int], output: Sequence[int]) -> None:
         """Generate `output`: grow, write its KV, and give everything back."""
-        everything = [*tokens, *output]
-        self.engine.grow(ready, max(len(output) - 1, 0))
-        if len(output) > 1:
-            digests = prompt_digests(pack_tokens(everything[:-1]), PAGE_SIZE)
-            first = len(tokens) // PAGE_SIZE
-            self.kv.fill(ready.pages[first : len(digests)].tolist(), digests[first:])
-        await self.engine.finish(ready, output)
+        await self.generate(ready, output)
 
     @asynccontextmanager
     async def another_decode(
@@ -121,7 +83,7 @@ class Pair:
             storage=storage,
             transport=LoopbackTransport(name, self.network),
         ) as engine:
-            yield Pair(engine, self.peer, self.prefill, device, host, self.network)
+            yield Pair(engine, self.peer, self.prefill, device, host, self.network, self.faults)
 
     def abort_when_ready(self, monkeypatch: pytest.MonkeyPatch, *, before_its_caller: bool) -> None:
         """Have each request aborted when it has become READY: before its caller runs, or right behind it."""
@@ -171,31 +133,17 @@ def make_pair() -> Iterator[MakePair]:
         prefill_namespace: str = "",
         **config: object,
     ):  # type: ignore[no-untyped-def]  # Typed by the fixture.
-        network = LoopbackNetwork()
-        device = DevicePool.allocate(LAYOUT, device_pages)
-        host = HostPool.allocate(LAYOUT, host_pages) if host_pages else None
-        prefill_pool = DevicePool.allocate(LAYOUT, prefill_pages)
-        prefill = SyntheticPrefill(prefill_pool, chunk_pages=3, namespace=prefill_namespace)
         config.setdefault("prefetch_threshold_tokens", 0)
-        async with (
-            PrefillPeer(
-                device=prefill_pool,
-                transport=LoopbackTransport("prefill-0", network),
-                listen="prefill",
-                lease_s=LEASE_S,
-                on_room=prefill.serve,
-                storage=prefill_storage,
-                host=prefill_host,
-            ) as peer,
-            DecodeEngine(
-                engine_config(**{**PATIENT, **config}),
-                device=device,
-                host=host,
-                storage=storage,
-                transport=LoopbackTransport("decode-0", network),
-            ) as engine,
-        ):
-            yield Pair(engine, peer, prefill, device, host, network)
+        async with loopback_pair(
+            config=engine_config(**{**PATIENT, **config}),
+            device_pages=device_pages,
+            host_pages=host_pages,
+            prefill_pages=prefill_pages,
+            storage=storage,
+            prefill_namespace=prefill_namespace,
+            prefill_options={"lease_s": LEASE_S, "storage": prefill_storage, "host": prefill_host},
+        ) as pair:
+            yield Pair(pair.engine, pair.peer, pair.prefill, pair.device, pair.host, pair.network, pair.faults)
 
     yield make
 

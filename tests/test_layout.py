@@ -22,6 +22,7 @@ MAY_IMPORT = {
 ENTRY_POINTS = (
     "tidekv",
     "tidekv.__main__",
+    "tidekv.testing",
     "tidekv.engine.integrations.sglang.hicache",
     "tidekv.engine.integrations.vllm.connector",
 )
@@ -165,7 +166,7 @@ def test_a_module_that_nothing_loads_is_found() -> None:
 def test_package_is_small_files_and_links() -> None:
     package = ROOT / "src" / "tidekv"
     names = {entry.name for entry in package.iterdir()} - {"__pycache__"}
-    assert names == {"__init__.py", "__main__.py", "py.typed", *FOLDERS}
+    assert names == {"__init__.py", "__main__.py", "testing.py", "py.typed", *FOLDERS}
     for folder in FOLDERS:
         assert (package / folder).is_symlink()
         assert (package / folder).resolve() == ROOT / folder

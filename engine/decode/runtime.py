@@ -103,6 +103,8 @@ class Runtime:
         if config.device == "lent":
             _check_lent(components=components, recompute=recompute, ranks=ranks)
         self.config = config
+        self.clock: Callable[[], float] | None = None
+        """The time of the core, if a test makes it; set before the start."""
         self.prompt_keys = PromptKeys(config.page_keys(device.layout.page_size))
         self.core = Core(
             config.core_settings(
@@ -307,6 +309,8 @@ class Runtime:
             after_drain=self._after_drain,
             is_agreed=self.ranks is not None,
         )
+        if self.clock is not None:
+            self.driver.clock = self.clock
         if self.ranks is not None:
             self.ranks.attach(self.core, self.driver, has_storage=self.storage is not None)
 

@@ -60,6 +60,8 @@ RUN = {
     ): "tests/backends/storage/test_store_command.py::test_the_lines_of_the_page_of_storage_work",
     ("docs/storage.md", "[project.entry"): f"{HERE}::test_the_entry_point_is_the_one_that_is_looked_up",
     ("docs/storage.md", "from collections.abc"): f"{HERE}::test_the_opener_of_another_package_is_a_function",
+    ("docs/testing.md", "import asyncio"): "tests/test_testing.py::test_the_page_about_testing_is_true",
+    ("docs/testing.md", "AssertionError"): "tests/test_testing.py::test_the_example_finds_a_planted_leak",
     ("docs/troubleshooting.md", "tidekv doctor"): f"{HERE}::test_commands_run",
     ("docs/vllm.md", "import httpx"): f"{CHECKED}::test_the_client_of_a_pair_hands_prefills_parameters_to_decode",
     (
