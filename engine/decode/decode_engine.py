@@ -16,12 +16,14 @@ from tidekv.engine.decode.arrivals import Arrivals
 from tidekv.engine.decode.component_pages import component_pages_left
 from tidekv.engine.decode.growth import Growth, kept_tokens, pack_output
 from tidekv.engine.decode.lent_calls import LentCalls
+from tidekv.engine.decode.look_up import look_up
 from tidekv.engine.decode.runtime import Runtime
 from tidekv.engine.decode.storage_swap import CLEAR_S, check_storage
 from tidekv.engine.decode.values import (
     DecodeRequest,
     OfferedPages,
     PoolBalance,
+    PromptLookUp,
     ReadyRequest,
     Recompute,
     RestoredPages,
@@ -432,13 +434,27 @@ class DecodeEngine:
     def probe_prefix(self, tokens: Tokens, *, namespace: str = "") -> dict[str, int]:
         """Return the tokens of this prompt in place in device and host memory, {"l1": …, "l2": …}. Changes nothing.
 
-        For routers. Any page may be evicted at any time, so the answer promises nothing. Raises InvalidRequest.
+        "l2" counts what host memory has behind the tokens of "l1": the copies there of these are not counted, so the
+        sum is the prefix that needs no storage and no prefill. For routers, at once; `look_up` also asks storage. Any
+        page may be evicted at any time, so the answer promises nothing. Raises InvalidRequest.
         """
         packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
         joined = self._arrivals.namespace(namespace)
         keys = self._runtime.prompt_keys.page_keys.of(packed)
         device, host = self._core.state.index.probe_prefix(joined, keys, with_pending=False)
         return {"l1": device * self.layout.page_size, "l2": host * self.layout.page_size}
+
+    async def look_up(self, tokens: Tokens, *, namespace: str = "", timeout_s: float = 0.05) -> PromptLookUp:
+        """Return what each tier has of this prompt, storage included, and an estimate of the time to READY.
+
+        Storage is asked at most for `timeout_s` seconds; one that fails or does not answer counts as empty, with the
+        cause. Takes no page, and promises nothing. Full pages only, without components. With ranks, storage is that of
+        this rank. Raises InvalidRequest, EngineClosed.
+        """
+        self._runtime.check_open()
+        packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
+        within_s: float = checked(timeout_s, Seconds, "timeout_s")
+        return await look_up(self._runtime, packed, self._arrivals.namespace(namespace), timeout_s=within_s)
 
     async def drain(self, timeout_s: float | None = None) -> list[str]:
         """Take no new requests, and wait until live requests are given back, or until the timeout.

@@ -200,6 +200,30 @@ class RestoredPages:
         return not self.cause
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLookUp:
+    """What each tier has of a prompt, in tokens of full pages; see `DecodeEngine.look_up`. The first four add up to the
+    length of the prompt.
+    """
+
+    l1: int
+    """In place in device memory."""
+    l2: int
+    """In host memory, behind those of l1."""
+    l3: int
+    """In storage, behind those of l2. A restore fetches of them what its policy expects to land in time."""
+    transfer: int
+    """Nowhere here: prefill sends them, or storage was not asked."""
+    ready_s: float | None
+    """Seconds to READY at the measured speeds of storage and prefill, with the pages that are under way from both: the
+    longer of the two, which work at the same time. Without admission, copies from host memory, and the first token.
+    None if a speed is not known, since nothing came from there yet, or lately from storage, or
+    since `prefetch` is not "soonest", which measures prefill.
+    """
+    not_asked: str
+    """Why l3 is not known, such as "storage did not answer within 0.05 s"; empty if it is, or if nothing is missing."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolBalance:
     """Pages of a pool; see `DecodeEngine.balance`. The first four add up to `total`."""
