@@ -6,10 +6,11 @@ For objects with `start` and `close` instead of a block: a `TaskGroup` belongs t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from contextvars import Context
 from typing import Any, TypeVar
 
+from tidekv.states.errors import TidekvError
 from tidekv.transports.log import engine_log, own_context
 
 LOG = engine_log("tidekv.transports")
@@ -97,3 +98,16 @@ async def settle(work: asyncio.Future[int]) -> int:
             work.exception()
         raise cancelled
     return work.result()
+
+
+async def own_cancels_only(call: Awaitable[T], whose: str) -> T:
+    """Await a call into foreign code. Raises TidekvError if it cancels itself: only a cancellation of the awaiting task
+    may end an effect without an outcome.
+    """
+    try:
+        return await call
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise TidekvError(f"{whose} cancelled itself") from error

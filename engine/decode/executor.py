@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from tidekv.backends.keys.chain import namespace_seed
 from tidekv.backends.storage.base import leading, prefix_of, ranges_of
 from tidekv.backends.storage.prefix_put import put_prefix
-from tidekv.engine.decode.pending_calls import own_cancels_only
 from tidekv.states import commands, events
 from tidekv.states.errors import PagesDamaged, TidekvError
+from tidekv.transports.tasks import own_cancels_only
 
 if TYPE_CHECKING:
     from tidekv.backends.checksums import StorageChecks

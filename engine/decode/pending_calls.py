@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextvars import Context, copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,10 +31,10 @@ from tidekv.states.errors import (
     EngineClosed,
     InvalidRequest,
     RequestFailed,
-    TidekvError,
 )
 from tidekv.states.handover.prompt_digest import digest_of
 from tidekv.states.validation import checked_first_token, refusal
+from tidekv.transports.tasks import own_cancels_only
 
 if TYPE_CHECKING:
     from tidekv.backends.keys.prompt_keys import Prompt
@@ -545,19 +545,6 @@ class PendingCalls:
 
     def _forget_tokens(self, command: commands.ForgetTokens) -> None:
         self._tokens_left.pop(command.serial, None)
-
-
-async def own_cancels_only(call: Awaitable[T], whose: str) -> T:
-    """Await a call into foreign code. Raises TidekvError if it cancels itself: only a cancellation of the awaiting task
-    may end an effect without an outcome.
-    """
-    try:
-        return await call
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise TidekvError(f"{whose} cancelled itself") from error
 
 
 async def _awaited(recompute: Recompute, job: RecomputeJob) -> tuple[int, Mapping[str, object]]:

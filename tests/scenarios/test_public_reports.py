@@ -11,8 +11,6 @@ import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv import RequestFailed, open_storage
-from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from tidekv.engine.kv_events.watcher import KVEventWatcher
 from tidekv.states.types import PageIds
 
 PROMPT = list(range(100, 121))  # Five pages of four tokens and one token.
