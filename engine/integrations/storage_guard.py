@@ -10,7 +10,7 @@ from tidekv.backends.storage.base import Storage
 from tidekv.states.errors import TidekvError
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
 from tidekv.transports.log import EngineLog
-from tidekv.transports.tasks import OwnedTasks
+from tidekv.transports.tasks import OwnedTasks, own_cancels_only
 
 FAILURES_MAX: Final = 8
 BACKOFF_S: Final = 1.0
@@ -39,16 +39,19 @@ class StorageGuard:
 
     def failed(self, what: str, error: BaseException) -> None:
         """Record and log a failed call. An exception that is not a TidekvError is a defect, logged with traceback."""
-        if isinstance(error, TidekvError):
-            self._log.warning(what, cause=str(error))
-        else:
-            self._log.error(what, exc_info=error)
+        self._log_failure(what, error)
         self._note(failed=True)
 
     async def close(self) -> None:
         """Stop probing."""
         self._closing = True
         await self._tasks.close()
+
+    def _log_failure(self, what: str, error: BaseException) -> None:
+        if isinstance(error, TidekvError):
+            self._log.warning(what, cause=str(error))
+        else:
+            self._log.error(what, exc_info=error)
 
     def _note(self, *, failed: bool) -> None:
         was_open = self._breaker.is_open
@@ -63,8 +66,9 @@ class StorageGuard:
             failed = False
             try:
                 for storage in self._storages:
-                    await storage.probe()
-            except TidekvError as error:
+                    await own_cancels_only(storage.probe(), "storage")
+            except Exception as error:
+                # Of every kind: without another probe, storage would never be used again.
                 failed = True
-                self._log.warning("storage still fails", cause=str(error))
+                self._log_failure("storage still fails", error)
             self._breaker.probed(failed=failed, backoff_max_s=BACKOFF_MAX_S)

@@ -43,7 +43,7 @@ from tidekv.states.storage.circuit_breaker import CircuitBreaker
 from tidekv.states.types import page_ids
 from tidekv.states.validation import Count, Options, PositiveCount, Seconds
 from tidekv.transports.blocking import settled
-from tidekv.transports.tasks import OwnedTasks
+from tidekv.transports.tasks import OwnedTasks, own_cancels_only
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -304,7 +304,7 @@ class PromptStore:
         """Return the positions of the pages that are not stored. If the look-up fails, none: nothing is tried then."""
         assert kind.storage is not None
         try:
-            flags = await touch(kind.storage, keys, timeout_s=self.settings.hold_s)
+            flags = await own_cancels_only(touch(kind.storage, keys, timeout_s=self.settings.hold_s), "storage")
         except Exception as error:
             self._note_failure(kind, len(keys), error)
             self._note_use(failed=True)
@@ -318,7 +318,7 @@ class PromptStore:
         assert kind.storage is not None
         await asyncio.wait(puts)
         with contextlib.suppress(TidekvError):
-            await touch(kind.storage, keys, timeout_s=self.settings.hold_s)
+            await own_cancels_only(touch(kind.storage, keys, timeout_s=self.settings.hold_s), "storage")
 
     async def _take(self, kind: StoredPages, count: int, until_s: float) -> PageIds | None:
         """Take host pages for one batch. None if not enough become free in time."""
@@ -351,7 +351,8 @@ class PromptStore:
     async def _put(self, kind: StoredPages, keys: list[bytes], host_pages: PageIds) -> None:
         assert kind.storage is not None
         try:
-            stored = sum(await kind.storage.put_from(keys, host_pages, timeout_s=self.settings.put_timeout_s))
+            put = kind.storage.put_from(keys, host_pages, timeout_s=self.settings.put_timeout_s)
+            stored = sum(await own_cancels_only(put, "storage"))
         except Exception as error:
             self._note_failure(kind, len(keys), error)
             self._note_use(failed=True)
@@ -386,7 +387,7 @@ class PromptStore:
             await asyncio.sleep(self._breaker.backoff_s)
             failed = False
             try:
-                await self._storage.probe()
+                await own_cancels_only(self._storage.probe(), "storage")
             except Exception as error:
                 failed = True
                 self._note_failure(self._full, 0, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -83,3 +84,49 @@ async def test_a_worker_that_ends_does_not_wait_for_a_probe(make_pair) -> None:
 def test_a_wrong_breaker_is_refused(field: str) -> None:
     with pytest.raises(InvalidConfig, match=field):
         PromptStoreSettings(**{field: -1})
+
+
+class Cancelling:
+    """A memory engine whose next calls by these names cancel themselves, as a client with timeouts of its own may."""
+
+    def __init__(self) -> None:
+        self._storage = open_storage("memory:?capacity=1MiB")
+        self.cancels: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._storage, name)
+        if self.cancels.get(name, 0) <= 0:
+            return call
+
+        async def cancelled(*_: object, **__: object) -> None:
+            self.cancels[name] -= 1
+            raise asyncio.CancelledError("by the client")
+
+        return cancelled
+
+
+async def test_calls_that_storage_cancels_have_failed_and_a_probe_that_it_cancels_is_not_the_last(make_pair) -> None:
+    """SGLang #38428: one exception that nothing expected ended backups for the life of the process."""
+    storage = Cancelling()
+    async with make_pair(prefill_storage=storage) as pair:
+        store = pair.peer._store
+        store.settings = PromptStoreSettings(breaker_failures=2, breaker_backoff_s=0.005, breaker_backoff_max_s=0.02)
+
+        async def serve(number: int) -> None:
+            tokens = [number] * 12
+            await pair.finish(await pair.restore(f"r{number}", tokens), tokens, [1])
+            await pair.peer.wait_stored()
+
+        storage.cancels = {"put_from": 1}
+        await serve(0)
+        storage.cancels = {"touch": 2, "probe": 1}
+        await serve(1)
+        statistics = pair.peer.statistics()
+        assert (statistics["store_breaker_opened"], statistics["store_pages_failed"]) == (1, 6)
+        async with expected("a probe that closes the breaker"):
+            while pair.peer.statistics()["store_breaker_open"]:
+                await asyncio.wait(store._tasks._tasks, return_when=asyncio.FIRST_COMPLETED)
+        assert not storage.cancels["probe"]
+        storage.cancels = {}
+        await serve(9)
+        assert pair.peer.statistics()["store_pages_put"] == 3

@@ -282,6 +282,31 @@ def test_storage_that_fails_is_a_miss_and_a_warning(
         monkeypatch.undo()
 
 
+@pytest.mark.parametrize(
+    "raised", [asyncio.CancelledError(), ZeroDivisionError("a bug of a client")], ids=["cancelled", "a bug"]
+)
+def test_what_a_client_of_storage_raises_ends_no_thread_of_sglang(
+    backend: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, raised: BaseException
+) -> None:
+    """SGLang #38428: its thread of backups ended with the first exception that it did not expect."""
+
+    async def broken(*_: object, **__: object) -> list[bool]:
+        raise raised
+
+    with opened(backend, f"file:{tmp_path}?capacity=16MB", FakeHostPool("page_first", is_mla=False)) as storage:
+        keys = keys_of(list(range(SIZE)))
+        ours = storage._store._storage
+        kept = ours.touch, ours.exists, ours.get_into, ours.put_from
+        ours.touch = ours.exists = ours.get_into = ours.put_from = broken
+        assert storage.batch_exists(keys) == 0
+        assert storage.batch_get_v1(keys, indices_of(0)) == [False]
+        assert storage.batch_set_v1(keys, indices_of(0)) == [False]
+        assert [record.levelname for record in caplog.records] == ["ERROR"] * 3
+        ours.touch, ours.exists, ours.get_into, ours.put_from = kept
+        assert storage.batch_set_v1(keys, indices_of(0)) == [True]
+        assert storage.batch_exists(keys) == 1
+
+
 def test_many_pages_go_in_batches(tmp_path: Path) -> None:
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", page_size=16)
     store = StorageThread(open_storage(f"file:{tmp_path}?capacity=16MB"), layout=layout, model="m")

@@ -35,6 +35,7 @@ class Storehouse:
     def __init__(self, inner: Storage) -> None:
         self._inner = inner
         self.fails: set[str] = set()
+        self.raises: BaseException = StorageFailed("no disk")
         self.held: dict[str, threading.Event] = {}
         self.reached = threading.Event()
         self.calls: list[str] = []
@@ -60,10 +61,16 @@ class Storehouse:
     async def put_from(self, *args: Any, **given: Any) -> list[bool]:
         return await self._call("put_from", *args, **given)
 
+    async def probe(self) -> None:
+        if "probe" in self.fails:
+            self.fails.remove("probe")
+            raise self.raises
+        await self._inner.probe()
+
     async def _call(self, name: str, *args: Any, **given: Any) -> list[bool]:
         self.calls.append(name)
         if name in self.fails:
-            raise StorageFailed("no disk")
+            raise self.raises
         found: list[bool] = await getattr(self._inner, name)(*args, **given)
         if name in self.held:
             self.reached.set()
@@ -457,4 +464,57 @@ def test_storage_that_is_well_again_is_used_again(uri: str, monkeypatch: pytest.
     calls = len(store.calls)
     assert lookup.ask(KEYS).result() == 0
     assert len(store.calls) == calls + 1
+    lookup.close()
+
+
+CANCELLED = asyncio.CancelledError("by a client of the store")
+
+
+def test_a_lookup_that_storage_cancels_is_a_miss_and_not_an_error_of_vllms_scheduler(
+    uri: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang #38428, seen from here: what a client of a store raises must not reach the serving engine."""
+    store = Storehouse(open_storage(uri))
+    lookup = lookup_of([store])
+    store.fails.add("exists")
+    store.raises = CANCELLED
+    for _ in range(20):
+        assert lookup.ask(KEYS).result(LIMIT_S) == 0
+    assert store.calls.count("exists") == 8, "it is left alone then"
+    assert "cancelled itself" in caplog.text
+    lookup.close()
+
+
+@pytest.mark.parametrize("call", ["get_into", "put_from", "exists"])
+def test_calls_that_storage_cancels_have_failed(worker: Callable[..., Worker], call: str) -> None:
+    """SGLang #38428: a job whose call raised what nothing expected never ended."""
+    one = worker()
+    one.store.fails.add(call)
+    one.store.raises = CANCELLED
+    for number in range(8):
+        if call == "get_into":
+            one.load(0, 2, name=f"r{number}")
+            assert one.settled() == {"load_pages_failed": 2}
+            assert one.ended[-1] == LoadEnded(f"r{number}", (20, 21))
+        else:
+            one.save(0, 2)
+            assert one.settled() == {"save_pages_failed": 2}
+    assert one.pages._guard.is_open
+
+
+@pytest.mark.parametrize("raised", [CANCELLED, ZeroDivisionError("a bug of the probe")], ids=["cancelled", "a bug"])
+def test_storage_whose_probe_raises_anything_is_probed_again(
+    uri: str, monkeypatch: pytest.MonkeyPatch, raised: BaseException
+) -> None:
+    """SGLang #38428: the thread that would have come back to storage had ended."""
+    monkeypatch.setattr("tidekv.engine.integrations.storage_guard.BACKOFF_S", 0.001)
+    store = Storehouse(open_storage(uri))
+    lookup = lookup_of([store])
+    store.fails.update(("exists", "probe"))
+    while not lookup._guard.is_open:
+        lookup.ask(KEYS).result(LIMIT_S)
+    store.raises = raised
+    store.fails.remove("exists")
+    lookup._loop.call(_probed(lookup))
+    assert not lookup._guard.is_open
     lookup.close()

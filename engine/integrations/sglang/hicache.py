@@ -22,7 +22,7 @@ from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.integrations.sglang.page_layouts import HostPages
 from tidekv.engine.integrations.sglang.storage_thread import StorageThread
 from tidekv.engine.log import engine_log
-from tidekv.states.errors import InvalidConfig, InvalidRequest, StorageFailed
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, TidekvError
 from tidekv.states.validation import unknown
 
 LOG = engine_log("tidekv.sglang")
@@ -88,8 +88,8 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
         """Return the number of keys, from the first on, that storage probably has."""
         try:
             return self._opened().leading(_digests(keys), prefix_keys=_prefix_keys(extra_info))
-        except StorageFailed as error:
-            LOG.warning("storage look-up failed, which counts as a miss", cause=str(error))
+        except Exception as error:
+            _log_failure("storage look-up failed, which counts as a miss", error)
             return 0
 
     def exists(self, key: str) -> bool:
@@ -141,15 +141,15 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
     def _get(self, keys: Sequence[str], take: Any, extra_info: Any = None) -> list[bool]:
         try:
             return self._opened().get(_digests(keys), take, prefix_keys=_prefix_keys(extra_info))
-        except StorageFailed as error:
-            LOG.warning("storage read failed, which counts as a miss", cause=str(error))
+        except Exception as error:
+            _log_failure("storage read failed, which counts as a miss", error)
             return [False] * len(keys)
 
     def _put(self, keys: Sequence[str], give: Any, extra_info: Any = None) -> list[bool]:
         try:
             return self._opened().put(_digests(keys), give, prefix_keys=_prefix_keys(extra_info))
-        except StorageFailed as error:
-            LOG.warning("storage write failed", cause=str(error))
+        except Exception as error:
+            _log_failure("storage write failed", error)
             return [False] * len(keys)
 
     def _opened(self) -> StorageThread:
@@ -169,6 +169,19 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
             raise InvalidRequest(f"{len(keys)} pages of {size} tokens do not have {len(host_indices)} indices")
         starts: list[int] = host_indices[::size].tolist()
         return starts
+
+
+def _log_failure(what: str, error: Exception) -> None:
+    """Log a failure of storage; raise an error of the caller. A defect is logged with its traceback.
+
+    SGLang's threads of backups and prefetches end with the first exception that leaves a call.
+    """
+    if isinstance(error, InvalidRequest | EngineClosed):
+        raise error
+    if isinstance(error, TidekvError):
+        LOG.warning(what, cause=str(error))
+    else:
+        LOG.error(what, exc_info=error)
 
 
 def _prefix_keys(extra_info: Any) -> list[bytes]:

@@ -19,6 +19,7 @@ from tidekv.backends.storage.base import Storage, leading, touch
 from tidekv.engine.integrations.storage_guard import StorageGuard
 from tidekv.engine.log import engine_log
 from tidekv.engine.thread.loop_thread import LoopThread
+from tidekv.transports.tasks import own_cancels_only
 
 LOG = engine_log("tidekv.vllm")
 
@@ -65,7 +66,10 @@ class PrefixLookup:
         self._asking.add(task)
         try:
             async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(touch(one, keys, timeout_s=self._timeout_s)) for one in self._storages]
+                asked = [
+                    group.create_task(own_cancels_only(touch(one, keys, timeout_s=self._timeout_s), "storage"))
+                    for one in self._storages
+                ]
         except* Exception as errors:
             self._guard.failed("storage look-up failed, which counts as a miss", errors.exceptions[0])
             count = 0

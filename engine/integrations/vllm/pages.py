@@ -46,7 +46,7 @@ from tidekv.engine.log import engine_log
 from tidekv.engine.thread.loop_thread import LoopThread
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
 from tidekv.states.types import page_ids
-from tidekv.transports.tasks import OwnedTasks, settle
+from tidekv.transports.tasks import OwnedTasks, own_cancels_only, settle
 
 if TYPE_CHECKING:
     from tidekv.backends.storage.base import Storage
@@ -344,7 +344,8 @@ class WorkerPages:
     async def _read(self, keys: Sequence[bytes], pages: Sequence[int]) -> list[bool] | None:
         """Read pages from storage, and return which were found; None if storage failed."""
         try:
-            found = await self._storage.get_into(keys, page_ids(pages), timeout_s=self._settings.load_timeout_s)
+            got = self._storage.get_into(keys, page_ids(pages), timeout_s=self._settings.load_timeout_s)
+            found = await own_cancels_only(got, "storage")
         except Exception as error:
             self._guard.failed("pages could not be read from storage and are recomputed", error)
             return None
@@ -401,7 +402,8 @@ class WorkerPages:
                 if page in new:
                     self._cache.keep(key, page)
             keys, pages = [key for key, _ in pairs], page_ids([page for _, page in pairs])
-            done = await put_prefix(self._storage, keys, pages, timeout_s=self._settings.save_timeout_s)
+            put = put_prefix(self._storage, keys, pages, timeout_s=self._settings.save_timeout_s)
+            done = await own_cancels_only(put, "storage")
             stored, present = done.put, sum(done.there) - done.put
             self._guard.succeeded()
         except Exception as error:
