@@ -21,6 +21,7 @@ import torch
 
 from tests.support.vllm_contract import (
     BLOCK,
+    BLOCKS,
     DIM,
     HEADS,
     LAYERS,
@@ -399,4 +400,31 @@ async def test_a_decode_engine_hits_what_vllm_computed_and_the_reverse(
     reader = Vllm(connector, uri, seed=6)
     assert reader.serve(mine, [15, 14, 13, 12, 11]) == 4 * BLOCK
     assert [reader.page(block) for block in (15, 14, 13, 12)] == computed
+    reader.close()
+
+
+@pytest.mark.parametrize("pages", [1, 2, 7, 8, 9, 16])
+@pytest.mark.parametrize("rest", [0, 1])
+def test_a_prompt_that_ends_with_a_page_is_restored_from_a_full_hit_as_it_was_computed(
+    connector: ModuleType, uri: str, pages: int, rest: int
+) -> None:
+    """LMCache #5151: prompts of a whole number of chunks, all of them hit, were restored with the wrong context.
+
+    Host memory has room for a few pages, so a load goes in several batches.
+    """
+    page = 2 * BLOCK * 2 * DIM * HEADS * LAYERS * 4
+    tokens = [7 * number % 911 for number in range(pages * BLOCK + rest)]
+    blocks = list(range(-(-len(tokens) // BLOCK)))
+    writer = Vllm(connector, uri, seed=1)
+    writer.serve(tokens, blocks)
+    writer.close()
+    reader = Vllm(connector, uri, seed=2, extra={"host": 4 * page})
+    # vLLM computes the last token itself: a page that ends with the prompt is not asked for.
+    usable = pages if rest else pages - 1
+    others = [BLOCKS - 1 - block for block in blocks]
+    before = reader.page(others[-1])
+    assert reader.serve(tokens, others) == usable * BLOCK
+    assert [reader.page(block) for block in others[:usable]] == [writer.page(block) for block in blocks[:usable]]
+    assert reader.page(others[-1]) == before
+    assert not reader.invalid
     reader.close()

@@ -12,6 +12,7 @@ import pytest
 
 from tidekv import KVLayout
 from tidekv.backends.keys.chain import namespace_seed, pack_tokens, page_digests
+from tidekv.engine.integrations.vllm.handover.scheduler import namespace_of
 from tidekv.engine.integrations.vllm.jobs import LoadJob, SaveJob
 from tidekv.engine.integrations.vllm.scheduler import SchedulerSide
 from tidekv.engine.integrations.vllm.settings import ConnectorSettings, Shared
@@ -336,3 +337,29 @@ def test_nothing_is_known_of_a_request_that_has_ended() -> None:
     assert rig.side._known == {}
     assert rig.step(request, 0, []) == ([], [])
     assert not rig.side.finished(request, [])
+
+
+def test_an_adapter_named_like_a_salt_shares_no_page_with_it() -> None:
+    """vLLM #44701: an adapter's name and a salt went into a block's hash without a sign of which of them it was."""
+    same: dict[bytes, list[tuple[str, str]]] = {}
+    kept: dict[str, list[tuple[str, str]]] = {}
+    for adapter in ("", "a", "b", "ab", '["a", "", ""]'):
+        for salt in ("", "a", "b", "ab", "ba", '["a", "", ""]'):
+            rig = Rig()
+            lora = SimpleNamespace(lora_name=adapter) if adapter else None
+            request = request_of(lora_request=lora, cache_salt=salt or None)
+            rig.side.arrived(request)
+            same.setdefault(rig.lookup.asked[-1][0][0], []).append((adapter, salt))
+            kept.setdefault(namespace_of(request), []).append((adapter, salt))
+    assert len(same) == len(kept) == 5 * 6, "a key for each pair, in the role of storage and in that of the hand-over"
+
+
+def test_a_request_that_is_aborted_while_it_is_loaded_is_loaded_to_its_end() -> None:
+    """vllm-ascend #16662: the end of a load was dropped if its request had been aborted, and vLLM kept the blocks."""
+    rig, request = Rig(), request_of()
+    assert rig.admit(request, stored=5) == 20
+    # Aborted before the step that starts the load: vLLM holds the blocks until that load is reported as ended.
+    assert not rig.side.finished(request, blocks_of(request))
+    loads, saves = rig.side.jobs({}, lambda _: [])
+    assert [load.request_id for load in loads] == ["r"]
+    assert saves == []
