@@ -623,3 +623,20 @@ async def test_a_dial_that_is_given_up_closes_its_connection(end: str) -> None:
         await asyncio.wait([dialling])
         assert dialling.cancelled() or isinstance(dialling.exception(), DialFailed)
         await ended.wait()
+
+
+@pytest.mark.parametrize(
+    "banner", [b"SSH-2.0-x\r\n", b"+PONG\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"tidekv!\r\n"]
+)
+async def test_a_server_of_another_protocol_breaks_the_protocol_and_is_not_silent(banner: bytes) -> None:
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        async with asyncio.timeout(LIMIT_S):
+            dialling = asyncio.ensure_future(control.dial(address, ControlOptions(handshake_s=LIMIT_S)))
+            accepted, _ = await loop.sock_accept(listening)
+            with accepted:
+                await loop.sock_sendall(accepted, banner)  # Fewer bytes than a greeting; then it waits.
+                with pytest.raises(RemoteProtocolError, match=re.escape(f"it begins with {banner[:16]!r}")):
+                    await dialling

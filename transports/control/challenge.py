@@ -41,6 +41,8 @@ PROOF_BYTES: Final = 32
 SEAL_BYTES: Final = 16
 TARGET_BYTES_MAX: Final = 1024
 GREETING_BYTES: Final = len(MAGIC) + 2 + NONCE_BYTES
+OTHER_BYTES_SHOWN: Final = 16
+"""Maximum bytes of another protocol that an error shows."""
 REFUSED_PROOF: Final = bytes(PROOF_BYTES)
 """The answer to a proof of another secret. Without it, a process that ends during a handshake would look like one."""
 REFUSED_TARGET: Final = bytes(PROOF_BYTES - 1) + b"\x01"
@@ -113,7 +115,7 @@ async def prove(
     """
     ours = secrets.token_bytes(NONCE_BYTES)
     writer.write(greeting(ours))
-    theirs = _nonce_of(await reader.readexactly(GREETING_BYTES))
+    theirs = _nonce_of(await _greeting_of(reader))
     target = "\n".join((dialled, _place(writer, "peername"))).encode()[:TARGET_BYTES_MAX]
     said = ours + theirs + target
     writer.write(len(target).to_bytes(2, "little") + target + proof(key, b"dial", said))
@@ -151,7 +153,7 @@ async def answer(
     """
     ours = secrets.token_bytes(NONCE_BYTES)
     writer.write(greeting(ours))
-    theirs = _nonce_of(await reader.readexactly(GREETING_BYTES))
+    theirs = _nonce_of(await _greeting_of(reader))
     length = int.from_bytes(await reader.readexactly(2), "little")
     if length > TARGET_BYTES_MAX:
         raise RemoteProtocolError(f"the dialler names an address of {length} bytes")
@@ -188,9 +190,24 @@ def _seals(key: bytes, said: bytes, *, is_dialler: bool) -> Seals | None:
     return Seals(of_dialler, of_listener) if is_dialler else Seals(of_listener, of_dialler)
 
 
+async def _greeting_of(reader: asyncio.StreamReader) -> bytes:
+    """Read the greeting of the other end. Its first bytes show another protocol: a server that sends fewer bytes than
+    a greeting, and waits, is not silent.
+    """
+    received = b""
+    while len(received) < GREETING_BYTES:
+        more = await reader.read(GREETING_BYTES - len(received))
+        received += more
+        if not MAGIC.startswith(received[: len(MAGIC)]):
+            raise RemoteProtocolError(
+                f"the other end does not speak this protocol: it begins with {received[:OTHER_BYTES_SHOWN]!r}"
+            )
+        if not more:
+            raise asyncio.IncompleteReadError(received, GREETING_BYTES)
+    return received
+
+
 def _nonce_of(greeting: bytes) -> bytes:
-    if not greeting.startswith(MAGIC):
-        raise RemoteProtocolError("the other end does not speak this protocol")
     version = int.from_bytes(greeting[len(MAGIC) : len(MAGIC) + 2], "little")
     if version != wire.VERSION:
         raise PeerMismatch(field="version", ours=wire.VERSION, theirs=version)
