@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -21,6 +21,7 @@ from tidekv.engine.decode.runtime import Runtime
 from tidekv.engine.decode.storage_swap import CLEAR_S, check_storage
 from tidekv.engine.decode.values import (
     DecodeRequest,
+    EngineStatistics,
     OfferedPages,
     PoolBalance,
     PromptLookUp,
@@ -235,6 +236,14 @@ class DecodeEngine:
         self._check_mode("grow", "owned")
         return self._growth.grow(ready, tokens)
 
+    def grow_many(self, batch: Iterable[ReadyRequest], tokens: int = 1) -> list[ReadyRequest]:
+        """`grow` each request of a batch; returns those for which no page was left. All others have grown.
+
+        Raises InvalidRequest before anything is changed if a request of the batch is not the caller's.
+        """
+        self._check_mode("grow_many", "owned")
+        return self._growth.grow_many(batch, tokens)
+
     async def wait_grown(self, ready: ReadyRequest, tokens: int = 1) -> list[int]:
         """Like `grow`, but if the reserve is too small, wait for the ranks to agree on more, which the callers of all
         ranks must request. Raises OutOfPages if the pool has no more, or another rank's caller does not in time.
@@ -423,8 +432,9 @@ class DecodeEngine:
     def change_policy(self, **changes: Unpack[PolicyChanges]) -> StoragePolicy:
         """Change the storage policy from now on: `change_policy(prefetch="best_effort", breaker_failures=4)`.
 
-        Names and values are those of `StoragePolicy`, which is returned; other options stay, and operations under way
-        are not affected. Raises InvalidConfig, having changed nothing, for an unknown name or value.
+        Names and values are those of `StoragePolicy`, which is returned; other options (`admission`, `sharing`, the
+        shares of namespaces) are fixed for the life of an engine. Operations under way are not affected. Raises
+        InvalidConfig, having changed nothing, for an unknown name or value.
         """
         self._runtime.check_open()
         policy = changed_policy(self.policy, changes)
@@ -534,6 +544,6 @@ class DecodeEngine:
             raise EngineClosed("the engine was not started: enter it with `async with`")
         return self._runtime
 
-    def statistics(self) -> dict[str, object]:
+    def statistics(self) -> EngineStatistics:
         """Return current values and totals since the start, by part; works after the end, too."""
         return self._started().statistics()

@@ -21,6 +21,8 @@ from tidekv.states.errors import InvalidRequest, OutOfPages
 from tidekv.states.validation import Count, checked
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tidekv.backends.keys.chain import Tokens
     from tidekv.engine.decode.driver import Driver
     from tidekv.engine.decode.pending_calls import LiveCall, PendingCalls
@@ -43,6 +45,20 @@ class Growth:
         if needed > len(ready.reserve) and ready.layers_in_place is None:
             self._tell(ready, 0, wanted=needed - len(ready.reserve))
         return self._take(ready, tokens, needed)
+
+    def grow_many(self, batch: Iterable[ReadyRequest], tokens: int) -> list[ReadyRequest]:
+        """See `DecodeEngine.grow_many`."""
+        batch = list(batch)
+        for ready in batch:
+            self._check(ready)
+            pages_needed(ready, tokens, page_size=self._page_size)
+        short = []
+        for ready in batch:
+            try:
+                self.grow(ready, tokens)
+            except OutOfPages:
+                short.append(ready)
+        return short
 
     async def wait_grown(self, ready: ReadyRequest, tokens: int, *, hold_s: float) -> list[int]:
         """See `DecodeEngine.wait_grown`. `hold_s`: maximum seconds to wait for the callers of other ranks."""

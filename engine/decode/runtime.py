@@ -49,7 +49,7 @@ from tidekv.transports.decode.receiver import Receiver
 if TYPE_CHECKING:
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.config.engine_config import EngineConfig
-    from tidekv.engine.decode.values import Recompute
+    from tidekv.engine.decode.values import EngineStatistics, Recompute
     from tidekv.transports.base import Transport
 
 LOG = engine_log("tidekv.engine")
@@ -503,8 +503,8 @@ class Runtime:
 
         await self.calls.wait_until(is_settled)
 
-    def statistics(self) -> dict[str, object]:
-        """Return current values and totals since the start, by part."""
+    def statistics(self) -> EngineStatistics:
+        """See `DecodeEngine.statistics`."""
         storage = self.storage_in_use.current
         return {
             "core": self.core.statistics(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -239,6 +239,38 @@ class PoolBalance:
     """Cached pages that can be evicted now."""
     protected: int
     """Cached pages that a request locks."""
+
+
+class EngineStatistics(TypedDict):
+    """Parts of an engine, with their current values and totals since the start, by name; see
+    `DecodeEngine.statistics`. A part that the engine does not have is None, or empty. The names within a part are those
+    of the metrics (observability.md), and may change as these do.
+    """
+
+    core: Mapping[str, int]
+    """Pages of each pool by state (`device_free`, `host_cached`, …), requests by state, and counts of decisions."""
+    prefill_pages: Mapping[str, int]
+    """By prefill address, device pages that its requests withhold before they are READY."""
+    receiver: Mapping[str, int | float]
+    """Links to prefill workers, rooms, and counts of unusual messages."""
+    transport: Mapping[str, int | float]
+    poller: Mapping[str, Any]
+    """The thread that polls transfers; `storage_poller` polls file I/O."""
+    storage_poller: Mapping[str, Any]
+    copies: Mapping[str, Any] | None
+    """Copies between device and host memory; None without a host pool."""
+    component_copies: Mapping[str, Any]
+    snapshots: Mapping[str, Mapping[str, int]]
+    """By state, what its snapshots cost and bring."""
+    storage: Mapping[str, Any] | None
+    events: int
+    """Events that the core has taken."""
+    events_illegal: int
+    """Events that the core refused; any is a bug of tidekv."""
+    effects_raised: int
+    """Effects that raised; any is a bug of tidekv."""
+    loop_stalls: int
+    ranks: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)

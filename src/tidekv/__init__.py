@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from tidekv.engine.decode.decode_engine import DecodeEngine
     from tidekv.engine.decode.values import (
         DecodeRequest,
+        EngineStatistics,
         OfferedPages,
         PoolBalance,
         PromptLookUp,
@@ -108,6 +109,7 @@ __all__ = [
     "DevicePool",
     "EngineClosed",
     "EngineConfig",
+    "EngineStatistics",
     "EngineThread",
     "Failed",
     "Fallback",
@@ -195,6 +197,7 @@ _LATER = {
     "DecodeEngine": "tidekv.engine.decode.decode_engine",
     "DecodeRequest": "tidekv.engine.decode.values",
     "DevicePool": "tidekv.backends.device.pool",
+    "EngineStatistics": "tidekv.engine.decode.values",
     "EngineConfig": "tidekv.engine.config.engine_config",
     "EngineThread": "tidekv.engine.thread.engine_thread",
     "Failed": "tidekv.engine.thread.engine_thread",
