@@ -133,9 +133,10 @@ class Arrivals:
             outcome = runtime.calls.begin(request, prompt, serial=serial, deadline_at_s=arrival.deadline_at_s)
             if lent_pages is not None:
                 runtime.calls.lent.lend(request.request_id, lent_pages[held_pages:])
-            runtime.front.post(arrival)
-            # From here on a blocked loop delays the request, before the core has seen it, too.
+            # A blocked loop delays the request before the core has seen it, too. Not behind `post`: what raises there
+            # would withdraw a request that the core is about to take.
             runtime.watchdog.set_busy(True)
+            runtime.front.post(arrival)
         except BaseException:
             runtime.calls.withdraw(request.request_id, serial=serial)
             raise

@@ -84,7 +84,7 @@ async def serve(options: ServiceOptions, listener: socket.socket) -> None:
             transport=NixlTransport(
                 name="decode-0",
                 secret=os.environ.get("TIDEKV_SECRET", ""),
-                dials=[options.prefill] if options.prefill else [],
+                dials=[options.prefill] if options.prefill else None,  # A child's address comes from this program.
             ),
         )
         pool = PagedModel(served.llama, device)

@@ -126,6 +126,7 @@ def test_the_wheel_works_in_a_clean_environment_without_the_checkout(wheel: Path
     tidekv = place / "bin" / "tidekv"
     assert "simulate" in run(tidekv, "--help", cwd=tmp_path)
     assert "ok" in run(tidekv, "config", "check", cwd=tmp_path)
-    refused = subprocess.run([tidekv, "simulate"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    plain = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}  # As in `run`: the checkout is not on the path.
+    refused = subprocess.run([tidekv, "simulate"], cwd=tmp_path, capture_output=True, text=True, check=False, env=plain)
     assert refused.returncode == 2
     assert "the simulation is not installed with tidekv: run this command in a checkout" in refused.stderr

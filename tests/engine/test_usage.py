@@ -138,8 +138,8 @@ def test_why_there_are_no_metrics_is_said_in_plain_words(fail: Fail) -> None:
         port = taken.getsockname()[1]
     text = fail("top", f"127.0.0.1:{port}", hint="tidekv top")
     assert text == (
-        f"no engine answers at '127.0.0.1:{port}': nothing listens there; set engine.metrics.listen of the engine to "
-        "this address"
+        f"no engine answers at '127.0.0.1:{port}': nothing listens there; set engine.metrics.listen, or "
+        "prefill.metrics_listen, to this address"
     )
     with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
         thread = threading.Thread(target=server.serve_forever)

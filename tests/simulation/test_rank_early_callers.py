@@ -73,7 +73,7 @@ def test_ranks_with_faults_of_their_own_break_nothing(ranks: int) -> None:
 
 def test_without_faults_no_layer_is_lost_on_any_rank() -> None:
     done, ends = Counter[str](), Counter[str]()
-    for seed in range(6):
+    for seed in range(8):
         report = run(seed, 3, 40, with_faults=False)
         done.update(report.early)
         ends.update(report.ends)

@@ -178,6 +178,7 @@ def damage_file(dice: random.Random, path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow(limit_s=120 + 2 * FUZZ_S)
 async def test_fuzz_of_the_index_the_segments_and_the_label(files: Rig) -> None:
     """Each round damages a directory in some way and opens it: every page that is served is right, every error is
     StorageFailed, and what is put afterwards is found.
