@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from tidekv.states.storage.answer_time import GAIN_SHARE, WAIT_MAX_S, WAIT_MIN_S
+from tidekv.states.storage.source_split import MARKED_GAIN
 from tidekv.states.storage.throughput import ESTIMATE_FRESH_S
 from tidekv.states.storage_policy import StoragePolicy
 
@@ -55,15 +56,17 @@ device memory, or returns to the queue; prefill is writing the pages otherwise. 
 **Throughput of storage.** For each fetch that brought all its pages, or is late, the core records the seconds from
 its command to its outcome and the pages that were under way when it began. Both sums are weighted: each fetch counts
 7/8 of the one after it. Their ratio is the time of a page, `page_s`. A plan fetches at most `n` pages with
-`(pages under way + n) * page_s <= fetch_deadline_share * time that it may take`. The measurement expires after
-{ESTIMATE_FRESH_S:g} s without a fetch; storage is then used in full again.
+`(pages under way + n) * page_s <= fetch_deadline_share * time that it may take`. After {ESTIMATE_FRESH_S:g} s without a
+fetch the measurement is old: it bounds no plan any more, and the next one replaces it. Fetches of few pages, which are
+mostly latency, do not make a page dearer.
 
 **Split between storage and transfer.** With `soonest` the throughput of the transfer is measured in the same way, by
-spans of rooms. A plan splits what storage has so that storage and prefill finish at the same time, each after the
-work that is queued there: the front is fetched, the rest is sent by prefill. When prefill has sent everything and
-fetches are still under way, the last of these are requested from prefill as well if it sends them sooner; their reads
-continue without effect. They are divided once more if a fetch takes half as long again as expected. While one of the
-two throughputs is unknown, one plan at a time fetches an eighth of what storage has, at least
+spans of rooms. A plan takes what storage has from the faster of the two, unless the prompt would take {MARKED_GAIN:g}
+times as long as with both. Then it splits what storage has so that storage and prefill finish at the same time, each
+after the work that is queued there: the front is fetched, the rest is sent by prefill. When prefill has sent everything
+and fetches are still under way, the last of these are requested from prefill as well if it sends them markedly sooner;
+their reads continue without effect. They are divided once more if a fetch takes half as long again as expected. While
+one of the two throughputs is unknown, one plan at a time fetches an eighth of what storage has, at least
 `prefetch_threshold_tokens`, or everything if nothing has been transferred yet, and half of the remaining pages are
 requested each time; other plans fetch nothing. Mostly storage is known before its first hit: while its speed is
 unknown, some of the pages that were just put are read back, for no request. So storage
@@ -71,12 +74,13 @@ costs a request no more than it gains, however slow it is: `python3 dev.py bench
 processes. The time that prefill computes is part of its throughput. The pages of windows and states are not split:
 what storage has of them without a gap is fetched.
 
-The estimates expire after ten seconds. Where requests come in bursts minutes apart, each burst begins without one:
-one plan measures, the others are planned for the transfer. So `soonest` never loses to either source, and gains less
-than it could where storage is much faster than prefill: in the [model of a published
-run](measuring.md#published-tables-on-a-modeled-clock) it shortens the mean time to the first token nearly as much as
-published, and the p99 by a fraction of that. There `prefetch="wait_complete"` gains both, at the price of waiting for
-storage when it is slow.
+Plans rely on the last measurement, however old it is: a fetch that turns out slower is noticed, and prefill is asked for
+its pages, so that being wrong costs little. A storage that is not used because it was slow is measured again once its
+measurement is old, by one plan at a time, with a fetch of `prefetch_threshold_tokens`. From the second time on that a
+prompt is asked for, `soonest` is meant to be within a fifth of the better of always waiting for storage and never
+using it; `python3 dev.py bench first-rounds` measures that in a minute on real processes, whose differences below 2 ms
+it leaves out. It does not gain where prefill alone is nearly as fast. `prefetch="wait_complete"` uses storage from the
+first hit on, at the price of waiting for it when it is slow.
 
 **Look-ahead.** A request that waits for device memory has already looked up its pages in storage. If
 `lookahead_pages_max` is set, these pages are fetched to the host meanwhile and count as `l3`; reads that are

@@ -78,7 +78,7 @@ class Rooms:
         self._state = state
         self._live: dict[RoomKey, Room] = {}
         self._draining: dict[RoomKey, Draining] = {}
-        self._throughput = ThroughputEstimator(fresh_s=float("inf"))
+        self._throughput = ThroughputEstimator()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -90,7 +90,7 @@ class Rooms:
     def source_load(self) -> SourceLoad:
         """Measured speed of prefill, and the number of pages under way from there."""
         missing = sum(span.pages_missing(room.ranks) for room in self._live.values() for span in room.spans)
-        return SourceLoad(self._throughput.page_s(self._state.now_s), missing)
+        return SourceLoad(self._throughput.page_s, missing)
 
     @property
     def quarantine(self) -> list[Draining]:

@@ -50,6 +50,11 @@ OVERDUE_MIN_S = 0.005
 """Minimum of that time, in seconds."""
 
 
+def _overdue_s(expected_s: float) -> float:
+    """Return the time after which a fetch that was expected to take `expected_s` is overdue."""
+    return max(OVERDUE_FACTOR * expected_s, OVERDUE_MIN_S)
+
+
 class LoadFetch:
     """Operation: a fetch of a load's pages from storage to host memory."""
 
@@ -264,13 +269,16 @@ class Loads:
             return 0
         now_s, link, first = self._state.now_s, self._rooms.source_load, fetches[0]
         age_s, page_s = now_s - first.begun_at_s, self._storage.source_load.page_s
-        is_overdue = first.overdue_at_s <= now_s
-        if is_overdue or (page_s and age_s > first.queued_pages * page_s):
-            # The first fetch is later than the estimate predicts. Its age is a lower bound on the time that storage
-            # takes per page: use it here, and note it for later plans. Without this, a stalled storage would keep the
-            # estimate of its better days until the fetch ends.
+        if first.overdue_at_s <= now_s:
+            # The first fetch is much later than expected. Its age is a lower bound on the time that storage takes per
+            # page: use it here, and note it for later plans. Without this, a stalled storage would keep the estimate of
+            # its better days until the fetch ends. A little late is latency, which the others share.
             self._storage.note_throughput(begun_at_s=first.begun_at_s, pages=first.queued_pages)
             page_s = age_s / first.queued_pages
+        elif page_s and age_s > _overdue_s(first.queued_pages * page_s):
+            # Its outcome may wait behind this event.
+            self._watch(first, OVERDUE_MIN_S)
+            return len(fetches)
         elif not page_s and len(fetches) == 1:
             # Nothing is known of storage but that it has not brought the first fetch in this time.
             page_s = age_s / first.queued_pages
@@ -283,9 +291,13 @@ class Loads:
         for load, in_s in zip(fetches[:keep], lands_s, strict=False):
             # An unknown storage may take as long as prefill would.
             expected_s = in_s or load.page_count * link.page_s
-            load.overdue_at_s = now_s + max(OVERDUE_FACTOR * expected_s, OVERDUE_MIN_S)
-            self._state.set_deadline(self._state.operations[load.op], load.overdue_at_s, op=load.op)
+            self._watch(load, _overdue_s(expected_s))
         return keep
+
+    def _watch(self, load: Load, delay_s: float) -> None:
+        """Look at a fetch again if it has not ended by then."""
+        load.overdue_at_s = self._state.now_s + delay_s
+        self._state.set_deadline(self._state.operations[load.op], load.overdue_at_s, op=load.op)
 
     def is_only_overdue(self, load: Load) -> bool:
         """Whether the deadline of a fetch is ahead, so that it has only missed the time at which it was expected."""
@@ -293,7 +305,11 @@ class Loads:
 
     def divide_overdue(self, load: Load) -> None:
         """Let each sharer whose transfer is done ask prefill for the pages that it sends sooner than storage."""
-        if load.overdue_at_s <= self._state.now_s:
+        late_s = self._state.now_s - load.overdue_at_s
+        if late_s > max(load.overdue_at_s - load.begun_at_s, OVERDUE_MIN_S):
+            # Most of its age is a stall of this process. Its outcome may wait behind this event.
+            self._watch(load, OVERDUE_MIN_S)
+        elif late_s >= 0:
             for request in list(load.sharers):
                 self.divide_again(request)
 

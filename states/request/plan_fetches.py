@@ -172,9 +172,11 @@ class PlanFetches:
             storage, link = self._storage.source_load, self._rooms.source_load
             shortest = -(-threshold // settings.page_size)
             sooner = pages_to_fetch(allowed, rest, storage=storage, link=link, shortest=shortest)
+            if not sooner and not self._storage.is_measured and not storage.queued_pages:
+                sooner = min(shortest, allowed)
             if sooner < allowed:
                 cause = "slower" if storage.page_s and link.page_s else "unmeasured"
-                allowed = sooner if sooner * settings.page_size >= threshold else 0
+                allowed = sooner
         if allowed < count:
             state.count("l3_declined_pages", count - allowed)
             request.declined = (cause, count - allowed)

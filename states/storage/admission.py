@@ -355,7 +355,12 @@ class StorageAdmission:
     @property
     def source_load(self) -> SourceLoad:
         """Measured speed of storage, and the number of pages under way from there."""
-        return SourceLoad(self._throughput.page_s(self._state.now_s), self.pages_in_flight)
+        return SourceLoad(self._throughput.page_s, self.pages_in_flight)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether storage has been measured in the last seconds."""
+        return not self._throughput.is_old(self._state.now_s)
 
     def allowance(self, wanted: int, deadline_s: float) -> int:
         """Return how many of `wanted` pages a plan may fetch now, if the fetch may take `deadline_s`."""
@@ -363,7 +368,8 @@ class StorageAdmission:
         settings = self._state.settings
         if settings.fetch_pages_in_flight_max:
             wanted = min(wanted, max(0, settings.fetch_pages_in_flight_max - self.pages_in_flight))
-        page_s = self._throughput.page_s(self._state.now_s)
+        # A bound by an old estimate would hold for ever: what is not fetched is not measured.
+        page_s = self._throughput.page_s if self.is_measured else 0.0
         fitting = settings.fetch_deadline_share * deadline_s / page_s if page_s else float("inf")
         if settings.fetch_deadline_share and fitting < wanted + self.pages_in_flight:
             wanted = max(0, int(fitting) - self.pages_in_flight)
@@ -391,7 +397,7 @@ class StorageAdmission:
         if self.fetching or self.ahead_in_flight:
             return True
         bound_s = self._state.settings.put_fetch_s_max
-        return bound_s > 0 and self._throughput.fetch_s(self._state.now_s) > bound_s
+        return self.is_measured and 0 < bound_s < self._throughput.fetch_s
 
     def may_put_beside(self, others: bool) -> bool:
         """Whether a put, whose host pages are pinned already, may begin. Without others it always may."""
@@ -455,6 +461,8 @@ class StorageAdmission:
 
     def note_throughput(self, *, begun_at_s: float, pages: int) -> None:
         """Record the speed of a complete or late fetch, which began with `pages` pages under way."""
+        if not self.is_measured:
+            self._throughput.forget()
         self._throughput.note(taken_s=self._state.now_s - begun_at_s, pages=pages, now_s=self._state.now_s)
 
     # --- The breaker ---

@@ -19,7 +19,7 @@ WAIT_MIN_S = 0.002
 """Minimum wait, if there is one: event loops may be busy for as long."""
 WAIT_MAX_S = 0.05
 """Maximum wait while the speed of the transfer is unknown."""
-GAIN_SHARE = 0.25
+GAIN_SHARE = 0.5
 """Share of the possible gain that a request may spend on the wait."""
 WEIGHT = 1 / 8
 """Weight of the last answer in the mean and in the useful share; in the deviation it is twice this."""

@@ -4,13 +4,16 @@ Pure arithmetic on two figures per source: the seconds of a page in recent trans
 (`tidekv.states.storage.throughput`), and the number of pages that wait before it. It applies to the fetch policy
 "soonest" and is made at two moments:
 
-- A plan divides what storage has so that both sources end at the same time: it fetches the front, and prefill sends the
-  rest.
+- A plan takes what storage has from the faster source, unless the prompt is ready markedly sooner if both share it:
+  then both end at the same time, storage fetches the front, and prefill sends the rest.
 - Whenever prefill has sent everything requested while fetches are in flight, the split of the pages still being fetched
   is recomputed, and prefill is asked for the last part by *extend*. So a storage that has become slower does not delay
   pages that the network delivers sooner; a fetch that should have landed by then counts in its throughput. It is
   recomputed once more if a fetch that was kept is overdue. The opposite correction is impossible, because nothing may
   be loaded into pages that prefill may be writing to, but the next plan uses the new figures.
+
+Plans rely on the last figures, however old: an extend is cheap, and so is being wrong. A storage that is not used
+because it was slow is measured again once the figure is old, by one plan at a time, with the shortest fetch.
 
 If the cost of storage is unknown, one plan at a time fetches the first 1/PROBE_PARTS of what storage has, but no less
 than the shortest hit that is fetched, as a measurement; if that of prefill is unknown, too, it fetches everything, and
@@ -30,6 +33,10 @@ from typing import NamedTuple
 
 PROBE_PARTS = 8
 """A plan that measures an unknown storage fetches one of so many parts of what storage has."""
+MARKED_GAIN = 1.2
+"""A split is made, and changed, if the prompt takes so many times as long otherwise. Figures are less exact than that,
+and each part has a fixed cost.
+"""
 
 
 class SourceLoad(NamedTuple):
@@ -50,7 +57,7 @@ def gain_s(count: int, *, storage: SourceLoad, link: SourceLoad) -> float:
 
 
 def pages_to_fetch(count: int, rest: int, *, storage: SourceLoad, link: SourceLoad, shortest: int = 1) -> int:
-    """Return how many of the first `count` pages to fetch so that the last page of all arrives as early as possible.
+    """Return how many of the first `count` pages to fetch, so that the last page of all arrives early.
 
     Both sources have these pages; prefill also sends `rest` further ones that only it has. At least `shortest` pages
     are fetched, or all if there are fewer, or none.
@@ -67,12 +74,14 @@ def pages_to_fetch(count: int, rest: int, *, storage: SourceLoad, link: SourceLo
     if candidates[1] > fewer:
         # Both are above the even split. None at all may be better.
         candidates.append(0)
-    return min(
-        candidates,
-        key=lambda fetched: max(
+
+    def ready_s(fetched: int) -> float:
+        return max(
             (storage.queued_pages + fetched) * storage.page_s if fetched else 0.0, sent_s - fetched * link.page_s
-        ),
-    )
+        )
+
+    best, faster = min(candidates, key=ready_s), count if storage.page_s <= link.page_s else 0
+    return best if ready_s(best) * MARKED_GAIN < ready_s(faster) else faster
 
 
 def fetches_to_keep(fetches: Sequence[tuple[float, int]], *, link: SourceLoad) -> int:
@@ -82,16 +91,15 @@ def fetches_to_keep(fetches: Sequence[tuple[float, int]], *, link: SourceLoad) -
     """
     if not link.page_s or not all(lands_s for lands_s, _ in fetches):
         return -(-len(fetches) // 2)
-    best, kept = float("inf"), len(fetches)
-    sent_pages = 0
+    sent_pages, ready_s = 0, []
     # All that are kept must land: a fetch that has stalled may be expected after those behind it.
     all_land_s = [0.0, *accumulate((lands_s for lands_s, _ in fetches), max)]
     for keep in range(len(fetches), -1, -1):
         lands_s = all_land_s[keep]
         sent_s = (link.queued_pages + sent_pages) * link.page_s if sent_pages else 0.0
-        # Of equal choices take the one that keeps more fetches: a fetch given up is still read, in vain.
-        if max(lands_s, sent_s) < best:
-            best, kept = max(lands_s, sent_s), keep
+        ready_s.append(max(lands_s, sent_s))
         if keep:
             sent_pages += fetches[keep - 1][1]
-    return kept
+    # A fetch given up is still read, in vain.
+    best = min(ready_s)
+    return len(fetches) - ready_s.index(best) if best * MARKED_GAIN < ready_s[0] else len(fetches)

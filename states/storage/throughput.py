@@ -9,24 +9,26 @@ estimator keeps sums of both, in which an earlier fetch weighs 7/8 of the next o
 
 A plan of `n` pages, with `q` under way already, is expected to land in `(q + n) * page_s`. Many short fetches make
 `page_s` larger than it is for long ones, whose fixed cost is spread over more pages; the first longer fetch corrects
-that, because it weighs by its pages. The estimate of storage expires ESTIMATE_FRESH_S after the last measurement;
-storage is then used as if it had never been measured. That of prefill does not expire, since every plan measures it.
+that, because it weighs by its pages.
+
+An estimate is old ESTIMATE_FRESH_S after its last measurement. Plans still rely on it, since a fetch that is slower
+than planned is noticed and prefill is asked for its pages.
 """
 
 from __future__ import annotations
 
 ESTIMATE_FRESH_S = 10.0
 WEIGHT = 7 / 8
+SHORT_PARTS = 8
+"""A fetch is short if it has less than one of so many parts of the average one."""
 
 
 class ThroughputEstimator:
     """Throughput estimate of one source."""
 
-    __slots__ = ("_count", "_fresh_s", "_noted_at_s", "_pages", "_seconds")
+    __slots__ = ("_count", "_noted_at_s", "_pages", "_seconds")
 
-    def __init__(self, *, fresh_s: float = ESTIMATE_FRESH_S) -> None:
-        """`fresh_s` after the last measurement the estimate expires."""
-        self._fresh_s = fresh_s
+    def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
@@ -35,21 +37,29 @@ class ThroughputEstimator:
         self._noted_at_s = float("-inf")
 
     def note(self, *, taken_s: float, pages: int, now_s: float) -> None:
-        """Add a measurement: a fetch that took `taken_s`, with `pages` pages under way when it began."""
-        if not self._is_fresh(now_s):
-            self.forget()
+        """Add a measurement: a fetch that took `taken_s`, with `pages` pages under way when it began.
+
+        A fetch of few pages is left out if it took longer by page and less as a whole than the average: it was mostly
+        latency, and many of them would hide what a page costs in a long fetch.
+        """
+        is_short = pages * SHORT_PARTS * self._count < self._pages
+        if is_short and pages * self.page_s < taken_s < self.fetch_s:
+            return
         self._count = WEIGHT * self._count + 1
         self._pages = WEIGHT * self._pages + pages
         self._seconds = WEIGHT * self._seconds + taken_s
         self._noted_at_s = now_s
 
-    def page_s(self, now_s: float) -> float:
+    @property
+    def page_s(self) -> float:
         """Seconds per page; 0 if unknown."""
-        return self._seconds / self._pages if self._is_fresh(now_s) else 0.0
+        return self._seconds / self._pages if self._count else 0.0
 
-    def fetch_s(self, now_s: float) -> float:
+    @property
+    def fetch_s(self) -> float:
         """Seconds per fetch; 0 if unknown."""
-        return self._seconds / self._count if self._is_fresh(now_s) else 0.0
+        return self._seconds / self._count if self._count else 0.0
 
-    def _is_fresh(self, now_s: float) -> bool:
-        return self._count > 0 and now_s - self._noted_at_s <= self._fresh_s
+    def is_old(self, now_s: float) -> bool:
+        """Whether the last measurement is more than ESTIMATE_FRESH_S ago, or there is none."""
+        return now_s - self._noted_at_s > ESTIMATE_FRESH_S

@@ -16,16 +16,28 @@ from tidekv.states.storage_policy import changed_policy, policy_of
 TOKENS = b"abcdefgh"
 
 
-def test_nothing_is_known_at_first_and_after_a_while() -> None:
+def test_nothing_is_known_at_first_and_what_is_known_becomes_old() -> None:
     throughput = ThroughputEstimator()
-    assert (throughput.page_s(0.0), throughput.fetch_s(0.0)) == (0.0, 0.0)
+    assert (throughput.page_s, throughput.fetch_s, throughput.is_old(0.0)) == (0.0, 0.0, True)
     throughput.note(taken_s=2.0, pages=4, now_s=10.0)
-    assert (throughput.page_s(10.0), throughput.fetch_s(10.0)) == (0.5, 2.0)
-    assert throughput.page_s(10.0 + ESTIMATE_FRESH_S) == 0.5
-    assert throughput.page_s(10.1 + ESTIMATE_FRESH_S) == 0.0
-    # What is measured then is not mixed with what was long ago.
-    throughput.note(taken_s=1.0, pages=10, now_s=100.0)
-    assert throughput.page_s(100.0) == pytest.approx(0.1)
+    assert (throughput.page_s, throughput.fetch_s) == (0.5, 2.0)
+    assert not throughput.is_old(10.0 + ESTIMATE_FRESH_S)
+    assert throughput.is_old(10.1 + ESTIMATE_FRESH_S)
+    assert throughput.page_s == 0.5
+
+
+def test_short_fetches_do_not_hide_what_a_page_costs_in_a_long_one() -> None:
+    throughput = ThroughputEstimator()
+    throughput.note(taken_s=1.0, pages=100, now_s=0.0)
+    for _ in range(100):
+        throughput.note(taken_s=0.1, pages=1, now_s=0.0)
+    assert throughput.page_s == 0.01
+    # That it is dearer than that is seen if a short one takes as long as a long one; that it is cheaper, at once.
+    throughput.note(taken_s=2.0, pages=1, now_s=0.0)
+    assert throughput.page_s > 0.03
+    for _ in range(100):
+        throughput.note(taken_s=0.001, pages=1, now_s=0.0)
+    assert throughput.page_s == pytest.approx(0.001, rel=0.1)
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 10.0), st.integers(1, 100)), min_size=1, max_size=50))
@@ -34,9 +46,9 @@ def test_the_throughput_is_between_the_slowest_and_the_fastest(fetches: list[tup
     for at, (taken_s, pages) in enumerate(fetches):
         throughput.note(taken_s=taken_s, pages=pages, now_s=at / 100)
     rates = [taken_s / pages for taken_s, pages in fetches]
-    assert min(rates) * 0.999 <= throughput.page_s(1.0) <= max(rates) * 1.001
+    assert min(rates) * 0.999 <= throughput.page_s <= max(rates) * 1.001
     times = [taken_s for taken_s, _ in fetches]
-    assert min(times) * 0.999 <= throughput.fetch_s(1.0) <= max(times) * 1.001
+    assert min(times) * 0.999 <= throughput.fetch_s <= max(times) * 1.001
 
 
 def test_the_last_fetches_weigh_most() -> None:
@@ -45,7 +57,7 @@ def test_the_last_fetches_weigh_most() -> None:
         throughput.note(taken_s=1.0, pages=1, now_s=0.0)
     for _ in range(24):
         throughput.note(taken_s=0.1, pages=1, now_s=0.0)
-    assert throughput.page_s(0.0) < 0.15
+    assert throughput.page_s < 0.15
 
 
 def stored_rig(**settings: object) -> Rig:
