@@ -97,6 +97,18 @@ def policies(
     os.execv(sys.executable, [sys.executable, "-m", "benchmarks.policies", *options])
 
 
+@app.command("first-rounds")
+def first_rounds(
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+) -> None:
+    """Ask for the same prompts in four rounds with the default policy, with storage always, and without it.
+
+    On throttled real processes. Takes a minute.
+    """
+    command = [sys.executable, "-m", "benchmarks.first_rounds", "--json", str(json or os.devnull)]
+    os.execv(sys.executable, command)
+
+
 @app.command()
 def tiers(
     storage: Annotated[str, typer.Option(help="Storage URI; empty: files in a temporary directory.")] = "",

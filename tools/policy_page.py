@@ -74,13 +74,13 @@ costs a request no more than it gains, however slow it is: `python3 dev.py bench
 processes. The time that prefill computes is part of its throughput. The pages of windows and states are not split:
 what storage has of them without a gap is fetched.
 
-Plans rely on the last measurement, however old it is: a fetch that turns out slower is noticed, and prefill is asked for
-its pages, so that being wrong costs little. A storage that is not used because it was slow is measured again once its
+Plans rely on the last measurement, however old: a fetch that turns out slower is noticed, and prefill is asked for its
+pages, so that being wrong costs little. A storage that is not used because it was slow is measured again once its
 measurement is old, by one plan at a time, with a fetch of `prefetch_threshold_tokens`. From the second time on that a
 prompt is asked for, `soonest` is meant to be within a fifth of the better of always waiting for storage and never
-using it; `python3 dev.py bench first-rounds` measures that in a minute on real processes, whose differences below 2 ms
-it leaves out. It does not gain where prefill alone is nearly as fast. `prefetch="wait_complete"` uses storage from the
-first hit on, at the price of waiting for it when it is slow.
+using it. `python3 dev.py bench first-rounds` measures that on real processes in a minute; it leaves out differences
+below 2 ms, the noise of a machine. `wait_complete` uses all of storage from the first hit on, at the price of waiting
+for it when it is slow.
 
 **Look-ahead.** A request that waits for device memory has already looked up its pages in storage. If
 `lookahead_pages_max` is set, these pages are fetched to the host meanwhile and count as `l3`; reads that are
