@@ -8,6 +8,7 @@ import socket
 import threading
 
 import pytest
+import uvloop
 
 from tests.support.waits import LIMIT_S, until
 from tidekv import DevicePool, EngineConfig, KVLayout, NixlTransport, PeerOptions, PrefillPeer, PrefillThread
@@ -56,6 +57,20 @@ async def test_a_thread_answers_for_a_loop_that_does_not_turn_and_says_for_how_l
         release.set()
         await asyncio.to_thread(thread.join, LIMIT_S)
     assert await stalled_s(host, int(port), key, within_s=0.1) is None
+
+
+def test_uvloop_asks_as_asyncio_does() -> None:
+    async def ask() -> float | None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            thread = LivenessThread()
+            thread.start([listening])
+            try:
+                return await stalled_s(*listening.getsockname(), thread.key, within_s=LIMIT_S)
+            finally:
+                thread.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(ask()) is not None
 
 
 async def test_a_link_asks_the_address_that_it_has_dialled() -> None:

@@ -110,9 +110,11 @@ async def stalled_s(host: str, port: int, key: bytes, *, within_s: float) -> flo
         asking.setblocking(False)
         try:
             async with asyncio.timeout(within_s):
-                await loop.sock_sendto(asking, nonce + _mac(key, nonce, b""), (host, port))
+                # Connected, since uvloop has no sendto; and only that address is heard.
+                asking.connect((host, port))
+                await loop.sock_sendall(asking, nonce + _mac(key, nonce, b""))
                 for _ in range(_READS_MAX):
-                    answer, _ = await loop.sock_recvfrom(asking, _STALL.size + _MAC_BYTES + 1)
+                    answer = await loop.sock_recv(asking, _STALL.size + _MAC_BYTES + 1)
                     stalled, mac = answer[: _STALL.size], answer[_STALL.size :]
                     if hmac.compare_digest(mac, _mac(key, nonce, stalled)):
                         return max(float(_STALL.unpack(stalled)[0]), 0.0)
