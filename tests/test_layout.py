@@ -1,4 +1,4 @@
-"""The arrows between the four folders, held by reading the imports."""
+"""The arrows between the folders and between their rooms, held by reading the imports."""
 
 from __future__ import annotations
 
@@ -237,13 +237,19 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def test_no_modules_import_one_another_not_even_for_types() -> None:
+def sources_in(*folders: str) -> dict[str, str]:
+    """The source of each module of these folders, by the name that it is imported under."""
     sources = {}
-    for folder in FOLDERS:
+    for folder in folders:
         for path in files_of(folder):
-            parts = ("tidekv", *path.relative_to(ROOT).with_suffix("").parts)
+            inside = ("tidekv",) if folder in FOLDERS else ()
+            parts = (*inside, *path.relative_to(ROOT).with_suffix("").parts)
             sources[".".join(parts).removesuffix(".__init__")] = path.read_text()
-    assert cycles(import_graph(sources)) == []
+    return sources
+
+
+def test_no_modules_import_one_another_not_even_for_types() -> None:
+    assert cycles(import_graph(sources_in(*FOLDERS))) == []
 
 
 def test_a_cycle_by_way_of_a_type_or_a_function_is_found() -> None:
@@ -255,6 +261,144 @@ def test_a_cycle_by_way_of_a_type_or_a_function_is_found() -> None:
     }
     assert cycles(import_graph(sources)) == [["a", "b", "c"]]
     assert cycles(import_graph({**sources, "c": "import d"})) == []
+
+
+# --- Floors ---
+
+PROGRAMS = "*"
+"""A floor for the rooms that `FLOORS` does not name: programs that no other room imports."""
+FLOORS = {
+    "states": (
+        "errors rollback types",
+        "validation pages",
+        "component_specs storage_policy",
+        "settings events",
+        "prefix",
+        "commands",
+        "records",
+        "raises",
+        "core_state",
+        "storage",
+        "components handover",
+        "backup loads",
+        "request",
+        "inspect",
+        "core",
+        "ranks",
+    ),
+    "backends": (
+        "base completions keys layout memory",
+        "checksums page_layout storage",
+        "device host",
+        "component_pools copies",
+    ),
+    "transports": (
+        "blocking frames log",
+        "aux_values tasks",
+        "wire",
+        "base process",
+        "loopback slices",
+        "components staging",
+        "control",
+        "decode nixl prefill ranks",
+    ),
+    "engine": (
+        "config log poller ranks staging stored_layouts watching",
+        "converted_storage journal kv_events",
+        "trace",
+        "metrics",
+        "watchdog",
+        "decode",
+        "opentelemetry prompts",
+        "prefill",
+        "demo doctor thread",
+        "cli integrations",
+    ),
+    "tools": (
+        "browser environment peer_flags",
+        PROGRAMS,
+    ),
+    "benchmarks": (
+        "engine_rig engine_sampler layers_measured measurements multiturn nixl_child page_cache peers ports published "
+        "storage_baselines target_table throttled",
+        "engine figures peer_trees restore_stages storage_floor transfer_pairs",
+        "restore_tiers transfer",
+        PROGRAMS,
+    ),
+}
+"""The rooms of each package, from the ground up: its folders and the modules beside them. A room imports only rooms of
+the floors below its own, for types and in functions too; those of one floor do not know one another.
+"""
+PACKAGES = ("simulation", "tools", "benchmarks")
+"""What is beside the package, in the same order."""
+
+
+def room_of(module: str, package: str) -> str:
+    """The room of a module of the package; empty for the package itself and for modules of another one."""
+    parts = module.removeprefix("tidekv.").split(".")
+    return parts[1] if parts[0] == package and len(parts) > 1 else ""
+
+
+def arrows_not_downwards(package: str, floors: tuple[str, ...], sources: dict[str, str]) -> list[str]:
+    """The imports that lead to a room of the same floor or of one above, and the rooms that have no floor."""
+    height = {room: number for number, floor in enumerate(floors) for room in floor.split()}
+    found = []
+    for module, imported in sorted(import_graph(sources).items()):
+        room = room_of(module, package)
+        if not room:
+            continue
+        if room not in height and PROGRAMS not in height:
+            found.append(f"{room} has no floor")
+            continue
+        for other in sorted(imported):
+            to = room_of(other, package)
+            if to and to != room and height.get(to, len(floors)) >= height.get(room, len(floors) - 1):
+                found.append(f"{module} imports {other}: {to} is not below {room}")
+    return found
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_each_room_imports_only_rooms_below_it(package: str) -> None:
+    sources = sources_in(package)
+    assert arrows_not_downwards(package, FLOORS[package], sources) == []
+    rooms = {room_of(module, package) for module in sources}
+    named = {room for floor in FLOORS[package] for room in floor.split()} - {PROGRAMS}
+    assert named <= rooms, "FLOORS names rooms that are gone"
+
+
+def test_what_is_beside_the_package_imports_only_what_is_before_it() -> None:
+    for number, folder in enumerate(PACKAGES):
+        above = set(PACKAGES[number + 1 :])
+        for path in files_of(folder):
+            found = {module.split(".")[0] for module in names_in(path.read_text())} & above
+            assert not found, f"{path} imports {found}"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("from tidekv.states.core import Core", "tidekv.states.records imports tidekv.states.core: core is not below"),
+        ("def late():\n    import tidekv.states.storage.admission", "storage is not below records"),
+        ("if TYPE_CHECKING:\n    from tidekv.states.storage.admission import Any", "storage is not below records"),
+        ("from tidekv.states import other", "other is not below records"),
+    ],
+)
+def test_an_arrow_upwards_is_named(line: str, said: str) -> None:
+    floors = ("types", "records other", "storage", "core")
+    rooms = {f"tidekv.states.{name}": "" for name in ("types", "other", "storage.admission", "core")}
+    (found,) = arrows_not_downwards("states", floors, {**rooms, "tidekv.states.records": line})
+    assert said in found
+    below = "from tidekv.states import types\nfrom tidekv.engine.log import engine_log"
+    assert arrows_not_downwards("states", floors, {**rooms, "tidekv.states.records": below}) == []
+    assert arrows_not_downwards("states", floors, {"tidekv.states.cellar.stairs": ""}) == ["cellar has no floor"]
+
+
+def test_programs_import_what_is_named_and_not_one_another() -> None:
+    floors = ("rig", PROGRAMS)
+    sources = {"tools.rig": "", "tools.first": "from tools import rig", "tools.second": "import tools.first"}
+    assert arrows_not_downwards("tools", floors, sources) == [
+        "tools.second imports tools.first: first is not below second"
+    ]
 
 
 # --- States ---
