@@ -1,24 +1,25 @@
-"""docs/architecture.md names modules and packages that exist, and its reading path is short."""
+"""docs/architecture.md names modules and packages that exist, and its reading path leads through the restore."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-PATH = [(name, int(lines)) for name, lines in re.findall(r"^\| \d+ \| `([^`]+)` \| (\d+) \|", PAGE, re.MULTILINE)]
+PATH = re.findall(r"^\| \d+ \| `([^`]+)` \|", PAGE, re.MULTILINE)
 
 
-def line_count(name: str) -> int:
-    return len((ROOT / name).read_text().splitlines())
-
-
-@pytest.mark.parametrize(("name", "stated"), PATH)
-def test_stated_number_of_lines_is_about_that_of_the_module(name: str, stated: int) -> None:
-    assert line_count(name) == pytest.approx(stated, rel=0.25, abs=40)
+def test_reading_path_leads_through_what_does_the_work() -> None:
+    assert {Path(name).stem for name in PATH} >= {
+        "table",
+        "core",
+        "restore",
+        "plan_fetches",
+        "loads",
+        "rooms",
+        "executor",
+    }
 
 
 def test_every_module_and_package_that_the_page_names_exists() -> None:
@@ -39,7 +40,7 @@ def test_every_package_is_in_the_layout_table() -> None:
 
 
 def test_every_name_that_the_page_takes_from_the_core_exists() -> None:
-    words = "\n".join((ROOT / name).read_text() for name, _ in PATH)
+    words = "\n".join((ROOT / name).read_text() for name in PATH)
     words += "".join((ROOT / "states" / name).read_text() for name in ("events.py", "commands.py"))
     request = PAGE.partition("## One request")[2].partition("## Layout")[0]
     for name in re.findall(r"`(?:\w+\.)?(\w+)`", request):
