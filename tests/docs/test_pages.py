@@ -177,7 +177,7 @@ def test_the_diagram_of_states_is_the_tables() -> None:
 @pytest.mark.nixl
 def test_the_program_of_the_quick_start_prints_what_the_page_shows(tmp_path: Path) -> None:
     text = text_of("quickstart.md")
-    (program,) = blocks(text, "python")
+    program = blocks(text, "python")[0]
     (shown,) = blocks(text, "text")
     (tmp_path / "both.py").write_text(program)
     done = subprocess.run(

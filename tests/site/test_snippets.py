@@ -45,9 +45,13 @@ RUN = {
     ("docs/operating.md", "import gc"): f"{HERE}::test_the_collector_is_set",
     (
         "docs/quickstart.md",
-        "import asyncio",
+        "import asyncio\nimport tempfile",
     ): f"{OF_PAGES}::test_the_program_of_the_quick_start_prints_what_the_page_shows",
     ("docs/quickstart.md", "first"): f"{OF_PAGES}::test_the_program_of_the_quick_start_prints_what_the_page_shows",
+    (
+        "docs/quickstart.md",
+        "import asyncio\nimport time\n",
+    ): "tests/docs/test_quickstart_retry.py::test_the_second_prefill_of_the_list_serves_if_the_first_is_not_there",
     ("docs/quickstart.md", "python examples/pair"): "tests/service/test_pair_example.py::",
     (
         "docs/quickstart.md",
