@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any  # vLLM's objects are not typed here.
 
 import pytest
+import torch
 
 from tests.support.vllm_contract import (
     BLOCK,
@@ -442,6 +443,30 @@ def test_two_requests_whose_router_named_one_room_get_their_own_prompts(start: S
         decode.step()
     prefill.step_until(lambda: len(prefill.freed) == 2)
     assert prefill.counts == {"sends_received": 2}
+
+
+@pytest.mark.parametrize("how", ["used before", "used before, its id in use again", "never given out"])
+def test_a_reference_to_a_prompt_that_prefill_has_no_more_gives_no_block(start: Start, how: str) -> None:
+    """vLLM #52234: decode read blocks that prefill had given to other prompts, and answered for those."""
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    params = prefilled(prefill)
+    decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
+    decode.step_until(lambda: decode.loaded)
+    prefill.step_until(lambda: prefill.freed)
+    if how == "never given out":
+        params = params | {"room": params["room"][:-4] + "0000"}
+    elif how.endswith("again"):
+        other = [token + 50 for token in PROMPT]
+        prefill.add(request_of("p", other, {"do_remote_decode": True}), PLACES)
+        prefill.compute("p", chunk=12)
+        assert prefill.finish("p")[0]
+    else:
+        prefill.overwrite(PLACES)
+    noise = [cache[OTHERS].clone() for cache in decode.caches]
+    assert decode.add(request_of("e", PROMPT, params), OTHERS) == len(PROMPT)
+    decode.step_until(lambda: "e" in decode.loaded)
+    assert decode.invalid == set(OTHERS), "vLLM computes all of it"
+    assert all(torch.equal(cache[OTHERS], before) for cache, before in zip(decode.caches, noise, strict=True))
 
 
 def test_names_of_rooms_cannot_be_guessed(start: Start) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.waits import LIMIT_S
 from tidekv import RequestFailed, open_storage
+from tidekv.backends.keys.chain import pack_tokens, page_digests
+from tidekv.engine.kv_events.messages import BlockRemoved, KVEvent, hash_of
+from tidekv.engine.kv_events.watcher import KVEventWatcher
 from tidekv.states.types import PageIds
 
 PROMPT = list(range(100, 121))  # Five pages of four tokens and one token.
@@ -136,3 +140,23 @@ async def test_a_request_that_is_put_off_again_and_again_counts_once(make_pair) 
         fold = pair.engine._runtime._fold
         assert fold.tokens["l3"] == 20
         await pair.assert_nothing_held()
+
+
+async def test_a_flush_of_one_tier_is_published_as_that_tiers_and_at_once(make_pair) -> None:
+    """vLLM #57296, aibrix #2287: a reset of device memory alone was published as if no tier had anything any more, and
+    an idle engine published it with its next request.
+    """
+    async with make_pair(storage=ScriptedStorage()) as pair:
+        published: list[KVEvent] = []
+        outlet = SimpleNamespace(has_room=True, publish=lambda make: published.extend(make()))
+        pair.engine._runtime.driver.watch(KVEventWatcher(pair.engine._core, outlet))
+        await serve(pair, "a", PROMPT)
+        pages = sorted(hash_of(digest) for digest in page_digests(pack_tokens(PROMPT), 4))
+        assert len(pages) == 5
+        # Host memory last: with it the index forgets the pages, and with them what storage has of them.
+        for tier, medium in (("l1", "GPU"), ("l3", "STORAGE"), ("l2", "CPU")):
+            published.clear()
+            await pair.engine.flush((tier,))
+            (removed,) = published
+            assert isinstance(removed, BlockRemoved)
+            assert (sorted(removed.block_hashes), removed.medium) == (pages, medium)

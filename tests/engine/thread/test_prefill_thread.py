@@ -246,6 +246,21 @@ def test_a_promise_that_never_comes_ends_the_hand_over() -> None:
         assert (ended.outcome, ended.cause) == (None, "decode did not ask for it within 0.05 s")
 
 
+def test_a_prompt_that_waits_longer_does_not_keep_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM #58222: leases that had ended were looked at in the order of arrival, up to the first that had been renewed."""
+    peer = PrefillPeer(device=DevicePool.allocate(LAYOUT, 16), transport=NixlTransport("prefill"))
+    with PrefillThread(peer, promise_timeout_s=LIMIT_S) as thread:
+        for name in ("first", "second", "third"):
+            thread.open(name, prompt_digest([*PROMPT, len(name)]))
+            assert thread.statistics()["handovers"], "it waits for its promise by now"
+            monkeypatch.setattr(thread, "_promise_timeout_s", 0.05)
+        ended = []
+        while len(ended) < 2:
+            ended += thread.poll(LIMIT_S)
+        assert sorted(end.request_id for end in ended) == ["second", "third"]
+        assert thread.unclaimed() == ["first"]
+
+
 def test_a_start_that_fails_leaves_no_thread() -> None:
     peer = PrefillPeer(device=DevicePool.allocate(LAYOUT, 16), transport=NixlTransport("p"), listen="203.0.113.9:1")
     with pytest.raises(Exception, match=r"203\.0\.113\.9|secret"):
