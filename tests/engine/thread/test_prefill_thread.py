@@ -247,7 +247,7 @@ def test_a_promise_that_never_comes_ends_the_hand_over() -> None:
 
 
 def test_a_prompt_that_waits_longer_does_not_keep_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM #58222: leases that had ended were looked at in the order of arrival, up to the first that had been renewed."""
+    """vLLM #58222: leases that had ended were looked for in order of arrival, up to the first that was renewed."""
     peer = PrefillPeer(device=DevicePool.allocate(LAYOUT, 16), transport=NixlTransport("prefill"))
     with PrefillThread(peer, promise_timeout_s=LIMIT_S) as thread:
         for name in ("first", "second", "third"):
