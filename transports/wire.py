@@ -55,7 +55,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid
     """One frame of the hand-over."""
 
 
-class Room(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+class RoomId(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """Key of one hand-over, in every message that belongs to it.
 
     `instance` is the decode worker's name and `epoch` is unique to this start of its process; joined by a dash they are
@@ -160,7 +160,7 @@ class Promise(Message, frozen=True, tag="promise"):
     must not be stored.
     """
 
-    room: Room
+    room: RoomId
     prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     decode_prefix_len: Count
     pages: PackedPages | None
@@ -190,7 +190,7 @@ class Promise(Message, frozen=True, tag="promise"):
 class Extend(Message, frozen=True, tag="extend"):
     """Request for further pages [first, first + len(pages) / 4) of the prompt, into `pages`."""
 
-    room: Room
+    room: RoomId
     span: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     first: Count
     pages: PackedPages
@@ -205,7 +205,7 @@ class Chunk(Message, frozen=True, tag="chunk"):
     `checksums` has those of the pages, as far as this rank writes them; empty unless decode requires them.
     """
 
-    room: Room
+    room: RoomId
     rank: Count
     span: Count
     first: Count
@@ -220,7 +220,7 @@ class ComponentSent(Message, frozen=True, tag="component_sent"):
     `checksums` are as in Chunk.
     """
 
-    room: Room
+    room: RoomId
     rank: Count
     component: Name
     checksums: Checksums = b""
@@ -232,7 +232,7 @@ class StagingRequest(Message, frozen=True, tag="staging_request"):
     `ticket` is a number that is not used twice in a room. Prefill returns slots that it does not report by Staged.
     """
 
-    room: Room
+    room: RoomId
     rank: Count
     ticket: Count
     component: Name
@@ -242,7 +242,7 @@ class StagingRequest(Message, frozen=True, tag="staging_request"):
 class StagingGranted(Message, frozen=True, tag="staging_granted"):
     """Slots [first, first + count) of the ring are those of this ticket."""
 
-    room: Room
+    room: RoomId
     ticket: Count
     first: Count
 
@@ -250,7 +250,7 @@ class StagingGranted(Message, frozen=True, tag="staging_granted"):
 class StagingReturned(Message, frozen=True, tag="staging_returned"):
     """Prefill does not write to the slots of this ticket any more, and reports nothing in them; or no longer waits."""
 
-    room: Room
+    room: RoomId
     rank: Count
     ticket: Count
 
@@ -261,7 +261,7 @@ class Staged(Message, frozen=True, tag="staged"):
     Decode copies them to the pages before it takes the next message of the room. For a component `span` is 0.
     """
 
-    room: Room
+    room: RoomId
     rank: Count
     ticket: Count
     component: Name
@@ -275,7 +275,7 @@ class Aux(Message, frozen=True, tag="aux"):
     `aux` has the bytes of a map: see `aux_values`.
     """
 
-    room: Room
+    room: RoomId
     rank: Count
     first_token: Annotated[int, msgspec.Meta(ge=0, le=TOKEN_MAX)]
     aux: AuxBytes = b"\x80"
@@ -285,7 +285,7 @@ class Aux(Message, frozen=True, tag="aux"):
 class Refused(Message, frozen=True, tag="refused"):
     """Prefill can no longer serve this span: nothing of it was or will be written."""
 
-    room: Room
+    room: RoomId
     span: Count
     cause: Cause
 
@@ -296,7 +296,7 @@ class Refused(Message, frozen=True, tag="refused"):
 class Failed(Message, frozen=True, tag="failed"):
     """The sender ended the room. Prefill sends it at once, and Drained when no write is in flight."""
 
-    room: Room
+    room: RoomId
     cause: Cause
 
     def __post_init__(self) -> None:
@@ -306,13 +306,13 @@ class Failed(Message, frozen=True, tag="failed"):
 class Abort(Message, frozen=True, tag="abort"):
     """Stop writing to this room, and send Drained when no write of it is in flight."""
 
-    room: Room
+    room: RoomId
 
 
 class Drained(Message, frozen=True, tag="drained"):
     """No write of this room is in flight, and none will be started."""
 
-    room: Room
+    room: RoomId
     rank: Count
 
 
@@ -323,14 +323,14 @@ class Declined(Message, frozen=True, tag="declined"):
     Prefill then closes the link, which confirms it.
     """
 
-    room: Room
+    room: RoomId
     prompt_digest: PromptBytes
 
 
 class Received(Message, frozen=True, tag="received"):
     """Decode has all that it needs: prefill may free the pages of this room."""
 
-    room: Room
+    room: RoomId
 
 
 class Ping(Message, frozen=True, tag="ping"):

@@ -116,7 +116,7 @@ async def trouble(address: str, number: int, source: Random, hello: wire.Hello) 
                 stranger.writer.write(wire.LENGTH.pack(source.randrange(wire.HELLO_BYTES_MAX, 2**32)) + bytes(4096))
             case "other":
                 await stranger.hello()
-                room = wire.Room(instance="x", epoch="y", request_id="r", generation=0)
+                room = wire.RoomId(instance="x", epoch="y", request_id="r", generation=0)
                 message = source.choice((wire.Abort(room=room), wire.Ping(sent_at=0.0), wire.Bye(cause="\x1b[2J\n")))
                 stranger.writer.write(wire.encode_frame(message))
         async with asyncio.timeout(source.choice((0.0, 0.05, 0.5))):

@@ -251,12 +251,12 @@ class Dialler:
         async with asyncio.timeout(LIMIT_S):
             return await link.receive()
 
-    def room(self, request_id: str = "r1", generation: int = 0) -> wire.Room:
+    def room(self, request_id: str = "r1", generation: int = 0) -> wire.RoomId:
         name = self.transport.name
         epoch = self.transport.instance.removeprefix(f"{name}-")
-        return wire.Room(instance=name, epoch=epoch, request_id=request_id, generation=generation)
+        return wire.RoomId(instance=name, epoch=epoch, request_id=request_id, generation=generation)
 
-    def promise(self, room: wire.Room, *, tokens: int = 8, promised: int = 0, pages=(1, 2)) -> wire.Promise:
+    def promise(self, room: wire.RoomId, *, tokens: int = 8, promised: int = 0, pages=(1, 2)) -> wire.Promise:
         return wire.Promise(
             room=room,
             prompt_tokens=tokens,
@@ -265,7 +265,7 @@ class Dialler:
             prompt_digest=DIGEST,
         )
 
-    def extend(self, room: wire.Room, span: int, first: int, pages=(5,)) -> wire.Extend:
+    def extend(self, room: wire.RoomId, span: int, first: int, pages=(5,)) -> wire.Extend:
         return wire.Extend(room=room, span=span, first=first, pages=wire.pack_pages(self.world.page_ids(pages)))
 
 

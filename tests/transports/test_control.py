@@ -32,7 +32,7 @@ from tidekv.transports.control import addresses, challenge, connection
 from tidekv.transports.control import connection as control
 from tidekv.transports.control.connection import ControlOptions
 
-ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=0)
+ROOM = wire.RoomId(instance="d", epoch="e", request_id="r", generation=0)
 ONE_TOKEN: Any = {"room": ROOM, "prompt_digest": bytes(32), "prompt_tokens": 1, "decode_prefix_len": 0}
 CERTIFICATE = Path(__file__).parent / "localhost.pem"
 

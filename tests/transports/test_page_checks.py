@@ -18,7 +18,7 @@ from tidekv.transports import wire
 from tidekv.transports.decode.page_checks import Destinations, InOrder, damaged_page
 
 PROMPT = list(range(100, 142))
-ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=0)
+ROOM = wire.RoomId(instance="d", epoch="e", request_id="r", generation=0)
 
 
 @given(waits=st.lists(st.booleans(), max_size=8), data=st.data())

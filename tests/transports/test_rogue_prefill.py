@@ -75,7 +75,7 @@ async def rogue(world) -> Rogue:
     return rogue
 
 
-def chunk(room: wire.Room, **changes: object) -> wire.Chunk:
+def chunk(room: wire.RoomId, **changes: object) -> wire.Chunk:
     fields = {"rank": 0, "span": 0, "first": 2, "count": 1, "last": False} | changes
     return wire.Chunk(room=room, **fields)
 
@@ -138,8 +138,8 @@ async def test_foreign_rooms_are_dropped_and_counted(world, rogue) -> None:
     room = (await rogue.receive(wire.Promise)).room
     for changes in ({"instance": "other"}, {"epoch": "before"}, {"request_id": "r"}, {"generation": 3}):
         fields = {"instance": room.instance, "epoch": room.epoch, "request_id": "r1", "generation": 4} | changes
-        rogue.link.send(chunk(wire.Room(**fields), count=2, last=True))
-        rogue.link.send(wire.Drained(room=wire.Room(**fields), rank=0))
+        rogue.link.send(chunk(wire.RoomId(**fields), count=2, last=True))
+        rogue.link.send(wire.Drained(room=wire.RoomId(**fields), rank=0))
     rogue.link.send(chunk(room, count=2, last=True))
     await decode.wait(events.ChunkLanded)
     assert len(decode.events) == 2

@@ -105,7 +105,7 @@ async def test_frames_of_unknown_and_foreign_rooms_have_an_answer_or_are_counted
     assert isinstance(await decode.receive(link), wire.Refused)
     link.send(wire.Abort(room=decode.room()))
     assert isinstance(await decode.receive(link), wire.Drained)
-    foreign = wire.Room(instance="decode-0", epoch="other", request_id="r1", generation=0)
+    foreign = wire.RoomId(instance="decode-0", epoch="other", request_id="r1", generation=0)
     link.send(decode.promise(foreign))
     link.send(wire.Abort(room=foreign))
     link.send(wire.Ping(sent_at=0.0))

@@ -18,7 +18,7 @@ from tidekv.transports import wire
 from tidekv.transports.aux_values import encode_aux
 
 DIGEST = bytes(range(32))
-ROOM = wire.Room(instance="d", epoch="e", request_id="r", generation=3)
+ROOM = wire.RoomId(instance="d", epoch="e", request_id="r", generation=3)
 
 
 def promise(**fields: Any) -> wire.Promise:
@@ -225,7 +225,7 @@ def test_a_promise_gives_pages_of_everything_or_of_nothing(pages: bytes | None, 
 NAMES = st.text(min_size=1, max_size=20).filter(str.isprintable)
 COUNTS = st.integers(0, 2**31 - 1)
 PAGES = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20).map(lambda ids: wire.pack_pages(array("i", ids)))
-ROOMS = st.builds(wire.Room, instance=NAMES, epoch=NAMES, request_id=NAMES, generation=COUNTS)
+ROOMS = st.builds(wire.RoomId, instance=NAMES, epoch=NAMES, request_id=NAMES, generation=COUNTS)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

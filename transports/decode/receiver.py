@@ -210,7 +210,7 @@ class Receiver:
         name = self._transport.name
         epoch = self._transport.instance.removeprefix(f"{name}-")
         promise = wire.Promise(
-            room=wire.Room(instance=name, epoch=epoch, request_id=request_id, generation=generation),
+            room=wire.RoomId(instance=name, epoch=epoch, request_id=request_id, generation=generation),
             prompt_tokens=prompt_tokens,
             decode_prefix_len=promised_tokens,
             pages=wire.pack_pages(pages),
@@ -301,7 +301,7 @@ class Receiver:
         """
         name = self._transport.name
         epoch = self._transport.instance.removeprefix(f"{name}-")
-        room = wire.Room(instance=name, epoch=epoch, request_id=request_id, generation=0)
+        room = wire.RoomId(instance=name, epoch=epoch, request_id=request_id, generation=0)
         declined = wire.Declined(room=room, prompt_digest=prompt_digest)
         for one in address.split(","):
             link = self._links.get(one)
@@ -330,7 +330,7 @@ class Receiver:
         except (TimeoutError, TidekvError) as error:
             self._note_unsent(address, declined.room, str(error) or "prefill did not answer")
 
-    def _note_unsent(self, address: str, room: wire.Room, cause: str) -> None:
+    def _note_unsent(self, address: str, room: wire.RoomId, cause: str) -> None:
         self.counts["declines_unsent"] += 1
         LOG.info("a room could not be declined", request_id=room.request_id, prefill=address, cause=cause)
 

@@ -80,12 +80,12 @@ class PendingRooms:
 
     def __init__(self) -> None:
         self._by_name: dict[RoomOfRanks, PendingRoom] = {}
-        self._by_key: dict[wire.Room, PendingRoom] = {}
+        self._by_key: dict[wire.RoomId, PendingRoom] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def of(self, key: wire.Room) -> PendingRoom | None:
+    def of(self, key: wire.RoomId) -> PendingRoom | None:
         """Return the pending room that one rank's room belongs to."""
         return self._by_key.get(key)
 

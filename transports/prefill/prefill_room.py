@@ -85,7 +85,7 @@ class Room:
             peer.rooms += 1
 
     @property
-    def key(self) -> wire.Room:
+    def key(self) -> wire.RoomId:
         """The room's key at its lowest decode rank."""
         return self.room_writers[0].key
 

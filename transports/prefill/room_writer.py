@@ -205,7 +205,7 @@ class DecodePeer:
         self.rooms = 0
         self.room_writers: dict[tuple[str, int], RoomWriter[Any]] = {}
         """Writers of its live rooms, by request id and generation."""
-        self._held: dict[wire.Room, int] = {}
+        self._held: dict[wire.RoomId, int] = {}
         """Bytes of its promises and requests for further pages, by room."""
         self._held_bytes = 0
 
@@ -220,7 +220,7 @@ class DecodePeer:
         self._held[message.room] = self._held.get(message.room, 0) + size
         return True
 
-    def release(self, key: wire.Room) -> None:
+    def release(self, key: wire.RoomId) -> None:
         """Forget what a room that has ended held."""
         self._held_bytes -= self._held.pop(key, 0)
 

@@ -154,7 +154,7 @@ class Sender:
             staging=None if staging is None else staging.ring,
             vocabulary=vocabulary,
         )
-        self._room_writers: dict[wire.Room, RoomWriter[Room]] = {}
+        self._room_writers: dict[wire.RoomId, RoomWriter[Room]] = {}
         self._pending_rooms = PendingRooms()
         self._claims: RoomClaims[Room, asyncio.Future[Room]] = RoomClaims(is_open=_is_open, declines_max=rooms_max)
         self._generations: dict[tuple[str, str, str], int] = {}
@@ -518,7 +518,7 @@ class Sender:
             room.confirm(room.prompt)
             claim.set_result(room)
 
-    def _remember_generation(self, key: wire.Room) -> None:
+    def _remember_generation(self, key: wire.RoomId) -> None:
         """Keep the newest generation of a request, also of ended rooms, so that a late repeat of a promise opens
         nothing.
         """

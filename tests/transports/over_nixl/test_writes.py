@@ -331,7 +331,7 @@ async def test_links_pass_messages(pair: Any) -> None:
     async def on_link(link: object) -> None:
         got.set_result(await link.receive())  # type: ignore[attr-defined]  # Test.
 
-    room = wire.Room(instance="d", epoch="e", request_id="r", generation=0)
+    room = wire.RoomId(instance="d", epoch="e", request_id="r", generation=0)
     listener = await pair.target.transport.listen("127.0.0.1:0", on_link)
     link = await pair.writer.transport.dial(listener.address)
     declined = wire.Declined(room=room, prompt_digest=DIGEST)
