@@ -31,7 +31,7 @@ from tidekv.engine.decode.values import ReadyRequest
 from tidekv.states.commands import ReportReady
 from tidekv.states.events import AbortRequested
 from tidekv.states.handover.rooms import Rooms
-from tidekv.states.records.request import Room
+from tidekv.states.records.request import RoomRecord
 from tidekv.testing import LAYOUT, LoopbackPair, loopback_pair
 from tidekv.transports.loopback import LoopbackNetwork
 
@@ -243,7 +243,7 @@ def without_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pages of a room that is left are free at once, even if a peer may still write to them."""
     leave_room = Rooms.leave
 
-    def leave_and_free(self: Rooms, room: Room, **options: object) -> None:
+    def leave_and_free(self: Rooms, room: RoomRecord, **options: object) -> None:
         leave_room(self, room, **options)
         if room.key in self._draining:
             self._settle(room.key)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import SendAbort, SendExtend, SendPromise, SendReceived
-from tidekv.states.records.request import Load, Request, Room, Span
+from tidekv.states.records.request import Load, Request, RoomRecord, Span
 from tidekv.states.storage.source_split import SourceLoad
 from tidekv.states.storage.throughput import ThroughputEstimator
 from tidekv.states.types import PageIds, page_ids
@@ -53,7 +53,7 @@ class Draining:
         "writer",
     )
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: RoomRecord) -> None:
         self.prefill = room.request.prefill
         """The instance whose quota counts its pages."""
         self.charged = 0
@@ -76,14 +76,14 @@ class Rooms:
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
-        self._live: dict[RoomKey, Room] = {}
+        self._live: dict[RoomKey, RoomRecord] = {}
         self._draining: dict[RoomKey, Draining] = {}
         self._throughput = ThroughputEstimator()
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def __iter__(self) -> Iterator[Room]:
+    def __iter__(self) -> Iterator[RoomRecord]:
         return iter(self._live.values())
 
     @property
@@ -102,7 +102,7 @@ class Rooms:
         """Number of left rooms whose writers have not all confirmed."""
         return len(self._draining)
 
-    def live(self, request_id: str, generation: int) -> Room | None:
+    def live(self, request_id: str, generation: int) -> RoomRecord | None:
         """The live room of this request and generation, or None."""
         return self._live.get((request_id, generation))
 
@@ -115,7 +115,7 @@ class Rooms:
         component_pages: tuple[ComponentPages, ...] | None = None,
     ) -> None:
         """Open the room of a planned request. Span 0 are its own pages; promised pages are not sent."""
-        room = Room(request, prefill=request.prefill_number)
+        room = RoomRecord(request, prefill=request.prefill_number)
         room.spans.append(self._span(promised, len(own), None))
         untried = len(request.prefills) - request.attempts
         if untried > 1:
@@ -138,7 +138,7 @@ class Rooms:
         self._live[room.key] = room
         request.room = room
 
-    def extend(self, room: Room, load: Load) -> None:
+    def extend(self, room: RoomRecord, load: Load) -> None:
         """Withdraw a part of the promise: prefill writes the pages of `load`. No local writer is left."""
         self._state.emit(
             SendExtend(
@@ -160,7 +160,7 @@ class Rooms:
             first, count, load, asked_at_s=self._state.now_s, queued_pages=self.source_load.queued_pages + count
         )
 
-    def load_filled_by(self, room: Room, event: ChunkLanded) -> Load | None:
+    def load_filled_by(self, room: RoomRecord, event: ChunkLanded) -> Load | None:
         """The load that this chunk completes, or None. Call it before `land`."""
         span = room.span_of(event)
         if span is None or span.load is None or not event.last or not span.continues(event):
@@ -168,7 +168,7 @@ class Rooms:
         is_end = event.first + event.count == span.first + span.count
         return span.load if is_end and len(span.ended) + 1 == room.ranks else None
 
-    def land(self, room: Room, event: ChunkLanded) -> None:
+    def land(self, room: RoomRecord, event: ChunkLanded) -> None:
         """Record a chunk.
 
         A chunk that was recorded before is counted and changes nothing. So is one that begins beyond the cursor or
@@ -189,25 +189,25 @@ class Rooms:
             elif event.last:
                 self._state.count("chunks_foreign")
 
-    def land_aux(self, room: Room, rank: int) -> None:
+    def land_aux(self, room: RoomRecord, rank: int) -> None:
         """Record that the first token came from one rank. An unknown rank is counted and changes nothing."""
         if 0 <= rank < room.ranks:
             room.aux_from.add(rank)
         else:
             self._state.count("frames_foreign")
 
-    def receive(self, room: Room) -> None:
+    def receive(self, room: RoomRecord) -> None:
         """Close the complete room and report that to prefill, which may then free its pages."""
         self._state.emit(SendReceived(request_id=room.request.request_id, generation=room.generation))
         del self._live[room.key]
         room.request.room = None
 
-    def reopen(self, room: Room) -> None:
+    def reopen(self, room: RoomRecord) -> None:
         """Undo `receive`, within the same step."""
         self._live[room.key] = room
         room.request.room = room
 
-    def leave(self, room: Room, *, settled: bool) -> None:
+    def leave(self, room: RoomRecord, *, settled: bool) -> None:
         """Leave a room before its end.
 
         If no writer can be active (`settled`, or all spans are written), the pages become free and the loads that the
@@ -278,7 +278,7 @@ class Rooms:
         if draining is not None:
             draining.writer, draining.ranks = event.writer, event.ranks
 
-    def of_writer(self, writer: str) -> list[Room]:
+    def of_writer(self, writer: str) -> list[RoomRecord]:
         """Live rooms that this peer writes to."""
         return [room for room in self._live.values() if room.writer == writer]
 

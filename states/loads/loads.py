@@ -415,7 +415,7 @@ class Loads:
     def leave(self, load: Load, request: Request) -> None:
         """Remove a sharer that is about to leave its room."""
         if load.filler is request:
-            # Prefill may still write the pages. They are reclaimed when the room has no writer (`Room.lost`).
+            # Prefill may still write the pages. They are reclaimed when the room has no writer (`RoomRecord.lost`).
             assert request.room is not None
             if load not in request.room.lost:
                 request.room.lost.append(load)

@@ -1,10 +1,10 @@
 """The request record, and the records that belong to a request.
 
-    Request ──▶ Load               device pages of the tree whose contents are on their way; requests share loads
-            ──▶ Room ──▶ Span      pages that prefill was asked to write
-            ──▶ Ahead              host pages fetched while the request waits for device pages
-            ──▶ RequestComponents  pages of components, and their fetches from storage (ComponentFetch)
-            ──▶ LentPages          device pages of the embedder, if the engine has none of its own
+    Request ──▶ Load                 device pages of the tree whose contents are on their way; requests share loads
+            ──▶ RoomRecord ──▶ Span  pages that prefill was asked to write
+            ──▶ Ahead                host pages fetched while the request waits for device pages
+            ──▶ RequestComponents    pages of components, and their fetches from storage (ComponentFetch)
+            ──▶ LentPages            device pages of the embedder, if the engine has none of its own
 
 The records refer to one another in both directions, so they share a module. They hold facts and derived properties
 only. The rules that change them are in the rooms of each concept above this one: `loads`, `handover`, `components`, and
@@ -218,7 +218,7 @@ class Request:
         self.inserted: InsertResult | None = None
         """The result of inserting the request's pages in the tree, until the rest of `keep` is done."""
         self.loads: dict[Load, None] = {}
-        self.room: Room | None = None
+        self.room: RoomRecord | None = None
         self.component_pages: RequestComponents | None = None
         self.layers = 0
         """Leading layers that its caller was reported to be in place. 0 without an early READY, or if it was lost."""
@@ -528,7 +528,7 @@ class Span:
         return self.first + self.count - min(self.cursors.get(rank, self.first) for rank in range(ranks))
 
 
-class Room:
+class RoomRecord:
     """The hand-over of one generation of a request."""
 
     __slots__ = (

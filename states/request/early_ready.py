@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.handover.rooms import Rooms
-    from tidekv.states.records.request import Room
+    from tidekv.states.records.request import RoomRecord
 
 
 class EarlyUse:
@@ -122,7 +122,7 @@ class EarlyReady:
         self._state.emit(ReportLayersLost(request_id=request.request_id, generation=request.generation, cause=cause))
         request.layers = 0
 
-    def complete(self, request: Request, room: Room | None) -> None:
+    def complete(self, request: Request, room: RoomRecord | None) -> None:
         """End the use of a request that is READY: its pages are the caller's now. Raises nothing."""
         if room is not None and room.user_op:
             self._state.operations.pop(room.user_op, None)

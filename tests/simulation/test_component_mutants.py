@@ -21,7 +21,7 @@ from tidekv.states.handover.rooms import Rooms
 from tidekv.states.prefix.component_index import ComponentIndex
 from tidekv.states.prefix.component_tier import ComponentTier
 from tidekv.states.prefix.node import Node, TierName
-from tidekv.states.records.request import ComponentFetch, Request, RequestComponents, Room
+from tidekv.states.records.request import ComponentFetch, Request, RequestComponents, RoomRecord
 from tidekv.states.types import page_ids
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -42,7 +42,7 @@ def mutant(words: str, *, first_seed: int = 1) -> Callable[[Mutant], Mutant]:
 
 @mutant(r"to which room .* still writes|which is being written|is free|is being written by")
 def components_are_freed_without_quarantine(patch: pytest.MonkeyPatch) -> None:
-    def leave(self: Rooms, room: Room, *, settled: bool) -> None:
+    def leave(self: Rooms, room: RoomRecord, *, settled: bool) -> None:
         original(self, room, settled=settled)
         for draining in self.quarantine:
             components = self._state.components

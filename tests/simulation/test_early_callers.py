@@ -18,7 +18,7 @@ from tidekv import Replayer
 from tidekv.states.components.request_components import ComponentRestore
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
-from tidekv.states.records.request import Request, RequestComponents, Room
+from tidekv.states.records.request import Request, RequestComponents, RoomRecord
 from tidekv.states.request import early_ready
 from tidekv.states.request.early_ready import EarlyReady
 from tidekv.states.request.restore import Restore
@@ -138,7 +138,7 @@ def the_pages_of_prefill_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
 def a_left_room_does_not_wait_for_its_caller(patch: pytest.MonkeyPatch) -> None:
     original = Rooms.leave
 
-    def leave(self: Rooms, room: Room, *, settled: bool) -> None:
+    def leave(self: Rooms, room: RoomRecord, *, settled: bool) -> None:
         room.user_op = 0
         original(self, room, settled=settled)
 
@@ -216,7 +216,7 @@ def own_component_pages_do_not_wait_for_the_caller(patch: pytest.MonkeyPatch) ->
     patch.setattr(RequestComponents, "give_up_own", RequestComponents.give_up_remote)
     original = Rooms.leave
 
-    def leave(self: Rooms, room: Room, *, settled: bool) -> None:
+    def leave(self: Rooms, room: RoomRecord, *, settled: bool) -> None:
         held = room.request.component_pages
         if room.user_op and held is not None:
             # What the caller may write leaves with the request, as without a caller that has begun.

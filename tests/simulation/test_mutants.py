@@ -16,7 +16,7 @@ from tidekv.states.loads.look_ahead import LookAhead
 from tidekv.states.pages.prefill_quota import PrefillQuota
 from tidekv.states.prefix.index import Node
 from tidekv.states.prefix.namespace_shares import SharedEvictionQueue
-from tidekv.states.records.request import Ahead, Load, Request, Room, Stage
+from tidekv.states.records.request import Ahead, Load, Request, RoomRecord, Stage
 from tidekv.states.request.restore import Restore
 from tidekv.states.types import PageIds, page_ids
 
@@ -35,7 +35,7 @@ def mutant(plant: Mutant) -> Mutant:
 
 @mutant
 def pages_are_freed_without_quarantine(patch: pytest.MonkeyPatch) -> None:
-    def leave(self: Rooms, room: Room, *, settled: bool) -> None:
+    def leave(self: Rooms, room: RoomRecord, *, settled: bool) -> None:
         if not settled:
             original(self, room, settled=False)
             key = next(reversed(self._draining))
@@ -49,7 +49,7 @@ def pages_are_freed_without_quarantine(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def a_room_is_known_by_its_request_alone(patch: pytest.MonkeyPatch) -> None:
-    def live(self: Rooms, request_id: str, generation: int) -> Room | None:
+    def live(self: Rooms, request_id: str, generation: int) -> RoomRecord | None:
         return next((room for room in self if room.request.request_id == request_id), None)
 
     patch.setattr(Rooms, "live", live)
@@ -112,7 +112,7 @@ def an_outcome_counts_each_time_it_is_told(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def a_request_is_ready_without_the_first_token(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Room, "is_complete", property(lambda self: bool(self.aux_from)))
+    patch.setattr(RoomRecord, "is_complete", property(lambda self: bool(self.aux_from)))
 
 
 @mutant
@@ -159,7 +159,7 @@ def a_request_keeps_its_own_page_where_the_cache_has_another(patch: pytest.Monke
 
 @mutant
 def a_writer_out_of_reach_is_taken_for_dead(patch: pytest.MonkeyPatch) -> None:
-    def leave(self: Rooms, room: Room, *, settled: bool) -> None:
+    def leave(self: Rooms, room: RoomRecord, *, settled: bool) -> None:
         original(self, room, settled=settled)
         self.writer_dead(room.writer)
 
@@ -169,10 +169,10 @@ def a_writer_out_of_reach_is_taken_for_dead(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def a_chunk_of_a_foreign_rank_counts(patch: pytest.MonkeyPatch) -> None:
-    def span_of(self: Room, event: Any) -> Any:  # Any: a chunk, and the span that it is for.
+    def span_of(self: RoomRecord, event: Any) -> Any:  # Any: a chunk, and the span that it is for.
         return self.spans[event.span] if -len(self.spans) <= event.span < len(self.spans) else None
 
-    patch.setattr(Room, "span_of", span_of)
+    patch.setattr(RoomRecord, "span_of", span_of)
 
 
 @mutant
@@ -264,7 +264,7 @@ def the_quota_of_a_prefill_is_not_asked(patch: pytest.MonkeyPatch) -> None:
 def the_quota_of_a_prefill_forgets_its_quarantine(patch: pytest.MonkeyPatch) -> None:
     original = Rooms.leave
 
-    def leave(self: Rooms, room: Room, *, settled: bool) -> None:
+    def leave(self: Rooms, room: RoomRecord, *, settled: bool) -> None:
         original(self, room, settled=settled)
         for left in self.quarantine:
             self._state.quota.discharge(left.prefill, left.charged)
