@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from tidekv.backends.keys.chain import TOKEN_BYTES, namespace_seed
 from tidekv.backends.storage.base import leading, prefix_of
-from tidekv.engine.decode.pending_calls import own_cancels_only
 from tidekv.engine.decode.values import PromptLookUp
+from tidekv.transports.tasks import own_cancels_only
 
 if TYPE_CHECKING:
     from tidekv.engine.decode.runtime import Runtime
