@@ -135,6 +135,7 @@ class ReadyRequest:
     packed_tokens: bytes = field(repr=False)
     """The prompt, as packed little-endian u32."""
     generation: int = 0
+    """Number of the room at prefill; for the engine."""
     reserve: deque[int] = field(default_factory=deque, repr=False)
     """Pages that `grow` returns next. Only the engine takes from it and refills it."""
     component_pages: Mapping[str, ReadyComponent] = field(default_factory=dict)

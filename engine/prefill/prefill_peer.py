@@ -147,6 +147,8 @@ class PrefillPeer:
         with 0 one run of pages (`room.held`). Not with `storage`.
 
         `vocabulary`: number of token ids of the model, to check first tokens where they are given; 0: not checked.
+
+        `poller` and `clock` are for tests and for parts of tidekv that share theirs with the peer.
         """
         checked(model, Text, "model", InvalidConfig)
         checked(listen, Text, "listen", InvalidConfig)

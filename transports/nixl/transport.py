@@ -75,6 +75,8 @@ class NixlTransport:
     listening context that requires certificates accepts no decode worker without one. The bulk data is not encrypted.
 
     After a restart the same `name` gives another `instance`, which NIXL needs: it cannot reuse names.
+
+    An embedder makes it and gives it to an engine or a peer, which calls its methods and closes it.
     """
 
     def __init__(

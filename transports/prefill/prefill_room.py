@@ -43,6 +43,20 @@ class Room:
 
     A room takes pages of its own prompt only. If the promise brought the tokens (`tokens`), compute these. Otherwise
     say which prompt was computed, by asking for the room (`PrefillPeer.room`) or by `confirm`, before the first page.
+
+    Fields, beside the properties below:
+
+        request_id, generation   name of the request at decode, and how often it was promised before
+        prompt_tokens            length of the prompt
+        decode_prefix_len        leading tokens that decode has: their pages are remembered and not written
+        tokens                   the prompt as packed little-endian u32; None if the promise brought none
+        prompt                   digest of the prompt whose pages decode asks for
+        outcome                  a RoomOutcome once the room has ended, otherwise None
+        aborted                  an asyncio.Event, set when decode needs no more pages: stop computing
+        lost_link                whether a link of the room was lost; decode may open another room for the request
+
+    For the peer alone: `abort`, `advance`, `borrow`, `close`, `end`, `expire`, `give_back`, `give_up`, `key`,
+    `key_seed`, `kept_component_pages`, `lease_until_s`, `pause`, `receive`, `room_writers`.
     """
 
     def __init__(
