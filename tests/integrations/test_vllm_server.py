@@ -47,7 +47,7 @@ async def serve(file: Path, *options: object) -> dict[str, Any]:
     """Serve conversations through one variant; returns its figures. Every token was compared with a single server."""
     code, printed = await program("benchmarks.vllm_pair", *options, "--json", file)
     assert code == 0, printed[-4000:]
-    (figures,) = json.loads(await asyncio.to_thread(file.read_text))
+    (figures,) = json.loads(await asyncio.to_thread(file.read_text))["figures"]
     assert not figures["wrong"]
     assert not figures["lost"]
     assert not any(figures["held"].values()), "blocks are held after the last answer"
