@@ -430,3 +430,92 @@ def test_states_are_compared_in_the_package_of_the_table_only() -> None:
 )
 def test_a_comparison_of_states_is_found_in_each_of_its_forms(line: str) -> None:
     assert state_comparisons(line) == [1]
+
+
+# --- Names and constructors ---
+
+SHARED_NAMES = {
+    "Choice",
+    "ComponentRequest",
+    "Failed",
+    "Fallback",
+    "Group",
+    "LentPages",
+    "Load",
+    "Operation",
+    "Option",
+    "Phase",
+    "Place",
+    "Plan",
+    "Pollable",
+    "Poller",
+    "Probe",
+    "Refused",
+    "Request",
+    "Stage",
+    "Step",
+    "Stream",
+    "Turn",
+}
+"""Class names that more than one module still has. The list may only shrink."""
+PARAMETERS_MAX = 7
+LONG_CONSTRUCTORS = {
+    "Actions": 8,
+    "ConversationRun": 10,
+    "DecodeEngine": 8,
+    "EngineThread": 9,
+    "Executor": 13,
+    "FileIndex": 8,
+    "Journal": 8,
+    "KVEventPublisher": 9,
+    "NixlIO": 8,
+    "NixlTransport": 15,
+    "PrefillPeer": 24,
+    "PromptStore": 11,
+    "RankChannel": 9,
+    "Receiver": 19,
+    "Recorder": 8,
+    "Restore": 10,
+    "Runtime": 8,
+    "SendContext": 13,
+    "Sender": 21,
+    "TraceRun": 11,
+}
+"""Classes whose `__init__` takes more than PARAMETERS_MAX parameters, with their number. Both may only shrink:
+parts that always travel together become a value.
+"""
+
+
+def public_classes(sources: dict[str, str]) -> dict[str, list[ast.ClassDef]]:
+    """By name, the public classes of these modules, nested ones included."""
+    found: dict[str, list[ast.ClassDef]] = {}
+    for source in sources.values():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(node)
+    return found
+
+
+def parameters_of(kind: ast.ClassDef) -> int:
+    """The number of parameters of a class's own `__init__`."""
+    for node in kind.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            return len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]) - 1
+    return 0
+
+
+def test_no_class_name_exists_twice_beside_those_that_did() -> None:
+    assert {name for name, kinds in public_classes(sources_in(*FOLDERS)).items() if len(kinds) > 1} == SHARED_NAMES
+
+
+def test_no_constructor_takes_more_parameters_than_it_did() -> None:
+    classes = public_classes(sources_in(*FOLDERS))
+    counts = {name: max(map(parameters_of, kinds)) for name, kinds in classes.items()}
+    assert {name: count for name, count in counts.items() if count > PARAMETERS_MAX} == LONG_CONSTRUCTORS
+
+
+def test_a_second_class_and_a_long_constructor_are_found() -> None:
+    long = "class Room:\n    def __init__(self, a, b, /, c, *, d): pass"
+    found = public_classes({"one": long, "two": "class _Key: pass", "three": "if True:\n    class Room: pass"})
+    assert [*found] == ["Room"]
+    assert [*map(parameters_of, found["Room"])] == [4, 0]
