@@ -8,7 +8,7 @@ when the core has taken all of its events; only then does the next one begin.
 In ALONE this rank votes with itself: every request fails, and the rank waits for all operations that still read or
 write their pages, and for callers that have begun early. PendingCalls raise RankLost until the group is formed again.
 
-`Phase` is the state of one rank.
+`RankPhase` is the state of one rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tidekv.states.ranks.votes import SlotValues
 
 
-class Phase(enum.Enum):
+class RankPhase(enum.Enum):
     """State of this rank."""
 
     FORMING = "forming"
@@ -86,7 +86,7 @@ class RankDriver:
         self._calls = calls
         self._renew = renew
         self._on_broken = on_broken
-        self._phase = Phase.FORMING
+        self._phase = RankPhase.FORMING
         self._channel = open_channel(group, self, settings=settings)
         self._tasks = OwnedTasks("rank driver")
         self._loop = asyncio.get_running_loop()
@@ -140,14 +140,14 @@ class RankDriver:
         """Wait at most `timeout_s` until the other ranks leave as well, so that none counts as lost. Call it when
         nothing is in flight.
         """
-        if self._phase is Phase.VOTING:
+        if self._phase is RankPhase.VOTING:
             self._agreement.leave()
             self._heard()
             await asyncio.wait([self._left], timeout=timeout_s)
 
     async def close(self) -> None:
         """Stop voting, and close the channel."""
-        self._phase = Phase.CLOSED
+        self._phase = RankPhase.CLOSED
         self._channel.leave()
         if self._timer is not None:
             self._timer.cancel()
@@ -175,7 +175,7 @@ class RankDriver:
     @property
     def is_caught_up(self) -> bool:
         """Whether the core has taken every event of this rank and its callers."""
-        has_news = self._agreement.has_news and self._phase is not Phase.FORMING
+        has_news = self._agreement.has_news and self._phase is not RankPhase.FORMING
         return self._driver.is_caught_up and not self._in_turn and not has_news
 
     def post(self, event: Event) -> None:
@@ -183,7 +183,7 @@ class RankDriver:
         InvalidRequest for calls that only rank 0 may make, and RankLost for these while a rank is lost; any other
         exception breaks the engine.
         """
-        if self._phase is Phase.CLOSED:
+        if self._phase is RankPhase.CLOSED:
             return
         if isinstance(event, events.FlushRequested | events.PolicyChanged):
             if self._group.rank != LEADER:
@@ -233,7 +233,7 @@ class RankDriver:
     def stop(self) -> None:
         """Take no more events, since this rank's engine broke or ends; a last vote informs the other ranks."""
         self._driver.stop()
-        if self._phase is Phase.VOTING:
+        if self._phase is RankPhase.VOTING:
             self._agreement.has_broken = True
             self._ask_for_turn()
 
@@ -245,7 +245,7 @@ class RankDriver:
 
     def after_drain(self) -> None:
         """Handle events taken by the core; the last event of a turn ends it."""
-        if self._driver.is_caught_up and (self._in_turn or self._phase is Phase.ALONE):
+        if self._driver.is_caught_up and (self._in_turn or self._phase is RankPhase.ALONE):
             self._end_turn()
 
     def statistics(self) -> dict[str, int | str]:
@@ -264,7 +264,7 @@ class RankDriver:
     # --- Turns ---
 
     def _heard(self) -> None:
-        if self._phase is Phase.CLOSED:
+        if self._phase is RankPhase.CLOSED:
             return
         for refusal in self._agreement.take_refusals(self.clock()):
             self._refuse(refusal)
@@ -272,7 +272,7 @@ class RankDriver:
             self._ask_for_turn()
 
     def _ask_for_turn(self) -> None:
-        if self._phase is Phase.VOTING and self._group.rank != LEADER:
+        if self._phase is RankPhase.VOTING and self._group.rank != LEADER:
             if not self._has_wished and not self._in_turn and not self._openings:
                 self._has_wished = True
                 self._channel.wish()
@@ -286,11 +286,11 @@ class RankDriver:
         self._is_called = False
         if self._in_turn or not (self._driver.is_caught_up or self._agreement.has_broken):
             return
-        if self._phase is Phase.ALONE:
+        if self._phase is RankPhase.ALONE:
             self._take_turn_alone()
-        elif self._phase is Phase.VOTING and self._group.rank == LEADER:
+        elif self._phase is RankPhase.VOTING and self._group.rank == LEADER:
             self._open_turn()
-        elif self._phase is Phase.VOTING and self._openings:
+        elif self._phase is RankPhase.VOTING and self._openings:
             self._agreement.take_opening(opening := self._openings.popleft())
             self._vote(opening)
 
@@ -319,7 +319,7 @@ class RankDriver:
         self._is_voting = False
         self.vote_s.observe(self.clock() - cast_at_s)
         failed = None if vote.cancelled() else vote.exception()
-        if self._phase is not Phase.VOTING or opening.epoch != self._channel.epoch or vote.cancelled():
+        if self._phase is not RankPhase.VOTING or opening.epoch != self._channel.epoch or vote.cancelled():
             return
         if failed is not None:
             # This turn never ends: the group ends as soon as the lost rank is known.
@@ -328,12 +328,12 @@ class RankDriver:
         try:
             decision = self._agreement.decide(vote.result())
         except (RankBroken, RanksDiverged) as error:
-            self._phase = Phase.CLOSED
+            self._phase = RankPhase.CLOSED
             self._channel.leave()
             self._on_broken(error)
             return
         if decision.all_leave and not self._left.done():
-            self._phase = Phase.CLOSED
+            self._phase = RankPhase.CLOSED
             self._channel.leave()
             self._left.set_result(None)
             return
@@ -387,7 +387,7 @@ class RankDriver:
             agreement.open_turn(now_s)
             self._follow(agreement.decide(agreement.cast()))
         elif agreement.is_idle and self.core.is_idle:
-            self._phase = Phase.FORMING
+            self._phase = RankPhase.FORMING
             self._tasks.spawn(self._restart(), name="begin again")
         else:
             self._arm(due_s, now_s)
@@ -403,7 +403,7 @@ class RankDriver:
     def group_formed(self, epoch: int) -> None:
         """See `RankOwner`."""
         self._agreement.epoch = epoch
-        self._phase = Phase.VOTING
+        self._phase = RankPhase.VOTING
         self._openings.clear()
         self._in_turn = self._has_wished = self._is_wished = False
         self.lost = None
@@ -429,15 +429,15 @@ class RankDriver:
 
     def rank_lost(self, rank: int, cause: str) -> None:
         """See `RankOwner`."""
-        if self._phase is Phase.FORMING:
+        if self._phase is RankPhase.FORMING:
             # Nothing is in flight, so all ranks try again.
             self._channel.settled()
-        elif self._phase is Phase.VOTING:
+        elif self._phase is RankPhase.VOTING:
             # The last agreement may reach this rank slightly after the end of another rank.
             self._loop.call_later(LAST_VOTE_S if self._is_voting else 0.0, self._lose, RankLost(rank=rank, cause=cause))
 
     def _lose(self, lost: RankLost) -> None:
-        if self._phase is not Phase.VOTING:
+        if self._phase is not RankPhase.VOTING:
             return
         if not self._driver.is_caught_up:
             # A request that arrives in this turn is not live before the core has taken it, so it would not be aborted.
@@ -445,7 +445,7 @@ class RankDriver:
             return
         if self._agreement.is_leaving and not self._left.done():
             self._left.set_result(None)
-        self._phase = Phase.ALONE
+        self._phase = RankPhase.ALONE
         self.losses += 1
         self._in_turn = self._is_voting = False
         self.lost = lost

@@ -98,7 +98,7 @@ WANTED: Final = (
 )
 
 
-class Step(msgspec.Struct, kw_only=True, tag_field="type", tag="n"):
+class AgentStep(msgspec.Struct, kw_only=True, tag_field="type", tag="n"):
     """One request to a model."""
 
     t: Seconds
@@ -109,7 +109,7 @@ class Step(msgspec.Struct, kw_only=True, tag_field="type", tag="n"):
     hash_ids: list[Count] | None = None
 
 
-class StreamingStep(Step, kw_only=True, tag_field="type", tag="s"):
+class StreamingStep(AgentStep, kw_only=True, tag_field="type", tag="s"):
     """One request with a streamed answer."""
 
 
@@ -117,7 +117,7 @@ class SubAgent(msgspec.Struct, kw_only=True, tag_field="type", tag="subagent"):
     """Another agent started by a session; its times count from its own start."""
 
     t: Seconds
-    requests: list[Step | StreamingStep | SubAgent]
+    requests: list[AgentStep | StreamingStep | SubAgent]
     tool_tokens: TokenCount = 0
     system_tokens: TokenCount = 0
 
@@ -126,7 +126,7 @@ class Session(msgspec.Struct, kw_only=True):
     """One recorded session."""
 
     id: str
-    requests: list[Step | StreamingStep | SubAgent]
+    requests: list[AgentStep | StreamingStep | SubAgent]
     block_size: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
     tool_tokens: TokenCount = 0
     system_tokens: TokenCount = 0
@@ -177,7 +177,7 @@ class _AgentList:
     """The requests of one agent, with its start time and its beginning, which may be shared with other agents."""
 
     start_s: float
-    steps: Sequence[Step]
+    steps: Sequence[AgentStep]
     beginning_tokens: int
     beginning: str
 
@@ -186,7 +186,7 @@ def _lists(session: Session) -> Iterator[_AgentList]:
     """Yield the list of the session and those of all its sub-agents, outer before inner."""
     waiting: list[tuple[float, Session | SubAgent]] = [(0.0, session)]
     for start_s, agent in waiting:
-        steps = [entry for entry in agent.requests if isinstance(entry, Step)]
+        steps = [entry for entry in agent.requests if isinstance(entry, AgentStep)]
         waiting.extend((start_s + entry.t, entry) for entry in agent.requests if isinstance(entry, SubAgent))
         if steps:
             yield _AgentList(
@@ -225,7 +225,7 @@ def _session_requests(
         raise trace_error(path, number, f"session {session.id!r}: {error}") from error
 
 
-def _timed_steps(agent: _AgentList, order: int, block_size: int) -> Iterator[tuple[float, int, Step, Words]]:
+def _timed_steps(agent: _AgentList, order: int, block_size: int) -> Iterator[tuple[float, int, AgentStep, Words]]:
     """Yield a list's requests with the time since the session's start, and the ids of their blocks."""
     before = np.zeros(0, dtype=np.uint64)
     last_s = 0.0
@@ -237,7 +237,7 @@ def _timed_steps(agent: _AgentList, order: int, block_size: int) -> Iterator[tup
         yield agent.start_s + step.t, order, step, before
 
 
-def _block_ids(step: Step, before: Words, block_size: int, position: int) -> Words:
+def _block_ids(step: AgentStep, before: Words, block_size: int, position: int) -> Words:
     """Return the block ids of a request. Lengths are checked before an array of that length is allocated."""
     if (step.h is None) == (step.hash_ids is None):
         raise InvalidRequest(f"request {position} must have either h or hash_ids")
@@ -255,7 +255,7 @@ def _block_ids(step: Step, before: Words, block_size: int, position: int) -> Wor
     return np.concatenate([before[:kept], *made])
 
 
-def _check_count(found: int, step: Step, block_size: int, position: int) -> None:
+def _check_count(found: int, step: AgentStep, block_size: int, position: int) -> None:
     """Check the number of ids. They stand for full blocks; one for a partial last block is accepted."""
     least, most = step.prompt_tokens // block_size, -(-step.prompt_tokens // block_size)
     if not least <= found <= most:

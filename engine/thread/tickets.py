@@ -147,7 +147,7 @@ class Mailbox:
                 os.close(self.fd)
 
 
-class Stage(enum.Enum):
+class CallStage(enum.Enum):
     """Stage of a request, as its caller sees it."""
 
     WAITING = "waiting"
@@ -160,7 +160,7 @@ class Live:
     """One request between its submission and the outcome that ends it."""
 
     request_id: str
-    stage: Stage = Stage.WAITING
+    stage: CallStage = CallStage.WAITING
     ready: ReadyRequest | None = None
     is_aborted: bool = False
 
@@ -212,14 +212,14 @@ class Tickets:
         """Mark a READY request as given back: the caller loses its pages. Raises as `check`."""
         with self._lock:
             live = self._held(ready)
-            live.stage = Stage.LEAVING
+            live.stage = CallStage.LEAVING
             return self._issue(call, live, on_done)
 
     def abort(self, request_id: str) -> Live | None:
         """Mark a request as aborted. None if it is not live, was aborted before, or is being given back."""
         with self._lock:
             live = self._live.get(request_id)
-            if live is None or live.is_aborted or live.stage is Stage.LEAVING:
+            if live is None or live.is_aborted or live.stage is CallStage.LEAVING:
                 return None
             live.is_aborted = True
             return live
@@ -227,7 +227,7 @@ class Tickets:
     def became_ready(self, ticket: Ticket, ready: ReadyRequest) -> Restored:
         """Mark a request as READY: its pages can be given back from now on."""
         with self._lock:
-            ticket.live.ready, ticket.live.stage = ready, Stage.READY
+            ticket.live.ready, ticket.live.stage = ready, CallStage.READY
         return Restored(ticket.number, ticket.live.request_id, ready)
 
     def close(self, ticket: Ticket) -> None:
@@ -285,6 +285,6 @@ class Tickets:
         if not isinstance(ready, ReadyRequest):
             raise refusal(ready, ReadyRequest, "ready")
         live = self._live.get(ready.request_id)
-        if live is None or live.ready is not ready or live.is_aborted or live.stage is not Stage.READY:
+        if live is None or live.ready is not ready or live.is_aborted or live.stage is not CallStage.READY:
             raise InvalidRequest(f"request {ready.request_id!r} was given back or aborted: its pages are not yours")
         return live

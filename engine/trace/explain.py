@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from tidekv.engine.trace.request_trace import SOURCES, Plan, RequestTrace, Stall, Work
+from tidekv.engine.trace.request_trace import SOURCES, PlanTrace, RequestTrace, Stall, Work
 from tidekv.states.validation import printable
 
 STALLS_MAX = 3
@@ -138,7 +138,7 @@ def _waits(trace: RequestTrace, now_s: float) -> list[str]:
     return lines
 
 
-def _plan(trace: RequestTrace, plan: Plan) -> list[str]:
+def _plan(trace: RequestTrace, plan: PlanTrace) -> list[str]:
     matched = f"{plan.l1_pages} pages in L1, {plan.l2_pages} in L2, {plan.l3_pages} in L3"
     shared = f", {plan.shared_pages} under load by another request" if plan.shared_pages else ""
     shared += "".join(f", {count} on their way from prefill for {name}" for name, count in plan.sent_pages.items())

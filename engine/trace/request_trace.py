@@ -41,7 +41,7 @@ class Work:
 
 
 @dataclass(slots=True)
-class Plan:
+class PlanTrace:
     """The plan at the end of MATCH, one for each room."""
 
     at_s: float
@@ -65,7 +65,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Fallback:
+class FallbackTrace:
     """A deviation from the plan."""
 
     at_s: float
@@ -101,9 +101,9 @@ class RequestTrace:
     deadline_at_s: float
     states: list[tuple[float, str]] = field(default_factory=list)
     """Time of each change of state."""
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[PlanTrace] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
-    fallbacks: list[Fallback] = field(default_factory=list)
+    fallbacks: list[FallbackTrace] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=dict)
     """Prompt tokens by source, once it is READY."""
     needed_pages: int = 0
@@ -177,4 +177,4 @@ class RequestTrace:
 
     def fall_back(self, at_s: float, cause: str, consequence: str) -> None:
         """Record a fallback."""
-        self.fallbacks.append(Fallback(at_s, cause, consequence))
+        self.fallbacks.append(FallbackTrace(at_s, cause, consequence))

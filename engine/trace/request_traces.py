@@ -25,7 +25,7 @@ from tidekv.engine.trace.causes import (
     unstored_words,
 )
 from tidekv.engine.trace.pool_use import PoolHistory
-from tidekv.engine.trace.request_trace import Plan, RequestTrace, Stall, Work
+from tidekv.engine.trace.request_trace import PlanTrace, RequestTrace, Stall, Work
 from tidekv.states import commands, events
 from tidekv.states.backup.backups import STORE_DEADLINE_S, Backup
 from tidekv.states.components.look_ahead import ComponentAheadRead
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 def plan_of(
     command: SendPromise, request: Request | None, begun: Container[int], *, page_size: int, at_s: float
-) -> tuple[Plan, list[int]]:
+) -> tuple[PlanTrace, list[int]]:
     """Return the plan behind a promise, and the live operations that it shares with others. `begun`: operations
     that the same step has begun.
     """
@@ -73,7 +73,7 @@ def plan_of(
                 shared += pages
                 joined.append(load.op)
     local = promised - loads["l2"] - loads["l3"] - shared - sum(sent.values())
-    plan = Plan(
+    plan = PlanTrace(
         at_s,
         command.generation,
         command.prefill,
