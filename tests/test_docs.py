@@ -47,10 +47,11 @@ def test_every_incident_is_listed_once_and_every_test_that_proves_it_exists() ->
     rows = [
         [cell.strip() for cell in line.strip("|").split(" | ")]
         for line in (DOCS / "peer-lessons.md").read_text().splitlines()
-        if re.match(r"\| S\d", line)
+        if re.match(r"\| [RS]\d", line)
     ]
     listed = [row[0].strip("| ") for row in rows]
-    assert sorted(listed) == sorted([*(f"S{number:02}" for number in range(1, 80)), "S73a", "S73b", "S73c"])
+    reports = [f"R{number:02}" for number in range(1, 12)]
+    assert sorted(listed) == sorted([*(f"S{number:02}" for number in range(1, 80)), "S73a", "S73b", "S73c", *reports])
     collected: dict[str, set[str]] = {}
     for incident, there, here, proof in rows:
         assert there.endswith(".") and here.endswith("."), incident
