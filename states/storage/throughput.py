@@ -19,6 +19,7 @@ from __future__ import annotations
 
 ESTIMATE_FRESH_S = 10.0
 WEIGHT = 7 / 8
+MUCH_FASTER = 4
 SHORT_PARTS = 8
 """A fetch is short if it has less than one of so many parts of the average one."""
 
@@ -40,11 +41,14 @@ class ThroughputEstimator:
         """Add a measurement: a fetch that took `taken_s`, with `pages` pages under way when it began.
 
         A fetch of few pages is left out if it took longer by page and less as a whole than the average: it was mostly
-        latency, and many of them would hide what a page costs in a long fetch.
+        latency, and many of them would hide what a page costs in a long fetch. One that is much faster than the average
+        replaces it: a stall was measured before, and a source avoided because of it would hardly be measured again.
         """
         is_short = pages * SHORT_PARTS * self._count < self._pages
         if is_short and pages * self.page_s < taken_s < self.fetch_s:
             return
+        if taken_s * MUCH_FASTER < pages * self.page_s:
+            self.forget()
         self._count = WEIGHT * self._count + 1
         self._pages = WEIGHT * self._pages + pages
         self._seconds = WEIGHT * self._seconds + taken_s

@@ -60,6 +60,17 @@ def test_the_last_fetches_weigh_most() -> None:
     assert throughput.page_s < 0.15
 
 
+def test_one_fetch_shows_that_a_stall_is_over() -> None:
+    throughput = ThroughputEstimator()
+    for _ in range(20):
+        throughput.note(taken_s=1.0, pages=10, now_s=0.0)
+    throughput.note(taken_s=0.02, pages=10, now_s=0.0)
+    assert throughput.page_s == 0.002
+    # Slower ones are believed little by little.
+    throughput.note(taken_s=1.0, pages=10, now_s=0.0)
+    assert throughput.page_s < 0.06
+
+
 def stored_rig(**settings: object) -> Rig:
     rig = Rig(prefetch_threshold_tokens=0, prefetch_base_s=4.0, prefetch_per_ki_token_s=0.001, **settings)
     rig.attach_storage()
