@@ -22,6 +22,7 @@ from tidekv.engine.stored_layouts import RankLayout, other_layouts
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
 from tidekv.states.validation import short
+from tidekv.transports.tasks import own_cancels_only
 
 if TYPE_CHECKING:
     from tidekv.backends.component_pools import ComponentPools
@@ -286,8 +287,9 @@ class StorageInUse:
     async def _open(self, storage: Storage, layout: RankLayout, component: str, host: HostPool) -> Storage:
         """Open one engine; return it, or one that reads other layouts by way of it."""
         poller = self._runtime.storage_poller
-        await storage.register(host.memory, host.page, namespace=layout.namespace(component), poller=poller)
-        await set_label(storage, layout.label(component), warn=LOG.warning)
+        registered = storage.register(host.memory, host.page, namespace=layout.namespace(component), poller=poller)
+        await own_cancels_only(registered, storage.uri)
+        await own_cancels_only(set_label(storage, layout.label(component), warn=LOG.warning), storage.uri)
         layouts, copies = other_layouts(layout, component), layout.ranks // layout.slice(component)[1]
         if copies == 1 and not (layouts and isinstance(storage, Neighbors)):
             return storage
@@ -333,7 +335,9 @@ async def _close_unused(storage: Storage, opening: asyncio.Task[Opened]) -> None
 
 async def _within(call: Coroutine[object, object, int], uri: str, what: str, deadline_s: float) -> int:
     """Await a call into storage until the deadline; StorageFailed leaves it running."""
-    task = asyncio.get_running_loop().create_task(call, name=f"{uri} {what}", context=own_context())
+    task = asyncio.get_running_loop().create_task(
+        own_cancels_only(call, uri), name=f"{uri} {what}", context=own_context()
+    )
     try:
         await asyncio.wait({task}, timeout=max(deadline_s - asyncio.get_running_loop().time(), 0.0))
     except asyncio.CancelledError:

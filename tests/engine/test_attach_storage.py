@@ -14,7 +14,7 @@ from tests.support.threads import thread_names, threads_left
 from tidekv import InvalidConfig, InvalidRequest, Replayer, open_storage
 from tidekv.backends.storage.file.directory import Directory
 from tidekv.backends.storage.file.engine import FileStorage
-from tidekv.states.errors import StorageFailed
+from tidekv.states.errors import StorageFailed, TidekvError
 
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
 
@@ -421,3 +421,30 @@ async def test_a_probe_that_hangs_fails_at_its_deadline_and_is_not_repeated_befo
             await pair.engine._calls.wait_until(lambda: pair.core().get("l3_breaker_closed", 0) == 1)
             await pair.engine.wait_settled()
             await pair.assert_nothing_held()
+
+
+class Cancelling:
+    """A memory engine with one call that cancels itself, as a client with timeouts of its own may."""
+
+    def __init__(self, name: str) -> None:
+        self._storage = open_storage("memory:?capacity=64KiB")
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self._name:
+            return getattr(self._storage, name)
+
+        async def cancelled(*_: object, **__: object) -> None:
+            raise asyncio.CancelledError("by the client")
+
+        return cancelled
+
+
+@pytest.mark.parametrize("call", ["register", "clear"])
+async def test_a_call_that_storage_cancels_is_an_error_and_no_cancellation_of_its_caller(make_pair, call: str) -> None:
+    async with make_pair() as pair:
+        with pytest.raises(TidekvError, match="cancelled itself"):
+            await pair.engine.attach_storage(Cancelling(call))
+            await pair.engine.flush(("l3",))
+        ready = await pair.restore("r", PROMPT)
+        await pair.finish(ready, PROMPT, [1])
