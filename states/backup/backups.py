@@ -412,6 +412,9 @@ class Backups:
         if not path.is_due or not self.storage.is_usable:
             self._end(backup)
             return
+        if backup.renews:
+            # While it waited, another backup may have brought more of the path to the host: that is put as well.
+            self._pin(backup, self._host_leaf(backup.leaf))
         backup.unmarked = path.unmarked
         backup.op = state.start_operation(backup, deadline_s=STORE_DEADLINE_S)
         backup.storing = True

@@ -142,3 +142,26 @@ def test_pages_that_are_lent_renew_what_storage_has_whichever_copy_was_of_use(he
 
 def policy(rig: Rig, **changes: object) -> object:
     return changed_policy(policy_of(rig.core.state.settings), changes)
+
+
+def test_a_renewal_that_has_waited_protects_what_came_to_the_host_meanwhile() -> None:
+    rig = stored_rig(write="through", put_wait_s=5.0, prefetch_base_s=100.0)
+    rig.step(events.PolicyChanged, policy=policy(rig, write="back"))
+    rig.flush("l2")
+    rig.now_s += 31.0
+    rig.arrive("reads", b"stuvwxyz")
+    rig.answer(rig.take(commands.QueryStorage), 8)
+    fetch = rig.take(commands.FetchPages)
+    rig.take_all(commands.SendPromise)
+    assert turn(rig, "a", EIGHT) == [], "puts wait for the fetch"
+    rig.make_ready("b", EIGHT)
+    rig.step(events.RetractRequested, request_id="b", keys=EIGHT, tokens=len(EIGHT))
+    rig.copied(rig.take(commands.CopyToHost))
+    rig.step(events.RetractedDropped, request_id="b")
+    rig.take_all(commands.StorePages)
+    rig.fetched(fetch)
+    (renewal,) = rig.take_all(commands.StorePages)
+    assert len(renewal.host_pages) == 8
+    rig.flush("l2")
+    free = set(rig.core.state.host.free_pages)
+    assert not free & set(renewal.host_pages), "a page that is read must not be given to another"
