@@ -190,7 +190,6 @@ def _attributes(request_trace: RequestTrace) -> dict[str, str | int]:
         "tidekv.request_id": request_trace.request_id,
         "tidekv.prompt_tokens": request_trace.prompt_tokens,
         "tidekv.prompt_pages": request_trace.page_count,
-        "tidekv.namespace": request_trace.namespace,
         "tidekv.outcome": "partial" if request_trace.is_partial else request_trace.ended.lower(),
         "tidekv.rooms": len(request_trace.plans),
         "tidekv.tokens.promised": request_trace.plans[-1].promised_tokens if request_trace.plans else 0,
