@@ -204,8 +204,9 @@ def _value(value: object) -> str:
 def own_context(instance: str = "") -> Context:
     """Return a context of an engine: it has no variable of a caller, and names the instance in records.
 
-    A task or a callback inherits the context of whoever makes it. Those of an engine outlive the request that woke
-    them, and would put its trace id on the records of others. Without `instance` it is that of the current context.
+    A task or a callback inherits the context of the code that makes it. Those of an engine outlive the request that
+    woke them, and would put its trace id on the records of others. Without `instance` it is that of the current
+    context.
     """
     context = Context()
     context.run(_INSTANCE.set, instance or _INSTANCE.get())

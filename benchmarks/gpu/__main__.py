@@ -1,7 +1,7 @@
 """Checks and figures of the CUDA paths: `python -m benchmarks.gpu [--out DIR] [--only STEP…]`, in a few minutes.
 
 Each step runs in a process of its own, within its limit, so that a hang or a crash loses that step alone. `DIR` has
-results.json, which is written anew after every step, and log.txt with all that the steps printed. With `--device cpu`
+results.json, which is replaced after every step, and log.txt with all that the steps printed. With `--device cpu`
 the same steps run with stand-ins for the streams of a GPU; the figures mean nothing then. Without a GPU, and without
 that option, the program prints one line to that effect and exits.
 """

@@ -73,7 +73,7 @@ class Report:
         self.save()
 
     def save(self) -> None:
-        """Write the file anew."""
+        """Replace the file."""
         if self.path is not None:
             found = asdict(self)
             del found["path"]

@@ -67,7 +67,7 @@ def list_namespaces(uri: Uri, options: Options = None) -> None:
         together = "?" if one.page_bytes is None else _size(one.page_bytes * one.pages)
         label = read_label(one.label)
         known = ("unknown",) * 3 if label is None else (label.model or "(no name)", label.dtype, label.layout)
-        # Whoever can write to the store has written the label.
+        # The label may come from any writer of the store.
         shown = [Text(printable(each)) for each in known]
         written = "unknown" if one.written_s is None else _ages(*one.written_s, now_s=now_s)
         # Text, since a model's name may have the brackets of rich's markup.

@@ -56,7 +56,7 @@ async def test_a_decline_that_came_before_the_wait_ends_it_soon_unless_the_room_
     retried = asyncio.ensure_future(prefill.room("r1"))
     decode.promise(prefill.address, "r1", tokens=4, promised=0, pages=[1])
     assert (await retried).cause is None
-    # One that nobody has taken is forgotten in time.
+    # One that was not taken is forgotten in time.
     decode.receiver.decline(prefill.address, "r3", DIGEST)
     await until_declined(prefill, 3)
     now[0] += 1001.0

@@ -1,4 +1,4 @@
-"""Links between ends that somebody else can reach, change or occupy."""
+"""Links between ends that a third party can reach, change or occupy."""
 
 from __future__ import annotations
 

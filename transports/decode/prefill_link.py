@@ -182,8 +182,8 @@ class PrefillLink(Generic[Part]):
     async def _beat(self, link: base.Link) -> None:
         """Send pings, and end the link after `beats_max` beats without a message.
 
-        A peer whose process answers that its event loop is stalled is late: its beats count anew, `late_beats_max` in
-        all since its last message.
+        A peer whose process answers that its event loop is stalled is late: its beats count from zero,
+        `late_beats_max` in all since its last message.
         """
         # Beats and not seconds: if our own loop was blocked, the peer's frames wait in the socket and are read first.
         while not self._is_lost:

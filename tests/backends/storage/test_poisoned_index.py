@@ -1,4 +1,4 @@
-"""An index with rows that no engine writes: damage, and never a path, a size or an error of somebody's choice."""
+"""An index with rows that no engine writes: damage, and never a path, a size or an error that the writer chose."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ class HandoverJobs:
 
     `aborted`: requests whose restore is not needed any more. `preempted`: requests whose blocks are given to others
     with this step. `held`: prompts that have finished and whose blocks vLLM holds until the worker reports them; True
-    if all of their blocks were sent. `is_short`: a request waits for blocks, so held ones that nobody asks for are
-    released.
+    if all of their blocks were sent. `is_short`: a request waits for blocks, so held ones that no decode worker
+    asks for are released.
     """
 
     restores: list[RestoreJob] = field(default_factory=list)

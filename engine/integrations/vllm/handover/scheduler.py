@@ -291,7 +291,7 @@ class PrefillScheduler:
         if not params.get("do_remote_prefill"):  # Those may wait for a restore.
             self._waiting.add(request.request_id)
         if params.get("do_remote_decode") and is_of_tokens(request):
-            # A room that nobody can guess: its name is all that a request at decode needs to ask for it.
+            # A room that cannot be guessed: its name is all that a request at decode needs to ask for it.
             room = params.get("room") or PREFILL_FIRST + token_hex(ROOM_BYTES)
             prompt = _digest_of(request, pack_tokens(request.prompt_token_ids))
             self._sending[request.request_id] = _Sending(request, str(room), prompt)
