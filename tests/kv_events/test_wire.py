@@ -361,7 +361,8 @@ def test_replays_that_are_not_read_take_no_memory_and_the_newest_request_counts(
         # Others are served meanwhile, and what waits for this one is one replay, not twenty.
         for _ in range(3):
             assert len(other.missed(0)) == 2000
-        assert len(opened._replays) <= 1
+        # One of each client at most: the other's last one may not be put away yet.
+        assert len(opened._replays) <= 2
         read = 0
         while asking.asker.recv_multipart()[2] != END:
             read += 1
