@@ -49,6 +49,7 @@ FAULTS: dict[str, str] = {
     "writer_dies": "one prefill rank dies, and is replaced",
     "outcome_repeats": "an outcome is delivered twice",
     "host_page_is_flipped": "a bit of a page in host memory flips on one rank",
+    "same_id_elsewhere": "another decode instance has rooms of the same id, for another prompt, at each prefill rank",
 }
 """Kinds of faults by name, with a description."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from simulation.prefill import Prompt, computed_by_name
 from tidekv.states import commands, events
 
 if TYPE_CHECKING:
@@ -55,7 +56,11 @@ class RankRooms:
         script = rank.callers[command.request_id].script
         rank.component_pages.check_promise(command.component_pages, command.prompt_tokens)
         component_pages = rank.component_pages.tags_of("", script.tokens)
-        room = WrittenRoom(key, self._writer(prefill), rank.page_tags(script), component_pages)
+        prompt = Prompt(rank.page_tags(script), component_pages)
+        if rank.hits("same_id_elsewhere"):
+            # Each prefill rank finds rooms by itself, and the promises reach it in an order of its own.
+            prompt = computed_by_name(key[0], prompt, order=int(key[0][1:]) + rank.number)
+        room = WrittenRoom(key, self._writer(prefill), prompt.tags, prompt.component_pages)
         self._rooms[key] = room
         if rank.hits("promise_fails"):
             rank.after(rank.delay(), self._refuse_to_connect, room)

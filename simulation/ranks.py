@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from simulation.early_callers import EARLY_REQUESTS, draws_early
+from simulation.faults import ALWAYS
 from simulation.memory import Contents, Violation
 from simulation.rank import FAULTS, SimulatedRank
 from simulation.rank_callers import Script, draw_script
@@ -82,6 +83,7 @@ class RankGroupWorld:
         self.rates = {name: _rate(self._random_of(name, seed)) if with_faults else 0.0 for name in FAULTS}
         # A death ends every request; at the rates of the other faults the rest would hardly be exercised.
         self.rates["rank_dies"] /= 5
+        self.rates |= {name: float(with_faults) for name in FAULTS if name in ALWAYS}
         self.counts = dict.fromkeys(FAULTS, 0)
         self.slowness_s = self.random.choice((0.0, 0.0005, 0.01))
         self.ranks = [SimulatedRank(self, number, Random(f"rank {seed} {number}")) for number in range(ranks)]
@@ -98,11 +100,12 @@ class RankGroupWorld:
 
     def _random_of(self, name: str, seed: int) -> Random:
         # A source of its own, so that seeds without this fault give the same runs as before it was added.
-        return Random(f"flips {seed}") if name == "host_page_is_flipped" else self.random
+        return Random(f"flips {seed}") if name == "host_page_is_flipped" or name in ALWAYS else self.random
 
     def hits(self, name: str, random: Random) -> bool:
         """Decide whether a fault strikes a rank now."""
-        if not self.rates[name] or random.random() >= self.rates[name]:
+        rate = self.rates[name]
+        if not rate or (rate < 1.0 and random.random() >= rate):
             return False
         self.counts[name] += 1
         return True

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulation import prefill
 from simulation.campaign import run_campaign
 from simulation.rank import FAULTS, SimulatedRank
 from simulation.ranks import RankGroupWorld, RanksFailed, simulate_ranks
 from simulation.simulate import draw_settings
 from tidekv.states import events
 from tidekv.states.errors import RanksDiverged
+from tidekv.states.handover.prompt_digest import PromptDigest
 from tidekv.states.ranks import agreement
 
 
@@ -66,6 +68,15 @@ def test_every_fault_strikes_somewhere() -> None:
             struck[name] += count
     assert all(struck.values()), struck
     assert epochs
+
+
+def test_each_rank_gets_the_pages_of_its_prompt_though_the_id_is_used_elsewhere_and_by_name_alone_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert all(simulate_ranks(seed, 2, 15).faults["same_id_elsewhere"] > 0 for seed in range(1, 4))
+    monkeypatch.setattr(prefill, "digest_of", lambda packed, seed: PromptDigest(0, bytes(32)))
+    with pytest.raises(RanksFailed, match=r"Violation.*(expected|has|holds|not)"):
+        simulate_ranks(1, 2, 15)
 
 
 def test_an_event_of_one_rank_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
