@@ -20,7 +20,6 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from tidekv.backends.copies.slice_moves import SliceCopier
@@ -51,7 +50,7 @@ class LookUp(Protocol):
     """A way to ask an engine for keys: with or without noting that their pages are in use."""
 
     def __call__(
-        self, storage: Storage, keys: Sequence[bytes], *, timeout_s: float
+        self, storage: Storage, keys: Sequence[bytes], *, timeout_s: float, prefix_keys: Sequence[bytes]
     ) -> Coroutine[object, object, list[bool]]:
         """Return which keys are probably there."""
         ...
@@ -99,16 +98,24 @@ class OpenLayout:
         self._free = [page_ids(range(first, first + count)) for first in range(0, BATCHES * count, count)]
         self._limit = asyncio.Semaphore(BATCHES)
 
-    async def look_up(self, ask: LookUp, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+    async def look_up(
+        self, ask: LookUp, keys: Sequence[bytes], *, timeout_s: float, prefix_keys: Sequence[bytes]
+    ) -> list[bool]:
         """Return which keys all sources probably have."""
-        answers = await _all_of(ask(source.storage, keys, timeout_s=timeout_s) for source in self.sources)
+        answers = await _all_of(
+            ask(source.storage, keys, timeout_s=timeout_s, prefix_keys=prefix_keys) for source in self.sources
+        )
         return [all(flags) for flags in zip(*answers, strict=True)]
 
-    async def get_into(self, call: Call, keys: Sequence[bytes], pages: PageIds) -> list[bool]:
+    async def get_into(
+        self, call: Call, keys: Sequence[bytes], pages: PageIds, *, prefix_keys: Sequence[bytes]
+    ) -> list[bool]:
         """Read pages and copy our slices to these host pages; True for each that is there, whole."""
         good = [False] * len(keys)
         if len(self.sources) == 1 and self.sources[0].is_whole:
-            return await self.sources[0].storage.get_into(keys, pages, timeout_s=_left_s(call))
+            storage = self.sources[0].storage
+            above = prefix_of(storage, prefix_keys)
+            return await storage.get_into(keys, pages, timeout_s=_left_s(call), **above)
         firsts = iter(range(0, len(keys), self._batch_pages))
 
         async def lane() -> None:
@@ -118,7 +125,9 @@ class OpenLayout:
                 staged = self._free.pop()
                 try:
                     part = slice(first, first + self._batch_pages)
-                    good[part] = await self._get_batch(call, keys[part], pages[part], staged[: len(keys[part])])
+                    above = [*prefix_keys, *keys[:first]]
+                    ours = staged[: len(keys[part])]
+                    good[part] = await self._get_batch(call, keys[part], pages[part], ours, above)
                 finally:
                     self._free.append(staged)
                     self._limit.release()
@@ -126,8 +135,13 @@ class OpenLayout:
         await all_settled(lane() for _ in range(min(BATCHES, -(-len(keys) // self._batch_pages))))
         return good
 
-    async def _get_batch(self, call: Call, keys: Sequence[bytes], pages: PageIds, staged: PageIds) -> list[bool]:
-        reads = (source.storage.get_into(keys, staged, timeout_s=_left_s(call)) for source in self.sources)
+    async def _get_batch(
+        self, call: Call, keys: Sequence[bytes], pages: PageIds, staged: PageIds, prefix_keys: Sequence[bytes]
+    ) -> list[bool]:
+        reads = (
+            source.storage.get_into(keys, staged, timeout_s=_left_s(call), **prefix_of(source.storage, prefix_keys))
+            for source in self.sources
+        )
         whole = [all(flags) for flags in zip(*await _all_of(reads), strict=True)]
         # Only pages that every source had: a host page must not have slices of different ages.
         sources = page_ids(page for page, is_whole in zip(staged, whole, strict=True) if is_whole)
@@ -187,15 +201,17 @@ class ConvertedStorage:
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float, prefix_keys: Sequence[bytes] = ()) -> list[bool]:
         """Return which keys are there in any layout."""
-        return await self._look_up(partial(_exists, prefix_keys=prefix_keys), keys, timeout_s)
+        return await self._look_up(_exists, keys, timeout_s, prefix_keys)
 
     async def touch(self, keys: Sequence[bytes], *, timeout_s: float, prefix_keys: Sequence[bytes] = ()) -> list[bool]:
         """Note which pages are in use, in each layout that they are in; see Touches."""
-        return await self._look_up(partial(touch, prefix_keys=prefix_keys), keys, timeout_s)
+        return await self._look_up(touch, keys, timeout_s, prefix_keys)
 
-    async def _look_up(self, ask: LookUp, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+    async def _look_up(
+        self, ask: LookUp, keys: Sequence[bytes], timeout_s: float, prefix_keys: Sequence[bytes]
+    ) -> list[bool]:
         call = Call(timeout_s)
-        found = await ask(self.storage, keys, timeout_s=timeout_s)
+        found = await ask(self.storage, keys, timeout_s=timeout_s, prefix_keys=prefix_keys)
         if all(found) or not (self._layouts or self._waiting) or self._calls.closed:
             return found
         if time.monotonic() - self._looked_at_s >= LOOK_S:
@@ -203,7 +219,7 @@ class ConvertedStorage:
             self._begin_look()
         if not self._layouts or self._calls.closed:
             return found
-        return await self._calls.run(lambda call: self._find(ask, call, keys, found), _left_s(call))
+        return await self._calls.run(lambda call: self._find(ask, call, keys, found, prefix_keys), _left_s(call))
 
     async def get_into(
         self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float, prefix_keys: Sequence[bytes] = ()
@@ -215,7 +231,7 @@ class ConvertedStorage:
         # A read that began before the close ends with what it has.
         if all(good) or not self._layouts or self._calls.closed:
             return good
-        return await self._calls.run(lambda call: self._convert(call, keys, pages, good), _left_s(call))
+        return await self._calls.run(lambda call: self._convert(call, keys, pages, good, prefix_keys), _left_s(call))
 
     async def put_from(
         self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float, prefix_keys: Sequence[bytes] = ()
@@ -230,6 +246,7 @@ class ConvertedStorage:
         missing = [at for at, is_there in enumerate(stored) if not is_there]
         if not missing:
             return stored
+        above = prefix_of(self.storage, [*prefix_keys, *keys[: missing[0]]])
         put = await self.storage.put_from(
             [keys[at] for at in missing], page_ids(pages[at] for at in missing), timeout_s=_left_s(call), **above
         )
@@ -280,23 +297,35 @@ class ConvertedStorage:
     def _engines(self) -> list[Storage]:
         return [self.storage, *(source.storage for layout in self._layouts for source in layout.sources)]
 
-    async def _convert(self, call: Call, keys: Sequence[bytes], pages: PageIds, good: list[bool]) -> list[bool]:
+    async def _convert(
+        self, call: Call, keys: Sequence[bytes], pages: PageIds, good: list[bool], prefix_keys: Sequence[bytes]
+    ) -> list[bool]:
         for layout in self._layouts:
             missing = [at for at, is_good in enumerate(good) if not is_good]
             if not missing or not call.may_start():
                 break
-            got = await layout.get_into(call, [keys[at] for at in missing], page_ids(pages[at] for at in missing))
+            got = await layout.get_into(
+                call,
+                [keys[at] for at in missing],
+                page_ids(pages[at] for at in missing),
+                prefix_keys=[*prefix_keys, *keys[: missing[0]]],
+            )
             for at, is_good in zip(missing, got, strict=True):
                 good[at] = is_good
             self._converted += sum(got)
         return good
 
-    async def _find(self, ask: LookUp, call: Call, keys: Sequence[bytes], found: list[bool]) -> list[bool]:
+    async def _find(
+        self, ask: LookUp, call: Call, keys: Sequence[bytes], found: list[bool], prefix_keys: Sequence[bytes]
+    ) -> list[bool]:
         for layout in self._layouts:
             missing = [at for at, is_there in enumerate(found) if not is_there]
             if not missing or not call.may_start():
                 break
-            answers = await layout.look_up(ask, [keys[at] for at in missing], timeout_s=_left_s(call))
+            above = [*prefix_keys, *keys[: missing[0]]]
+            answers = await layout.look_up(
+                ask, [keys[at] for at in missing], timeout_s=_left_s(call), prefix_keys=above
+            )
             for at, is_there in zip(missing, answers, strict=True):
                 found[at] = is_there
         return found

@@ -142,7 +142,8 @@ class TakesPrefixKeys(Protocol):
     """An engine that places pages by the prompt that they are a part of.
 
     If `takes_prefix_keys` is true, `exists`, `touch`, `get_into` and `put_from` are called with one more keyword
-    argument, `prefix_keys`: the keys of all pages of the prompt before the first key of the call.
+    argument, `prefix_keys`: the keys of all pages of the prompt before the first key of the call. Only `tidekv store`,
+    which sees pages and no prompts, leaves it out.
     """
 
     takes_prefix_keys: bool

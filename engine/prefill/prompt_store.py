@@ -33,7 +33,7 @@ from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.keys.prompt_keys import PromptKeys
 from tidekv.backends.page_layout import same_pages
-from tidekv.backends.storage.base import Siblings, touch
+from tidekv.backends.storage.base import Siblings, prefix_of, touch
 from tidekv.backends.storage.label import set_label
 from tidekv.engine.log import engine_log
 from tidekv.engine.stored_layouts import RankLayout
@@ -264,16 +264,18 @@ class PromptStore:
         assert room.key_seed is not None
         until_s = asyncio.get_running_loop().time() + self.settings.hold_s
         keys = await self._prompt_keys.prompt(room.tokens, room.key_seed).digests(0, len(pages))
-        if not await self._store(self._full, keys, pages, until_s):
+        if not await self._store(self._full, keys, dict(enumerate(pages)), until_s):
             return
-        for name, positions in component_pages.items():
-            ours = [keys[at] for at in positions]
-            if ours and not await self._store(self._components[name], ours, page_ids(positions.values()), until_s):
+        for name, ours in component_pages.items():
+            if ours and not await self._store(self._components[name], keys, ours, until_s):
                 return
 
-    async def _store(self, kind: StoredPages, keys: list[bytes], pages: PageIds, until_s: float) -> bool:
-        """Copy pages to host memory and start their puts, except those that storage has. False if that failed."""
-        asking = self._tasks.spawn(self._find_missing(kind, keys), name=f"ask for {len(keys)} pages")
+    async def _store(self, kind: StoredPages, keys: list[bytes], pages: dict[int, int], until_s: float) -> bool:
+        """Copy pages to host memory and start their puts, except those that storage has. False if that failed.
+
+        `keys` are those of the prompt's full pages, `pages` the pages by their positions in the prompt, in order.
+        """
+        asking = self._tasks.spawn(self._find_missing(kind, keys, [*pages]), name=f"ask for {len(pages)} pages")
         loop = asyncio.get_running_loop()
         await asyncio.wait([asking], timeout=max(until_s - loop.time(), 0.0))
         if not asking.done():
@@ -288,7 +290,7 @@ class PromptStore:
                 self.counts[f"{kind.what}_late"] += len(missing)
                 return False
             device_pages = page_ids(pages[at] for at in batch)
-            put = await self._copy_and_put(kind, [keys[at] for at in batch], device_pages, host_pages)
+            put = await self._copy_and_put(kind, keys, batch, device_pages, host_pages)
             if put is None:
                 return False
             puts.append(put)
@@ -297,28 +299,35 @@ class PromptStore:
             self.counts["store_pages_skipped"] += len(missing)
             return False
         if puts:
-            self._tasks.spawn(self._order(kind, keys, puts), name="touch what was put")
+            self._tasks.spawn(self._order(kind, keys, [*pages], puts), name="touch what was put")
         return True
 
-    async def _find_missing(self, kind: StoredPages, keys: list[bytes]) -> list[int]:
-        """Return the positions of the pages that are not stored. If the look-up fails, none: nothing is tried then."""
+    async def _touch(self, kind: StoredPages, keys: list[bytes], positions: list[int]) -> list[bool]:
+        """Touch pages at these positions of a prompt with `keys`."""
         assert kind.storage is not None
+        ours, above = [keys[at] for at in positions], keys[: positions[0]]
+        touched = touch(kind.storage, ours, timeout_s=self.settings.hold_s, prefix_keys=above)
+        return await own_cancels_only(touched, "storage")
+
+    async def _find_missing(self, kind: StoredPages, keys: list[bytes], positions: list[int]) -> list[int]:
+        """Return the positions of the pages that are not stored. If the look-up fails, none: nothing is tried then."""
         try:
-            flags = await own_cancels_only(touch(kind.storage, keys, timeout_s=self.settings.hold_s), "storage")
+            flags = await self._touch(kind, keys, positions)
         except Exception as error:
-            self._note_failure(kind, len(keys), error)
+            self._note_failure(kind, len(positions), error)
             self._note_use(failed=True)
             return []
         self._note_use(failed=False)
         self.counts[f"{kind.what}_present"] += sum(flags)
-        return [at for at, is_there in enumerate(flags) if not is_there]
+        return [at for at, is_there in zip(positions, flags, strict=True) if not is_there]
 
-    async def _order(self, kind: StoredPages, keys: list[bytes], puts: list[asyncio.Task[None]]) -> None:
+    async def _order(
+        self, kind: StoredPages, keys: list[bytes], positions: list[int], puts: list[asyncio.Task[None]]
+    ) -> None:
         """Touch a prompt after its puts. Their failures are counted already, and another look-up tells no more."""
-        assert kind.storage is not None
         await asyncio.wait(puts)
         with contextlib.suppress(TidekvError):
-            await own_cancels_only(touch(kind.storage, keys, timeout_s=self.settings.hold_s), "storage")
+            await self._touch(kind, keys, positions)
 
     async def _take(self, kind: StoredPages, count: int, until_s: float) -> PageIds | None:
         """Take host pages for one batch. None if not enough become free in time."""
@@ -331,7 +340,7 @@ class PromptStore:
         return kind.bounce.take(count)
 
     async def _copy_and_put(
-        self, kind: StoredPages, keys: list[bytes], pages: PageIds, host_pages: PageIds
+        self, kind: StoredPages, keys: list[bytes], positions: list[int], pages: PageIds, host_pages: PageIds
     ) -> asyncio.Task[None] | None:
         """Copy a batch to host pages and start its put. The host pages are free again after the put or any failure."""
         assert kind.copier is not None
@@ -344,22 +353,24 @@ class PromptStore:
         except BaseException:
             self._free(kind, host_pages)
             raise
-        put = self._tasks.spawn(self._put(kind, keys, host_pages), name="put")
+        put = self._tasks.spawn(self._put(kind, keys, positions, host_pages), name="put")
         put.add_done_callback(partial(self._free, kind, host_pages))
         return put
 
-    async def _put(self, kind: StoredPages, keys: list[bytes], host_pages: PageIds) -> None:
+    async def _put(self, kind: StoredPages, keys: list[bytes], positions: list[int], host_pages: PageIds) -> None:
         assert kind.storage is not None
+        above = prefix_of(kind.storage, keys[: positions[0]])
         try:
-            put = kind.storage.put_from(keys, host_pages, timeout_s=self.settings.put_timeout_s)
+            ours = [keys[at] for at in positions]
+            put = kind.storage.put_from(ours, host_pages, timeout_s=self.settings.put_timeout_s, **above)
             stored = sum(await own_cancels_only(put, "storage"))
         except Exception as error:
-            self._note_failure(kind, len(keys), error)
+            self._note_failure(kind, len(positions), error)
             self._note_use(failed=True)
             return
         self._note_use(failed=False)
         self.counts[f"{kind.what}_put"] += stored
-        self.counts[f"{kind.what}_failed"] += len(keys) - stored
+        self.counts[f"{kind.what}_failed"] += len(positions) - stored
 
     def _note_failure(self, kind: StoredPages, count: int, error: Exception) -> None:
         self.counts[f"{kind.what}_failed"] += count

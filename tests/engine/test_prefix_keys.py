@@ -2,55 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
+from tests.support.placing_storage import PlacingStorage
 from tidekv.backends.keys.chain import pack_tokens, page_digests
-from tidekv.backends.storage import open_storage
-from tidekv.states.types import PageIds
+from tidekv.engine.prefill.prefill_peer import PromptStoreSettings
 
 PROMPT = list(range(100, 121))  # Five pages of four tokens and one token.
 
 
-class Placing:
-    """A storage that notes the prefix of each call."""
-
-    takes_prefix_keys = True
-
-    def __init__(self) -> None:
-        self.engine = open_storage("memory:")
-        self.uri = self.engine.uri
-        self.calls: list[tuple[str, list[bytes]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def _note(self, name: str, prefix_keys: Sequence[bytes], keys: Sequence[bytes]) -> None:
-        self.calls.append((name, [*prefix_keys, *keys]))
-
-    async def exists(self, keys: Sequence[bytes], *, timeout_s: float, prefix_keys: Sequence[bytes]) -> list[bool]:
-        self._note("exists", prefix_keys, keys)
-        return await self.engine.exists(keys, timeout_s=timeout_s)
-
-    async def touch(self, keys: Sequence[bytes], *, timeout_s: float, prefix_keys: Sequence[bytes]) -> list[bool]:
-        self._note("touch", prefix_keys, keys)
-        return await self.engine.touch(keys, timeout_s=timeout_s)  # type: ignore[attr-defined]  # This one has it.
-
-    async def get_into(
-        self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float, prefix_keys: Sequence[bytes]
-    ) -> list[bool]:
-        self._note("get", prefix_keys, keys)
-        return await self.engine.get_into(keys, pages, timeout_s=timeout_s)
-
-    async def put_from(
-        self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float, prefix_keys: Sequence[bytes]
-    ) -> list[bool]:
-        self._note("put", prefix_keys, keys)
-        return await self.engine.put_from(keys, pages, timeout_s=timeout_s)
-
-
 async def test_an_engine_that_takes_prefix_keys_gets_the_whole_prompt_with_each_call(make_pair) -> None:
-    storage = Placing()
+    storage = PlacingStorage()
     digests = page_digests(pack_tokens(PROMPT[:20]), 4)
     async with make_pair(storage=storage, prefetch="wait_complete") as pair:
         ready = await pair.restore("a", PROMPT)
@@ -74,3 +34,22 @@ async def test_an_engine_that_takes_prefix_keys_gets_the_whole_prompt_with_each_
         await pair.engine.wait_settled()
         assert dict(storage.calls)["put"] == page_digests(pack_tokens(longer[:28]), 4)
         await pair.assert_nothing_held()
+
+
+async def test_a_prompt_that_prefill_stores_is_named_to_the_engine_with_each_call(make_pair) -> None:
+    storage = PlacingStorage()
+    digests = page_digests(pack_tokens(PROMPT[:20]), 4)
+    async with make_pair(prefill_storage=storage) as pair:
+        assert pair.peer._store is not None
+        pair.peer._store.settings = PromptStoreSettings(batch_pages=2)
+        ready = await pair.restore("a", PROMPT[:9])
+        await pair.peer.wait_stored()
+        await pair.finish(ready, PROMPT[:9], [1])
+        storage.calls.clear()
+        ready = await pair.restore("b", PROMPT)
+        await pair.peer.wait_stored()
+        await pair.finish(ready, PROMPT, [1])
+        # Two pages are there already: the others are put in batches of two and one.
+        assert sorted(len(keys) for name, keys in storage.calls if name == "put") == [4, 5]
+        assert all(keys == digests[: len(keys)] for _, keys in storage.calls)
+        assert {name for name, _ in storage.calls} == {"touch", "put"}

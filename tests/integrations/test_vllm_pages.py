@@ -12,6 +12,7 @@ from typing import Any  # The wrapped engine's calls are passed on as they are.
 import pytest
 import torch
 
+from tests.support.placing_storage import PlacingStorage
 from tests.support.waits import LIMIT_S
 from tidekv import KVLayout
 from tidekv.backends.storage.base import Storage
@@ -82,12 +83,20 @@ class Worker:
     """Tensors full of noise, and pages over them."""
 
     def __init__(
-        self, uri: str, *, seed: int = 0, host_pages: int = 16, layout: KVLayout = LAYOUT, **settings: Any
+        self,
+        uri: str,
+        *,
+        seed: int = 0,
+        host_pages: int = 16,
+        layout: KVLayout = LAYOUT,
+        kind: Callable[[Storage], Any] = Storehouse,
+        **settings: Any,
     ) -> None:
+        """`kind` wraps the engine for the test."""
         shape = (LAYERS, BLOCKS, HEADS, BLOCK, 2 * DIM)
         self.tensors = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         self.ended: list[LoadEnded] = []
-        self.store = Storehouse(open_storage(uri))
+        self.store = kind(open_storage(uri))
         shared = Shared(
             settings=ConnectorSettings(uri=uri, host=host_pages * layout.page_bytes, **settings),
             layout=layout,
@@ -143,7 +152,7 @@ def worker(uri: str) -> Iterator[Callable[..., Worker]]:
 
     yield make
     for one in made:
-        for gate in one.store.held.values():
+        for gate in getattr(one.store, "held", {}).values():
             gate.set()
         one.pages.close()
 
@@ -412,6 +421,39 @@ def test_a_place_that_cannot_be_used_leaves_no_thread(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
+def test_an_engine_that_places_by_prefix_is_told_the_whole_prompt_with_each_call(
+    worker: Callable[..., Worker],
+) -> None:
+    writer, reader = (worker(seed=seed, host_pages=8, kind=PlacingStorage) for seed in (1, 2))
+    writer.save(0, 2)
+    assert writer.settled() == {"save_pages_stored": 2}
+    writer.pages.save(SaveJob("s", tuple(KEYS[2:5]), (2, 3, 4), prefix_keys=tuple(KEYS[:2])))
+    assert writer.settled() == {"save_pages_stored": 3}
+    reader.load(0, 1)
+    assert reader.settled() == {"load_pages_storage": 1}
+    # In batches of four pages, the first of which host memory has already.
+    reader.load(0, 5)
+    assert reader.settled() == {"load_pages_storage": 4, "load_pages_host": 1}
+    assert writer.store.calls and reader.store.calls
+    for name, keys in [*writer.store.calls, *reader.store.calls]:
+        assert keys == KEYS[: len(keys)], name
+    assert sorted(len(keys) for _, keys in reader.store.calls) == [1, 4, 5]
+    assert same(writer, reader, [(number, 20 + number) for number in range(5)])
+
+
+def test_pages_behind_one_that_is_not_saved_are_not_saved_either(worker: Callable[..., Worker]) -> None:
+    writer = worker(host_pages=8)
+    writer.save(5, 1)
+    assert writer.settled() == {"save_pages_stored": 1}
+    gate = writer.store.held["exists"] = threading.Event()
+    writer.save(0, 4)
+    # Nothing is free for the first of these two; host memory has the second.
+    writer.save(4, 2)
+    gate.set()
+    assert writer.settled() == {"save_pages_stored": 4, "save_pages_dropped": 2}
+    assert writer.pages._cache.available() == 8
+
+
 def lookup_of(stores: list[Storehouse]) -> PrefixLookup:
     left = iter(stores)
     return PrefixLookup(lambda: next(left), layout=LAYOUT, model="m", ranks=len(stores), timeout_s=30.0)
@@ -428,6 +470,14 @@ def test_a_lookup_counts_what_all_ranks_have(uri: str, worker: Callable[..., Wor
     lookup.close()
     with pytest.raises(EngineClosed):
         lookup.ask(KEYS)
+
+
+def test_a_lookup_says_whether_its_engine_places_by_prefix(uri: str) -> None:
+    for store, takes in ((Storehouse(open_storage(uri)), False), (PlacingStorage(open_storage(uri)), True)):
+        lookup = PrefixLookup(lambda made=store: made, layout=LAYOUT, model="m", ranks=1, timeout_s=30.0)  # type: ignore[misc]
+        assert lookup.takes_prefix_keys is takes
+        assert lookup.ask(KEYS[:3]).result(LIMIT_S) == 0
+        lookup.close()
 
 
 def test_a_lookup_of_storage_that_fails_is_a_miss_and_then_not_tried(

@@ -42,6 +42,7 @@ class AskedLookup:
     """Storage that answers when a test releases it."""
 
     asked: list[tuple[list[bytes], Future[int]]] = field(default_factory=list)
+    takes_prefix_keys: bool = False
 
     def ask(self, keys: Sequence[bytes]) -> Future[int]:
         future: Future[int] = Future()
@@ -363,3 +364,14 @@ def test_a_request_that_is_aborted_while_it_is_loaded_is_loaded_to_its_end() -> 
     loads, saves = rig.side.jobs({}, lambda _: [])
     assert [load.request_id for load in loads] == ["r"]
     assert saves == []
+
+
+def test_jobs_name_the_pages_before_theirs_if_the_engine_places_by_them() -> None:
+    rig, request, keys = Rig(), request_of(), keys_of([*TOKENS, 1, 2])
+    rig.lookup.takes_prefix_keys = True
+    rig.admit(request, stored=7, computed=2 * BLOCK)
+    loads, saves = rig.step(request, len(TOKENS) - request.num_computed_tokens, blocks_of(request))
+    assert [(load.prefix_keys, load.keys) for load in loads] == [(tuple(keys[:2]), tuple(keys[2:7]))]
+    assert [(save.prefix_keys, save.keys) for save in saves] == [
+        (tuple(keys[:7]), tuple(keys[7 : len(TOKENS) // BLOCK]))
+    ]

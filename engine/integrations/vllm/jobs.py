@@ -8,12 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Load of pages into vLLM's blocks. `blocks` are those of the pages, without the first `skip`, which are valid."""
+    """Load of pages into vLLM's blocks. `blocks` are those of the pages, without the first `skip`, which are valid.
+
+    `prefix_keys`: those of the prompt's pages before the first one, if the storage engine takes them.
+    """
 
     request_id: str
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
     skip: int = 0
+    prefix_keys: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +25,14 @@ class SaveJob:
     """Save of the pages that whole blocks form.
 
     `is_last`: the request has finished, and vLLM holds its blocks until the connector reports that they were read.
+    `prefix_keys`: as in LoadJob.
     """
 
     request_id: str
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
     is_last: bool = False
+    prefix_keys: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

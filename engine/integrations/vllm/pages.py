@@ -37,6 +37,7 @@ import torch
 
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
+from tidekv.backends.storage.base import prefix_of
 from tidekv.backends.storage.label import label_of, set_label
 from tidekv.backends.storage.prefix_put import put_prefix
 from tidekv.engine.integrations.storage_guard import StorageGuard
@@ -244,7 +245,8 @@ class WorkerPages:
         self._loop.check()
         for first in range(0, len(job.keys), self._batch):
             keys = job.keys[first : first + self._batch]
-            self._save_batch(keys, job.blocks[first * self._per_page : (first + len(keys)) * self._per_page])
+            above = (*job.prefix_keys, *job.keys[:first])
+            self._save_batch(keys, job.blocks[first * self._per_page : (first + len(keys)) * self._per_page], above)
 
     def take_ended(self) -> list[LoadEnded]:
         """Return the loads that ended since the last call."""
@@ -317,7 +319,8 @@ class WorkerPages:
                 lent += taken
                 for at, page in zip(missing, taken, strict=True):
                     pages[at] = page
-                reading = self._spawn(self._read([keys[at] for at in missing], taken), name="read")
+                above = (*job.prefix_keys, *job.keys[: first + missing[0]])
+                reading = self._spawn(self._read([keys[at] for at in missing], taken, above), name="read")
                 try:
                     found = await asyncio.shield(reading)
                 except asyncio.CancelledError:
@@ -341,10 +344,13 @@ class WorkerPages:
         finally:
             self._give_back(lent)
 
-    async def _read(self, keys: Sequence[bytes], pages: Sequence[int]) -> list[bool] | None:
+    async def _read(
+        self, keys: Sequence[bytes], pages: Sequence[int], prefix_keys: Sequence[bytes]
+    ) -> list[bool] | None:
         """Read pages from storage, and return which were found; None if storage failed."""
+        above = prefix_of(self._storage, prefix_keys)
         try:
-            got = self._storage.get_into(keys, page_ids(pages), timeout_s=self._settings.load_timeout_s)
+            got = self._storage.get_into(keys, page_ids(pages), timeout_s=self._settings.load_timeout_s, **above)
             found = await own_cancels_only(got, "storage")
         except Exception as error:
             self._guard.failed("pages could not be read from storage and are recomputed", error)
@@ -369,7 +375,7 @@ class WorkerPages:
 
     # --- Saves ---
 
-    def _save_batch(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+    def _save_batch(self, keys: Sequence[bytes], blocks: Sequence[int], prefix_keys: Sequence[bytes]) -> None:
         if self._guard.is_open:
             self._count("save_pages_dropped", len(keys))
             return
@@ -381,20 +387,27 @@ class WorkerPages:
         taken = self._cache.take(min(len(new), room))
         for at, page in zip(new, taken, strict=False):
             held[at] = page
+        # Pages behind one that is not saved could not be found by their prefix.
+        end = next((at for at, page in enumerate(held) if page is None), len(held))
+        behind = [page for page in held[end:] if page is not None]
         wait = self._read_blocks([at for at in new if held[at] is not None], taken, blocks)
-        pairs = [(key, page) for key, page in zip(keys, held, strict=True) if page is not None]
+        pairs = [(key, page) for key, page in zip(keys, held[:end], strict=False) if page is not None]
         with self._lock:
             self._saving += len(pairs)
             self._counts["save_pages_dropped"] += len(keys) - len(pairs)
         if pairs:
-            self._loop.post(lambda: self._spawn(self._save(pairs, set(taken), wait), name="save"))
+            self._loop.post(lambda: self._spawn(self._save(pairs, set(taken), wait, prefix_keys), name="save"))
+        if behind:
+            self._loop.post(lambda: self._give_back(behind))
 
     def _read_blocks(self, at: Sequence[int], pages: Sequence[int], blocks: Sequence[int]) -> Wait:
         """Start copying the pages at these positions of a batch to host pages."""
         wanted = [block for number in at for block in blocks[number * self._per_page : (number + 1) * self._per_page]]
         return self._copies.read(wanted, pages) if wanted else int
 
-    async def _save(self, pairs: Sequence[tuple[bytes, int]], new: set[int], wait: Wait) -> None:
+    async def _save(
+        self, pairs: Sequence[tuple[bytes, int]], new: set[int], wait: Wait, prefix_keys: Sequence[bytes]
+    ) -> None:
         stored = present = 0
         try:
             await settle(asyncio.get_running_loop().run_in_executor(None, wait))
@@ -402,7 +415,9 @@ class WorkerPages:
                 if page in new:
                     self._cache.keep(key, page)
             keys, pages = [key for key, _ in pairs], page_ids([page for _, page in pairs])
-            put = put_prefix(self._storage, keys, pages, timeout_s=self._settings.save_timeout_s)
+            put = put_prefix(
+                self._storage, keys, pages, timeout_s=self._settings.save_timeout_s, prefix_keys=prefix_keys
+            )
             done = await own_cancels_only(put, "storage")
             stored, present = done.put, sum(done.there) - done.put
             self._guard.succeeded()

@@ -25,6 +25,10 @@ from tidekv.engine.integrations.vllm.settings import Shared
 class Lookup(Protocol):
     """Looks up prefixes; `PrefixLookup` implements it."""
 
+    @property
+    def takes_prefix_keys(self) -> bool:
+        """Whether jobs must name the keys of the pages before theirs."""
+
     def ask(self, keys: Sequence[bytes]) -> Future[int]:
         """Return a future: the number of keys, from the first on, that storage probably has."""
 
@@ -103,6 +107,7 @@ class SchedulerSide:
                 keys=tuple(self._keys_to(known, end_page)[first_page:]),
                 blocks=known.loading,
                 skip=first_block - first_page * per_page,
+                prefix_keys=self._prefix_keys(known, first_page),
             )
         )
 
@@ -202,6 +207,10 @@ class SchedulerSide:
             known.keys += page_digests(pack_tokens(tokens), self._page, prefix=previous)
         return known.keys[:count]
 
+    def _prefix_keys(self, known: _Known, count: int) -> tuple[bytes, ...]:
+        """Return the keys of the first `count` pages if the engine takes them, since each step sends them."""
+        return tuple(self._keys_to(known, count)) if self._lookup.takes_prefix_keys else ()
+
     def _save(self, known: _Known, blocks: Sequence[int], full: int, *, is_last: bool = False) -> SaveJob:
         first, known.stored, per_page = known.stored, full, self._shared.blocks_per_page
         return SaveJob(
@@ -209,6 +218,7 @@ class SchedulerSide:
             keys=tuple(self._keys_to(known, full)[first:]),
             blocks=tuple(blocks[first * per_page : full * per_page]),
             is_last=is_last,
+            prefix_keys=self._prefix_keys(known, first),
         )
 
 

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.parallel_instances import Group, Model, Place, RankPools
+from tests.support.placing_storage import PlacingStorage
 from tests.support.waits import LIMIT_S
 from tests.transports.test_layout_pairs import MODELS
 from tidekv import EngineClosed, HostPool, StorageFailed
 from tidekv.backends.component_pools import with_components
+from tidekv.backends.storage.base import Storage
 from tidekv.backends.storage.calls import Call
 from tidekv.backends.storage.memory import MemoryStorage
 from tidekv.engine.converted_storage import ConvertedStorage, OpenLayout
@@ -32,7 +34,7 @@ WIDTHS = (1, 2, 4)
 class StoredRank:
     """The pages of one rank in host memory, and its own storage of one place."""
 
-    def __init__(self, model: Model, width: int, rank: int, storage: MemoryStorage, name: str = "full") -> None:
+    def __init__(self, model: Model, width: int, rank: int, storage: Storage, name: str = "full") -> None:
         self.pools = RankPools(model, Place(width, 1, rank))
         self.name = name
         self.host = HostPool.allocate(self.pools.pool(name).layout, PAGES)
@@ -160,11 +162,16 @@ async def test_reads_in_several_batches_at_once_keep_their_staging_pages_apart(m
     get_batch = OpenLayout._get_batch
 
     async def watched(
-        layout: OpenLayout, call: Call, keys: Sequence[bytes], pages: PageIds, staged: PageIds
+        layout: OpenLayout,
+        call: Call,
+        keys: Sequence[bytes],
+        pages: PageIds,
+        staged: PageIds,
+        prefix_keys: Sequence[bytes],
     ) -> list[bool]:
         assert not set(in_use) & set(staged)
         in_use.extend(staged)
-        good = await get_batch(layout, call, keys, pages, staged)
+        good = await get_batch(layout, call, keys, pages, staged, prefix_keys)
         for page in staged:
             in_use.remove(page)
         return good
@@ -182,6 +189,30 @@ async def test_reads_in_several_batches_at_once_keep_their_staging_pages_apart(m
         )
         assert reads == [[True] * 3, [True] * 2]
         assert all(reader.has(page) for page in order)
+        await storage.close()
+        await root.close()
+
+
+@pytest.mark.parametrize("width", [1, 2])
+async def test_engines_of_other_layouts_are_told_the_prompt_s_pages_before_a_call(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr("tidekv.engine.converted_storage.STAGING_BYTES", 1)
+    async with polling() as poller:
+        root = MemoryStorage(capacity_bytes=64 << 20)
+        await stored_by_two(poller, root)
+        placing = PlacingStorage(root.sibling())
+        reader = StoredRank(MODELS["MHA"], width, 0, placing)
+        await reader.open(poller)
+        storage = reader.converted(poller)
+        await storage.look()
+        assert all(await storage.exists(KEYS[1:], timeout_s=LIMIT_S, prefix_keys=KEYS[:1]))
+        assert all(await storage.touch(KEYS[1:], timeout_s=LIMIT_S, prefix_keys=KEYS[:1]))
+        pages = page_ids(range(1, PAGES))
+        assert all(await storage.get_into(KEYS[1:], pages, timeout_s=LIMIT_S, prefix_keys=KEYS[:1]))
+        # One more call of each for every source and batch, where the rank's own namespace has nothing.
+        assert len(placing.calls) > 3 if width == 1 else len(placing.calls) == 3
+        assert all(keys == KEYS[: len(keys)] for _, keys in placing.calls)
         await storage.close()
         await root.close()
 
