@@ -20,9 +20,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from benchmarks.servers.model import ModelShape, make_model
 from benchmarks.vllm_pair.cluster import STORAGE, Event, Figures, running
 from benchmarks.vllm_pair.conversations import Answers, Load, read_answers, write_answers
-from benchmarks.vllm_pair.model import ModelShape, make_model
 from benchmarks.vllm_pair.overhead import measure_overhead, overhead_table
 from benchmarks.vllm_pair.server import ROOT, ServerOptions
 from benchmarks.vllm_pair.table import first_token_table, progress_line, totals_table

@@ -13,10 +13,10 @@ from typing import Final
 
 import httpx
 
+from benchmarks.servers.program import Program
+from benchmarks.servers.redis_server import RedisServer
 from benchmarks.vllm_pair.client import Client
 from benchmarks.vllm_pair.conversations import Answers, Load, Outcome, run_load
-from benchmarks.vllm_pair.program import Program
-from benchmarks.vllm_pair.redis_server import RedisServer
 from benchmarks.vllm_pair.router import Router
 from benchmarks.vllm_pair.routes import OneServer, PrefillAndDecode, PrefillThenDecode, Route
 from benchmarks.vllm_pair.server import Server, ServerOptions, add_samples

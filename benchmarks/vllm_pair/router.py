@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.ports import HOST, free_port
-from benchmarks.vllm_pair.program import Program
+from benchmarks.servers.program import Program
 
 
 @dataclass

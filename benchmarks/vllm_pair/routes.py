@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
+from benchmarks.servers.program import Program
 from benchmarks.vllm_pair.client import Answer, Client, RequestLost
-from benchmarks.vllm_pair.program import Program
 from benchmarks.vllm_pair.server import Server
 
 RETRY_S: Final = 0.5

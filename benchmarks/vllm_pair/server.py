@@ -16,7 +16,7 @@ from typing import Any, Final  # A connector's options are JSON.
 import httpx
 
 from benchmarks.ports import HOST
-from benchmarks.vllm_pair.program import Program
+from benchmarks.servers.program import Program
 
 MODEL: Final = "tiny"
 ROOT: Final = Path(__file__).resolve().parents[2]

@@ -146,6 +146,6 @@ def _quiet_plugin(folder: Path) -> Path:
     information.mkdir(parents=True, exist_ok=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: quiet-nixl\nVersion: 1\n")
     (information / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nquiet_nixl = benchmarks.vllm_pair.quiet_nixl:register\n"
+        "[vllm.general_plugins]\nquiet_nixl = benchmarks.servers.quiet_nixl:register\n"
     )
     return folder

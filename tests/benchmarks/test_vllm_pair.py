@@ -30,6 +30,8 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route as Path_
 
 from benchmarks.ports import _never_given, free_port
+from benchmarks.servers.program import Program, ServerFailed
+from benchmarks.servers.redis_server import RedisServer
 from benchmarks.vllm_pair import __main__ as pair_program
 from benchmarks.vllm_pair import routes
 from benchmarks.vllm_pair import server as server_module
@@ -37,8 +39,6 @@ from benchmarks.vllm_pair.client import Answer, Client, RequestLost
 from benchmarks.vllm_pair.cluster import Event, Figures
 from benchmarks.vllm_pair.conversations import Load, Outcome, read_answers, run_load, write_answers
 from benchmarks.vllm_pair.overhead import Cost, median_interval, overhead_table, read_pairs
-from benchmarks.vllm_pair.program import Program, ServerFailed
-from benchmarks.vllm_pair.redis_server import RedisServer
 from benchmarks.vllm_pair.routes import OneServer, PrefillThenDecode
 from benchmarks.vllm_pair.server import ServerOptions, add_samples, read_samples
 from benchmarks.vllm_pair.table import progress_line

@@ -32,7 +32,9 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", pag
 RECORDED = ("pip", "vllm", "vllm-router", "python3", "git")
 SHOW = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
 # What `python3 dev.py vllm` and .ci/vllm give to the real servers: an option that is not among these has never run.
-HARNESS = "".join(file.read_text() for file in sorted((ROOT / "benchmarks" / "vllm_pair").glob("*.py")))
+HARNESS = "".join(
+    file.read_text() for room in ("servers", "vllm_pair") for file in sorted((ROOT / "benchmarks" / room).glob("*.py"))
+)
 
 
 def commands_of(script: str) -> list[tuple[dict[str, str], list[str]]]:

@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import dataclass
 
 from benchmarks.ports import HOST
-from benchmarks.vllm_pair.program import Program
+from benchmarks.servers.program import Program
 
 
 @dataclass

@@ -1,8 +1,8 @@
-"""vLLM plugin that lets vLLM's own NixlConnector share a machine of few cores, for a fair baseline.
+"""Plugin that lets the NIXL of a serving engine share a machine of few cores, for a fair baseline.
 
-NIXL's Python wrapper fixes the pause of its progress thread at 0, so that every NixlConnector worker spins on a core,
-idle or not. And while requests wait for remote KV, vLLM's worker runs empty steps and holds the interpreter lock, so
-that the connector's threads wait up to the switch interval for each turn.
+NIXL's Python wrapper fixes the pause of its progress thread at 0, so that every process with an agent spins on a core,
+idle or not. And while requests wait for remote KV, the loop of vLLM's worker or SGLang's scheduler runs empty and holds
+the interpreter lock, so that the threads of transfers wait up to the switch interval for each turn.
 """
 
 from __future__ import annotations
