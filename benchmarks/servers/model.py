@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROPE = 64
 SPECIAL = ("<s>", "</s>", "<pad>", "<unk>")
@@ -39,17 +38,6 @@ class ModelShape:
         """Name of the model's folder."""
         kind = f"-w{self.window}" if self.window else f"-mla{self.latent}" if self.latent else ""
         return f"tiny-l{self.layers}-h{self.hidden}-{self.heads}x{self.kv_heads}-v{self.vocabulary}{kind}"
-
-    def server_options(self, prompt_tokens: int) -> dict[str, Any]:
-        """Return what vLLM's kernel for this model needs, as fields of `ServerOptions`."""
-        if self.latent is None:
-            return {}
-        # CPU_MLA has blocks of 16 tokens, and computes a prompt in one step.
-        return {
-            "block_size": 16,
-            "max_batched_tokens": max(2048, prompt_tokens + 64),
-            "further": ("--attention-backend=CPU_MLA", "--no-enable-chunked-prefill", "--no-enable-prefix-caching"),
-        }
 
 
 def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7) -> Path:

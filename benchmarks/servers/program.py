@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.ports import HOST, free_port
+from benchmarks.servers.samples import add_samples
 from tidekv.states.errors import TidekvError
 
 READY_S: Final = 300.0
@@ -38,7 +39,7 @@ class Program(ABC):
         self.port = self.port or free_port()
         self.serving = asyncio.Event()
         """Set from `wait_ready` on, until it is ended or killed."""
-        self._earlier_cpu_s = 0.0
+        self._earlier_cpu_s: dict[str, float] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
     @abstractmethod
@@ -55,7 +56,7 @@ class Program(ABC):
 
     async def before_end(self, group: int) -> None:
         """Keep the figures of this start, while its process group still runs, although it may be frozen."""
-        self._earlier_cpu_s += _group_cpu_s(group)
+        self._earlier_cpu_s = add_samples(self._earlier_cpu_s, self._group_cpu_s(group))
 
     @property
     def group(self) -> int | None:
@@ -72,9 +73,23 @@ class Program(ABC):
         """File with the output of all its starts."""
         return self.folder / f"{self.name}.log"
 
-    def cpu_s(self) -> float:
-        """Return the CPU seconds of all its processes, over all starts."""
-        return self._earlier_cpu_s + (_group_cpu_s(self.group) if self.group is not None else 0.0)
+    def part_of(self, command: str) -> str:
+        """Return the part that a process with this command line is of it; empty if parts do not matter."""
+        return ""
+
+    def cpu_s(self) -> dict[str, float]:
+        """Return the CPU seconds of its processes by part, over all starts."""
+        present = self._group_cpu_s(self.group) if self.group is not None else {}
+        return add_samples(self._earlier_cpu_s, present)
+
+    def _group_cpu_s(self, group: int) -> dict[str, float]:
+        """CPU seconds of the processes of a group by part, and of those that they have waited for."""
+        spent: dict[str, float] = {}
+        for process, fields in _processes(group):
+            with contextlib.suppress(OSError):
+                part = self.part_of((process / "cmdline").read_bytes().decode(errors="replace"))
+                spent[part] = spent.get(part, 0.0) + sum(map(int, fields[11:15])) / TICKS
+        return spent
 
     def start(self) -> None:
         """Start the process. It is not ready before `wait_ready` returns."""
@@ -141,20 +156,15 @@ class Program(ABC):
         self._process = None
 
 
-def _group_cpu_s(group: int) -> float:
-    """CPU seconds of the processes of a group, and of those that they have waited for."""
-    return sum(sum(map(int, fields[11:15])) for fields in _processes(group)) / TICKS
-
-
 def _is_alive(group: int) -> bool:
     """Whether a process of a group runs. One that has ended stays in its group until its parent has waited for it."""
-    return any(fields[0] != "Z" for fields in _processes(group))
+    return any(fields[0] != "Z" for _, fields in _processes(group))
 
 
-def _processes(group: int) -> Iterator[list[str]]:
-    """The fields of /proc's stat of the processes of a group, from the state on."""
+def _processes(group: int) -> Iterator[tuple[Path, list[str]]]:
+    """The folders in /proc of the processes of a group, and the fields of their stat, from the state on."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             fields = stat.read_text().rpartition(")")[2].split()
             if int(fields[2]) == group:
-                yield fields
+                yield stat.parent, fields

@@ -11,25 +11,33 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict
+from contextlib import AbstractAsyncContextManager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from benchmarks.servers.cluster import Cluster, Figures
+from benchmarks.servers.comparison import as_json, compare, console, main, print_lost, print_progress, right_answers
+from benchmarks.servers.conversations import Load
+from benchmarks.servers.events import STORAGE, STRIKES, WHEN, Event
 from benchmarks.servers.model import ModelShape, make_model
-from benchmarks.vllm_pair.cluster import STORAGE, Event, Figures, running
-from benchmarks.vllm_pair.conversations import Answers, Load, read_answers, write_answers
+from benchmarks.servers.table import first_token_table, totals_table
+from benchmarks.vllm_pair.cluster import running
 from benchmarks.vllm_pair.overhead import measure_overhead, overhead_table
-from benchmarks.vllm_pair.server import ROOT, ServerOptions
-from benchmarks.vllm_pair.table import first_token_table, progress_line, totals_table
+from benchmarks.vllm_pair.server import ROOT, ServerOptions, kernel_options
 from benchmarks.vllm_pair.variants import VARIANTS, Variant
 from tidekv.engine.demo.artefact import about
-from tidekv.states.errors import TidekvError
 
+SOURCES = {
+    f"vllm:prompt_tokens_by_source_total{{{source}}}": f"prompt tokens: {title}"
+    for source, title in (
+        ("local_cache_hit", "decode's own cache"),
+        ("external_kv_transfer", "connector"),
+        ("local_compute", "computed by decode"),
+    )
+}
 BUILD = ROOT / "build" / "vllm_pair"
 
 
@@ -126,69 +134,57 @@ def conversations(
         dtype=dtype,
         ranks=ranks,
         handover=json.loads(handover),
-        **shape.server_options(load.conversation_tokens),
+        **kernel_options(shape, load.conversation_tokens),
     )
     # vLLM refuses a cache that does not hold one request of the greatest length.
     decode_bytes = _rounded(max(decode_share * conversations * each / decode, 1.5 * each))
     on_redis = storage is Storage.REDIS
-    servers = [f"prefill-{number}" for number in range(prefill)] + [f"decode-{number}" for number in range(decode)]
-    events = [Event.parse(text, [*servers, *([STORAGE] if on_redis else [])]) for text in at or ()]
+    names = [f"prefill-{number}" for number in range(prefill)] + [f"decode-{number}" for number in range(decode)]
+    actions = {**dict.fromkeys(names, WHEN), **({STORAGE: STRIKES} if on_redis else {})}
+    events = [Event.parse(text, actions) for text in at or ()]
     folder = _run_folder()
 
-    async def right_answers() -> tuple[Answers, Figures | None]:
-        """Return the tokens of the reference, and its figures if it served now."""
-        known = None if answers_file is None else read_answers(answers_file, load, model=shape.name)
-        if known is not None:
-            return known, None
-        # Servers with room for everything answer first; their tokens are the reference.
-        async with running(VARIANTS[reference], options, folder / "reference") as cluster:
-            figures = await cluster.serve(_undisturbed(load), expected=None, progress=_print_progress)
-        if answers_file is not None:
-            write_answers(answers_file, load, figures.outcome.answers, model=shape.name)
-        return figures.outcome.answers, figures
+    def start(variant: Variant) -> AbstractAsyncContextManager[Cluster]:
+        return running(
+            variant,
+            options,
+            folder / variant.name,
+            prefills=prefill,
+            decodes=decode,
+            decode_kv_bytes=decode_bytes,
+            decode_ranks=decode_ranks,
+            on_redis=on_redis,
+            router_policy=router,
+        )
 
-    async def compare() -> list[Figures]:
-        right, figures = await right_answers()
-        alternation, start = (asyncio.Lock(), asyncio.Barrier(len(chosen))) if alternate else (None, asyncio.Barrier(1))
+    async def run() -> list[Figures]:
+        right, figures = await right_answers(
+            load,
+            file=answers_file,
+            model=shape.name,
+            start=lambda: running(VARIANTS[reference], options, folder / "reference"),
+        )
 
-        async def serve(variant: Variant) -> Figures:
-            if figures is not None and variant.name == reference and not (events or aborts or alternate):
-                return figures
-            async with running(
-                variant,
-                options,
-                folder / variant.name,
-                prefills=prefill,
-                decodes=decode,
-                decode_kv_bytes=decode_bytes,
-                decode_ranks=decode_ranks,
-                on_redis=on_redis,
-                router_policy=router,
-            ) as cluster:
-                await start.wait()
-                print(f"serving: {variant.title}", file=sys.stderr)
-                served = await cluster.serve(
-                    load, expected=right, events=events, alternation=alternation, progress=_print_progress
-                )
-                # Servers end when all have served, so that their ends do not disturb others.
-                await start.wait()
-                return served
+        async def serve(cluster: Cluster, alternation: asyncio.Lock | None) -> Figures:
+            return await cluster.serve(
+                load, expected=right, events=events, alternation=alternation, progress=print_progress
+            )
 
-        if not alternate:
-            return [await serve(variant) for variant in chosen]
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(serve(variant)) for variant in chosen]
-        return [task.result() for task in tasks]
+        # A reference that was not disturbed has its figures already.
+        is_served = figures is not None and not (events or aborts or alternate)
+        rest = [variant for variant in chosen if not (is_served and variant.name == reference)]
+        served = {one.variant.name: one for one in await compare(rest, start, serve, alternate=alternate)}
+        if figures is not None and is_served:
+            served[reference] = figures
+        return [served[variant.name] for variant in chosen]
 
-    figures = asyncio.run(compare())
-    console = _console()
-    console.print(first_token_table(load, figures))
-    console.print(totals_table(figures))
-    for one in figures:
-        for (conversation, turn), reason in one.outcome.lost.items():
-            print(f"{one.variant.name}: conversation {conversation}, turn {turn} is lost: {reason}")
+    figures = asyncio.run(run())
+    shown = console()
+    shown.print(first_token_table(load, figures))
+    shown.print(totals_table(figures, titles=SOURCES, ours="vllm:tidekv_"))
+    print_lost(figures)
     if json_file is not None:
-        report = {"about": about("python3 dev.py vllm"), "figures": [_plain(one) for one in figures]}
+        report = {"about": about("python3 dev.py vllm"), "figures": [as_json(one) for one in figures]}
         json_file.write_text(json.dumps(report, indent=1))
     if any(one.outcome.wrong or one.outcome.lost for one in figures):
         raise typer.Exit(1)
@@ -201,7 +197,7 @@ def overhead(
 ) -> None:
     """Measure what tidekv costs a server with nothing to transfer: idle CPU, and a decode step."""
     options = ServerOptions(model=make_model(BUILD), kv_bytes=64 << 20, max_model_len=4096)
-    _console().print(overhead_table(asyncio.run(measure_overhead(options, _run_folder(), steps=steps, idle_s=idle))))
+    console().print(overhead_table(asyncio.run(measure_overhead(options, _run_folder(), steps=steps, idle_s=idle))))
 
 
 def _run_folder() -> Path:
@@ -211,22 +207,10 @@ def _run_folder() -> Path:
     return folder
 
 
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 200)
-
-
-def _print_progress(figures: Figures) -> None:
-    print(progress_line(figures), file=sys.stderr)
-
-
 def _known(name: str) -> bool:
     if name not in VARIANTS:
         raise typer.BadParameter(f"{name!r} is no variant; there are {', '.join(VARIANTS)}")
     return True
-
-
-def _undisturbed(load: Load) -> Load:
-    return Load(**{**asdict(load), "aborts": 0.0, "copies": 1})
 
 
 def _rounded(size: float) -> int:
@@ -234,42 +218,7 @@ def _rounded(size: float) -> int:
     return (int(size) // (1 << 20) + 3) << 20
 
 
-def _plain(one: Figures) -> dict[str, object]:
-    """Return figures as JSON has them."""
-    return {
-        "variant": one.variant.name,
-        "first_token_s": one.outcome.first_s,
-        "metrics": one.metrics,
-        "cpu_s": one.cpu_s,
-        "held": one.held,
-        "seconds": one.outcome.seconds,
-        "answers": len(one.outcome.answers),
-        "wrong": one.outcome.wrong,
-        "lost": {f"{conversation}.{turn}": reason for (conversation, turn), reason in one.outcome.lost.items()},
-        "retries": one.outcome.retries,
-        "aborted": one.outcome.aborted,
-    }
-
-
-def main(arguments: list[str]) -> None:
-    """Run a command; conversations, if none is named. If servers fail, it ends with what they report."""
-    named = [command.callback.__name__ for command in app.registered_commands if command.callback is not None]
-    try:
-        app(arguments if arguments[:1] and arguments[0] in (*named, "--help") else ["conversations", *arguments])
-    except* TidekvError as errors:
-        # Servers that start side by side fail in a group.
-        sys.exit("\n".join(f"dev.py vllm: {text}" for text in _texts(errors)))
-
-
-def _texts(errors: BaseExceptionGroup) -> Iterator[str]:
-    for error in errors.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _texts(error)
-        else:
-            yield str(error)
-
-
 if __name__ == "__main__":
     # As Ctrl-C: servers are ended, since they are process groups of their own.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    main(sys.argv[1:])
+    main(app, sys.argv[1:], program="dev.py vllm")

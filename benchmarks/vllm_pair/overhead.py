@@ -21,10 +21,11 @@ from uuid import uuid4
 
 from rich.table import Table
 
+from benchmarks.servers.conversations import FIRST_WORD
+from benchmarks.servers.program import Program
 from benchmarks.vllm_pair.client import Client
 from benchmarks.vllm_pair.cluster import running
-from benchmarks.vllm_pair.conversations import FIRST_WORD
-from benchmarks.vllm_pair.server import Server, ServerOptions
+from benchmarks.vllm_pair.server import ServerOptions
 from benchmarks.vllm_pair.variants import TOGGLED, VARIANTS, steps_folder
 
 COMPARED: Final = (VARIANTS["single"], VARIANTS["single"], TOGGLED)
@@ -63,10 +64,10 @@ async def measure_overhead(options: ServerOptions, folder: Path, *, steps: int, 
         for server in servers:
             await _steps_s(server, REQUEST_STEPS)
         await asyncio.sleep(SPIN_S)
-        before_s, started_s = [server.cpu_s() for server in servers], time.perf_counter()
+        before_s, started_s = [_cpu_s(server) for server in servers], time.perf_counter()
         await asyncio.sleep(idle_s)
         passed_s = time.perf_counter() - started_s
-        idle_cpu = [(server.cpu_s() - cpu_s) / passed_s for server, cpu_s in zip(servers, before_s, strict=True)]
+        idle_cpu = [(_cpu_s(server) - cpu_s) / passed_s for server, cpu_s in zip(servers, before_s, strict=True)]
         step_s = [await _steps_s(server, steps) for server in servers]
         return [
             Cost(title, cpu, seconds, read_pairs(server))
@@ -74,7 +75,7 @@ async def measure_overhead(options: ServerOptions, folder: Path, *, steps: int, 
         ]
 
 
-def read_pairs(server: Server) -> list[tuple[float, float]]:
+def read_pairs(server: Program) -> list[tuple[float, float]]:
     """Return the seconds of a step with and without the connector's calls, of all workers; empty for a plain server."""
     files = steps_folder(server.folder, server.name).glob("*.json")
     return [(on_s, off_s) for path in sorted(files) for on_s, off_s in json.loads(path.read_text())]
@@ -99,7 +100,11 @@ def overhead_table(costs: Sequence[Cost]) -> Table:
     return table
 
 
-async def _steps_s(server: Server, steps: int) -> float:
+def _cpu_s(server: Program) -> float:
+    return sum(server.cpu_s().values())
+
+
+async def _steps_s(server: Program, steps: int) -> float:
     """Decode `steps` tokens in requests of REQUEST_STEPS, and return the seconds of a step."""
     client, seconds = Client(), []
     try:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +15,13 @@ from typing import Any, Final  # A connector's options are JSON.
 import httpx
 
 from benchmarks.ports import HOST
-from benchmarks.servers.program import Program
+from benchmarks.servers.events import STRIKES
+from benchmarks.servers.file_storage import FILES, damage
+from benchmarks.servers.model import ModelShape
+from benchmarks.servers.model_server import ModelServer, strike
 
 MODEL: Final = "tiny"
 ROOT: Final = Path(__file__).resolve().parents[2]
-METRICS_S: Final = 5.0
-"""Seconds that a server has for its last figures before it is ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +65,24 @@ class ServerOptions:
         ]
 
 
+def kernel_options(shape: ModelShape, prompt_tokens: int) -> dict[str, Any]:
+    """Return what vLLM's kernel for a model needs, as fields of `ServerOptions`."""
+    if shape.latent is None:
+        return {}
+    # CPU_MLA has blocks of 16 tokens, and computes a prompt in one step.
+    return {
+        "block_size": 16,
+        "max_batched_tokens": max(2048, prompt_tokens + 64),
+        "further": ("--attention-backend=CPU_MLA", "--no-enable-chunked-prefill", "--no-enable-prefix-caching"),
+    }
+
+
 @dataclass(kw_only=True)
-class Server(Program):
-    """A vLLM server. `transfer`: its `--kv-transfer-config`, None for a plain vLLM. `variables`: of its environment."""
+class Server(ModelServer):
+    """A vLLM server. `transfer`: its `--kv-transfer-config`, None for a plain vLLM."""
 
     options: ServerOptions
     transfer: Mapping[str, object] | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
-    _earlier: dict[str, float] = field(default_factory=dict)
 
     @property
     def handover_address(self) -> str:
@@ -90,36 +100,30 @@ class Server(Program):
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
         return command
 
-    async def is_ready(self) -> bool:
-        """See Program."""
-        with contextlib.suppress(httpx.HTTPError):
-            async with httpx.AsyncClient() as client:
-                return (await client.get(f"{self.url}/health", timeout=2.0)).is_success
-        return False
+    async def act(self, action: str) -> None:
+        """See ModelServer; the actions are those of `events.WHEN`."""
+        if action in ("reset", "forget"):
+            with contextlib.suppress(httpx.HTTPError):
+                await self.reset_prefix_cache(external=action == "forget")
+            return
+        if action in STRIKES:
+            await strike(self, action)
+            return
+        await self.end()
+        if action == "damage":
+            await asyncio.to_thread(damage, self.folder / FILES)
+        self.start()
+        await self.wait_ready()
+
+    async def held(self) -> float:
+        """See ModelServer."""
+        return (await self.gauges())["vllm:kv_cache_usage_perc"]
 
     async def reset_prefix_cache(self, *, external: bool = False) -> None:
         """Empty its prefix cache, and with `external` make the connector forget, too."""
         async with httpx.AsyncClient() as client:
             query = "?reset_external=true" if external else ""
             (await client.post(f"{self.url}/reset_prefix_cache{query}", timeout=30.0)).raise_for_status()
-
-    async def metrics(self) -> dict[str, float]:
-        """Return its Prometheus samples, summed over all starts, as `read_samples` names them."""
-        return add_samples(self._earlier, await self.gauges())
-
-    async def gauges(self) -> dict[str, float]:
-        """Return the samples of the present start alone."""
-        async with httpx.AsyncClient() as client:
-            page = await client.get(f"{self.url}/metrics", timeout=30.0)
-        page.raise_for_status()
-        return read_samples(page.text)
-
-    async def before_end(self, group: int) -> None:
-        """Add the samples of the present start to those of the earlier ones; a frozen server has none."""
-        await super().before_end(group)
-        with contextlib.suppress(httpx.HTTPError, TimeoutError):
-            async with asyncio.timeout(METRICS_S):
-                self._earlier = await self.metrics()
 
     def environment(self) -> dict[str, str]:
         """See Program."""
@@ -142,23 +146,3 @@ class Server(Program):
             **self.variables,
             "PYTHONPATH": os.pathsep.join(path),
         }
-
-
-def read_samples(page: str) -> dict[str, float]:
-    """Parse a page in Prometheus's text format: sums by name, and by `name{source}` if there is such a label."""
-    samples: dict[str, float] = defaultdict(float)
-    for line in page.splitlines():
-        if not line or line.startswith("#"):
-            continue
-        name, value = line.rsplit(" ", 1)
-        name, _, labels = name.partition("{")
-        samples[name] += float(value)
-        _, found, source = labels.partition('source="')
-        if found:
-            samples[name + "{" + source.partition('"')[0] + "}"] += float(value)
-    return dict(samples)
-
-
-def add_samples(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """Return the sums by name."""
-    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {*one, *other}}

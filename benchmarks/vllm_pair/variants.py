@@ -34,7 +34,7 @@ Transfer = Callable[[Place], Mapping[str, object] | None]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A set-up by name. `bytes_from_prefill`: metric of decode that counts them.
+    """A set-up by name. `counter`: metric of decode that counts the bytes from prefill.
 
     `is_toggled`: its connector writes times of steps. `is_concurrent`: the route names a room and starts prefill and
     decode at once.
@@ -47,7 +47,11 @@ class Variant:
     is_quiet: bool = False
     is_toggled: bool = False
     is_concurrent: bool = False
-    bytes_from_prefill: str | None = None
+    counter: str | None = None
+
+    def bytes_from_prefill(self, decode: Mapping[str, float], prefill: Mapping[str, float]) -> float | None:
+        """Return the bytes of KV that prefill sent; None if it is no pair that counts them."""
+        return None if self.counter is None else decode.get(self.counter, 0.0)
 
     def server(self, role: str, number: int, *, options: ServerOptions, folder: Path, storage: str) -> Server:
         """Return a server of this set-up; it is not started. `storage`: the URI of L3."""
@@ -122,18 +126,18 @@ VARIANTS: Final = {
     variant.name: variant
     for variant in (
         Variant("single", "one server", _none, is_pair=False),
-        Variant("nixl", "NixlConnector as it is", _nixl, bytes_from_prefill="vllm:nixl_bytes_transferred_sum"),
+        Variant("nixl", "NixlConnector as it is", _nixl, counter="vllm:nixl_bytes_transferred_sum"),
         Variant(
             "nixl-quiet",
             "NixlConnector, quiet",
             _nixl,
             is_quiet=True,
-            bytes_from_prefill="vllm:nixl_bytes_transferred_sum",
+            counter="vllm:nixl_bytes_transferred_sum",
         ),
         Variant("tidekv-single", "one server, tidekv's storage", _tidekv_storage, is_pair=False),
         Variant("tidekv-storage", "pair that shares tidekv's storage", _tidekv_storage),
-        Variant("tidekv", "tidekv", _tidekv, bytes_from_prefill=TIDEKV_BYTES),
-        Variant("tidekv-both", "tidekv, both at once", _tidekv, bytes_from_prefill=TIDEKV_BYTES, is_concurrent=True),
+        Variant("tidekv", "tidekv", _tidekv, counter=TIDEKV_BYTES),
+        Variant("tidekv-both", "tidekv, both at once", _tidekv, counter=TIDEKV_BYTES, is_concurrent=True),
     )
 }
 TOGGLED: Final = Variant("tidekv-toggled", "tidekv", _toggled, is_toggled=True)

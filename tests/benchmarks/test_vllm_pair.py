@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import typer
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -30,18 +31,20 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route as Path_
 
 from benchmarks.ports import _never_given, free_port
+from benchmarks.servers import comparison, model_server, routes
+from benchmarks.servers.answers import Answer, RequestLost
+from benchmarks.servers.cluster import Figures
+from benchmarks.servers.conversations import Load, Outcome, read_answers, run_load, write_answers
+from benchmarks.servers.events import STRIKES, WHEN, Event
 from benchmarks.servers.program import Program, ServerFailed
 from benchmarks.servers.redis_server import RedisServer
-from benchmarks.vllm_pair import __main__ as pair_program
-from benchmarks.vllm_pair import routes
-from benchmarks.vllm_pair import server as server_module
-from benchmarks.vllm_pair.client import Answer, Client, RequestLost
-from benchmarks.vllm_pair.cluster import Event, Figures
-from benchmarks.vllm_pair.conversations import Load, Outcome, read_answers, run_load, write_answers
+from benchmarks.servers.routes import OneServer
+from benchmarks.servers.samples import add_samples, read_samples
+from benchmarks.servers.table import progress_line
+from benchmarks.vllm_pair.client import Client
 from benchmarks.vllm_pair.overhead import Cost, median_interval, overhead_table, read_pairs
-from benchmarks.vllm_pair.routes import OneServer, PrefillThenDecode
-from benchmarks.vllm_pair.server import ServerOptions, add_samples, read_samples
-from benchmarks.vllm_pair.table import progress_line
+from benchmarks.vllm_pair.routes import PrefillThenDecode
+from benchmarks.vllm_pair.server import ServerOptions
 from benchmarks.vllm_pair.variants import STEP_TIMES, TOGGLED, VARIANTS
 from tests.support.waits import expected as happens
 from tidekv.states.errors import InvalidConfig
@@ -156,6 +159,7 @@ async def test_a_refused_request_is_sent_again_under_another_name() -> None:
     async with serving(fake) as server, client_of() as client:
         outcome = await run_load(LOAD, OneServer(client, server), expected=None)
     assert outcome.retries == 1
+    assert [text.partition(" ")[0] for text in outcome.http_errors] == ["503"]
     assert len(outcome.answers) == 9
     assert len(outcome.first_s[0]) == 2, "a request that was sent again has no time to its first token"
 
@@ -228,7 +232,7 @@ def test_samples_are_summed_by_name_and_by_source() -> None:
 
 
 def test_events_are_parsed_and_wrong_ones_refused() -> None:
-    servers = ("prefill-0", "decode-0", "storage")
+    servers = {"prefill-0": WHEN, "decode-0": WHEN, "storage": STRIKES}
     assert Event.parse("5:kill:decode-0", servers) == Event(5, "kill", "decode-0")
     assert Event.parse("5:freeze:storage", servers) == Event(5, "freeze", "storage")
     for wrong in ("kill:decode-0", "5:burn:decode-0", "5:kill:", "x:kill:decode-0"):
@@ -373,12 +377,12 @@ async def test_a_program_that_ends_is_reported_with_the_end_of_its_log(tmp_path:
 async def test_a_frozen_server_is_ended_without_its_last_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "METRICS_S", 0.05)
+    monkeypatch.setattr(model_server, "METRICS_S", 0.05)
     server = VARIANTS["single"].server("decode", 0, options=OPTIONS, folder=tmp_path, storage="memory:")
     # The kernel accepts connections for a process that is stopped.
     with socket.create_server(("127.0.0.1", server.port)):
         await server.before_end(os.getpgid(0))
-    assert server.cpu_s() > 0
+    assert server.cpu_s()[""] > 0
 
 
 def test_pairs_of_steps_are_read_of_all_workers(tmp_path: Path) -> None:
@@ -390,13 +394,12 @@ def test_pairs_of_steps_are_read_of_all_workers(tmp_path: Path) -> None:
     assert read_pairs(plain) == []
 
 
-def test_servers_that_fail_side_by_side_end_the_command_with_their_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_that_fail_side_by_side_end_the_command_with_their_reports() -> None:
     class Failing:
         registered_commands = ()
 
         def __call__(self, arguments: list[str]) -> None:
             raise ExceptionGroup("side by side", [ServerFailed("one"), ExceptionGroup("inner", [ServerFailed("two")])])
 
-    monkeypatch.setattr(pair_program, "app", Failing())
     with pytest.raises(SystemExit, match=r"^dev\.py vllm: one\ndev\.py vllm: two$"):
-        pair_program.main([])
+        comparison.main(cast(typer.Typer, Failing()), [], program="dev.py vllm")

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from benchmarks.vllm_pair.cluster import Figures
-from benchmarks.vllm_pair.conversations import Load
+from benchmarks.servers.cluster import Figures
+from benchmarks.servers.conversations import Load
 
 MIB = float(1 << 20)
-SOURCES = {
-    "decode's own cache": "vllm:prompt_tokens_by_source_total{local_cache_hit}",
-    "connector": "vllm:prompt_tokens_by_source_total{external_kv_transfer}",
-    "computed by decode": "vllm:prompt_tokens_by_source_total{local_compute}",
-}
 
 
 def first_token_table(load: Load, figures: Sequence[Figures]) -> Table:
@@ -31,27 +26,31 @@ def first_token_table(load: Load, figures: Sequence[Figures]) -> Table:
     return table
 
 
-def totals_table(figures: Sequence[Figures]) -> Table:
-    """Tokens by source, bytes, CPU seconds, and wrong or lost answers of each variant."""
+def totals_table(figures: Sequence[Figures], *, titles: Mapping[str, str], ours: str) -> Table:
+    """Tokens by source, bytes, CPU seconds, and wrong or lost answers of each variant.
+
+    `titles`: rows of an engine's metrics of decode. `ours`: how names of tidekv's counters begin.
+    """
     table = Table(title="Whole run")
     table.add_column("")
     for one in figures:
         table.add_column(one.variant.title, justify="right")
-    for title, metric in SOURCES.items():
-        table.add_row(f"prompt tokens: {title}", *(f"{one.metrics.get(metric, 0):,.0f}" for one in figures))
-    counters = sorted({name for one in figures for name, value in one.metrics.items() if _is_ours(name) and value})
-    for name in counters:
+    for metric, title in titles.items():
+        table.add_row(title, *(f"{one.metrics.get(metric, 0):,.0f}" for one in figures))
+    counters = {name for one in figures for name, value in one.metrics.items() if value}
+    for name in sorted(name for name in counters if name.startswith(ours) and name.endswith("_total")):
         table.add_row(
-            name.removeprefix("vllm:tidekv_").removesuffix("_total"),
+            name.removeprefix(ours).removesuffix("_total"),
             *(f"{one.metrics.get(name, 0):,.0f}" for one in figures),
         )
     table.add_row("MiB from prefill", *(_from_prefill(one) for one in figures))
-    for role in ("prefill", "decode"):
-        table.add_row(f"CPU seconds: {role}", *(f"{one.cpu_s[role]:.1f}" for one in figures))
+    for part in sorted({part for one in figures for part in one.cpu_s}):
+        table.add_row(f"CPU seconds: {part}", *(_seconds(one.cpu_s.get(part)) for one in figures))
     table.add_row("seconds", *(f"{one.outcome.seconds:.1f}" for one in figures))
     table.add_row("answers", *(str(len(one.outcome.answers)) for one in figures))
     table.add_row("wrong answers", *(str(len(one.outcome.wrong)) for one in figures))
     table.add_row("lost requests", *(str(len(one.outcome.lost)) for one in figures))
+    table.add_row("HTTP errors", *(str(sum(one.outcome.http_errors.values())) for one in figures))
     table.add_row("requests sent again", *(str(one.outcome.retries) for one in figures))
     table.add_row("requests aborted", *(str(one.outcome.aborted) for one in figures))
     table.add_row("blocks held at the end", *(_held(one) for one in figures))
@@ -69,13 +68,12 @@ def progress_line(one: Figures) -> str:
     )
 
 
-def _is_ours(name: str) -> bool:
-    return name.startswith("vllm:tidekv_") and name.endswith("_total")
-
-
 def _from_prefill(one: Figures) -> str:
-    metric = one.variant.bytes_from_prefill
-    return "-" if metric is None else f"{one.metrics.get(metric, 0) / MIB:,.1f}"
+    return "-" if one.bytes_from_prefill is None else f"{one.bytes_from_prefill / MIB:,.1f}"
+
+
+def _seconds(spent: float | None) -> str:
+    return "-" if spent is None else f"{spent:.1f}"
 
 
 def _held(one: Figures) -> str:

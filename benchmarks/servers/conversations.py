@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Final
 from uuid import uuid4
 
-from benchmarks.vllm_pair.client import Answer, RequestLost
-from benchmarks.vllm_pair.routes import Route, complete_with_retries
+from benchmarks.servers.answers import Answer, HttpError, RequestLost
+from benchmarks.servers.routes import Route, complete_with_retries
 from tidekv.states.errors import InvalidConfig
 
 FIRST_WORD: Final = 4
@@ -101,6 +101,14 @@ class Outcome:
     retries: int = 0
     aborted: int = 0
     seconds: float = 0.0
+    http_errors: dict[str, int] = field(default_factory=dict)
+    """How often a server answered with an error, by status and reason; those of aborted requests included."""
+
+    def note(self, error: RequestLost) -> None:
+        """Count an HTTP error."""
+        if isinstance(error, HttpError):
+            named = f"{error.status} {error.reason}"
+            self.http_errors[named] = self.http_errors.get(named, 0) + 1
 
 
 async def run_load(
@@ -177,7 +185,9 @@ async def _turn(
     def serve() -> Awaitable[tuple[Answer, int]]:
         # Unique, since servers that outlive a run keep what belongs to an identifier.
         name = f"c{conversation}-t{turn}-{uuid4().hex[:8]}"
-        return complete_with_retries(route, prompt, count=load.output, conversation=conversation, name=name)
+        return complete_with_retries(
+            route, prompt, count=load.output, conversation=conversation, name=name, failed=outcome.note
+        )
 
     async def one() -> None:
         try:
