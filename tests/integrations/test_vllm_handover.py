@@ -751,6 +751,21 @@ def test_a_prompt_that_decode_declines_before_prefill_has_computed_it_is_not_hel
     assert decode.counts["restores_declined"] == 1
 
 
+def test_what_a_step_computes_sooner_is_not_asked_of_prefill(start: Start) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer", recompute_threshold=2 * BLOCK + 2)
+    # Two blocks are vLLM's own, so two are missing, and two tokens.
+    assert decode.add(request_of("d", PROMPT, prefilled(prefill)), PLACES, computed=2 * BLOCK) == 0
+    decode.step()
+    prefill.step_until(lambda: prefill.freed)
+    assert (prefill.counts, decode.counts) == ({"sends_unclaimed": 1}, {"restores_short": 1})
+    # One block more is missing: prefill sends it all.
+    more = prefilled(prefill, "q")
+    assert decode.add(request_of("e", PROMPT, more), OTHERS, computed=BLOCK) == len(PROMPT) - BLOCK
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("e", PROMPT, first=BLOCK)
+    assert decode.counts["restores_short"] == 1
+
+
 def test_a_prompt_whose_client_leaves_before_it_was_asked_for_is_declined(start: Start) -> None:
     prefill, decode = start("kv_producer"), start("kv_consumer")
     first, other = prefilled(prefill, "p"), prefilled(prefill, "q")

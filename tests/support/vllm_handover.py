@@ -87,6 +87,7 @@ class HandoverVllm:
             handover.setdefault("listen", "127.0.0.1:0")
         if receives:
             handover.setdefault("dials", ["127.0.0.1:*"])
+            handover.setdefault("recompute_threshold", 0)  # Prompts of tests are short.
         all_configs = []
         for rank in range(ranks):
             configs = configs_of(

@@ -58,11 +58,15 @@ class OfferJob:
 
 @dataclass(frozen=True, slots=True)
 class DeclineJob:
-    """A room that prefill has, or will have, and that decode does not ask for; `prefill` is as in RestoreJob."""
+    """A room that prefill has, or will have, and that decode does not ask for; `prefill` is as in RestoreJob.
+
+    `is_short`: what decode lacks is short enough for it to compute.
+    """
 
     room: str
     prefill: str
     prompt: PromptDigest
+    is_short: bool = False
 
 
 @dataclass(slots=True)
@@ -108,6 +112,7 @@ HANDOVER_COUNTS: Mapping[str, str] = {
     "restores_partial": "prompts that were restored in part; vLLM computes the rest",
     "restores_failed": "prompts of which nothing was restored; vLLM computes them",
     "restores_declined": "prompts that decode did not ask prefill for: vLLM computes them, or their client left",
+    "restores_short": "prompts that decode did not ask prefill for since it lacked few tokens, which vLLM computes",
     "offer_pages_written": "pages of finished requests copied to host memory",
     "offer_pages_present": "pages of finished requests that host memory had already",
     "offer_pages_declined": "pages of finished requests not kept: host memory had no room, or a copy failed",

@@ -1,6 +1,6 @@
 """Scheduler's side of the hand-over role: which prompts are restored from prefill, and which blocks are sent.
 
-    decode    matched: nothing ──▶ a decline job, if prefill has the prompt
+    decode    matched: nothing ──▶ a decline job, if prefill has the prompt; also if few tokens are missing
                        the whole prompt ──▶ allocated ──▶ restore job ──▶ its end, or the blocks that failed
                        or "ask again", while another request's restore brings in the same blocks
               finished: full blocks ──▶ an offer job, for which vLLM holds the blocks until they are in host memory
@@ -121,9 +121,10 @@ class DecodeScheduler:
     What it does not claim it declines, so that prefill does not hold the blocks until its own limit.
     """
 
-    def __init__(self, block_size: int, dials: Dials, ranks: int = 1) -> None:
+    def __init__(self, block_size: int, dials: Dials, ranks: int = 1, recompute_threshold: int = 0) -> None:
         self._block_size = block_size
         self._dials = dials
+        self._recompute_threshold = recompute_threshold
         self._ranks = ranks
         self._live = _LiveRestores(block_size)
         self._computed: dict[str, int] = {}
@@ -173,6 +174,10 @@ class DecodeScheduler:
             return 0
         if self._live.must_wait(request, computed):
             return None
+        if request.num_prompt_tokens - computed <= self._recompute_threshold:
+            # A step that computes so few tokens ends before they are here.
+            self._decline(request, is_short=True)
+            return 0
         # vLLM asks again if it had no blocks, and may then have another number of tokens.
         self._computed[request.request_id] = computed
         return int(request.num_prompt_tokens) - computed
@@ -243,13 +248,13 @@ class DecodeScheduler:
         )
         return True
 
-    def _decline(self, request: Any) -> None:
+    def _decline(self, request: Any, *, is_short: bool = False) -> None:
         params = request.kv_transfer_params
         self._claimed.add(request.request_id)
         if not request.prompt_token_ids:
             return  # A prompt of embeddings alone: no prefill offers it either.
         prompt = _digest_of(request, pack_tokens(request.prompt_token_ids))
-        self._jobs.declined.append(DeclineJob(room=params["room"], prefill=params["prefill"], prompt=prompt))
+        self._jobs.declined.append(DeclineJob(params["room"], params["prefill"], prompt, is_short))
 
 
 def _names_room(request: Any) -> bool:
@@ -369,7 +374,9 @@ class HandoverScheduler:
 
     def __init__(self, handover: Handover) -> None:
         self._decode = (
-            DecodeScheduler(handover.block_size, handover.dials, handover.ranks) if handover.receives else None
+            DecodeScheduler(handover.block_size, handover.dials, handover.ranks, handover.settings.recompute_threshold)
+            if handover.receives
+            else None
         )
         self._prefill = PrefillScheduler(handover.block_size, handover.settings.listen) if handover.sends else None
 

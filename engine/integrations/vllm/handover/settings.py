@@ -19,7 +19,16 @@ from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.config.tls import TlsFiles, dial_context, listen_context
 from tidekv.engine.integrations.vllm.settings import HINT, check_shareable
 from tidekv.states.errors import InvalidConfig, InvalidRequest, cause_of
-from tidekv.states.validation import Options, PlainText, PositiveCount, PositiveShare, Seconds, Text, host_and_port
+from tidekv.states.validation import (
+    Count,
+    Options,
+    PlainText,
+    PositiveCount,
+    PositiveShare,
+    Seconds,
+    Text,
+    host_and_port,
+)
 from tidekv.transports.control.addresses import Dials
 
 WHERE: Final = f"{HINT}.handover"
@@ -70,6 +79,10 @@ class HandoverSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields
     """Further options of the storage engine."""
     engine: EngineConfig = EngineConfig()
     """Further options of the decode engine, such as {"journal": {"path": "/var/log/tidekv"}}; `model` is set here."""
+    recompute_threshold: Count = 64
+    """Tokens of a prompt that decode computes rather than receives: if vLLM's own blocks lack at most so many,
+    prefill's room is declined at once. 0: decode asks prefill for each token but those that it has.
+    """
     restore_timeout_s: Seconds = 60.0
     """Maximum seconds in which decode gets a prompt, prefill's computation included; then vLLM computes it."""
     promise_timeout_s: Seconds = 60.0

@@ -240,7 +240,7 @@ class DecodeWorker:
         """Let prefill release the blocks of a prompt that is not restored here."""
         if self._handover.rank:
             return  # Rank 0 declines for all.
-        self._counts["restores_declined"] += 1
+        self._counts["restores_short" if job.is_short else "restores_declined"] += 1
         self._decline(job.room, job.prefill, job.prompt)
 
     def abort(self, request_id: str) -> None:
