@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from tidekv.backends.keys.page_keys import PageKeys
+from tidekv.engine.config.routers import Router, check_routers
 from tidekv.states.component_specs import Component, SnapshotPolicy
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.settings import CoreSettings, EvictionName
@@ -197,6 +198,14 @@ class KVEventsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
     """Serve endpoints on the network without CURVE: every program that reaches one then reads the published tokens."""
     components: bool = False
     """Publish pages of windows and states, too, each component as a group. Only for routers that know groups."""
+    routers: tuple[Router, ...] = ("dynamo",)
+    """Routers that listen, which decides how salts and EAGLE keys are written: "dynamo", "dynamo-indexer" (its
+    standalone KV indexer), "llm-d", "vllm-router". Empty: salts are published as digests, which no router can match.
+    """
+    stored_pages: PositiveCount = 500_000
+    """Maximum pages that only storage has which stay published; those that memory forgot first are withdrawn first.
+    Each costs about 500 bytes of memory.
+    """
     data_parallel_rank: Count = 0
     """Number of this engine among the data-parallel engines of a deployment, which each batch names. Each of them needs
     an endpoint of its own.
@@ -215,7 +224,9 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     vocabulary: Vocabulary = 0
     """Token ids must be below this. 0: every id that fits in 32 bits is allowed."""
     namespace: PlainText = ""
-    """Namespace of the cache (adapter, tenant); pages of another namespace never match."""
+    """Namespace of the cache (tenant, revision); pages of another namespace never match. A request that names the same
+    is in it.
+    """
     bigram_keys: bool = False
     """Name pages by pairs of tokens: for draft KV of the EAGLE family, which depends on the token after the page. Both
     ends of a hand-over, and all workers that share storage, must set the same.
@@ -274,6 +285,7 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         super().__post_init__()
         if self.kv_events.replay is not None and self.kv_events.endpoint is None:
             raise InvalidConfig("kv_events.replay needs kv_events.endpoint: without it there are no batches")
+        check_routers(self.kv_events.routers, bigrams=self.bigram_keys)
         if self.kv_events.curve_clients is not None and self.kv_events.curve_secret_file is None:
             raise InvalidConfig("kv_events.curve_clients needs kv_events.curve_secret_file")
 

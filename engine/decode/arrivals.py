@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.backends.keys.chain import TOKEN_BYTES, namespace_seed, pack_tokens
-from tidekv.engine.decode.values import DecodeRequest, join_namespaces
+from tidekv.backends.keys.namespaces import join_namespaces
+from tidekv.engine.decode.values import DecodeRequest
 from tidekv.states import events
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest
 from tidekv.states.handover.prompt_digest import digest_of
@@ -43,9 +44,13 @@ class Arrivals:
             raise EngineClosed("the engine drains: it takes no new requests")
         return pack_tokens(request.tokens, vocabulary=self._runtime.config.vocabulary or None)
 
-    def namespace(self, namespace: str) -> str:
-        """Return the namespace of a call within that of the engine. Raises InvalidRequest."""
-        return join_namespaces(self._runtime.config.namespace, checked(namespace, PlainText, "namespace"))
+    def namespace(self, namespace: str, lora_name: str = "") -> str:
+        """Return the namespace of a call, with its adapter, within that of the engine. Raises InvalidRequest."""
+        return join_namespaces(
+            self._runtime.config.namespace,
+            checked(namespace, PlainText, "namespace"),
+            checked(lora_name, PlainText, "lora_name"),
+        )
 
     def decline(self, request: DecodeRequest) -> None:
         """Decline a request at all ranks of its prefills. Raises InvalidRequest and EngineClosed."""
@@ -56,7 +61,7 @@ class Arrivals:
         prompt = request.prompt_digest
         if prompt is None:
             packed = pack_tokens(request.tokens, vocabulary=self._runtime.config.vocabulary or None)
-            prompt = digest_of(packed, namespace_seed(self.namespace(request.namespace)))
+            prompt = digest_of(packed, namespace_seed(self.namespace(request.namespace, request.lora_name)))
         for address in request.prefills:
             self._runtime.receiver.decline(address, request.request_id, prompt.digest)
 
@@ -101,7 +106,7 @@ class Arrivals:
         """
         runtime, config = self._runtime, self._runtime.config
         serial = self.next_serial()
-        namespace = join_namespaces(config.namespace, request.namespace)
+        namespace = join_namespaces(config.namespace, request.namespace, request.lora_name)
         prompt = runtime.prompt_keys.prompt(packed, namespace_seed(namespace))
         page_keys = runtime.prompt_keys.page_keys
         keys = page_keys.of(packed)

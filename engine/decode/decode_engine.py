@@ -181,7 +181,7 @@ class DecodeEngine:
         return await self._lending.settled(request.request_id, serial, outcome)
 
     def offer(
-        self, tokens: Tokens, pages: Pages, *, start_token: int = 0, namespace: str = ""
+        self, tokens: Tokens, pages: Pages, *, start_token: int = 0, namespace: str = "", lora_name: str = ""
     ) -> asyncio.Future[OfferedPages]:
         """Write KV that the caller computed in device pages of its own to host memory and storage (`config.device`
         "lent").
@@ -196,7 +196,7 @@ class DecodeEngine:
         """
         self._check_mode("offer", "lent")
         packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
-        return self._lending.offer(packed, pages, start_token, self._arrivals.namespace(namespace))
+        return self._lending.offer(packed, pages, start_token, self._arrivals.namespace(namespace, lora_name))
 
     def decline(self, request: DecodeRequest) -> None:
         """Let prefill release at once what it holds for a request that is not restored here: for its id and this very
@@ -441,7 +441,7 @@ class DecodeEngine:
         self._driver.take_now(events.PolicyChanged(at_s=self._driver.clock(), policy=policy))
         return policy
 
-    def probe_prefix(self, tokens: Tokens, *, namespace: str = "") -> dict[str, int]:
+    def probe_prefix(self, tokens: Tokens, *, namespace: str = "", lora_name: str = "") -> dict[str, int]:
         """Return the tokens of this prompt in place in device and host memory, {"l1": …, "l2": …}. Changes nothing.
 
         "l2" counts what host memory has behind the tokens of "l1": the copies there of these are not counted, so the
@@ -449,12 +449,14 @@ class DecodeEngine:
         page may be evicted at any time, so the answer promises nothing. Raises InvalidRequest.
         """
         packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
-        joined = self._arrivals.namespace(namespace)
+        joined = self._arrivals.namespace(namespace, lora_name)
         keys = self._runtime.prompt_keys.page_keys.of(packed)
         device, host = self._core.state.index.probe_prefix(joined, keys, with_pending=False)
         return {"l1": device * self.layout.page_size, "l2": host * self.layout.page_size}
 
-    async def look_up(self, tokens: Tokens, *, namespace: str = "", timeout_s: float = 0.05) -> PromptLookUp:
+    async def look_up(
+        self, tokens: Tokens, *, namespace: str = "", lora_name: str = "", timeout_s: float = 0.05
+    ) -> PromptLookUp:
         """Return what each tier has of this prompt, storage included, and an estimate of the time to READY.
 
         Storage is asked at most for `timeout_s` seconds; one that fails or does not answer counts as empty, with the
@@ -464,7 +466,8 @@ class DecodeEngine:
         self._runtime.check_open()
         packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
         within_s: float = checked(timeout_s, Seconds, "timeout_s")
-        return await look_up(self._runtime, packed, self._arrivals.namespace(namespace), timeout_s=within_s)
+        joined = self._arrivals.namespace(namespace, lora_name)
+        return await look_up(self._runtime, packed, joined, timeout_s=within_s)
 
     async def drain(self, timeout_s: float | None = None) -> list[str]:
         """Take no new requests, and wait until live requests are given back, or until the timeout.

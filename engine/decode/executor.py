@@ -73,6 +73,10 @@ class CallsInFlight:
         await self._quiet.wait()
 
 
+def ignore_missing(keys: Sequence[bytes]) -> None:
+    """Nothing follows from missing pages."""
+
+
 class Executor:
     """Starts commands on one device, host, storage and transport."""
 
@@ -110,6 +114,8 @@ class Executor:
         self._prompt_keys = prompt_keys
         self._store_timeout_s = store_timeout_s
         self._query_timeout_s = query_timeout_s
+        self.on_missing: Callable[[Sequence[bytes]], None] = ignore_missing
+        """Called with keys that storage was asked for and does not have."""
         self._in_flight = CallsInFlight()
         self._starters: dict[type[Command], Callable[..., None]] = {
             commands.QueryStorage: self._query,
@@ -197,7 +203,10 @@ class Executor:
         try:
             keys = await prompt.digests(0, command.first + command.count)
             if command.count:
-                found = leading(await self._exist(storage, keys, command.first))
+                there = await self._exist(storage, keys, command.first)
+                found = leading(there)
+                if storage is self._storage:
+                    self.on_missing([key for key, has in zip(keys[command.first :], there, strict=True) if not has])
             for name, (engine, first) in components.items():
                 here.append(events.StoredComponent(name, ranges_of(await self._exist(engine, keys, first), first)))
         except Exception as raised:

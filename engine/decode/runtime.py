@@ -28,9 +28,12 @@ from tidekv.engine.decode.executor import Executor
 from tidekv.engine.decode.pending_calls import PendingCalls
 from tidekv.engine.decode.rank_driver import RankDriver
 from tidekv.engine.decode.storage_swap import StorageInUse, check_storage
+from tidekv.engine.decode.stored_sweep import StoredPagesSweep
 from tidekv.engine.journal import Journal
+from tidekv.engine.kv_events.content import KVContent
+from tidekv.engine.kv_events.names import Wording
 from tidekv.engine.kv_events.publisher import KVEventPublisher
-from tidekv.engine.kv_events.watcher import KVEventWatcher
+from tidekv.engine.kv_events.watcher import KVEventWatcher, groups_of
 from tidekv.engine.log import CoreLog, engine_log, own_context, run_in
 from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
 from tidekv.engine.poller import PollerThread
@@ -145,6 +148,7 @@ class Runtime:
         self.journal: Journal | None = None
         self.metrics: MetricsServer | None = None
         self.kv_events: KVEventPublisher | None = None
+        self.kv_event_watcher: KVEventWatcher | None = None
         self.is_open = False
         self.is_draining = False
         self.broken: BaseException | None = None
@@ -266,6 +270,10 @@ class Runtime:
             query_timeout_s=config.storage.query_deadline_s,
         )
         await self.storage_in_use.register_first()
+        if self.kv_events is not None:
+            self.executor.on_missing = self._note_missing
+            sweep = StoredPagesSweep(lambda: self.storage_in_use.current, lambda: self.kv_event_watcher)
+            self.group.spawn(sweep.run(), "sweep of stored pages")
         if self.ranks is not None:
             await self.ranks.start()
 
@@ -292,15 +300,19 @@ class Runtime:
         self.journal = await self._open_journal()
         watchers: list[Watcher | None] = [self.journal, self._fold, self.ranks, self.log]
         if self.kv_events is not None:
-            watchers.append(
-                KVEventWatcher(
-                    self.core,
-                    self.kv_events,
-                    bigrams=self.config.bigram_keys,
-                    components=self.config.kv_events.components,
-                    tokens=self.config.kv_events.tokens,
-                )
+            options = self.config.kv_events
+            settings, bigrams = self.core.settings, self.config.bigram_keys
+            content = KVContent(
+                page_size=settings.page_size,
+                key_bytes=settings.key_bytes,
+                groups=groups_of(settings) if options.components else (),
+                tokens=options.tokens,
+                bigrams=bigrams,
+                wording=Wording(options.routers, bigrams=bigrams),
+                stored_pages_max=options.stored_pages,
             )
+            self.kv_event_watcher = KVEventWatcher(self.core, self.kv_events, content, components=options.components)
+            watchers.append(self.kv_event_watcher)
         self.driver = Driver(
             self.core,
             lambda command: self.executor.perform(command),
@@ -346,6 +358,11 @@ class Runtime:
         if self._fold is not None:
             self._fold.follow(self.core)
         await self._drive_core()
+
+    def _note_missing(self, digests: Sequence[bytes]) -> None:
+        """Take that storage was asked for these pages and does not have them."""
+        if self.kv_event_watcher is not None:
+            self.kv_event_watcher.storage_lacks(digests)
 
     def _deliver(self, event: events.Event) -> None:
         """Take a message of a peer."""

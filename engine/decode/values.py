@@ -26,8 +26,6 @@ else:
 
 PRIORITY_MAX = 1_000_000
 Priority = Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
-NAMESPACE_MARK = "\0"
-"""Begins joined names; `PlainText` refuses it in the names of callers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +50,16 @@ class DecodeRequest:
     """Requests of higher priority are admitted first; every `ageing_s` seconds of waiting count as one step."""
     namespace: PlainText = ""
     """Namespace of the cache; pages of another namespace never match."""
+    lora_name: PlainText = ""
+    """Name of the LoRA adapter that computes the request; KV of another one, or of none, never matches."""
     cache: bool = True
     """False inserts nothing in the cache (warm-up, hidden tokens)."""
     send_prompt: bool = False
     """Send the tokens to prefill with the promise; needed if no router brings them there."""
     prompt_digest: PromptDigest | None = None
     """Digest of the prompt, if prefill knows it under another namespace than this engine. None: that of `tokens` in
-    `namespace` and in the namespace of the engine. A prefill with storage does not store a prompt with one.
+    `namespace`, with `lora_name`, and in the namespace of the engine. A prefill with storage does not store a prompt
+    with one.
     """
     early: bool = False
     """Return from `restore` when the first layer of all pages is in place; `ReadyRequest.wait_layer` waits for each
@@ -295,12 +296,3 @@ class RetractedRequest:
     """Prompt and output so far, as packed little-endian u32."""
     held_tokens: int
     """Number of leading tokens with KV held in host memory."""
-
-
-def join_namespaces(engine: str, request: str) -> str:
-    """Return the namespace of a request within that of its engine. If both have a name, the result is unique: it
-    begins with a mark that no name may contain.
-    """
-    if engine and request:
-        return f"{NAMESPACE_MARK}{len(engine)}:{engine}{request}"
-    return engine or request

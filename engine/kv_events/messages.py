@@ -1,32 +1,35 @@
 """Messages of vLLM's KV events, as bytes.
 
 A batch is an array: [time, events, data-parallel rank]. Its events are maps with the name of the kind under "type", as
-vLLM and SGLang write them. A page is named by its hash only: the first eight bytes of its storage key, signed, which is
-the hash that SGLang publishes for the same tokens.
+vLLM and SGLang write them. A page is named by its hash only: the first eight bytes of its storage key, unsigned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from hashlib import sha256
+from collections.abc import Iterable, Iterator
 from typing import Final, Literal, TypeAlias
 
 import msgspec
 
 Medium: TypeAlias = Literal["GPU", "CPU", "STORAGE"]
 HASH_BYTES: Final = 8
+BATCH_EVENTS_MAX: Final = 4096
+"""Maximum events of a batch. vllm-router refuses more, and more bytes than BATCH_BYTES_MAX."""
+BATCH_BYTES_MAX: Final = 16 << 20
+_FRAME_BYTES: Final = 64
+"""More than a batch has around its events."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Consecutive pages that are in a medium now; `token_ids` are their tokens, `block_size` for each page.
+    """Consecutive pages that are in a medium now; `token_ids` are their tokens, `block_size` for each page, or pairs.
 
-    `extra_keys` has one entry per page: the parts of its hash besides tokens, here a digest of the namespace. None
-    means none. The last three fields are of workers that publish components: 0 and "full_attention" for the full KV.
+    `extra_keys` has one entry per page: None, or for a prompt's first page the salt. `cache_salt` is sent only to
+    routers that read it. The last three fields are of workers that publish components, and of salted pages.
     """
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    token_ids: list[int]
+    token_ids: list[int] | list[tuple[int, int]]
     block_size: int
     lora_id: int | None
     medium: Medium
@@ -35,6 +38,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    cache_salt: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -53,15 +57,26 @@ KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def hash_of(digest: bytes) -> int:
-    """Return the published hash of a page from its storage key."""
-    return int.from_bytes(digest[:HASH_BYTES], "big", signed=True)
+    """Return the published hash of a page from its storage key: unsigned, since vllm-router reads no other."""
+    return int.from_bytes(digest[:HASH_BYTES], "big")
 
 
-def name_of(namespace: str) -> str:
-    """Return the published name of a namespace: a digest, 32 characters."""
-    return sha256(b"tidekv KV events of " + namespace.encode()).hexdigest()[:32]
-
-
-def packed(events: Sequence[KVEvent], *, at_s: float, rank: int) -> bytes:
+def packed(events: Iterable[KVEvent | msgspec.Raw], *, at_s: float, rank: int) -> bytes:
     """Return one batch as a payload. `at_s` is wall-clock time in seconds."""
-    return msgspec.msgpack.encode([at_s, events, rank])
+    return msgspec.msgpack.encode([at_s, list(events), rank])
+
+
+def packed_parts(events: Iterable[KVEvent], *, at_s: float, rank: int) -> Iterator[bytes]:
+    """Yield the events in order, as payloads of at most BATCH_EVENTS_MAX events and BATCH_BYTES_MAX bytes each. No
+    event gives no payload.
+    """
+    encoder, part, size = msgspec.msgpack.Encoder(), list[msgspec.Raw](), _FRAME_BYTES
+    for event in events:
+        raw = encoder.encode(event)
+        if part and (len(part) == BATCH_EVENTS_MAX or size + len(raw) > BATCH_BYTES_MAX):
+            yield packed(part, at_s=at_s, rank=rank)
+            part, size = [], _FRAME_BYTES
+        part.append(msgspec.Raw(raw))
+        size += len(raw)
+    if part:
+        yield packed(part, at_s=at_s, rank=rank)

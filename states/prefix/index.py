@@ -312,10 +312,9 @@ class PrefixIndex:
     def mark_stored(self, node: Node, *, renewed: int = 0) -> None:
         """Note that the node's pages are in the attached storage, which has renewed them in period `renewed`."""
         self._parent_of(node)
-        node.renewed = renewed
-        if node.stored != self.tree.attachment:
-            node.stored = self.tree.attachment
+        if node.stored != self.tree.attachment or renewed > node.renewed:
             self.tree.touch(node)
+        node.stored, node.renewed = self.tree.attachment, renewed
 
     def unmark_stored(self, node: Node) -> None:
         """Note that the attached storage does not have all of the node's pages."""

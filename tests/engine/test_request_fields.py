@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.support.configs import engine_config
@@ -15,7 +17,7 @@ from tidekv import (
     KVLayout,
     NixlTransport,
 )
-from tidekv.engine.decode.values import join_namespaces
+from tidekv.backends.keys.namespaces import join_namespaces, split_namespace
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=4)
 
@@ -77,10 +79,20 @@ async def test_a_malformed_address_is_refused_by_the_call(address: str) -> None:
 
 def test_names_of_engine_and_request_are_joined_so_that_none_can_be_forged() -> None:
     names = ["", "a", "ab", "b", "1:a", "1:a1:b", "2:ab", "1:ab"]
-    joined = {join_namespaces(engine, request) for engine in names[1:] for request in names[1:]}
-    assert len(joined) == (len(names) - 1) ** 2
+    joined = {join_namespaces(engine, request) for engine in names[1:] for request in names[1:] if engine != request}
+    assert len(joined) == (len(names) - 1) * (len(names) - 2)
     assert joined.isdisjoint(names)
     assert [join_namespaces("a", ""), join_namespaces("", "a"), join_namespaces("", "")] == ["a", "a", ""]
+    assert join_namespaces("a", "a") == "a", "a request that names the namespace of its engine is in it"
+    adapted = {join_namespaces(*given) for given in itertools.product(names, names, names[1:])}
+    assert adapted.isdisjoint(joined | set(names))
+    assert len(adapted) == len({join_namespaces(*given) for given in itertools.product(names, names)}) * len(names[1:])
+
+
+def test_joined_names_can_be_taken_apart() -> None:
+    names = ["", "a", "1:a", "2:ab"]
+    for engine, request, adapter in itertools.product(names, names, names):
+        assert split_namespace(join_namespaces(engine, request, adapter)) == (request or engine, adapter)
     with pytest.raises(InvalidConfig, match="namespace"):
         engine_config(namespace="\0" + "1:ab")
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from tidekv.engine.kv_events import publisher as publishing
-from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, packed
+from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, packed, packed_parts
 from tidekv.engine.kv_events.publisher import END, KVEventPublisher
 from tidekv.states.errors import InvalidConfig
 
@@ -23,7 +23,7 @@ zmq = pytest.importorskip("zmq")
 pytest.importorskip("zmq.auth")
 
 STORED = BlockStored(
-    block_hashes=[1, -2],
+    block_hashes=[1, 2**64 - 2],
     parent_block_hash=None,
     token_ids=[5, 6, 7, 8],
     block_size=2,
@@ -223,24 +223,111 @@ def test_batches_come_with_topic_number_and_payload(publisher: KVEventPublisher,
     topic, number, _ = listener.wait_connected(publisher)
     assert topic == b"kv@decode-0"
     publisher.publish(lambda: EVENTS)
-    while msgspec.msgpack.decode((batch := listener.next())[2])[1][-1]["type"] != "BlockRemoved":
-        number = batch[1]
-    assert batch[1] == number + 1
+    while not (events := events_of((batch := listener.next())[2])) or events[-1]["type"] != "BlockRemoved":
+        # A fence has no number, and may stand anywhere.
+        number = number if batch[1] == 2**64 - 1 else batch[1]
+    assert batch[1] == (0 if number == 2**64 - 1 else number + 1)
 
 
-def test_what_was_missed_can_be_asked_for_and_what_is_not_kept_is_gone(
-    publisher: KVEventPublisher, listener: Listener
-) -> None:
+def events_of(payload: bytes) -> list[dict[str, Any]]:
+    """The events of a batch, as maps."""
+    found: list[dict[str, Any]] = msgspec.msgpack.decode(payload)[1]
+    return found
+
+
+@pytest.fixture
+def no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No empty batches between those of a test."""
+    monkeypatch.setattr(publishing, "HEARTBEAT_S", 3600.0)
+
+
+def test_what_was_missed_can_be_asked_for(no_heartbeat: None, publisher: KVEventPublisher, listener: Listener) -> None:
     for count in range(8):
         publisher.publish(lambda count=count: [BlockRemoved([count], "GPU")])
         publisher.publish(list)  # No events are no batch.
     # The first answer shows when all were sent: requests are not ordered with publishing.
-    while len(kept := listener.missed(0)) < 5 or kept[-1][0] != 7:
+    while not (kept := listener.missed(5)) or kept[-1][0] != 7:
         pass
-    assert [number for number, _ in kept] == [3, 4, 5, 6, 7]
+    assert [number for number, _ in kept] == [5, 6, 7]
     assert [number for number, _ in listener.missed(6)] == [6, 7]
     assert listener.missed(99) == []
-    assert msgspec.msgpack.decode(kept[0][1])[1] == [{"type": "BlockRemoved", "block_hashes": [3], "medium": "GPU"}]
+    assert events_of(kept[0][1]) == [{"type": "BlockRemoved", "block_hashes": [5], "medium": "GPU"}]
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_replay_from_a_batch_that_is_gone_is_the_whole_content_and_empty_batches_behind_it(
+    no_heartbeat: None, publisher: KVEventPublisher, listener: Listener, first: int
+) -> None:
+    whole: list[KVEvent] = [AllBlocksCleared(), STORED]
+    for count in range(8):
+        publisher.publish(lambda count=count: [BlockRemoved([count], "GPU")], lambda: whole)
+    while not (kept := listener.missed(first)) or kept[-1][0] != 7:
+        pass
+    assert [number for number, _ in kept] == list(range(first, 8)), "vllm-router and llm-d refuse a gap"
+    assert [len(events_of(payload)) for _, payload in kept] == [2] + [0] * (7 - first)
+    assert [event["type"] for event in events_of(kept[0][1])] == ["AllBlocksCleared", "BlockStored"]
+
+
+def test_a_snapshot_with_more_parts_than_missing_numbers_makes_room_with_empty_batches(
+    no_heartbeat: None, publisher: KVEventPublisher, listener: Listener
+) -> None:
+    whole: list[KVEvent] = [AllBlocksCleared(), *[BlockRemoved([number], "CPU") for number in range(30_000)]]
+    for _ in range(7):
+        publisher.publish(lambda: EVENTS, lambda: whole)
+    while not (kept := listener.missed(1)) or kept[-1][0] < 6:
+        pass
+    assert [number for number, _ in kept] == list(range(1, kept[-1][0] + 1))
+    sizes = [len(events_of(payload)) for _, payload in kept]
+    assert max(sizes) <= 4096 and sum(sizes) == len(whole)
+    # What follows goes on behind the last of them.
+    publisher.publish(lambda: EVENTS, lambda: whole)
+    while not (later := listener.missed(kept[-1][0] + 1)):
+        pass
+    assert events_of(later[0][1])[0]["type"] == "AllBlocksCleared"
+
+
+def test_a_batch_with_too_much_for_the_consumers_is_sent_as_several() -> None:
+    many = [BlockRemoved([number], "GPU") for number in range(5000)]
+    parts = [events_of(payload) for payload in packed_parts(many, at_s=0.0, rank=0)]
+    assert [len(part) for part in parts] == [4096, 904]
+    assert [event["block_hashes"][0] for part in parts for event in part] == list(range(5000))
+    large = [BlockRemoved([2**63] * 100_000, "GPU") for _ in range(40)]
+    sizes = [len(payload) for payload in packed_parts(large, at_s=0.0, rank=0)]
+    assert max(sizes) <= 16 * 1024 * 1024 < sum(sizes)
+    assert list(packed_parts([], at_s=0.0, rank=0)) == []
+
+
+def test_each_new_subscriber_is_sent_the_whole_content_under_a_number_that_is_none(
+    no_heartbeat: None, publisher: KVEventPublisher, listener: Listener
+) -> None:
+    _, number, payload = listener.next()
+    assert number == 2**64 - 1, "Dynamo keeps that number as none seen, so that an earlier engine's are forgotten"
+    assert [event["type"] for event in events_of(payload)] == ["AllBlocksCleared"]
+    publisher.publish(lambda: EVENTS, lambda: [AllBlocksCleared(), STORED])
+    assert listener.next()[1] == 0
+    newcomer = Listener(publisher, b"kv@")
+    try:
+        # All subscribers get it: the socket sends to all.
+        for each in (newcomer, listener):
+            _, number, payload = each.next()
+            assert (number, [event["type"] for event in events_of(payload)]) == (
+                2**64 - 1,
+                ["AllBlocksCleared", "BlockStored"],
+            )
+        assert [number for number, _ in listener.missed(0)] == [0], "it is not kept for replay"
+    finally:
+        newcomer.close()
+
+
+def test_an_empty_batch_with_a_number_shows_the_loss_of_the_one_before(
+    publisher: KVEventPublisher, listener: Listener
+) -> None:
+    numbers = []
+    while len(numbers) < 2:
+        _, number, payload = listener.next()
+        if not events_of(payload):
+            numbers.append(number)
+    assert numbers[1] == numbers[0] + 1
 
 
 def test_a_question_that_is_none_ends_nothing(publisher: KVEventPublisher, listener: Listener) -> None:
@@ -328,14 +415,15 @@ def test_a_key_that_is_none_is_named(tmp_path: Path, text: str | None, words: st
         KVEventPublisher("tcp://127.0.0.1:*", curve_secret_file=str(tmp_path / "key"))
 
 
-def test_what_is_kept_is_bounded_in_bytes() -> None:
+def test_what_is_kept_is_bounded_in_bytes(no_heartbeat: None) -> None:
     opened = KVEventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", kept_bytes=10_000)
     asking = Listener(opened)
     try:
         for number in range(50):
             opened.publish(lambda number=number: [BlockRemoved([2**62] * 100, "GPU")])
-        while not (kept := asking.missed(0)) or kept[-1][0] != 49:
+        while not (kept := asking.missed(45)) or kept[-1][0] != 49:
             pass
+        kept = list(opened._kept)
         assert sum(len(payload) for _, payload in kept) <= 10_000 < 12 * len(kept[0][1])
         assert opened._kept_bytes == sum(len(payload) for _, payload in opened._kept)
     finally:
@@ -343,7 +431,7 @@ def test_what_is_kept_is_bounded_in_bytes() -> None:
         opened.close()
 
 
-def test_replays_that_are_not_read_take_no_memory_and_the_newest_request_counts() -> None:
+def test_replays_that_are_not_read_take_no_memory_and_the_newest_request_counts(no_heartbeat: None) -> None:
     opened = KVEventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*")
     asking, other = Listener(opened), Listener(opened)
     asking.asker.close()

@@ -1,0 +1,45 @@
+"""Names of a cache namespace: of the engine, of the request and of its adapter, joined to one text and taken apart.
+
+A joined text begins with a mark that no given name may contain, and each name but the last has its length before it, so
+different names never join to the same text.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+MARK: Final = "\0"
+"""Begins joined names; `PlainText` refuses it in the names of callers."""
+
+
+class NamespaceNames(NamedTuple):
+    """What a namespace consists of. `salt` is the request's namespace, or the engine's if the request has none."""
+
+    salt: str = ""
+    lora_name: str = ""
+
+
+def join_namespaces(engine: str, request: str, lora_name: str = "") -> str:
+    """Return the namespace of a request, with its adapter, within that of its engine.
+
+    A request that names the engine's namespace is in that one: a router knows one salt for both.
+    """
+    salt = f"{MARK}{len(engine)}:{engine}{request}" if engine and request and engine != request else engine or request
+    return f"{MARK}{MARK}{len(lora_name)}:{lora_name}{salt}" if lora_name else salt
+
+
+def split_namespace(namespace: str) -> NamespaceNames:
+    """Return the names in a joined text. The engine's is left out if the request has one: it is the same for all pages
+    of an engine.
+    """
+    lora_name = ""
+    if namespace.startswith(MARK * 2):
+        lora_name, namespace = _first(namespace[2:])
+    if namespace.startswith(MARK):
+        _, namespace = _first(namespace[1:])
+    return NamespaceNames(namespace, lora_name)
+
+
+def _first(text: str) -> tuple[str, str]:
+    length, _, rest = text.partition(":")
+    return rest[: int(length)], rest[int(length) :]
