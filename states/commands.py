@@ -10,7 +10,7 @@ import msgspec
 
 from tidekv.states.component_specs import ComponentPages, ComponentTable
 from tidekv.states.prefix.node import TierName
-from tidekv.states.types import PageIds
+from tidekv.states.types import FULL, PageIds
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -164,13 +164,14 @@ class SendPromise(Command, frozen=True, kw_only=True):
 
 
 class SendExtend(Command, frozen=True, kw_only=True):
-    """Ask prefill for pages [first, first + len(pages)) of the prompt as a further span."""
+    """Ask prefill for pages of a component as a further span: positions [first, first + len(pages)) of the prompt."""
 
     request_id: str
     generation: int
     span: int
     first: int
     pages: PageIds
+    component: str = FULL
 
 
 class SendAbort(Command, frozen=True, kw_only=True):

@@ -22,6 +22,8 @@ def without(pages: PageIds, others: object) -> PageIds:
     return page_ids(page for page in pages if page not in gone)
 
 
+FULL: Final = "full"
+"""Name of the full KV where pages of components have the name of their component."""
 NO_PAGES: Final = page_ids()
 """Empty page ids. `NO_PAGES[:]` is a new empty array, and cheaper than `page_ids()`."""
 

@@ -18,7 +18,7 @@ import msgspec
 
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
 from tidekv.states.handover.prompt_digest import DIGEST_BYTES
-from tidekv.states.types import Identity, PageIds, PoolMemory
+from tidekv.states.types import FULL, Identity, PageIds, PoolMemory
 from tidekv.transports import frames
 from tidekv.transports.aux_values import AUX_BYTES_MAX
 
@@ -154,10 +154,10 @@ class Promise(Message, frozen=True, tag="promise"):
     opens once all have promised the same. `prompt_digest` is that of the prompt in its namespace (see
     `tidekv.states.handover.prompt_digest`): prefill sends pages of this very prompt or none. `pages` is None if this
     prefill rank writes nothing to that decode rank and only compares; empty, it is a full hit. `component_pages` names
-    every component once, with the pages requested of it, which must be in place before the last chunk of span 0. None:
-    the worker has no components. `tokens` is None if prefill has the prompt from elsewhere; empty bytes are invalid.
-    `key_seed` starts the storage keys of the prompt's pages: empty, or the 32 bytes of its namespace; None: the prompt
-    must not be stored.
+    every component once, with the pages requested of it, which are span 0 of that component: it ends before the last
+    chunk of span 0 of the full pages. None: the worker has no components. `tokens` is None if prefill has the prompt
+    from elsewhere; empty bytes are invalid. `key_seed` starts the storage keys of the prompt's pages: empty, or the 32
+    bytes of its namespace; None: the prompt must not be stored.
     """
 
     room: RoomId
@@ -188,19 +188,23 @@ class Promise(Message, frozen=True, tag="promise"):
 
 
 class Extend(Message, frozen=True, tag="extend"):
-    """Request for further pages [first, first + len(pages) / 4) of the prompt, into `pages`."""
+    """Request for further pages of a component, into `pages`: positions [first, first + len(pages) / 4) of the prompt.
+
+    Of the full KV they are pages that were promised; of a component, pages that the prompt's end needs.
+    """
 
     room: RoomId
     span: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     first: Count
     pages: PackedPages
+    component: Name = FULL
 
     def __post_init__(self) -> None:
         _check_packed(self.pages)
 
 
 class Chunk(Message, frozen=True, tag="chunk"):
-    """Pages [first, first + count) of the prompt are in place for this span; `last` ends the span.
+    """Pages [first, first + count) of the prompt are in place for this span of a component; `last` ends the span.
 
     `checksums` has those of the pages, as far as this rank writes them; empty unless decode requires them.
     """
@@ -212,18 +216,7 @@ class Chunk(Message, frozen=True, tag="chunk"):
     count: Count
     last: bool
     checksums: Checksums = b""
-
-
-class ComponentSent(Message, frozen=True, tag="component_sent"):
-    """The requested pages of this component are in place, as far as this rank writes them.
-
-    `checksums` are as in Chunk.
-    """
-
-    room: RoomId
-    rank: Count
-    component: Name
-    checksums: Checksums = b""
+    component: Name = FULL
 
 
 class StagingRequest(Message, frozen=True, tag="staging_request"):
@@ -256,9 +249,10 @@ class StagingReturned(Message, frozen=True, tag="staging_returned"):
 
 
 class Staged(Message, frozen=True, tag="staged"):
-    """The slots of this ticket have the slices of pages from position `first` of the prompt on, requested by `span`.
+    """The slots of this ticket have the slices of pages from position `first` of the prompt on, requested by `span` of
+    the component.
 
-    Decode copies them to the pages before it takes the next message of the room. For a component `span` is 0.
+    Decode copies them to the pages before it takes the next message of the room.
     """
 
     room: RoomId
@@ -358,7 +352,6 @@ AnyMessage = (
     | Promise
     | Extend
     | Chunk
-    | ComponentSent
     | StagingRequest
     | StagingGranted
     | StagingReturned
@@ -400,17 +393,7 @@ FROM_DECODE: Final = Inbound(
 FROM_PREFILL: Final = Inbound(
     first=msgspec.msgpack.Decoder(Hello | Bye),
     later=msgspec.msgpack.Decoder(
-        Chunk
-        | ComponentSent
-        | StagingRequest
-        | StagingReturned
-        | Staged
-        | Aux
-        | Refused
-        | Failed
-        | Drained
-        | Ping
-        | Bye
+        Chunk | StagingRequest | StagingReturned | Staged | Aux | Refused | Failed | Drained | Ping | Bye
     ),
 )
 

@@ -414,7 +414,14 @@ class Executor:
         )
 
     def _extend(self, command: commands.SendExtend) -> None:
-        self._receiver.extend(command.request_id, command.generation, command.span, command.first, command.pages)
+        self._receiver.extend(
+            command.request_id,
+            command.generation,
+            command.span,
+            command.first,
+            command.pages,
+            component=command.component,
+        )
 
     def _abort(self, command: commands.SendAbort) -> None:
         self._receiver.abort(command.request_id, command.generation)

@@ -81,10 +81,10 @@ class PrefillPeer:
     promise, `room.confirm` must name the prompt before its first page. The caller keeps ownership of the pool. Leaving
     the block fails the open rooms and waits for the writes in flight.
 
-    With `components` (sliding windows and state snapshots of the model), decode requests, for each component, the part
-    of its tail at the prompt's end that decode does not have. `room.component_pages` lists these parts;
-    `await room.send_component_pages(name, pages)` sends one. All of them must be sent before `finish`, which otherwise
-    raises. Decode workers must have the same components.
+    With `components` (sliding windows and state snapshots of the model), a room also takes the pages of each that the
+    prompt's end needs. `room.component_pages` lists them; `await room.send_component_pages(name, pages)` hands over
+    those of one. What decode lacks of them must be handed over before `finish`, which otherwise raises. Decode workers
+    must have the same components.
 
     With `storage`, the full pages of each finished prompt are written through to it, under the keys that decode workers
     of the same model and layout use: what prefill computed, all of them hit. That needs the prompt's tokens: they come

@@ -35,6 +35,8 @@ class Asked:
         self.pages = list(range(first_page, first_page + PAGES))
         # Of components the same page ids, in pools of their own: where a tail begins, of what is not promised.
         self.component_pages = {"swa": max(promised, PAGES - 2), "ssm": max(promised, PAGES - 1)}
+        self.component_extends: dict[str, int] = {}
+        """By component, the position that it asks for by an extend."""
         self.spans = {0}
         self.writer = ""
         self.lasts: set[int] = set()
@@ -125,11 +127,19 @@ class Chaos:
         ]
 
     def extend(self, asked: Asked) -> None:
-        if asked.spans == {0} and asked.promised and not asked.is_complete:
+        if asked.is_complete:
+            return
+        if 1 not in asked.spans and asked.promised:
             asked.spans.add(1)
             first = self.random.randint(0, asked.promised - 1)
             asked.want |= {page: asked.pages[page] for page in range(first, asked.promised)}
             self.decode.receiver.extend(*asked.key, 1, first, page_ids(asked.pages[first : asked.promised]))
+        elif self.components and not asked.component_extends and asked.component_pages["swa"] == PAGES:
+            # Nothing of components was promised to be sent: a tier of decode had all of it, and loses it.
+            for span, (name, first) in enumerate((("swa", PAGES - 2), ("ssm", PAGES - 1)), 2):
+                asked.spans.add(span)
+                asked.component_extends[name] = first
+                self.decode.receiver.extend(*asked.key, span, first, page_ids(asked.pages[first:]), name)
 
     def take(self, event: events.AnyEvent) -> None:
         self.news.set()
@@ -168,7 +178,7 @@ class Chaos:
         for page, ours in asked.want.items():
             assert self.decode.pool.page(ours) == self.prefill.pool.page((number * PAGES + page) % 64)
         for name, pool in self.decode.components.items():
-            for page in range(asked.component_pages[name], PAGES):
+            for page in range(asked.component_extends.get(name, asked.component_pages[name]), PAGES):
                 theirs = self.prefill.components[name].page((number * PAGES + page) % 64)
                 assert pool.page(asked.pages[page]) == theirs
 

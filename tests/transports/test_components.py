@@ -11,7 +11,7 @@ import pytest
 from tidekv.states import events
 from tidekv.states.component_specs import ComponentPages
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.handover.sender import ComponentRequest, SenderComponents
+from tidekv.states.handover.sender import ComponentRequest, SenderRoom
 from tidekv.states.types import page_ids
 from tidekv.transports import wire
 from tidekv.transports.control import handshake
@@ -73,12 +73,13 @@ async def test_what_is_asked_for_arrives_byte_for_byte_and_nothing_else(
     world, component_pages: list[ComponentPages]
 ) -> None:
     decode, prefill, room = await computed(world, world.STATE, world.WINDOW, component_pages=component_pages)
+    # Whatever decode asks for, prefill hands over all that the end of the prompt needs.
+    counts = {request.component: len(request.pages) for request in component_pages}
     assert room.component_pages == {
-        request.component: ComponentRequest(request.component, request.first, len(request.pages))
-        for request in component_pages
+        "swa": ComponentRequest("swa", 3, 2, counts["swa"]),
+        "ssm": ComponentRequest("ssm", 4, 1, counts["ssm"]),
     }
     for name, pages in OURS.items():
-        # What decode did not ask for may be handed over all the same.
         await room.send_component_pages(name, pages)
     await room.finish(first_token=1)
     await decode.wait(events.ChunkLanded, last=True)
@@ -91,19 +92,21 @@ async def test_what_is_asked_for_arrives_byte_for_byte_and_nothing_else(
     assert prefill.sender.statistics()["pages_sent"] == 3 + sum(len(request.pages) for request in component_pages)
 
 
-async def test_a_window_is_written_in_parts_and_told_once(world) -> None:
+async def test_a_window_is_written_and_reported_in_parts(world) -> None:
     window = msgspec.structs.replace(world.WINDOW, window_tokens=16)
     settings = world.RoomSettings(writes_in_flight_max=1, pages_per_write_max=1)
     sent = []
-    world.watch(lambda _, message: isinstance(message, wire.ComponentSent | wire.Chunk) and bool(sent.append(message)))
+    world.watch(lambda _, message: isinstance(message, wire.Chunk) and bool(sent.append(message)))
     component_pages = [ComponentPages("swa", 1, page_ids([9, 2, 7, 5]))]
     decode, prefill, room = await computed(world, window, component_pages=component_pages, settings=settings)
-    await room.send_component_pages("swa", [1, 8, 3, 4])
+    await room.send_component_pages("swa", [6, 1, 8, 3, 4])
     await room.finish(first_token=1)
     await decode.wait(events.ChunkLanded, last=True)
     check(decode, prefill, "swa", {9: 1, 2: 8, 7: 3, 5: 4})
-    assert [type(message).__name__ for message in sent[-2:]] == ["ComponentSent", "Chunk"]
-    assert sum(isinstance(message, wire.ComponentSent) for message in sent) == 1
+    parts = [message for message in sent if message.component == "swa"]
+    assert [(part.span, part.first, part.count) for part in parts] == [(0, at, 1) for at in range(1, 5)]
+    assert [part.last for part in parts] == [False, False, False, True]
+    assert sent.index(parts[-1]) < next(at for at, one in enumerate(sent) if one.component == "full" and one.last)
 
 
 async def test_the_last_chunk_is_said_only_when_the_tails_are_in_place(world) -> None:
@@ -260,7 +263,7 @@ class Liar:
         while not isinstance(promised := await link.receive(), wire.Promise):
             link.mark_greeted()
         for component in self.said:
-            link.send(wire.ComponentSent(room=promised.room, rank=0, component=component))
+            link.send(wire.Chunk(room=promised.room, rank=0, span=0, first=4, count=1, last=True, component=component))
         link.send(wire.Chunk(room=promised.room, rank=0, span=0, first=2, count=3, last=True))
         await asyncio.Event().wait()
 
@@ -269,9 +272,9 @@ class Liar:
     ("said", "component_pages", "text"),
     [
         ([], STATE, "is marked as the last; the pages of 'ssm' were not sent"),
-        (["swa"], STATE, "the pages of component 'swa' were not requested"),
-        (["ssm", "ssm"], STATE, "the pages of component 'ssm' were not requested, or were sent before"),
-        (["ssm"], NO_STATE, "the pages of component 'ssm' were not requested"),
+        (["swa"], STATE, "of span 0 of component 'swa' was never requested"),
+        (["ssm", "ssm"], STATE, "of span 0 of component 'ssm' comes after the span's last one"),
+        (["ssm"], NO_STATE, "of span 0 of component 'ssm' was never requested"),
     ],
 )
 async def test_a_prefill_that_says_what_is_not_so_fails_its_room(world, said, component_pages, text: str) -> None:
@@ -288,7 +291,7 @@ async def test_a_prefill_that_says_what_is_not_so_fails_its_room(world, said, co
 
 async def test_a_sender_that_does_not_wait_for_its_tails_would_be_seen(world, monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard of this side, taken away: decode sees that what it asked for is not here, and does not go on."""
-    monkeypatch.setattr(SenderComponents, "are_landed", property(lambda self: True))
+    monkeypatch.setattr(SenderRoom, "_are_components_reported", property(lambda self: True))
     decode, _, room, gate = await held_in_its_tail(world)
     await room.finish(first_token=1)
     assert "the pages of 'ssm' were not sent" in (await decode.wait(events.RoomFailed)).cause

@@ -123,7 +123,7 @@ async def hand_over(
 
     `named` is the number of prefill ranks that the request names, if not all. Rings are small: writes wait for them.
     With more than one of `contexts`, prefill has so many times the ranks. With `extend`, decode also asks for its first
-    page, which it had promised.
+    page, which it had promised, and for the first position of each component, of which the promise asks for the rest.
     """
     network = LoopbackNetwork()
     async with AsyncExitStack() as stack, asyncio.timeout(LIMIT_S):
@@ -183,11 +183,14 @@ async def hand_over(
                 promised_tokens=4,
                 pages=page_ids(THEIRS[1:]),
                 prompt_digest=DIGEST,
-                component_pages=[ComponentPages(name, at, page_ids(THEIRS[at:])) for name, at in tails.items()] or None,
+                component_pages=[
+                    ComponentPages(name, at + extend, page_ids(THEIRS[at + extend :])) for name, at in tails.items()
+                ]
+                or None,
             )
-            if extend:
-                rank.extends = 1
-                rank.end.extend("r1", 0, 1, 0, page_ids(THEIRS[:1]))
+            for name, at in {"full": 0, **tails}.items() if extend else ():
+                rank.extends += 1
+                rank.end.extend("r1", 0, rank.extends, at, page_ids(THEIRS[at : at + 1]), name)
         serving = [asyncio.ensure_future(_serve(rank, list(tails))) for rank in prefills]
         await asyncio.gather(*(rank.ended() for rank in decodes))
         if not any(rank.failure() for rank in decodes):
@@ -221,14 +224,14 @@ async def test_every_byte_is_handed_over_or_the_pair_is_refused_by_name(
     prefill: tuple[int, int], decode: tuple[int, int], name: str
 ) -> None:
     model = MODELS[name]
-    ranks = await hand_over(model, prefill, decode)
+    ranks = await hand_over(model, prefill, decode, extend=True)
     refusal = REFUSED.get((relation(prefill, decode), name))
     for rank in ranks:
         if refusal is not None:
             assert refusal in rank.failure()
             continue
         assert rank.failure() == ""
-        assert rank.pools.wrong("full", THEIRS[1:], DIGESTS[1:]) == []
+        assert rank.pools.wrong("full", THEIRS, DIGESTS) == []
         for pools in rank.pools.components:
             first = TAILS[pools.name]
             assert rank.pools.wrong(pools.name, THEIRS[first:], DIGESTS[first:]) == []

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,7 +52,7 @@ async def test_messages_keep_their_order_whatever_ends_first(waits: list[bool], 
 @given(first=st.integers(0, 9), count=st.integers(0, 9), span=st.integers(0, 2))
 def test_pages_that_were_not_requested_are_not_hashed(first: int, count: int, span: int) -> None:
     destinations = Destinations(
-        page_count=5, spans={0: (2, page_ids([5, 7, 9])), 2: (0, page_ids())}, component_pages={}
+        page_count=5, spans={("full", 0): (2, page_ids([5, 7, 9])), ("full", 2): (0, page_ids())}
     )
     message = wire.Chunk(room=ROOM, rank=0, span=span, first=first, count=count, last=False)
     reported = destinations.reported(message)
@@ -64,7 +65,7 @@ def test_pages_that_were_not_requested_are_not_hashed(first: int, count: int, sp
 @pytest.mark.parametrize("damaged", [0, 1, 2])
 def test_the_first_damaged_page_is_named(damaged: int) -> None:
     destinations = Destinations(
-        page_count=8, spans={1: (4, page_ids([30, 10, 20]))}, component_pages={"swa": (7, page_ids([3]))}
+        page_count=8, spans={("full", 1): (4, page_ids([30, 10, 20])), ("swa", 0): (7, page_ids([3]))}
     )
     sent = [bytes([at]) * 16 for at in range(3)]
     here = [bytes(16) if at >= damaged and at else digest for at, digest in enumerate(sent)]
@@ -72,9 +73,9 @@ def test_the_first_damaged_page_is_named(damaged: int) -> None:
     chunk = wire.Chunk(room=ROOM, rank=0, span=1, first=4, count=3, last=True, checksums=b"".join(sent))
     found = damaged_page(destinations, chunk, b"".join(here))
     assert found is not None
-    assert (found.position, found.page, found.component) == (4 + damaged, [30, 10, 20][damaged], "")
+    assert (found.position, found.page, found.component) == (4 + damaged, [30, 10, 20][damaged], "full")
     assert damaged_page(destinations, chunk, b"".join(sent)) is None
-    component = wire.ComponentSent(room=ROOM, rank=0, component="swa", checksums=bytes(16))
+    component = msgspec.structs.replace(chunk, span=0, component="swa", first=7, count=1, checksums=bytes(16))
     assert str(damaged_page(destinations, component, b"x" * 16)) == (
         "page 7 of the prompt of component 'swa', in device page 3, is not what prefill sent"
     )

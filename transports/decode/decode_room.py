@@ -18,6 +18,7 @@ from tidekv.states import events
 from tidekv.states.errors import RemoteProtocolError
 from tidekv.states.handover.context_parts import part_of
 from tidekv.states.handover.receiver import ReceiverRoom
+from tidekv.states.types import FULL
 from tidekv.transports import wire
 from tidekv.transports.decode.page_checks import Destinations, InOrder
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from tidekv.transports.decode.prefill_link import PrefillLink
 
 RoomKey: TypeAlias = tuple[str, int]
-FrameOfRoom: TypeAlias = "wire.Chunk | wire.ComponentSent | wire.Staged | wire.Aux | wire.Refused | wire.Failed"
+FrameOfRoom: TypeAlias = "wire.Chunk | wire.Staged | wire.Aux | wire.Refused | wire.Failed"
 
 
 class DecodeRoom:
@@ -50,15 +51,18 @@ class DecodeRoom:
         self.rank_links: list[RankLink] = []
         for at, link in enumerate(links):
             rank_link = RankLink(self, link, place=(at, len(links)))
-            requested = [each.component for each in promise.component_pages or () if each.pages]
-            rank_link.state = ReceiverRoom(first=first, count=count, component_pages=requested)
+            requested = {
+                each.component: (each.first, wire.unpack_pages(each.pages))
+                for each in promise.component_pages or ()
+                if each.pages
+            }
+            counts = {name: (at, len(pages)) for name, (at, pages) in requested.items()}
+            rank_link.state = ReceiverRoom(first=first, count=count, component_pages=counts)
             rank_link.destinations = Destinations(
                 page_count=-(-promise.prompt_tokens // page_size),
-                spans={0: (first, wire.unpack_pages(promise.pages or b""))},
-                component_pages={
-                    each.component: (each.first, wire.unpack_pages(each.pages))
-                    for each in promise.component_pages or ()
-                    if each.pages
+                spans={
+                    (FULL, 0): (first, wire.unpack_pages(promise.pages or b"")),
+                    **{(name, 0): pages for name, pages in requested.items()},
                 },
             )
             rank_link.waiting.append(promise)
@@ -189,18 +193,21 @@ class RoomEvents:
 def event_of(rank_link: RankLink, message: FrameOfRoom, at_s: float) -> events.AnyEvent | None:
     """Return the core's event for a message, which numbers the writers of a room from 0.
 
-    None: nothing to deliver, since the message is late, is a ComponentSent, which is recorded here, or a Staged. Raises
-    RemoteProtocolError for a message that contradicts the room.
+    None: nothing to deliver, since the message is late, is about the component pages of a promise, which are recorded
+    here, or a Staged. Raises RemoteProtocolError for a message that contradicts the room.
     """
     (request_id, generation), number = rank_link.room.room_key, rank_link.number or 0
-    if isinstance(message, wire.Chunk | wire.ComponentSent | wire.Staged | wire.Aux) and (
+    if isinstance(message, wire.Chunk | wire.Staged | wire.Aux) and (
         message.rank != rank_link.place[0] or rank_link.number is None
     ):
         raise RemoteProtocolError(f"a message of rank {message.rank} came on the link of rank {rank_link.place[0]}")
     # `ReceiverRoom` checks each message before it becomes an event: the core never sees one that contradicts the room.
     match message:
-        case wire.Chunk(span=span, first=first, count=count, last=last):
-            rank_link.state.land(span=span, first=first, count=count, last=last)
+        case wire.Chunk(span=span, first=first, count=count, last=last, component=component):
+            rank_link.state.land(span=span, first=first, count=count, last=last, component=component)
+            if component != FULL and span == 0:
+                # Part of the promise: the last chunk of the full pages stands for it.
+                return None
             return events.ChunkLanded(
                 at_s=at_s,
                 request_id=request_id,
@@ -211,9 +218,6 @@ def event_of(rank_link: RankLink, message: FrameOfRoom, at_s: float) -> events.A
                 count=count,
                 last=last,
             )
-        case wire.ComponentSent(component=component):
-            rank_link.state.land_component(component)
-            return None
         case wire.Staged():
             return None
         case wire.Aux():

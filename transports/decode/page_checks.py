@@ -16,7 +16,7 @@ import msgspec
 
 from tidekv.states.errors import RemoteProtocolError
 from tidekv.states.handover.context_parts import EVERY_PAGE, ContextPart
-from tidekv.states.types import PageIds, page_ids
+from tidekv.states.types import FULL, PageIds, page_ids
 from tidekv.transports import wire
 
 if TYPE_CHECKING:
@@ -37,33 +37,27 @@ class Destinations(msgspec.Struct):
 
     page_count: int
     """Pages of the prompt."""
-    spans: dict[int, tuple[int, PageIds]]
-    """First page of the prompt, and pages, of each span."""
-    component_pages: dict[str, tuple[int, PageIds]]
-    """First position, and pages, of each component."""
+    spans: dict[tuple[str, int], tuple[int, PageIds]]
+    """First page of the prompt, and pages, of each span, by component and number."""
     part: ContextPart = EVERY_PAGE
 
     @property
     def messages_max(self) -> int:
         """Maximum messages about the room: a chunk and a Staged for each page, one chunk more a span, and others."""
-        requested = (*self.spans.values(), *self.component_pages.values())
-        pages = sum(len(pages) for _, pages in requested)
-        return 2 * pages + 2 * len(self.spans) + len(self.component_pages) + OTHER_MESSAGES_MAX
+        pages = sum(len(pages) for _, pages in self.spans.values())
+        return 2 * pages + 2 * len(self.spans) + OTHER_MESSAGES_MAX
 
     def reported(self, message: wire.AnyMessage) -> dict[int, int] | None:
         """Return the pages, by position, that a message reports as in place. None if there are none, or if they were
         not requested.
         """
         match message:
-            case wire.Chunk(span=span, first=first, count=count):
-                return self._held("full", span, first, first + count)
-            case wire.ComponentSent(component=component) if component in self.component_pages:
-                first, pages = self.component_pages[component]
-                return self._held(component, 0, first, first + len(pages))
+            case wire.Chunk(component=component, span=span, first=first, count=count):
+                return self._held(component, span, first, first + count)
         return None
 
     def written(self, component: str, span: int, first: int, count: int) -> PageIds | None:
-        """Return the first `count` pages from position `first` on that the rank writes, of a span or a component. None
+        """Return the first `count` pages from position `first` on that the rank writes, of a span of a component. None
         if not all were requested.
         """
         pages = self._held(component, span, first, None)
@@ -71,7 +65,7 @@ class Destinations(msgspec.Struct):
 
     def _held(self, component: str, span: int, first: int, end: int | None) -> dict[int, int] | None:
         """The pages at positions [first, end), by default to the end; None if not all were requested."""
-        requested = self.spans.get(span) if component == "full" else self.component_pages.get(component)
+        requested = self.spans.get((component, span))
         if requested is None:
             return None
         begin, pages = requested
@@ -86,14 +80,14 @@ class DamagedPage(msgspec.Struct, frozen=True):
     """The first page of a report whose bytes are not those that prefill sent."""
 
     component: str
-    """The component of the page; "" is the full KV."""
+    """The component of the page."""
     position: int
     """Its number in the prompt."""
     page: int
     """Its page id in the pool."""
 
     def __str__(self) -> str:
-        of = f" of component {self.component!r}" if self.component else ""
+        of = "" if self.component == FULL else f" of component {self.component!r}"
         return f"page {self.position} of the prompt{of}, in device page {self.page}, is not what prefill sent"
 
 
@@ -106,8 +100,10 @@ class PageChecks:
 
     def begin(self, destinations: Destinations, message: wire.AnyMessage) -> asyncio.Future[bytes] | None:
         """Begin to hash the pages that a message reports; None if it reports none, or pages that were not requested."""
-        pages, name = destinations.reported(message), _component_of(message) or "full"
-        return self._begins[name](page_ids(pages.values())) if pages and name in self._begins else None
+        pages = destinations.reported(message)
+        if not pages or not isinstance(message, wire.Chunk) or message.component not in self._begins:
+            return None
+        return self._begins[message.component](page_ids(pages.values()))
 
 
 class InOrder:
@@ -167,7 +163,7 @@ def damaged_page(destinations: Destinations, message: wire.AnyMessage, hashed: b
     pages = destinations.reported(message)
     if pages is None:
         return None
-    assert isinstance(message, wire.Chunk | wire.ComponentSent)
+    assert isinstance(message, wire.Chunk)
     size = wire.CHECKSUM_BYTES
     if len(message.checksums) != size * len(pages):
         raise RemoteProtocolError(f"{len(message.checksums)} bytes of checksums came for {len(pages)} pages")
@@ -175,8 +171,4 @@ def damaged_page(destinations: Destinations, message: wire.AnyMessage, hashed: b
         return None
     at = next(at for at in range(len(pages)) if message.checksums[at * size :][:size] != hashed[at * size :][:size])
     position, page = list(pages.items())[at]
-    return DamagedPage(_component_of(message), position, page)
-
-
-def _component_of(message: wire.AnyMessage) -> str:
-    return message.component if isinstance(message, wire.ComponentSent) else ""
+    return DamagedPage(message.component, position, page)

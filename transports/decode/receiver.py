@@ -42,7 +42,7 @@ from tidekv.states.errors import (
     TidekvError,
 )
 from tidekv.states.handover.head_slices import check_stages, partition_of
-from tidekv.states.types import Identity, PageIds, PoolMemory
+from tidekv.states.types import FULL, Identity, PageIds, PoolMemory
 from tidekv.transports import base, components, wire
 from tidekv.transports.aux_values import decode_aux
 from tidekv.transports.control import handshake
@@ -242,15 +242,19 @@ class Receiver:
                 )
         return ""
 
-    def extend(self, request_id: str, generation: int, span: int, first: int, pages: PageIds) -> None:
-        """Request further pages. Does nothing if the room has ended, since its end was delivered."""
+    def extend(
+        self, request_id: str, generation: int, span: int, first: int, pages: PageIds, component: str = FULL
+    ) -> None:
+        """Request further pages of a component. Does nothing if the room has ended, since its end was delivered."""
         room = self._rooms.get((request_id, generation))
         for rank_link in [] if room is None else room.rank_links:
             if rank_link.has_ended or (rank_link.number is None and rank_link.room.is_promised):
                 continue
-            rank_link.state.extend(span, first, len(pages))
-            rank_link.destinations.spans[span] = (first, pages)
-            message = wire.Extend(room=rank_link.room.key, span=span, first=first, pages=wire.pack_pages(pages))
+            rank_link.state.extend(span, first, len(pages), component)
+            rank_link.destinations.spans[component, span] = (first, pages)
+            message = wire.Extend(
+                room=rank_link.room.key, span=span, first=first, pages=wire.pack_pages(pages), component=component
+            )
             if rank_link.room.is_promised and rank_link.link.is_open:
                 rank_link.link.send(message)
             else:
@@ -422,7 +426,6 @@ class Receiver:
                 return
             case (
                 wire.Chunk()
-                | wire.ComponentSent()
                 | wire.StagingRequest()
                 | wire.StagingReturned()
                 | wire.Staged()
@@ -636,7 +639,8 @@ class Receiver:
         if isinstance(message, wire.Failed | wire.Refused):
             rank_link.has_ended |= isinstance(message, wire.Failed)
             _log_of(rank_link).warning("prefill ended a room", cause=message.cause)
-        if isinstance(message, wire.ComponentSent | wire.Staged):
+        is_recorded = isinstance(message, wire.Chunk) and message.component != FULL and message.span == 0
+        if is_recorded or isinstance(message, wire.Staged):
             return
         if event is None:
             self.counts["frames_late"] += 1

@@ -38,7 +38,8 @@ class RoomOutcome(StrEnum):
 class Room:
     """The hand-over of one prompt to one decode worker, or to all ranks of one.
 
-    Send all pages of the prompt, in order, then the requested pages of each component (`component_pages`), then finish.
+    Send all pages of the prompt, in order, then the pages of each component that its end needs (`component_pages`),
+    then finish. Pages that decode has are remembered and not written, unless a tier of decode does not deliver them.
     The caller owns the pages, and must not change or free them until `received` returns.
 
     A room takes pages of its own prompt only. If the promise brought the tokens (`tokens`), compute these. Otherwise
@@ -126,11 +127,8 @@ class Room:
 
     @property
     def component_pages(self) -> dict[str, ComponentRequest]:
-        """The pages that decode requests of each component, by name; empty without components.
-
-        A component with zero requested pages need not be sent.
-        """
-        return self._state.component_pages.requested
+        """The pages to send of each component, by name; empty without components: all that the prompt's end needs."""
+        return self._state.component_pages
 
     @property
     def kept_component_pages(self) -> dict[str, dict[int, int]]:
@@ -188,12 +186,12 @@ class Room:
         await self._hand_over()
 
     async def send_component_pages(self, component: str, pages: Iterable[int] | PageIds) -> None:
-        """Hand over the requested pages of a component, after the whole prompt is computed and before `finish`.
+        """Hand over the pages of a component, after the whole prompt is computed and before `finish`.
 
         `pages` are ids of our pool of this component, one for each position that `component_pages` names and this rank
-        holds (`held`); for a recurrent state the one record after the last token. Returns when they were posted. Does
-        nothing if decode requests none of them or the room has ended. Raises InvalidRequest for an unknown component or
-        other pages than requested, and then nothing is sent.
+        holds (`held`); for a recurrent state the one record after the last token. Pages that decode has are remembered
+        and not written. Returns when the others were posted. Does nothing if the room has ended. Raises InvalidRequest
+        for an unknown component or other pages than needed, and then nothing is sent.
         """
         self._check_confirmed()
         ids = page_ids(pages)
@@ -203,8 +201,8 @@ class Room:
             return
         for room_writer in self.room_writers:
             room_writer.state.send_component_pages(component, ids)
-        first = self.component_pages[component].first
-        self._kept.setdefault(component, {}).update(enumerate(ids[: self.component_pages[component].page_count], first))
+        held = self.held(range(self.component_pages[component].first, self._state.page_count))
+        self._kept.setdefault(component, {}).update(zip(held, ids, strict=True))
         await self._hand_over()
 
     def keep_component_pages(self, component: str, first: int, pages: Iterable[int] | PageIds) -> None:

@@ -19,8 +19,8 @@ import msgspec
 from tidekv.states.component_specs import Component, ComponentPages
 from tidekv.states.errors import LinkClosed, PrefillCause, RemoteProtocolError, TidekvError
 from tidekv.states.handover.context_parts import EVERY_PAGE, ContextPart
-from tidekv.states.handover.sender import ComponentPart, SenderRoom, WriteJob
-from tidekv.states.types import PageIds, PoolMemory, page_ids
+from tidekv.states.handover.sender import SenderRoom, WriteJob
+from tidekv.states.types import FULL, PageIds, PoolMemory, page_ids
 from tidekv.states.validation import ByteCount, Options, PositiveCount, Seconds
 from tidekv.transports import base, components, wire
 from tidekv.transports.blocking import settled
@@ -246,6 +246,9 @@ class RoomWriter(Generic[RoomT]):
             page_size=send_context.page_size,
             pages=self._destination(promise),
             component_pages=self._component_pages(promise),
+            needed_from={
+                name: self._needed_from(name, promise.prompt_tokens) for name in send_context.component_memory
+            },
             part=send_context.part,
         )
 
@@ -258,7 +261,7 @@ class RoomWriter(Generic[RoomT]):
             job = self.state.next_job(pages_max=pages_max)
             if job is None:
                 break
-            if self.peer.target is None or _pool_of(job) not in self.peer.target.handles or not job.our_pages:
+            if self.peer.target is None or job.component not in self.peer.target.handles or not job.our_pages:
                 # Nothing of this pool goes to this rank, or another context holds the pages: the job counts as landed,
                 # so the room ends as at the others.
                 self.state.settle(job, landed=True)
@@ -267,25 +270,12 @@ class RoomWriter(Generic[RoomT]):
             task = self._send_context.tasks.spawn(write, name=f"write of {self.room.request_id}")
             # In the callback, not in the task: a task cancelled before its first step runs nothing of its body.
             task.add_done_callback(partial(self._write_ended, job))
-        refusals, component_pages, chunks = (
-            self.state.take_refusals(),
-            self.state.take_component_pages(),
-            self.state.take_chunks(),
-        )
+        refusals, chunks = self.state.take_refusals(), self.state.take_chunks()
         # Taken above even if nothing is sent, so that the queues of `SenderRoom` do not grow.
         if self.peer.target is None:
             return
         for refusal in refusals:
             self.send(wire.Refused(room=self.key, span=refusal.span, cause=wire.brief(refusal.cause)))
-        for ready in component_pages:
-            self.send(
-                wire.ComponentSent(
-                    room=self.key,
-                    rank=self._send_context.rank,
-                    component=ready.component,
-                    checksums=ready.checksums,
-                )
-            )
         for chunk in chunks:
             self.send(
                 wire.Chunk(
@@ -296,6 +286,7 @@ class RoomWriter(Generic[RoomT]):
                     count=chunk.count,
                     last=chunk.last,
                     checksums=chunk.checksums,
+                    component=chunk.component,
                 )
             )
 
@@ -313,8 +304,8 @@ class RoomWriter(Generic[RoomT]):
         self.renew(self._send_context.clock())
         if self.state.stopped is None:
             pages = wire.unpack_pages(message.pages)
-            self._check(pages)
-            self.state.extend(message.span, message.first, pages)
+            self._check(pages, message.component)
+            self.state.extend(message.span, message.first, pages, message.component)
             self.room.advance()
 
     def grant(self, message: wire.StagingGranted) -> None:
@@ -387,9 +378,8 @@ class RoomWriter(Generic[RoomT]):
         for request in promise.component_pages or ():
             count = max(page_count - request.first, 0)
             pages = page_ids(range(count)) if request.pages is None else wire.unpack_pages(request.pages)
-            memory = self.peer.hello.components[request.component]
             if request.pages is not None:
-                base.check_pages(pages, memory, owner=f"decode's {request.component!r}")
+                self._check(pages, request.component)
             # The position decides how many pages are written: more than the prompt's end needs is an error of decode.
             if pages and request.first < self._needed_from(request.component, promise.prompt_tokens):
                 raise RemoteProtocolError(
@@ -410,13 +400,18 @@ class RoomWriter(Generic[RoomT]):
         )
         return component.needed_from(prompt_tokens, self._send_context.page_size)
 
-    def _check(self, pages: PageIds) -> None:
-        if self.peer.target is not None:
-            base.check_pages(pages, self.peer.hello.memory, owner="decode's")
+    def _check(self, pages: PageIds, component: str = FULL) -> None:
+        """Raise RemoteProtocolError unless the pages are in decode's pool of the component."""
+        if self.peer.target is None:
+            return
+        memory = self.peer.hello.memory if component == FULL else self.peer.hello.components.get(component)
+        if memory is None:
+            raise RemoteProtocolError(f"decode requests pages of component {component!r}, which it does not have")
+        base.check_pages(pages, memory, owner="decode's" if component == FULL else f"decode's {component!r}")
 
-    async def _write(self, target: Target, job: WriteJob | ComponentPart) -> tuple[str, bytes]:
+    async def _write(self, target: Target, job: WriteJob) -> tuple[str, bytes]:
         """Do one write. Returns the failure as text, empty if it landed, and the checksums of the pages."""
-        component = _pool_of(job)
+        component = job.component
         # Before the write begins: the checksums are those of the pages as the caller handed them over.
         hashed = target.hashing[component](job.our_pages) if target.hashing else None
         begun_at_s = self._send_context.clock()
@@ -436,7 +431,7 @@ class RoomWriter(Generic[RoomT]):
         self._send_context.pages_sent += len(job.our_pages)
         return "", b"" if hashed is None else await hashed
 
-    async def _write_staged(self, staged: StagedTarget | None, job: WriteJob | ComponentPart) -> int | None:
+    async def _write_staged(self, staged: StagedTarget | None, job: WriteJob) -> int | None:
         """Do one write through the staging ring. Returns the bytes written; None: it is to be written without.
 
         The slots are free again once nothing of the write is in flight, however it ends.
@@ -458,13 +453,13 @@ class RoomWriter(Generic[RoomT]):
         self._send_context.pages_staged += count
         return written
 
-    async def _write_scattered(self, staged: StagedTarget, job: WriteJob | ComponentPart) -> int | None:
+    async def _write_scattered(self, staged: StagedTarget, job: WriteJob) -> int | None:
         """Do one write to slots of decode's ring, which decode copies to its pages. As `_write_staged`."""
         count = len(job.our_pages)
         ticket, self._ticket_count = self._ticket_count, self._ticket_count + 1
         rank = self._send_context.rank
         future = self._tickets[ticket] = asyncio.get_running_loop().create_future()
-        self.send(wire.StagingRequest(room=self.key, rank=rank, ticket=ticket, component=_pool_of(job), count=count))
+        self.send(wire.StagingRequest(room=self.key, rank=rank, ticket=ticket, component=job.component, count=count))
         written: int | None = None
         try:
             await asyncio.wait([future], timeout=self._send_context.settings.staging_wait_s)
@@ -479,14 +474,15 @@ class RoomWriter(Generic[RoomT]):
         if written is None:
             self._send_context.staging_full += 1
             return None
-        span = job.span if isinstance(job, WriteJob) else 0
         self.send(
-            wire.Staged(room=self.key, rank=rank, ticket=ticket, component=_pool_of(job), span=span, first=job.first)
+            wire.Staged(
+                room=self.key, rank=rank, ticket=ticket, component=job.component, span=job.span, first=job.first
+            )
         )
         self._send_context.pages_staged += count
         return written
 
-    def _write_ended(self, job: WriteJob | ComponentPart, task: asyncio.Task[tuple[str, bytes]]) -> None:
+    def _write_ended(self, job: WriteJob, task: asyncio.Task[tuple[str, bytes]]) -> None:
         checksums = b""
         if task.cancelled():
             failure = "the write was cancelled"
@@ -498,7 +494,3 @@ class RoomWriter(Generic[RoomT]):
         if failure:
             self.room.fail(PrefillCause.TRANSFER_FAILED.words(failure))
         self.room.advance()
-
-
-def _pool_of(job: WriteJob | ComponentPart) -> str:
-    return job.component if isinstance(job, ComponentPart) else "full"

@@ -49,7 +49,7 @@ async def pair(
         return open_storage(f"file:{folder}?capacity=64MB")
 
     async def serve(room: Room) -> None:
-        asked.append({name: request.page_count for name, request in room.component_pages.items()})
+        asked.append({name: request.requested for name, request in room.component_pages.items()})
         if keep is not None:
             keep(room, SyntheticKV(theirs[1].device))
         await prefill.serve(room)

@@ -161,7 +161,7 @@ async def instance(model: str, over: str, folder: Path) -> AsyncIterator[Instanc
         prefill = SyntheticPrefill(pool, components=theirs)
 
         async def serve(room: Room, prefill: SyntheticPrefill = prefill, number: int = number) -> None:
-            ranks[number].asked.append({name: asked.page_count for name, asked in room.component_pages.items()})
+            ranks[number].asked.append({name: asked.requested for name, asked in room.component_pages.items()})
             ranks[number].has_asked.set()
             await may_serve.wait()
             await prefill.serve(room)

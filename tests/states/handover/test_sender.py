@@ -11,14 +11,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tidekv.states.component_specs import ComponentPages
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
-from tidekv.states.handover.sender import SPANS_MAX, ChunkReady, ComponentPart, SenderRoom, WriteJob
+from tidekv.states.handover.sender import SPANS_MAX, ChunkReady, SenderRoom, WriteJob
 from tidekv.states.types import page_ids
 
 PAGE = 4
 
 
 def room(
-    *, tokens: int, promised: int = 0, component_pages: dict[str, tuple[int, list[int]]] | None = None
+    *,
+    tokens: int,
+    promised: int = 0,
+    component_pages: dict[str, tuple[int, list[int]]] | None = None,
+    needed_from: dict[str, int] | None = None,
 ) -> SenderRoom:
     """A room with decode pages from 100 up; of components, where they begin and their pages."""
     count = -(-tokens // PAGE) - promised // PAGE
@@ -30,6 +34,7 @@ def room(
         component_pages=[
             ComponentPages(name, first, page_ids(pages)) for name, (first, pages) in (component_pages or {}).items()
         ],
+        needed_from=needed_from,
     )
 
 
@@ -230,29 +235,39 @@ def checksums_of(pages: Iterable[int]) -> bytes:
 
 
 class Sending(RuleBasedStateMachine):
-    """Any interleaving of sends, extends, writes that end in any order, and a stop."""
+    """Any interleaving of sends, extends of any component, writes that end in any order, and a stop."""
 
     @initialize(tokens=st.integers(1, 30), data=st.data())
     def open(self, tokens: int, data: st.DataObject) -> None:
         self.tokens = tokens
         self.page_count = -(-tokens // PAGE)
         promised = data.draw(st.integers(0, tokens // PAGE))
-        # A window's pages may begin anywhere; those of the other component are requested or not.
-        begin = data.draw(st.integers(0, self.page_count))
-        asked = data.draw(st.integers(0, 1))
-        self.component_pages = {
-            "window": (begin, list(range(500, 500 + self.page_count - begin))),
-            "state": (self.page_count - asked, [7] * asked),
+        # The first position that prefill hands over of each component: the promise may begin behind it.
+        self.needed = {
+            "full": 0,
+            "window": data.draw(st.integers(0, self.page_count - 1)),
+            "state": self.page_count - 1,
         }
-        self.components_written: dict[tuple[str, int], int] = {}
-        self.components_told: list[str] = []
-        self.sender = room(tokens=tokens, promised=promised * PAGE, component_pages=self.component_pages)
-        # Span → (first, decode's pages); and what was written where, in order.
-        self.spans = {0: (promised, list(range(100, 100 + self.page_count - promised)))}
-        self.flying: list[WriteJob | ComponentPart] = []
-        self.written: dict[int, int] = {}
-        self.told: dict[int, int] = {0: promised}
-        self.lasts: list[int] = []
+        # First position and decode's pages by component and number of the span; what was written where.
+        self.spans = {("full", 0): (promised, list(range(100, 100 + self.page_count - promised)))}
+        self.requested = {}
+        for name, base in (("window", 500), ("state", 600)):
+            first = data.draw(st.integers(self.needed[name], self.page_count))
+            self.requested[name] = (first, list(range(base, base + self.page_count - first)))
+            if first < self.page_count:
+                self.spans[name, 0] = self.requested[name]
+        self.sender = room(
+            tokens=tokens,
+            promised=promised * PAGE,
+            component_pages=self.requested,
+            needed_from={name: first for name, first in self.needed.items() if name != "full"},
+        )
+        self.flying: list[WriteJob] = []
+        self.written: dict[tuple[str, int], int] = {}
+        self.told = {span: first for span, (first, _) in self.spans.items()}
+        self.lasts: list[tuple[str, int]] = []
+        self.handed_over: set[str] = set()
+        self.numbers = 0
         self.stopped = False
 
     @rule(count=st.integers(0, 3), partial=st.integers(0, PAGE - 1))
@@ -269,35 +284,50 @@ class Sending(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["window", "state"]))
     def send_component_pages(self, name: str) -> None:
         if not self.sender.finished:
-            self.sender.send_component_pages(name, page_ids(range(len(self.component_pages[name][1]))))
+            self.sender.send_component_pages(name, page_ids(range(self.needed[name], self.page_count)))
+            self.handed_over.add(name)
 
     @rule()
     def finish(self) -> None:
-        if not self.sender.finished and self.sender.computed_pages == self.page_count:
-            if self.sender.component_pages.unsent:
-                with pytest.raises(
-                    InvalidRequest, match=f"the pages of component '{self.sender.component_pages.unsent[0]}'"
-                ):
-                    self.sender.finish()
-            else:
+        if self.sender.finished or self.sender.computed_pages < self.page_count:
+            return
+        owed = [name for name in ("window", "state") if (name, 0) in self.spans and name not in self.handed_over]
+        if owed:
+            with pytest.raises(InvalidRequest, match=f"the pages of component '{owed[0]}'"):
                 self.sender.finish()
+            return
+        self.sender.finish()
+        if not self.stopped:
+            self.forget_refused()
+
+    def forget_refused(self) -> None:
+        """Prefill never had pages of a component that the promise does not ask for: its further spans are refused."""
+        refused = {refusal.span for refusal in self.sender.take_refusals()}
+        gone = [(name, number) for name, number in self.spans if name not in ("full", *self.handed_over)]
+        assert refused == {number for name, number in gone if self.spans[name, number][1]}
+        for span in [span for span in gone if span[1] in refused]:
+            del self.spans[span], self.told[span]
 
     @precondition(lambda self: not self.stopped)
-    @rule(data=st.data())
-    def extend(self, data: st.DataObject) -> None:
-        first = data.draw(st.integers(0, self.page_count))
+    @rule(data=st.data(), name=st.sampled_from(["full", "full", "window", "state"]))
+    def extend(self, data: st.DataObject, name: str) -> None:
+        first = data.draw(st.integers(self.needed[name], self.page_count))
         count = data.draw(st.integers(0, self.page_count - first))
-        number = len(self.spans)
+        self.numbers = number = self.numbers + 1
         theirs = list(range(1000 * number, 1000 * number + count))
-        self.sender.extend(number, first, page_ids(theirs))
-        self.spans[number] = (first, theirs)
-        self.told[number] = first
+        self.sender.extend(number, first, page_ids(theirs), name)
+        self.spans[name, number] = (first, theirs)
+        self.told[name, number] = first
+        if self.sender.finished:
+            self.forget_refused()
 
     @rule(data=st.data())
     def repeat_extend(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.spans)))
-        first, theirs = self.spans[number]
-        self.sender.extend(number, first, page_ids(theirs))
+        further = sorted(span for span in self.spans if span[1])
+        if further:
+            name, number = data.draw(st.sampled_from(further))
+            first, theirs = self.spans[name, number]
+            self.sender.extend(number, first, page_ids(theirs), name)
 
     @rule(pages_max=st.integers(1, 3))
     def post(self, pages_max: int) -> None:
@@ -307,14 +337,9 @@ class Sending(RuleBasedStateMachine):
         if job is not None:
             assert not self.stopped
             self.flying.append(job)
-            if isinstance(job, ComponentPart):
-                for ours, theirs in zip(job.our_pages, job.their_pages, strict=True):
-                    assert (job.component, theirs) not in self.components_written, "a page is written once"
-                    self.components_written[job.component, theirs] = ours
-                return
             for ours, theirs in zip(job.our_pages, job.their_pages, strict=True):
-                assert theirs not in self.written, "a page is written once"
-                self.written[theirs] = ours
+                assert (job.component, theirs) not in self.written, "a page is written once"
+                self.written[job.component, theirs] = ours
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
@@ -324,40 +349,26 @@ class Sending(RuleBasedStateMachine):
 
     @rule()
     def tell(self) -> None:
-        components_flying = {job.component for job in self.flying if isinstance(job, ComponentPart)}
-        for ready in self.sender.take_component_pages():
-            name = ready.component
-            assert not self.stopped
-            assert ready.checksums == checksums_of(range(len(self.component_pages[name][1])))
-            assert name not in self.components_told, "a tail is told once"
-            assert name not in components_flying
-            self.check_component(name)
-            self.components_told.append(name)
+        flying = {(job.component, page) for job in self.flying for page in job.their_pages}
         for chunk in self.sender.take_chunks():
             assert not self.stopped
-            first, theirs = self.spans[chunk.span]
-            assert chunk.span not in self.lasts, "nothing follows the last"
-            assert chunk.first == self.told[chunk.span], "the cursor only grows, without a gap"
+            name, span = chunk.component, (chunk.component, chunk.span)
+            first, theirs = self.spans[span]
+            assert span not in self.lasts, "nothing follows the last"
+            assert chunk.first == self.told[span], "the cursor only grows, without a gap"
             assert chunk.count or chunk.last
             chunk_pages = theirs[chunk.first - first : chunk.first - first + chunk.count]
-            assert chunk.checksums == checksums_of(self.written[page] for page in chunk_pages)
-            flying = {page for job in self.flying if isinstance(job, WriteJob) for page in job.their_pages}
+            assert chunk.checksums == checksums_of(self.written[name, page] for page in chunk_pages)
             for page in chunk_pages:
-                assert page in self.written
-                assert page not in flying
-            self.told[chunk.span] += chunk.count
+                assert (name, page) in self.written
+                assert (name, page) not in flying
+            self.told[span] += chunk.count
             if chunk.last:
-                assert self.told[chunk.span] == first + len(theirs)
-                assert self.sender.finished
-                if chunk.span == 0:
-                    assert set(self.components_told) == {
-                        name for name, (_, pages) in self.component_pages.items() if pages
-                    }
-                self.lasts.append(chunk.span)
-
-    def check_component(self, name: str) -> None:
-        pages = self.component_pages[name][1]
-        assert [self.components_written.get((name, page)) for page in pages] == list(range(len(pages)))
+                assert self.told[span] == first + len(theirs)
+                assert self.sender.finished or name != "full"
+                if span == ("full", 0):
+                    assert all(other in self.lasts for other in self.spans if other[1] == 0 and other[0] != "full")
+                self.lasts.append(span)
 
     @precondition(lambda self: not self.stopped)
     @rule(really=st.integers(0, 9))
@@ -379,7 +390,7 @@ class Sending(RuleBasedStateMachine):
         start = self.sender.computed_pages
         if start < self.page_count:
             self.sender.remember(page_ids(range(start, self.page_count)), start_token=start * PAGE)
-        for name in self.component_pages:
+        for name in self.requested:
             self.send_component_pages(name)
         self.finish()
         while self.sender.can_write():
@@ -390,10 +401,8 @@ class Sending(RuleBasedStateMachine):
         self.tell()
         assert sorted(self.lasts) == sorted(self.spans)
         assert self.sender.is_complete
-        for name in self.component_pages:
-            self.check_component(name)
-        for first, theirs in self.spans.values():
-            assert [self.written[page] for page in theirs] == list(range(first, first + len(theirs)))
+        for (name, _), (first, theirs) in self.spans.items():
+            assert [self.written[name, page] for page in theirs] == list(range(first, first + len(theirs)))
 
 
 TestSending = Sending.TestCase
