@@ -5,143 +5,43 @@ A configuration that cannot hand KV over is refused here, by name, before anythi
 
 from __future__ import annotations
 
-import ssl
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final  # vLLM's configuration is not typed here: tests and type checks go without vLLM.
+from typing import (  # vLLM's configuration is not typed here: tests and type checks go without vLLM.
+    Any,
+    ClassVar,
+    Final,
+)
 
 import msgspec
 
-from tidekv.backends.storage.options import parse_size
-from tidekv.backends.storage.uri import split_uri
-from tidekv.engine.config.engine_config import EngineConfig
-from tidekv.engine.config.tls import TlsFiles, dial_context, listen_context
+from tidekv.engine.integrations.link_settings import LinkSettings
 from tidekv.engine.integrations.vllm.settings import HINT, check_shareable
-from tidekv.states.errors import InvalidConfig, InvalidRequest, cause_of
-from tidekv.states.validation import (
-    Count,
-    Options,
-    PlainText,
-    PositiveCount,
-    PositiveShare,
-    Seconds,
-    Text,
-    host_and_port,
-)
+from tidekv.states.errors import InvalidConfig, InvalidRequest
+from tidekv.states.validation import Count, PositiveCount, host_and_port
 from tidekv.transports.control.addresses import Dials
 
 WHERE: Final = f"{HINT}.handover"
 LAST_PORT: Final = 65_535
 
 
-class HandoverSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of "handover"."""
+class HandoverSettings(LinkSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of "handover". `listen` is needed if `kv_role` is kv_producer or kv_both, `dials` if it is kv_consumer.
 
-    listen: PlainText = ""
-    """host:port at which a prefill worker listens for decode workers; needed if `kv_role` is kv_producer or kv_both.
-    Each worker has a port of its own: rank r of T tensor-parallel ranks in data-parallel engine d listens at
-    port + d * T + r. With port 0 the system chooses one, which only prefill's answers name: a router that starts both
-    ends at once needs a fixed port.
+    After `restore_timeout_s` vLLM computes a prompt itself. Above `unclaimed_share`, and while a request waits for
+    blocks, the oldest prompts that no decode worker asks for are released.
     """
-    dials: tuple[PlainText, ...] = ()
-    """Addresses of the prefill workers that a decode worker may dial; it dials no others, whatever a request names. An
-    entry is host:port; the host may be a network such as 10.0.0.0/24 or contain *, the port may be a range such as
-    7000-7007 or *. Bulk data stays on loopback unless one of them is on another machine. Needed if `kv_role` is
-    kv_consumer.
-    """
-    announces: tuple[PlainText, ...] = ()
-    """Addresses under which decode workers dial this prefill worker, if connections to it are forwarded."""
-    secret_file: PlainText | None = None
-    """File with the secret of the control links, the same at both ends. Needed beyond loopback."""
-    tls_certificate: PlainText = ""
-    """PEM file with this worker's certificate, and its key unless `tls_key` has it. A prefill worker listens under TLS
-    if it is given; a decode worker presents it.
-    """
-    tls_key: PlainText = ""
-    """PEM file with the certificate's key, without a password."""
-    tls_authority: PlainText = ""
-    """PEM file with the certificates that must sign a peer's certificate. A decode worker dials under TLS if it is
-    given; a prefill worker then refuses peers without a certificate. Bulk data is not under TLS.
-    """
+
+    where: ClassVar[str] = WHERE
     ranks: PositiveCount | None = None
     """Number of ranks in which the KV heads are handed over, the same at both ends: a multiple of
     `--tensor-parallel-size`. None: as many. With other tensor-parallel sizes at both ends, set it to the larger one at
     the end with the smaller one.
     """
-    model: Text | None = None
-    """Fingerprint of the model, the same at both ends. None: vLLM's name of the model."""
-    host: int | str = "1GB"
-    """Bytes of host memory (L2) of each decode worker."""
-    uri: PlainText | None = None
-    """Storage (L3) of decode workers, such as "file:/var/lib/tidekv?capacity=200GB". None: no storage."""
-    options: dict[str, object] | str | None = None
-    """Further options of the storage engine."""
-    engine: EngineConfig = EngineConfig()
-    """Further options of the decode engine, such as {"journal": {"path": "/var/log/tidekv"}}; `model` is set here."""
     recompute_threshold: Count = 64
     """Tokens of a prompt that decode computes rather than receives: if vLLM's own blocks lack at most so many,
     prefill's room is declined at once. 0: decode asks prefill for each token but those that it has.
     """
-    restore_timeout_s: Seconds = 60.0
-    """Maximum seconds in which decode gets a prompt, prefill's computation included; then vLLM computes it."""
-    promise_timeout_s: Seconds = 60.0
-    """Seconds for which prefill holds the blocks of a computed prompt that no decode worker asks for."""
-    unclaimed_share: PositiveShare = 0.5
-    """Maximum share of vLLM's blocks that prefill holds for computed prompts that no decode worker asks for. Above it,
-    and while a request waits for blocks, the oldest are released; decode then computes them.
-    """
-    lease_s: Seconds = 10.0
-    """Seconds for which prefill holds the blocks of a prompt whose decode worker gives no sign of life."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.listen:
-            host_and_port(self.listen, "listen", InvalidConfig, any_port=True)
-        Dials.parse(self.dials)
-        if self.tls_key and not self.tls_certificate:
-            raise InvalidConfig("tls_key is given without tls_certificate")
-        if (parse_size(self.host) or 0) <= 0:
-            raise InvalidConfig(f"host must be a size such as 4GB or 512MiB, not {self.host!r}")
-        if self.uri is not None and split_uri(self.uri).scheme == "memory":
-            raise InvalidConfig("uri: memory: is local to one process and ends with it; use host for memory")
-        if self.engine.bigram_keys:
-            raise InvalidConfig("engine.bigram_keys: draft models are not handed over; leave it false")
-
-    @property
-    def host_bytes(self) -> int:
-        """`host` in bytes."""
-        return parse_size(self.host) or 0
-
-    def listen_tls(self) -> ssl.SSLContext | None:
-        """Return the TLS context of a prefill worker. Raises InvalidConfig for files that cannot be used."""
-        return _of_files(listen_context, self)
-
-    def dial_tls(self) -> ssl.SSLContext | None:
-        """Return the TLS context of a decode worker. Raises InvalidConfig for files that cannot be used."""
-        return _of_files(dial_context, self)
-
-    def secret(self) -> str:
-        """Read the secret. Raises InvalidConfig, which names the file, if it cannot be read or is empty."""
-        if self.secret_file is None:
-            return ""
-        try:
-            with open(self.secret_file, encoding="utf-8") as file:
-                secret = file.read().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidConfig(f"{WHERE}.secret_file: {self.secret_file} cannot be read: {cause_of(error)}") from error
-        if not secret:
-            raise InvalidConfig(f"{WHERE}.secret_file: {self.secret_file} is empty")
-        return secret
-
-
-def _of_files(
-    context_of: Callable[[TlsFiles], ssl.SSLContext | None], settings: HandoverSettings
-) -> ssl.SSLContext | None:
-    try:
-        return context_of(settings)
-    except InvalidConfig as error:
-        raise InvalidConfig(f"{WHERE}.{error}") from error
 
 
 @dataclass(frozen=True, slots=True)
