@@ -51,9 +51,11 @@ _CONDITIONS: Final = {
         "AND CASE s.state WHEN 0 THEN s.owner=0 AND s.key IS NULL WHEN 1 THEN s.owner>0 AND s.key IS NULL "
         "WHEN 2 THEN s.owner=0 AND typeof(s.key)='blob' AND length(s.key)=:key_bytes END",
     ),
+    # In bytes: a length in characters and a comparison end at the first NUL.
     "writers": (
         "writers",
-        "id BETWEEN 1 AND :writer_max AND typeof(name)='text' AND length(name)=32 AND name NOT GLOB '*[^0-9a-f]*'",
+        "id BETWEEN 1 AND :writer_max AND typeof(name)='text' AND length(CAST(name AS BLOB))=32 "
+        "AND name NOT GLOB '*[^0-9a-f]*'",
     ),
     # The next numbers of segments and writers: a segment of the highest number could not be added.
     "sqlite_sequence": (

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tidekv.backends.storage.base import PAGE_BYTES_MAX, Holding
 from tidekv.backends.storage.file.ownership import check_file, check_root, open_file, read_start
@@ -47,10 +47,36 @@ CREATE TABLE writers(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UN
 """
 
 
+class _Connection(sqlite3.Connection):
+    """A connection whose every failure is a sqlite3.Error.
+
+    SQLite's messages quote the file, for example names of tables. If these bytes are no text, the module raises a
+    UnicodeDecodeError in the error's place.
+    """
+
+    def execute(self, *args: Any) -> sqlite3.Cursor:  # As those of the method.
+        with _no_text_is_damage():
+            return super().execute(*args)
+
+    def executescript(self, *args: Any) -> sqlite3.Cursor:
+        with _no_text_is_damage():
+            return super().executescript(*args)
+
+
+@contextlib.contextmanager
+def _no_text_is_damage() -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise sqlite3.DatabaseError("an error about it quotes bytes that are no text") from error
+
+
 def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
     """Open an index for one thread. A commit does not wait for the disk: pages are verified when they are read."""
     # Transactions are explicit, hence no isolation level of the module's own.
-    db = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(
+        path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False, factory=_Connection
+    )
     try:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
@@ -163,7 +189,7 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
     """Open an index to read it only."""
     check_file(path)
     with contextlib.closing(
-        sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None, factory=_Connection)
     ) as db:
         yield db
 

@@ -30,12 +30,13 @@ class WriterLock:
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def is_alive(self, name: str) -> bool:
-        """True while the writer of that name holds its lock."""
-        return name == self.name or is_locked(self._path(name))
+        """True while the writer of that name holds its lock. A text that is no name, from a changed index, is dead."""
+        return name == self.name or (_is_name(name) and is_locked(self._path(name)))
 
     def forget(self, name: str) -> None:
-        """Remove the file of a dead writer."""
-        self._path(name).unlink(missing_ok=True)
+        """Remove the file of a dead writer, if the name is one: another text could be a path to a user's file."""
+        if _is_name(name):
+            self._path(name).unlink(missing_ok=True)
 
     def forget_strangers(self, known: Collection[str]) -> None:
         """Remove lock files of dead writers that are not in the index. No other process may create a lock meanwhile: a
@@ -63,6 +64,10 @@ class WriterLock:
 
     def _path(self, name: str) -> Path:
         return self._directory / (name + _SUFFIX)
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and WRITER_NAME.fullmatch(name) is not None
 
 
 def is_locked(path: Path) -> bool:

@@ -29,6 +29,12 @@ SEED = int(os.environ.get("TIDEKV_FUZZ_SEED", "0")) or int.from_bytes(os.urandom
 POISON = {
     "a writer's name is a path": "INSERT INTO writers(name) VALUES('../../victim')",
     "a writer has no name": "INSERT INTO writers(name) VALUES(x'00')",
+    "a writer's name goes on behind a NUL": f"INSERT INTO writers(name) VALUES(CAST(x'{'61' * 32}002f2e2e' AS TEXT))",
+    "a writer's name is no text": "INSERT INTO writers(name) VALUES(CAST(zeroblob(1) || x'a3a3' AS TEXT))",
+    "a table's statement is no text": "PRAGMA writable_schema=1; UPDATE sqlite_schema "
+    "SET sql=CAST(CAST(sql AS BLOB) || x'2d2da3' AS TEXT) WHERE name='clock'",
+    "a table's name is no text, nor its statement SQL": "PRAGMA writable_schema=1; UPDATE sqlite_schema "
+    "SET name=CAST(x'a3' AS TEXT), sql='CREATE TABLE x(' WHERE name='clock'",
     "segments of billions of slots": "UPDATE segments SET slots=1 << 31",
     "namespaces of billions of slots": "UPDATE namespaces SET slots=1 << 31",
     "both": "UPDATE segments SET slots=1 << 31; UPDATE namespaces SET slots=1 << 31",
@@ -100,6 +106,19 @@ async def test_an_index_that_is_poisoned_in_use_is_refused(files: Rig) -> None:
     with pytest.raises(StorageFailed, match=r"is damaged .*table writers.*stop every process"):
         await files.open()
     assert all(await files.get(engine, range(3)))
+
+
+@pytest.mark.parametrize("name", ["'../../victim'", "x'2e2e2f'", "CAST(x'2e2e2f002f' AS TEXT)"])
+async def test_a_writer_that_is_poisoned_in_use_is_no_path(files: Rig, tmp_path: Path, name: str) -> None:
+    """A running engine takes the slots of dead writers; what it reads then was not there at the opening's check."""
+    engine = await files.open(capacity=40 * 4096)
+    await files.put(engine, range(3))
+    victim = tmp_path / "victim.lock"
+    victim.write_text("the user's")
+    poison(files.root, f"INSERT INTO writers(name) VALUES({name})")
+    for first in range(0, 120, 20):
+        assert all(await files.put(engine, range(first, first + 20)))
+    assert victim.read_text() == "the user's"
 
 
 async def test_all_that_engines_write_passes_the_check(files: Rig) -> None:
