@@ -425,13 +425,17 @@ class StorageAdmission:
         self.pages_in_flight += len(fetch.host_pages)
 
     def measure(self, leaf: Node, stored: int) -> None:
-        """Read some of the first `stored` pages of a path, which storage has now, if its speed is unknown.
+        """Read some of the first `stored` pages of a path, which storage has now, if its speed is unknown, or only
+        measured once and not faster than prefill.
 
-        Without this, the first hits would have to be fetched in part, or not at all, before the rest could be.
+        Without this, the first hits would have to be fetched in part, or not at all, before the rest could be. A first
+        read may include a stall, or the opening of files, and hits that are not fetched do not correct it.
         """
         state, settings = self._state, self._state.settings
         count = min(stored, MEASURED_PAGES_MAX, settings.host_pages // 2)
-        is_due = settings.prefetch == "soonest" and not (self.pages_in_flight or self.source_load.page_s)
+        page_s = self._throughput.page_s
+        is_known = page_s and not (self._throughput.is_single and page_s >= self._link_load().page_s)
+        is_due = settings.prefetch == "soonest" and not (self.pages_in_flight or is_known)
         if is_due and self.is_usable and count * settings.page_size >= max(settings.prefetch_threshold_tokens, 1):
             state.run_guarded(partial(self._measure, leaf, count), recover=lambda: None)
 

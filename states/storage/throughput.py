@@ -64,6 +64,11 @@ class ThroughputEstimator:
         """Seconds per fetch; 0 if unknown."""
         return self._seconds / self._count if self._count else 0.0
 
+    @property
+    def is_single(self) -> bool:
+        """Whether the estimate is that of one fetch, which a stall or the opening of files may have made slow."""
+        return self._count == 1.0
+
     def is_old(self, now_s: float) -> bool:
         """Whether the last measurement is more than ESTIMATE_FRESH_S ago, or there is none."""
         return now_s - self._noted_at_s > ESTIMATE_FRESH_S

@@ -214,6 +214,39 @@ def test_the_first_put_measures_storage_before_any_hit() -> None:
     assert rig.core.state.host.owned == 0
 
 
+def measure_by_put(rig: Rig, request_id: str, tokens: bytes, taken_s: float) -> None:
+    """Finish a request that prefill sends in 0.4 s; its put makes storage read, which takes `taken_s`."""
+    send(rig, request_id, tokens, 0.4)
+    rig.finish(request_id, tokens)
+    rig.copied(rig.take(commands.CopyToHost))
+    rig.stored(rig.take(commands.StorePages))
+    read = rig.take(commands.FetchPages)
+    rig.now_s += taken_s
+    rig.fetched(read)
+
+
+def test_a_first_measurement_that_is_slow_is_repeated_once_by_the_next_put() -> None:
+    """It may have met a stall, and hits that are not fetched would not correct it."""
+    rig = Rig(prefetch="soonest", prefetch_threshold_tokens=2, prefetch_base_s=100.0, device_pages=64, host_pages=64)
+    rig.attach_storage()
+    measure_by_put(rig, "stalled", b"uvwx", 4.0)
+    measure_by_put(rig, "again", b"klmn", 0.04)
+    assert rig.core.storage.source_load.page_s == pytest.approx(0.01)
+    assert ask(rig, "a", b"abcdefghijklmnop", 16).promised_tokens == 16
+
+
+def test_a_storage_that_is_slow_twice_is_not_read_again() -> None:
+    rig = Rig(prefetch="soonest", prefetch_threshold_tokens=2, prefetch_base_s=100.0, device_pages=64, host_pages=64)
+    rig.attach_storage()
+    measure_by_put(rig, "a", b"uvwx", 4.0)
+    measure_by_put(rig, "b", b"klmn", 4.0)
+    send(rig, "c", b"opqr", 0.4)
+    rig.finish("c", b"opqr")
+    rig.copied(rig.take(commands.CopyToHost))
+    rig.stored(rig.take(commands.StorePages))
+    assert rig.take_all(commands.FetchPages) == []
+
+
 def test_a_measurement_that_does_not_end_says_how_slow_storage_is_at_least() -> None:
     rig = Rig(prefetch="soonest", prefetch_threshold_tokens=2, prefetch_base_s=2.0, device_pages=64, host_pages=64)
     rig.attach_storage()
