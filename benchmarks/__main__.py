@@ -103,7 +103,7 @@ def first_rounds(
 ) -> None:
     """Ask for the same prompts in four rounds with the default policy, with storage always, and without it.
 
-    On throttled real processes. Takes a minute.
+    On throttled real processes. Takes four minutes.
     """
     command = [sys.executable, "-m", "benchmarks.first_rounds", "--json", str(json or os.devnull)]
     os.execv(sys.executable, command)
