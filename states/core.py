@@ -144,7 +144,7 @@ class Core:
         }
         self._takers: dict[type[Event], Callable[..., None]] = {
             events.RequestArrived: self._arrived,
-            **dict.fromkeys((events.AbortRequested, events.GrowthTaken), self._to_request),
+            **dict.fromkeys((events.AbortRequested, events.RequestChanged, events.GrowthTaken), self._to_request),
             **dict.fromkeys((events.FinishRequested, events.RetractRequested), self._to_request),
             events.RetractedDropped: self._retracted_dropped,
             events.PagesOffered: self._pages_offered,
@@ -237,7 +237,7 @@ class Core:
         self.state.set_deadline(request, event.deadline_at_s)
         self.actions.enqueue(request)
 
-    def _to_request(self, event: events.AbortRequested) -> None:
+    def _to_request(self, event: events.AbortRequested | events.RequestChanged) -> None:
         request = self.state.requests.get(event.request_id)
         if request is None:
             self.state.count("calls_late")

@@ -83,6 +83,17 @@ class AbortRequested(Event, frozen=True, kw_only=True):
     cause: str = "aborted"
 
 
+class RequestChanged(Event, frozen=True, kw_only=True):
+    """The caller gave a request that is not READY another priority, or another deadline. None leaves a value as it is.
+
+    The place in the queue follows at once. Steps under way continue with the time that they were given.
+    """
+
+    request_id: str
+    priority: int | None = None
+    deadline_at_s: float | None = None
+
+
 class GrowthTaken(Event, frozen=True, kw_only=True):
     """The caller took `page_count` pages of a request's reserve for new tokens and needs `wanted` more at once."""
 
@@ -132,10 +143,14 @@ class PagesOffered(Event, frozen=True, kw_only=True):
 
 
 class FlushRequested(Event, frozen=True, kw_only=True):
-    """The caller flushed these tiers ("l1", "l2"): unlocked pages are dropped. ReportFlushed returns `call`."""
+    """The caller flushed these tiers ("l1", "l2"): unlocked pages are dropped. ReportFlushed returns `call`.
+
+    With `namespace`, only the pages of that one; with "l3" among the tiers, they count as not stored from now on.
+    """
 
     call: int
     tiers: tuple[str, ...]
+    namespace: str | None = None
 
 
 class StorageChanged(Event, frozen=True, kw_only=True):
@@ -389,6 +404,7 @@ Outcome: TypeAlias = (
 AnyEvent = (
     RequestArrived
     | AbortRequested
+    | RequestChanged
     | GrowthTaken
     | FinishRequested
     | RetractRequested

@@ -42,7 +42,8 @@ see. `s3:` and `mooncake:` know the use of their own process only, and `s3:` not
 has removed a page when it reads it; after a restart `s3:` orders pages by their time of writing.
 
 `flush(("l3",))` waits for puts in flight, removes all pages, and stores those that are still on the device or the
-host again at their next use.
+host again at their next use. `flush(("l1", "l2", "l3"), namespace="tenant")` deletes from storage the pages of that
+namespace whose prompts are still on the device or the host: keys of storage do not tell whose a page is.
 
 **Wait for the answer.** A request asks storage at its arrival, and takes no device pages while it waits for the
 answer. The wait is the mean of the measured answer times and four times their deviation, at least
@@ -78,7 +79,9 @@ Plans rely on the last measurement, however old: a fetch that turns out slower i
 pages, so that being wrong costs little. A storage that is not used because it was slow is measured again once its
 measurement is old, by one plan at a time, with a fetch of `prefetch_threshold_tokens`. From the second time on that a
 prompt is asked for, `soonest` is meant to be within a fifth of the better of always waiting for storage and never
-using it. `python3 dev.py bench first-rounds` measures that on real processes in a minute; it leaves out differences
+using it. The first put makes storage read once to measure it, and the next put once more if that was not faster than
+prefill: the first read may have met a stall. `python3 dev.py bench first-rounds` measures this on real processes in
+four minutes, and prints what the plans chose; it leaves out differences
 below 2 ms, the noise of a machine. `wait_complete` uses all of storage from the first hit on, at the price of waiting
 for it when it is slow.
 

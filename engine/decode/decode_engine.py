@@ -19,11 +19,13 @@ from tidekv.engine.decode.lent_calls import LentCalls
 from tidekv.engine.decode.look_up import look_up
 from tidekv.engine.decode.runtime import Runtime
 from tidekv.engine.decode.storage_swap import CLEAR_S, check_storage
+from tidekv.engine.decode.stored_namespace import delete_stored
 from tidekv.engine.decode.values import (
     DecodeRequest,
     EngineStatistics,
     OfferedPages,
     PoolBalance,
+    Priority,
     PromptLookUp,
     ReadyRequest,
     Recompute,
@@ -225,6 +227,29 @@ class DecodeEngine:
         await self._calls.wait_until(lambda: self._calls.serial_of(request_id) != serial)
         return True
 
+    def change_request(self, request_id: str, *, priority: int | None = None, deadline_s: float | None = None) -> bool:
+        """Give a request that is not READY another priority, or another deadline: `deadline_s` seconds from this call.
+
+        Its place in the queue follows at once, and it keeps its age. Transfers under way keep the time that they were
+        given; the request waits for them at most until the new deadline. False, having changed nothing: it is READY,
+        was aborted, or is not live. With ranks, call it on rank 0: it takes effect after the vote, if all ranks have
+        the request by then. Raises InvalidRequest for a value that `DecodeRequest` does not take, or for none.
+        """
+        self._runtime.check_open()
+        checked(request_id, Text, "request_id")
+        checked(priority, Priority | None, "priority")
+        checked(deadline_s, Seconds | None, "deadline_s")
+        if priority is None and deadline_s is None:
+            raise InvalidRequest(f"request {request_id!r}: give a priority or a deadline_s to change")
+        now_s = self._driver.clock()
+        deadline_at_s = None if deadline_s is None else now_s + deadline_s
+        if not self._calls.change(request_id, deadline_at_s):
+            return False
+        self._driver.take_now(
+            events.RequestChanged(at_s=now_s, request_id=request_id, priority=priority, deadline_at_s=deadline_at_s)
+        )
+        return self._calls.is_restoring(request_id)
+
     # --- After READY ---
 
     def grow(self, ready: ReadyRequest, tokens: int = 1) -> list[int]:
@@ -243,6 +268,16 @@ class DecodeEngine:
         """
         self._check_mode("grow_many", "owned")
         return self._growth.grow_many(batch, tokens)
+
+    def shrink(self, ready: ReadyRequest, tokens: int = 1) -> None:
+        """Take back room for `tokens` tokens, the last that `grow` made: of draft tokens that were rejected.
+
+        `ready.pages` stays as it is; the next `grow` uses the same room before it takes a page. All pages go back with
+        `finish`, `retract` or `abort`. Raises InvalidRequest, having changed nothing, for more than was grown, or if
+        the request was given back.
+        """
+        self._check_mode("shrink", "owned")
+        self._growth.shrink(ready, tokens)
 
     async def wait_grown(self, ready: ReadyRequest, tokens: int = 1) -> list[int]:
         """Like `grow`, but if the reserve is too small, wait for the ranks to agree on more, which the callers of all
@@ -361,7 +396,7 @@ class DecodeEngine:
     # --- The whole ---
 
     async def flush(
-        self, tiers: tuple[str, ...] = ("l1", "l2"), *, timeout_s: float = CLEAR_S
+        self, tiers: tuple[str, ...] = ("l1", "l2"), *, namespace: str | None = None, timeout_s: float = CLEAR_S
     ) -> dict[str, dict[str, int]]:
         """Drop all unused pages of these tiers; returns {"dropped": …, "spared": …}, pages by tier.
 
@@ -369,14 +404,22 @@ class DecodeEngine:
         at their next use. It spares the pages of puts that do not end in time. Raises InvalidRequest for another tier,
         and for "l3" without storage; StorageFailed if clearing takes longer than `timeout_s` seconds: it continues in
         the background.
+
+        With `namespace`, only the pages of that one ("" is the one without a name), in the engine's own. Storage does
+        not know whose a page is: "l3" deletes those of prompts that are still on the device or the host, and of ranks
+        only this one's; StorageFailed if that takes too long, and it ends there. Others are never found again once
+        the namespace is not used any more, and are evicted as unused.
         """
         self._runtime.check_open()
         chosen: tuple[Tier, ...] = checked(tiers, tuple[Tier, ...], "tiers")
         if "l3" in chosen and self._runtime.storage is None:
             raise InvalidRequest("tiers must be l1 or l2, not l3: no storage is attached")
         call = self._arrivals.next_serial()
-        local = tuple(tier for tier in chosen if tier != "l3")
-        event = events.FlushRequested(at_s=self._driver.clock(), call=call, tiers=local)
+        joined = None if namespace is None else self._arrivals.namespace(namespace)
+        local = tuple(tier for tier in chosen if tier != "l3" or joined is not None)
+        # Before the pages leave the index, which has their keys.
+        edges = () if joined is None or "l3" not in chosen else self._core.state.index.edges_of(joined)
+        event = events.FlushRequested(at_s=self._driver.clock(), call=call, tiers=local, namespace=joined)
         done = self._calls.expect_flush(call)
         try:
             self._driver.post(event)
@@ -385,7 +428,11 @@ class DecodeEngine:
             raise
         answer = await done
         if "l3" in chosen and self._runtime.storage is not None:
-            dropped, spared = await self._runtime.storage_in_use.clear(timeout_s=timeout_s)
+            if joined is None:
+                dropped, spared = await self._runtime.storage_in_use.clear(timeout_s=timeout_s)
+            else:
+                dropped = await delete_stored(self._runtime, edges, joined, timeout_s=timeout_s)
+                spared = self._runtime.executor.pages_being_put
             answer["dropped"]["l3"], answer["spared"]["l3"] = dropped, spared
         return answer
 

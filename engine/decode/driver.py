@@ -36,6 +36,7 @@ from tidekv.states.events import (
     PagesOffered,
     PolicyChanged,
     RequestArrived,
+    RequestChanged,
     RetractedDropped,
     RetractRequested,
     StorageChanged,
@@ -52,6 +53,7 @@ CALLS = frozenset(
     (
         RequestArrived,
         AbortRequested,
+        RequestChanged,
         GrowthTaken,
         FinishRequested,
         RetractRequested,

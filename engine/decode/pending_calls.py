@@ -151,6 +151,18 @@ class PendingCalls:
         self._live[request_id].is_aborted = True
         self.end_use(request_id)
 
+    def is_restoring(self, request_id: str) -> bool:
+        """Whether the request waits, and no abort of it was posted."""
+        live = self._live.get(request_id)
+        return live is not None and not live.is_aborted and not live.outcome.done()
+
+    def change(self, request_id: str, deadline_at_s: float | None) -> bool:
+        """Give a request that waits another deadline, if there is one. Returns whether it waits."""
+        is_restoring = self.is_restoring(request_id)
+        if is_restoring and deadline_at_s is not None:
+            self._live[request_id].deadline_at_s = deadline_at_s
+        return is_restoring
+
     def end_use(self, request_id: str) -> None:
         """End the caller's use of the pages of an early READY, of a live request or one that has failed. Does nothing
         if there is none.

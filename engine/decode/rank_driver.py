@@ -185,9 +185,11 @@ class RankDriver:
         """
         if self._phase is RankPhase.CLOSED:
             return
-        if isinstance(event, events.FlushRequested | events.PolicyChanged):
+        if isinstance(event, events.FlushRequested | events.PolicyChanged | events.RequestChanged):
             if self._group.rank != LEADER:
-                raise InvalidRequest(f"flush and change_policy are for all ranks: call them on rank {LEADER} only")
+                raise InvalidRequest(
+                    f"flush, change_policy and change_request are for all ranks: call them on rank {LEADER} only"
+                )
             self.check()
         if isinstance(event, events.RequestArrived):
             event = msgspec.structs.replace(

@@ -23,6 +23,7 @@ from tidekv.states.events import (
     ComponentLeft,
     Event,
     FinishRequested,
+    FlushRequested,
     PagesOffered,
     RequestArrived,
     RetractRequested,
@@ -186,8 +187,21 @@ class OfferRecord(msgspec.Struct, frozen=True, array_like=True, tag="PagesOffere
         return PagesOffered(**msgspec.structs.asdict(self))
 
 
-WITH_KEYS = (RequestArrived, FinishRequested, RetractRequested, PagesOffered)
-"""Events with page keys. The journal has records of its own for them."""
+class FlushRecord(msgspec.Struct, frozen=True, array_like=True, tag="FlushRequested"):
+    """A `FlushRequested`. `namespace` is that of the journal."""
+
+    at_s: float
+    call: int
+    tiers: tuple[str, ...]
+    namespace: str | None
+
+    def event(self) -> FlushRequested:
+        """Return the event."""
+        return FlushRequested(**msgspec.structs.asdict(self))
+
+
+WITH_KEYS = (RequestArrived, FinishRequested, RetractRequested, PagesOffered, FlushRequested)
+"""Events with page keys or a namespace. The journal has records of its own for them."""
 
 
 def event_types() -> tuple[type[Event], ...]:
@@ -196,7 +210,7 @@ def event_types() -> tuple[type[Event], ...]:
 
 
 if TYPE_CHECKING:
-    EventRecord: TypeAlias = Event | ArrivalRecord | FinishRecord | RetractRecord | OfferRecord
+    EventRecord: TypeAlias = Event | ArrivalRecord | FinishRecord | RetractRecord | OfferRecord | FlushRecord
 else:
     EventRecord = Union[  # The members are computed.
         (
@@ -204,6 +218,7 @@ else:
             FinishRecord,
             RetractRecord,
             OfferRecord,
+            FlushRecord,
             *(kind for kind in event_types() if kind not in WITH_KEYS),
         )
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -20,6 +20,7 @@ from tidekv.engine.journal.format import (
     EndLine,
     ErrorRecord,
     FinishRecord,
+    FlushRecord,
     GapLine,
     OfferRecord,
     RetractRecord,
@@ -35,7 +36,7 @@ from tidekv.engine.journal.format import (
 from tidekv.engine.journal.pages import DIGEST_BYTES, PageDigests
 from tidekv.engine.journal.raises import raise_record
 from tidekv.states.errors import IllegalEvent
-from tidekv.states.events import Event, FinishRequested, PagesOffered, RequestArrived, RetractRequested
+from tidekv.states.events import Event, FinishRequested, FlushRequested, PagesOffered, RequestArrived, RetractRequested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -58,11 +59,12 @@ class Turn(NamedTuple):
     line: TurnLine
     """Its events still have their page keys."""
     keyed: list[int]
-    """Which of the events have page keys."""
+    """Which of the events have page keys, or a namespace."""
 
     def keys_bytes(self) -> list[int]:
         """Bytes of the page keys of each of these, before the turn is rendered."""
-        return [len(self.line.took[at].keys) for at in self.keyed]  # type: ignore[union-attr]  # These have keys.
+        # A flush has a namespace only.
+        return [len(getattr(self.line.took[at], "keys", b"")) for at in self.keyed]
 
 
 class Stepped(Protocol):
@@ -231,6 +233,10 @@ class Recorder:
         written = event.keys if self._digests is None else self._digests.of(event.keys)
         return OfferRecord(event.at_s, event.offer, written, event.pages, self._namespace(event.namespace))
 
+    def _flush(self, event: FlushRequested) -> FlushRecord:
+        namespace = event.namespace if event.namespace is None else self._namespace(event.namespace)
+        return FlushRecord(event.at_s, event.call, event.tiers, namespace)
+
     def _namespace(self, namespace: str) -> str:
         return namespace if self._digests is None else self._digests.of_namespace(namespace)
 
@@ -251,9 +257,11 @@ class Recorder:
         self._arrived_max = ARRIVED_MIN + 2 * len(self._arrived)
 
 
-WITH_KEYS: dict[type[Event], Callable[[Recorder, Any], ArrivalRecord | FinishRecord | RetractRecord | OfferRecord]] = {
+Keyed: TypeAlias = "ArrivalRecord | FinishRecord | RetractRecord | OfferRecord | FlushRecord"
+WITH_KEYS: dict[type[Event], Callable[[Recorder, Any], Keyed]] = {
     RequestArrived: Recorder._arrival,
     FinishRequested: Recorder._finish,
     RetractRequested: Recorder._retract,
     PagesOffered: Recorder._offer,
+    FlushRequested: Recorder._flush,
 }

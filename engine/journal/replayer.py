@@ -18,6 +18,7 @@ from tidekv.engine.journal.format import (
     ErrorRecord,
     EventRecord,
     FinishRecord,
+    FlushRecord,
     OfferRecord,
     RaiseRecord,
     RetractRecord,
@@ -256,7 +257,7 @@ class Replayer:
             event: RequestArrived = record.event()
             self._arrived[event.request_id] = event.keys
             return event
-        if isinstance(record, OfferRecord):
+        if isinstance(record, OfferRecord | FlushRecord):
             return record.event()
         assert isinstance(record, FinishRecord | RetractRecord)
         known = self._arrived.pop(record.request_id, b"")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn, Self, TypeVar, overload
 from tidekv.backends.keys.chain import TOKEN_BYTES, pack_tokens
 from tidekv.engine.decode.component_pages import component_pages_left
 from tidekv.engine.decode.decode_engine import DecodeEngine
-from tidekv.engine.decode.growth import grow_from_reserve, kept_tokens, pack_output
+from tidekv.engine.decode.growth import grow_from_reserve, kept_tokens, pack_output, shrink
 from tidekv.engine.decode.lent_pages import checked_pages
 from tidekv.engine.decode.values import DecodeRequest, RetractedRequest
 from tidekv.engine.log import engine_log
@@ -310,6 +310,12 @@ class EngineThread:
             self._loop.post(lambda: self._loop.spawn(self._abort(live), "abort"))
         return live is not None
 
+    def change_request(self, request_id: str, *, priority: int | None = None, deadline_s: float | None = None) -> bool:
+        """See `DecodeEngine.change_request`; waits for it. False also for a request that has not reached the engine's
+        thread yet.
+        """
+        return self.call(lambda engine: engine.change_request(request_id, priority=priority, deadline_s=deadline_s))
+
     # --- Outcomes ---
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
@@ -370,6 +376,12 @@ class EngineThread:
             self._loop.post(lambda: self._note_growths(taken))
         return self._loop.ask(lambda: [ready for ready in short if not self._has_grown(ready, tokens)]) if short else []
 
+    def shrink(self, ready: ReadyRequest, tokens: int = 1) -> None:
+        """See `DecodeEngine.shrink`. Never waits."""
+        self._loop.check()
+        self._check_held(ready)
+        shrink(ready, tokens)
+
     # --- The whole ---
 
     @overload
@@ -387,9 +399,11 @@ class EngineThread:
         """
         return self._loop.ask_async(lambda: work(self._engine))
 
-    def flush(self, tiers: tuple[str, ...] = ("l1", "l2")) -> dict[str, dict[str, int]]:
+    def flush(
+        self, tiers: tuple[str, ...] = ("l1", "l2"), *, namespace: str | None = None
+    ) -> dict[str, dict[str, int]]:
         """See `DecodeEngine.flush`; waits for it."""
-        return self.call(lambda engine: engine.flush(tiers))
+        return self.call(lambda engine: engine.flush(tiers, namespace=namespace))
 
     def drain(self, timeout_s: float | None = None) -> list[str]:
         """Accept no new requests from now on, and wait until live requests are given back or the time is up.

@@ -31,9 +31,10 @@ T = TypeVar("T")
 
 
 class FlushBody(msgspec.Struct, frozen=True):
-    """Tiers to empty: "l1", "l2", "l3"."""
+    """Tiers to empty: "l1", "l2", "l3"; of one namespace only, if it is given."""
 
     tiers: list[str]
+    namespace: str | None = None
 
 
 class Api:
@@ -164,7 +165,7 @@ class Api:
             return refusal
         try:
             body = msgspec.json.decode(await _body_of(request), type=FlushBody)
-            return JSONResponse(await self._worker.engine.flush(tuple(body.tiers)))
+            return JSONResponse(await self._worker.engine.flush(tuple(body.tiers), namespace=body.namespace))
         except (TidekvError, msgspec.MsgspecError) as error:
             return _as_response(error)
         except ClientDisconnect:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from tidekv.states.prefix.node import Node, TierName
@@ -76,6 +76,21 @@ class Evictor:
         self._run_hooks(node, tier.name)
         tier.account.from_cache(tier.detach(node))
         self._remove_if_bare(node)
+
+    def drop_all(self, tier: Tier, nodes: Sequence[Node]) -> tuple[int, int]:
+        """Free the copies of these nodes, parents first, that are ready to be evicted once those below are gone.
+        Returns the numbers of pages freed and of pages that stay.
+        """
+        freed = stayed = 0
+        for node in reversed(nodes):
+            if (node.device if tier is self._device else node.host) is None:
+                continue
+            if tier.is_ready(node):
+                freed += node.page_count
+                self.drop(tier, node)
+            else:
+                stayed += node.page_count
+        return freed, stayed
 
     def withdraw(self, node: Node) -> PageIds:
         """Remove the device copy of an unguarded node without device copies below it; the caller owns the pages."""

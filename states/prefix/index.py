@@ -433,6 +433,29 @@ class PrefixIndex:
         flushed: Tier = self.device_tier if tier == "device" else self.host_tier
         return self._dropping.evict(flushed, flushed.evictable), flushed.protected
 
+    def flush_namespace(self, tier: TierName, namespace: str) -> tuple[int, int]:
+        """Free the evictable pages that one namespace has in a tier. Returns the numbers of freed pages and of those
+        that stay, since a receipt, a load or a writer needs them or pages behind them.
+        """
+        flushed: Tier = self.device_tier if tier == "device" else self.host_tier
+        return self._dropping.drop_all(flushed, self._nodes_of(namespace))
+
+    def edges_of(self, namespace: str) -> list[tuple[int, bytes]]:
+        """Return the keys of each node of a namespace, with the place of its parent in this list; -1 for a root."""
+        nodes = self._nodes_of(namespace)
+        places = {node: place for place, node in enumerate(nodes)}
+        return [(-1 if node.parent is None else places.get(node.parent, -1), node.edge) for node in nodes]
+
+    def forget_stored_of(self, namespace: str) -> None:
+        """Forget which pages of a namespace are in storage."""
+        for node in self._nodes_of(namespace):
+            self.unmark_stored(node)
+
+    def _nodes_of(self, namespace: str) -> list[Node]:
+        """Return the nodes of a namespace without its root, parents first."""
+        root = self.tree.roots.get(namespace)
+        return [] if root is None else [node for node in root.subtree() if node is not root]
+
     def check(self) -> None:
         """Recount everything from scratch, O(tree). Raises BrokenInvariant at the first contradiction."""
         check_index(self.tree, self.device_tier, self.host_tier)

@@ -51,6 +51,19 @@ class Queue:
         if not lane:
             del self._lanes[request.priority, request.prefill]
 
+    def move(self, request: Request, priority: int) -> None:
+        """Give a request that waits another priority; its place among those is that of its arrival."""
+        before = request.priority
+        self.remove(request)
+        try:
+            request.priority = priority
+            self.add(request)
+        except BaseException:
+            # An exception leaves it where it was, so that the row can be repeated.
+            request.priority = before
+            self.add(request)
+            raise
+
     def waits_for_quota(self, prefill: str) -> bool:
         """Whether the quota of this prefill holds back its waiting requests."""
         return any(lane[0].over_quota for (_, name), lane in self._lanes.items() if name == prefill)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         Event,
         PagesLost,
         Recomputed,
+        RequestChanged,
         TransitionRaised,
     )
     from tidekv.states.handover.rooms import Rooms
@@ -232,6 +233,20 @@ class Actions:
         request.has_asked = False
         self._state.dirty[request] = None
         self._state.pages_freed = True
+
+    def change(self, request: Request, event: RequestChanged) -> None:
+        """Give a request another priority or deadline. One in the queue keeps its age."""
+        state = self._state
+        if event.deadline_at_s is not None:
+            # Twice does no harm: the entry of a deadline that is not the request's finds nothing to do.
+            state.set_deadline(request, event.deadline_at_s)
+        if event.priority is not None and request.waits_for_admission:
+            self._queue.move(request, event.priority)
+            state.pages_freed = True
+        elif event.priority is not None:
+            request.priority = event.priority
+        if event.deadline_at_s is not None:
+            request.deadline_at_s = event.deadline_at_s
 
     # --- The ends ---
 

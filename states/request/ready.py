@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         FlushRequested,
         TransitionRaised,
     )
+    from tidekv.states.prefix.node import TierName
     from tidekv.states.records.request import Request
     from tidekv.states.request.restore import Restore
 
@@ -82,11 +83,20 @@ class Serving:
         self._state.forget(request)
 
     def flush(self, event: FlushRequested) -> None:
-        """Drop every unlocked page of these tiers from the cache."""
+        """Drop every unlocked page of these tiers from the cache, or those of one namespace."""
         dropped: dict[str, int] = {}
         spared: dict[str, int] = {}
+        index, namespace = self._state.index, event.namespace
+        if namespace is not None and "l3" in event.tiers:
+            # First: whoever is spared below may be used again, and must then be put again.
+            index.forget_stored_of(namespace)
         for tier in event.tiers:
-            dropped[tier], spared[tier] = self._state.index.flush("device" if tier == "l1" else "host")
+            if tier == "l3":
+                continue
+            name: TierName = "device" if tier == "l1" else "host"
+            dropped[tier], spared[tier] = (
+                index.flush(name) if namespace is None else index.flush_namespace(name, namespace)
+            )
         self._state.pages_freed = True
         self._state.emit(ReportFlushed(call=event.call, dropped=dropped, spared=spared))
 

@@ -140,6 +140,7 @@ TRANSITIONS = (
     # The restore.
     Row(events.StorageDue, (PREALLOC,), None, before=Restore.ask_storage, only_if=guards.has_not_asked),
     Row(events.StorageAnswered, (PREALLOC,), None, before=Restore.note_answer),
+    Row(events.RequestChanged, LIVE, None, before=Actions.change),
     Row(events.Granted, (PREALLOC,), MATCH),
     Row(events.PlanDue, (MATCH,), None, before=Restore.fix_plan, only_if=guards.can_plan),
     Row(events.Progressed, (MATCH,), PREFETCH, only_if=guards.waits_for_storage),
@@ -183,8 +184,10 @@ TRANSITIONS = (
     Row(events.PrefillLost, WITH_ROOM, FAILED, before=Actions.fail_by_prefill),
     Row(events.DeadlinePassed, LIVE, FAILED, before=Actions.fail_by_deadline),
     Row(events.AbortRequested, LIVE, FAILED, before=Actions.fail_by_abort),
-    # After the restore. The deadline is that of the restore, so it has no effect any more.
+    # After the restore. The deadline is that of the restore, so it has no effect any more,
+    # and neither has another one.
     Row(events.DeadlinePassed, (READY,), None),
+    Row(events.RequestChanged, (READY,), None),
     Row(events.GrowthTaken, (READY,), None, before=Serving.grow),
     Row(events.FinishRequested, (READY,), None, before=Serving.finish),
     Row(events.RetractRequested, (READY,), None, before=Serving.retract),

@@ -29,6 +29,8 @@ PAGES = st.lists(st.sampled_from([b"aa", b"bb", b"cc"]), max_size=9).map(b"".joi
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "int": NUMBERS,
     "int | None": st.one_of(st.none(), NUMBERS),
+    "float | None": st.none() | st.floats(0, 1e9),
+    "str | None": st.none() | WORDS,
     "float": st.one_of(st.floats(0, 1e9), st.floats(allow_nan=False, allow_infinity=False)),
     "str": WORDS,
     "bool": st.booleans(),
@@ -138,6 +140,6 @@ def test_a_core_that_takes_any_events_is_replayed(
 
 
 def test_every_kind_of_event_has_values() -> None:
-    assert len(event_types()) == 28
+    assert len(event_types()) == 29
     with pytest.raises(KeyError):
         anything(type("Unknown", (events.Event,), {"__annotations__": {"what": "object"}}))

@@ -51,6 +51,20 @@ def test_a_request_is_restored_grown_and_finished_without_an_event_loop(running)
         rig.assert_nothing_held()
 
 
+def test_a_thread_shrinks_changes_requests_and_flushes_a_namespace(running) -> None:
+    with running() as rig:
+        ready = rig.restore("r1")
+        rig.thread.grow(ready, 2)
+        rig.thread.shrink(ready, 2)
+        assert ready.length == ready.prompt_tokens
+        assert not rig.thread.change_request("r1", priority=1)
+        rig.thread.finish(ready)
+        assert isinstance(rig.outcome(), Finished)
+        assert rig.thread.flush(namespace="other")["dropped"] == {"l1": 0, "l2": 0}
+        assert rig.thread.flush(namespace="")["dropped"]["l1"] > 0
+        rig.assert_nothing_held()
+
+
 def test_the_eventfd_is_readable_exactly_while_there_is_something_to_take(running) -> None:
     with running() as rig, selectors.DefaultSelector() as selector:
         selector.register(rig.thread, selectors.EVENT_READ)

@@ -189,6 +189,17 @@ def test_only_the_leader_flushes_and_changes_policies(make_ranks) -> None:
     assert ranks.take(commands.ReportFlushed).spared == {"l1": 4}
 
 
+def test_the_leader_changes_a_request_on_all_ranks(make_ranks) -> None:
+    ranks = make_ranks(2)
+    ranks.receive(events.RequestArrived, request_id="a", serial=1, keys=b"ab", prompt_tokens=2)
+    ranks.turn()
+    ranks.receive(events.RequestChanged, ranks=[0], request_id="a", priority=2, deadline_at_s=9.0)
+    ranks.turn()
+    ranks.turn()
+    found = [core.request("a") for core in ranks.cores]
+    assert [(request.priority, request.deadline_at_s) for request in found] == [(2, 9.0)] * 2
+
+
 def test_what_comes_after_an_agreed_abort_is_no_event() -> None:
     vote_vector = VoteVector()
     item = RequestVote(1, vote_vector, "a")

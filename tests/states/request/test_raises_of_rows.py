@@ -135,6 +135,18 @@ def growth(rig: Rig, state: State) -> Stimulus:
     return lambda rig: rig.step(events.GrowthTaken, request_id="a", page_count=0, wanted=2)
 
 
+def change(rig: Rig, state: State) -> Stimulus:
+    rig.bring(state)
+
+    def change_and_go_on(rig: Rig) -> None:
+        rig.step(events.RequestChanged, request_id="a", priority=1, deadline_at_s=1000.0)
+        request = rig.core.request("a")
+        if request is not None and request.state is State.MATCH:
+            rig.leave_match("a")
+
+    return change_and_go_on
+
+
 def finish(rig: Rig, state: State) -> Stimulus:
     rig.bring(state)
     return lambda rig: rig.finish("a", EIGHT)
@@ -170,6 +182,7 @@ def stimulus_of(row: Row, rig: Rig, state: State) -> Stimulus:
         events.Recomputed: recomputed,
         events.DeadlinePassed: deadline,
         events.AbortRequested: abort,
+        events.RequestChanged: change,
         events.GrowthTaken: growth,
         events.FinishRequested: finish,
         events.RetractRequested: retract,
