@@ -24,12 +24,14 @@ COMMANDS = {
     "bench": (["-m", "benchmarks"], "measure all targets, or run one benchmark by name; --help lists them"),
     "tidekv": (["-m", "tidekv"], "run any tidekv command"),
     "vllm": (["-m", "benchmarks.vllm_pair"], "serve conversations through real vLLM servers, and compare every token"),
+    "sglang": (["-m", "benchmarks.sglang_pair"], "the same through real SGLang servers, beside SGLang's own caches"),
     "docs": (["-m", "mkdocs", "build", "--strict"], "build the pages of docs/ in build/docs; a warning is an error"),
     "setup": ([], "only set up .venv; --newest: with the newest versions, not those of constraints.txt"),
     "constraints": (["-m", "tools.environment"], "write the versions in .venv to constraints.txt"),
 }
-# Makes the environment of `vllm`, .venv-vllm unless TIDEKV_TEST_VLLM_VENV names another, and prints its Python.
-VLLM_ENVIRONMENT = "benchmarks.vllm_pair.environment"
+# A command of these has an environment of its own, .venv-COMMAND unless TIDEKV_TEST_COMMAND_VENV names another. The
+# module makes it and prints its Python.
+ENVIRONMENTS = {"vllm": "benchmarks.vllm_pair.environment", "sglang": "benchmarks.sglang_pair.environment"}
 CHECKS = (
     ["-m", "ruff", "check", "."],
     ["-m", "ruff", "format", "--check", "."],
@@ -92,10 +94,9 @@ def main(arguments: list[str]) -> int:
             print(f"\ndev.py: there is no command {arguments[0]!r}", file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     command, rest = arguments[0], arguments[1:]
-    if command == "vllm":
-        made = subprocess.run(
-            [sys.executable, "-m", VLLM_ENVIRONMENT], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
-        )
+    if command in ENVIRONMENTS:
+        maker = [sys.executable, "-m", ENVIRONMENTS[command]]
+        made = subprocess.run(maker, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
         if made.returncode:
             return made.returncode
         python = made.stdout.split()[-1]

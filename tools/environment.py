@@ -145,6 +145,22 @@ def fill(
     return python
 
 
+def print_python(variable: str, set_up: Callable[[], Path], has: str) -> None:
+    """Print the Python of the environment that a variable names, or of the one that `set_up` makes.
+
+    `has`: what the named one must have. Exits if there is none.
+    """
+    given = os.environ.get(variable)
+    if given is None:
+        print(set_up())
+        return
+    python = Path(given).resolve() / "bin" / "python"
+    if not python.exists():
+        sys.exit(f"dev.py: {variable} must be a virtual environment with {has}; {python} does not exist")
+    # Not resolved further: the environment is found by the path of this link.
+    print(python)
+
+
 def install(python: Path, packages: Sequence[Package]) -> None:
     """Install exactly these packages, with a line of progress for each. Exits with pip's message if pip fails."""
     chosen: list[str] = []

@@ -15,6 +15,8 @@ WHEN: Final = {
     "forget": "before",
     "kill": "amid",
     "freeze": "amid",
+    "hang": "amid",
+    "fill": "before",
 }
 STRIKES: Final = ("kill", "freeze")
 STORAGE: Final = "storage"
@@ -25,10 +27,11 @@ STORAGE: Final = "storage"
 class Event:
     """An action on a server at a turn.
 
-    restart: end it and start it again before the turn. damage: so, with bytes of its storage overwritten. reset: empty
-    its prefix cache before the turn. forget: so, and the connector's view of storage. kill: SIGKILL amid the turn, and
-    start it again. freeze: SIGSTOP for FREEZE_S seconds amid the turn. The server "storage" is redis; it is only killed
-    and frozen.
+    restart: end it and start it again before the turn. damage: overwrite bytes of its storage, while its memory is
+    empty. reset: empty its prefix cache before the turn. forget: so, and the connector's view of storage. kill: SIGKILL
+    amid the turn, and start it again. freeze: SIGSTOP for FREEZE_S seconds amid the turn. hang: no answer for as long.
+    fill: no room from the turn on.
+    Which of these a server knows depends on its engine; the server "storage" is redis or a folder.
     """
 
     turn: int

@@ -21,12 +21,12 @@ import typer
 from benchmarks.servers.cluster import Cluster, Figures
 from benchmarks.servers.comparison import as_json, compare, console, main, print_lost, print_progress, right_answers
 from benchmarks.servers.conversations import Load
-from benchmarks.servers.events import STORAGE, STRIKES, WHEN, Event
+from benchmarks.servers.events import STORAGE, STRIKES, Event
 from benchmarks.servers.model import ModelShape, make_model
 from benchmarks.servers.table import first_token_table, totals_table
 from benchmarks.vllm_pair.cluster import running
 from benchmarks.vllm_pair.overhead import measure_overhead, overhead_table
-from benchmarks.vllm_pair.server import ROOT, ServerOptions, kernel_options
+from benchmarks.vllm_pair.server import ACTIONS, ROOT, ServerOptions, kernel_options
 from benchmarks.vllm_pair.variants import VARIANTS, Variant
 from tidekv.engine.demo.artefact import about
 
@@ -140,7 +140,7 @@ def conversations(
     decode_bytes = _rounded(max(decode_share * conversations * each / decode, 1.5 * each))
     on_redis = storage is Storage.REDIS
     names = [f"prefill-{number}" for number in range(prefill)] + [f"decode-{number}" for number in range(decode)]
-    actions = {**dict.fromkeys(names, WHEN), **({STORAGE: STRIKES} if on_redis else {})}
+    actions = {**dict.fromkeys(names, ACTIONS), **({STORAGE: STRIKES} if on_redis else {})}
     events = [Event.parse(text, actions) for text in at or ()]
     folder = _run_folder()
 

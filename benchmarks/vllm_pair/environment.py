@@ -7,7 +7,6 @@ has vLLM, NIXL and tidekv's dependencies already; it is used as it is.
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from pathlib import Path
 
@@ -45,18 +44,5 @@ def _mend(python: Path) -> None:
     (shim / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n")
 
 
-def main() -> None:
-    """Print the Python of the environment that TIDEKV_TEST_VLLM_VENV names, or of one that is made."""
-    given = os.environ.get(GIVEN)
-    if given is None:
-        print(set_up())
-        return
-    python = Path(given).resolve() / "bin" / "python"
-    if not python.exists():
-        sys.exit(f"dev.py: {GIVEN} must be a virtual environment with vLLM; {python} does not exist")
-    # Not resolved further: the environment is found by the path of this link.
-    print(python)
-
-
 if __name__ == "__main__":
-    main()
+    environment.print_python(GIVEN, set_up, "vLLM")

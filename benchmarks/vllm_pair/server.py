@@ -21,6 +21,7 @@ from benchmarks.servers.model import ModelShape
 from benchmarks.servers.model_server import ModelServer, strike
 
 MODEL: Final = "tiny"
+ACTIONS: Final = ("restart", "damage", "reset", "forget", *STRIKES)
 ROOT: Final = Path(__file__).resolve().parents[2]
 
 
@@ -101,7 +102,7 @@ class Server(ModelServer):
         return command
 
     async def act(self, action: str) -> None:
-        """See ModelServer; the actions are those of `events.WHEN`."""
+        """See ModelServer; the actions are ACTIONS."""
         if action in ("reset", "forget"):
             with contextlib.suppress(httpx.HTTPError):
                 await self.reset_prefix_cache(external=action == "forget")

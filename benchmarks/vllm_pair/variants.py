@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.ports import HOST, free_port
+from benchmarks.servers.plugins import write_entry_points
 from benchmarks.vllm_pair.server import Server, ServerOptions
 
 MODULE: Final = "tidekv.engine.integrations.vllm.connector"
 TOGGLED_MODULE: Final = "benchmarks.vllm_pair.toggled_connector"
 STEP_TIMES: Final = "TIDEKV_BENCHMARK_STEP_TIMES"
 """Environment variable of a server: the folder in which `toggled_connector` writes."""
+
+
+QUIET_PLUGIN: Final = (
+    "quiet_nixl",
+    "vllm.general_plugins",
+    {"quiet_nixl": "benchmarks.servers.quiet_nixl:register"},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,7 @@ class Variant:
             steps.mkdir(parents=True)
             variables[STEP_TIMES] = str(steps)
         if self.is_quiet:
-            variables["PYTHONPATH"] = str(_quiet_plugin(folder / "quiet_nixl"))
+            variables["PYTHONPATH"] = str(write_entry_points(folder / "plugins", *QUIET_PLUGIN))
         transfer = self.transfer(Place(role, storage, options.handover_ranks, options.handover))
         return Server(f"{role}-{number}", folder, options=options, transfer=transfer, variables=variables)
 
@@ -142,14 +150,3 @@ VARIANTS: Final = {
 }
 TOGGLED: Final = Variant("tidekv-toggled", "tidekv", _toggled, is_toggled=True)
 """tidekv whose calls do nothing in every other group of steps; not for conversations, which it would delay."""
-
-
-def _quiet_plugin(folder: Path) -> Path:
-    """Write the entry point by which vLLM loads `quiet_nixl`, and return the folder for PYTHONPATH."""
-    information = folder / "quiet_nixl-1.dist-info"
-    information.mkdir(parents=True, exist_ok=True)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: quiet-nixl\nVersion: 1\n")
-    (information / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nquiet_nixl = benchmarks.servers.quiet_nixl:register\n"
-    )
-    return folder

@@ -1,0 +1,145 @@
+"""Plugins of SGLang for servers of a comparison: on a machine without a GPU, quiet, and watched.
+
+SGLang loads them by the entry points that `server` writes, in each of its processes. They change nothing of what SGLang
+computes, keeps, sends and reports to clients.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final  # SGLang's objects, which have no types.
+
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from benchmarks.servers import quiet_nixl
+from benchmarks.sglang_pair.names import HANG, HANG_POLL_S, REPORT
+
+IDLE_S: Final = 0.0002
+"""Pause of a scheduler that has nothing to compute. Without it, it takes the interpreter lock from its own threads."""
+_DECODE: Final = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
+_FILE: Final = "sglang.srt.mem_cache.hicache_storage.HiCacheFile"
+_HOST: Final = "sglang.srt.mem_cache.pool_host"
+
+
+def run_on_cpu() -> None:
+    """Let host pools and NIXL work where device memory is ordinary memory."""
+
+    @cache
+    def prepare() -> None:
+        import nixl._api as api
+
+        base = importlib.import_module(f"{_HOST}.base")
+        # Of every host pool: nothing here can lock pages for CUDA.
+        base.HostKVCache.pin_memory = property(lambda pool: False, lambda pool, value: None)
+        for name in ("mha", "mla"):
+            module = importlib.import_module(f"{_HOST}.{name}")
+            for copy in (transfer_kv_per_layer_direct_pf_lf, transfer_kv_all_layer_direct_lf_pf):
+                setattr(module, copy.__name__, copy)
+        api.nixlBind = _HostMemoryBinding(api.nixlBind)
+
+    def before(*args: Any, **kwargs: Any) -> None:
+        prepare()
+
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", before, HookType.BEFORE)
+
+
+def be_quiet() -> None:
+    """Let the threads of a waiting scheduler, and other processes, run: see `quiet_nixl`."""
+
+    def before(*args: Any, **kwargs: Any) -> None:
+        quiet_nixl.register()
+
+    def pause(*args: Any, **kwargs: Any) -> None:
+        time.sleep(IDLE_S)
+
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", before, HookType.BEFORE)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.on_idle", pause, HookType.AFTER)
+
+
+def watch() -> None:
+    """Report tokens that decode had by tier as it asked prefill, and pages that requests hold."""
+    promised: dict[int, list[int]] = {}
+
+    def ask(result: Any, queue: Any, decode_req: Any, *args: Any, **kwargs: Any) -> None:
+        match = decode_req.prefix_match
+        names = ("l1_prefix_len", "l2_host_hit_length", "l3_storage_hit_length")
+        tiers = [int(getattr(match, name, 0) or 0) for name in names]
+        sums = promised.setdefault(len(decode_req.req.origin_input_ids), [0, 0, 0, 0])
+        sums[:] = [kept + more for kept, more in zip(sums, [1, *tiers], strict=True)]
+
+    def report(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
+        held = allocator.size - allocator.available_size() - tree.evictable_size()
+        # Keys of JSON are text.
+        asked = {str(tokens): sums for tokens, sums in promised.items()}
+        result.internal_state[REPORT] = {"held": held, "size": allocator.size, "promised": asked}
+
+    HookRegistry.register(f"{_DECODE}._send_kv_metadata", ask, HookType.AFTER)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.get_internal_state", report, HookType.AFTER)
+
+
+def hang_on_request() -> None:
+    """Let calls of SGLang's file storage wait while the file that HANG names exists."""
+    file = Path(os.environ[HANG])
+
+    def wait(*args: Any, **kwargs: Any) -> None:
+        while file.exists():
+            time.sleep(HANG_POLL_S)
+
+    for name in ("get", "set", "exists"):
+        HookRegistry.register(f"{_FILE}.{name}", wait, HookType.BEFORE)
+
+
+class _HostMemoryBinding:
+    """NIXL's binding, for which device memory is ordinary memory."""
+
+    def __init__(self, binding: Any) -> None:  # A compiled module.
+        self._binding = binding
+        self.VRAM_SEG = binding.DRAM_SEG
+
+    def __getattr__(self, name: str) -> Any:  # Whatever the module has.
+        return getattr(self._binding, name)
+
+
+def transfer_kv_per_layer_direct_pf_lf(
+    *,
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    """Copy one layer of host pages to the device pool, as SGLang's kernel of this name.
+
+    src_ptrs: K and V, [page, layer, token in page, head, element]. dst_ptrs: [token, head, element]. Indices are those
+    of tokens; those of a page follow one another.
+    """
+    pages = src_indices[::page_size] // page_size
+    for source, destination in zip(src_ptrs, dst_ptrs, strict=True):
+        destination[dst_indices] = source[pages, layer_id].flatten(0, 1)
+
+
+def transfer_kv_all_layer_direct_lf_pf(
+    *,
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Copy all layers of the device pool to host pages, as SGLang's kernel of this name.
+
+    src_ptrs: K of each layer, then V of each layer. dst_ptrs: K and V. Shapes are as above.
+    """
+    pages = dst_indices[::page_size] // page_size
+    layers = len(src_ptrs) // len(dst_ptrs)
+    for number, source in enumerate(src_ptrs):
+        host, layer = dst_ptrs[number // layers], number % layers
+        host[pages, layer] = source[src_indices].view(len(pages), page_size, *source.shape[1:])

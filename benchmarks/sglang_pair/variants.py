@@ -1,0 +1,161 @@
+"""The set-ups that are compared: one server, SGLang's own caches of a decode server, and tidekv."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from benchmarks.servers.plugins import write_entry_points
+from benchmarks.sglang_pair.names import HANG
+from benchmarks.sglang_pair.server import MODEL, PLAIN, Server, ServerOptions
+from benchmarks.sglang_pair.storage import PAUSED, StorageFolder
+
+MIB: Final = float(1 << 20)
+SENT_MIB: Final = "sglang:kv_transfer_total_mb_sum"
+"""Metric of prefill: MiB of KV that it sent."""
+ENTRY_POINTS: Final = {
+    "benchmark_cpu": "benchmarks.sglang_pair.plugin:run_on_cpu",
+    "benchmark_quiet": "benchmarks.sglang_pair.plugin:be_quiet",
+    "benchmark_watch": "benchmarks.sglang_pair.plugin:watch",
+    "benchmark_hang": "benchmarks.sglang_pair.plugin:hang_on_request",
+}
+HICACHE_STORE: Final = {
+    "backend_name": "tidekv",
+    "interface_v1": 1,
+    "module_path": "tidekv.engine.integrations.sglang.hicache",
+    "class_name": "TidekvHiCacheStorage",
+}
+LEAST_L2: Final = 1.2
+"""Host memory of decode by its device memory. SGLang needs more host memory than device memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a decode server keeps KV, and how much of it: tokens of the device pool, tokens of all conversations."""
+
+    storage: StorageFolder
+    device_tokens: int
+    all_tokens: int
+    page_size: int
+    hangs: bool = False
+
+    @property
+    def uri(self) -> str:
+        """The folder as storage of tidekv."""
+        return f"{PAUSED if self.hangs else 'file'}:{self.storage.path}?capacity=400MB"
+
+
+Arguments = Callable[[Place], Sequence[str]]
+"""Arguments of a decode server for its cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A set-up by name. `transfer`: the backend of both roles; `is_quiet`: see `plugin.be_quiet`."""
+
+    name: str
+    title: str
+    cache: Arguments
+    is_pair: bool = True
+    is_quiet: bool = True
+    transfer: str = "nixl"
+    plugins: Sequence[str] = ()
+    has_storage: bool = False
+
+    def bytes_from_prefill(self, decode: Mapping[str, float], prefill: Mapping[str, float]) -> float | None:
+        """Return the bytes of KV that prefill sent; None for one server."""
+        return prefill.get(SENT_MIB, 0.0) * MIB if self.is_pair else None
+
+    def server(self, role: str, number: int, *, options: ServerOptions, folder: Path, place: Place) -> Server:
+        """Return a server of this set-up; it is not started."""
+        arguments: list[str] = []
+        if role != PLAIN:
+            arguments.append(f"--disaggregation-transfer-backend={self.transfer}")
+        if role == "decode":
+            arguments += self.cache(place)
+        plugins = ["benchmark_cpu", "benchmark_watch", *self.plugins]
+        plugins += ["benchmark_quiet"] if self.is_quiet else []
+        plugins += ["benchmark_hang"] if place.hangs else []
+        points = write_entry_points(folder / "plugins", "tidekv_benchmark", "sglang.srt.plugins", ENTRY_POINTS)
+        engines = {PAUSED: "benchmarks.sglang_pair.storage:open_paused"}
+        write_entry_points(points, "tidekv_benchmark_storage", "tidekv.storage", engines)
+        return Server(
+            f"{role}-{number}",
+            folder,
+            role=role,
+            options=options,
+            arguments=arguments,
+            plugins=plugins,
+            plugin_folder=points,
+            damage=place.storage.damage,
+            variables={
+                HANG: str(place.storage.marker),
+                "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(place.storage.path),
+            },
+        )
+
+
+def _none(place: Place) -> list[str]:
+    return []
+
+
+def _radix(place: Place) -> list[str]:
+    return ["--disaggregation-decode-enable-radix-cache"]
+
+
+def _hicache(place: Place, *, ratio: float) -> list[str]:
+    # "direct" is the copy that `plugin` has without a GPU, and storage needs this layout with it.
+    return [
+        *_radix(place),
+        "--enable-hierarchical-cache",
+        f"--hicache-ratio={max(ratio, LEAST_L2):.2f}",
+        "--hicache-io-backend=direct",
+        "--hicache-mem-layout=page_first_direct",
+        "--hicache-write-policy=write_through",
+    ]
+
+
+def _l2(place: Place) -> list[str]:
+    return _hicache(place, ratio=1.2 * place.all_tokens / place.device_tokens)
+
+
+def _l3(place: Place, *, backend: str, extra: Mapping[str, object]) -> list[str]:
+    given = {"prefetch_threshold": 2 * place.page_size, **extra}
+    return [
+        *_hicache(place, ratio=LEAST_L2),
+        f"--hicache-storage-backend={backend}",
+        "--hicache-storage-prefetch-policy=wait_complete",
+        "--hicache-storage-backend-extra-config",
+        json.dumps(given),
+    ]
+
+
+def _file(place: Place) -> list[str]:
+    return _l3(place, backend="file", extra={})
+
+
+def _store(place: Place) -> list[str]:
+    return _l3(place, backend="dynamic", extra={**HICACHE_STORE, "uri": place.uri, "model": MODEL})
+
+
+_QUIET: Final = (
+    Variant("none", "no cache", _none),
+    Variant("radix", "radix (L1)", _radix),
+    Variant("l2", "HiCache, L2", _l2),
+    Variant("file", "HiCache, L2 and file", _file, has_storage=True),
+    Variant("store", "HiCache, L2 and tidekv", _store, has_storage=True),
+)
+SINGLE: Final = Variant("single", "one server", _none, is_pair=False)
+AS_IT_IS: Final = "-as-is"
+VARIANTS: Final = {
+    variant.name: variant
+    for variant in (
+        SINGLE,
+        *_QUIET,
+        *(replace(one, name=one.name + AS_IT_IS, title=f"{one.title}, as it is", is_quiet=False) for one in _QUIET),
+    )
+}
+"""SGLang is compared with threads that pause, and as it is: see `plugin.be_quiet`."""
