@@ -14,8 +14,10 @@ import msgspec
 Medium: TypeAlias = Literal["GPU", "CPU", "STORAGE"]
 HASH_BYTES: Final = 8
 BATCH_EVENTS_MAX: Final = 4096
-"""Maximum events of a batch. vllm-router refuses more, and more bytes than BATCH_BYTES_MAX."""
-BATCH_BYTES_MAX: Final = 16 << 20
+"""Maximum events of a batch. vllm-router refuses more, and batches of more than 16 MiB."""
+BATCH_BYTES_MAX: Final = 256 * 1024
+"""Maximum bytes of a batch, but for one event of a single page. Queues of sockets count batches: with this limit their
+bound is one in bytes."""
 _FRAME_BYTES: Final = 64
 """More than a batch has around its events."""
 
@@ -67,12 +69,13 @@ def packed(events: Iterable[KVEvent | msgspec.Raw], *, at_s: float, rank: int) -
 
 
 def packed_parts(events: Iterable[KVEvent], *, at_s: float, rank: int) -> Iterator[bytes]:
-    """Yield the events in order, as payloads of at most BATCH_EVENTS_MAX events and BATCH_BYTES_MAX bytes each. No
-    event gives no payload.
+    """Yield the events in order, as payloads of at most BATCH_EVENTS_MAX events and BATCH_BYTES_MAX bytes each.
+
+    An event that is too long for a batch becomes several. No event gives no payload.
     """
-    encoder, part, size = msgspec.msgpack.Encoder(), list[msgspec.Raw](), _FRAME_BYTES
-    for event in events:
-        raw = encoder.encode(event)
+    part: list[msgspec.Raw] = []
+    size = _FRAME_BYTES
+    for raw in _encoded(events):
         if part and (len(part) == BATCH_EVENTS_MAX or size + len(raw) > BATCH_BYTES_MAX):
             yield packed(part, at_s=at_s, rank=rank)
             part, size = [], _FRAME_BYTES
@@ -80,3 +83,40 @@ def packed_parts(events: Iterable[KVEvent], *, at_s: float, rank: int) -> Iterat
         size += len(raw)
     if part:
         yield packed(part, at_s=at_s, rank=rank)
+
+
+def _encoded(events: Iterable[KVEvent]) -> Iterator[bytes]:
+    encoder = msgspec.msgpack.Encoder()
+    for event in events:
+        # By halves, so that what is encoded in vain is as long as what is sent, at most a few times.
+        waiting: list[KVEvent] = [event]
+        while waiting:
+            one = waiting.pop()
+            raw = encoder.encode(one)
+            pages = 1 if isinstance(one, AllBlocksCleared) else len(one.block_hashes)
+            if pages == 1 or len(raw) <= BATCH_BYTES_MAX - _FRAME_BYTES:
+                yield raw
+            else:
+                first, rest = _split(one, pages // 2)
+                waiting += [rest, first]
+
+
+def _split(event: KVEvent, middle: int) -> tuple[KVEvent, KVEvent]:
+    """Return the event of the pages before the middle, and that of the others, whose parent is the last one before."""
+    assert not isinstance(event, AllBlocksCleared), "it names no pages"
+    hashes = event.block_hashes
+    first = msgspec.structs.replace(event, block_hashes=hashes[:middle])
+    rest = msgspec.structs.replace(event, block_hashes=hashes[middle:])
+    if isinstance(event, BlockRemoved):
+        return first, rest
+    tokens, keys = event.token_ids, event.extra_keys
+    at = middle * event.block_size
+    return (
+        msgspec.structs.replace(first, token_ids=tokens[:at], extra_keys=keys and keys[:middle]),
+        msgspec.structs.replace(
+            rest,
+            token_ids=tokens[at:],
+            extra_keys=keys and keys[middle:],
+            parent_block_hash=hashes[middle - 1],
+        ),
+    )

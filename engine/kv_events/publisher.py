@@ -43,7 +43,8 @@ END: Final = (-1).to_bytes(8, "big", signed=True)
 CLOSE_TIMEOUT_S: Final = 5.0
 LINGER_MS: Final = 200
 QUEUED_BATCHES_MAX: Final = 1000
-"""Maximum batches that wait for one subscriber; it misses what comes beyond them, and asks for a replay."""
+"""Maximum batches that wait for one subscriber; it misses what comes beyond them, and asks for a replay. A batch has
+at most BATCH_BYTES_MAX, so a subscriber that does not read takes 250 MiB at most."""
 QUEUED_REPLAY_MAX: Final = 16
 """Maximum batches of a replay that wait for one consumer to read them."""
 REPLAYS_MAX: Final = 64
@@ -165,7 +166,7 @@ class KVEventPublisher:
         return len(self._waiting) < BATCHES_WAITING_MAX
 
     def publish(self, make: MakeEvents, whole: MakeEvents = _nothing) -> None:
-        """Queue a batch, whose events are made in the sending thread; no events make no batch. Never blocks.
+        """Queue events, which are made in the sending thread and sent in as many batches as they need. Never blocks.
 
         `whole` makes the events of all that is published after these, beginning with AllBlocksCleared. Both are called
         in that thread. Call it from one thread only.

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any  # Types of others, which are not there when this is checked.
 
@@ -293,8 +293,66 @@ def test_a_batch_with_too_much_for_the_consumers_is_sent_as_several() -> None:
     assert [event["block_hashes"][0] for part in parts for event in part] == list(range(5000))
     large = [BlockRemoved([2**63] * 100_000, "GPU") for _ in range(40)]
     sizes = [len(payload) for payload in packed_parts(large, at_s=0.0, rank=0)]
-    assert max(sizes) <= 16 * 1024 * 1024 < sum(sizes)
+    assert max(sizes) <= 256 * 1024 < 256 * 100_000 < sum(sizes)
     assert list(packed_parts([], at_s=0.0, rank=0)) == []
+
+
+def test_an_event_too_long_for_a_batch_is_sent_as_several_that_continue_one_another() -> None:
+    long = BlockStored(
+        block_hashes=list(range(2**62, 2**62 + 30_000)),
+        parent_block_hash=7,
+        token_ids=list(range(100_000, 160_000)),
+        block_size=2,
+        lora_id=None,
+        medium="CPU",
+        lora_name="adapter",
+        extra_keys=[("salt",), *[None] * 29_999],
+        group_idx=1,
+    )
+    payloads = list(packed_parts([AllBlocksCleared(), long, EVENTS[2]], at_s=0.0, rank=0))
+    assert len(payloads) > 2 and max(map(len, payloads)) <= 256 * 1024
+    cleared, *stored, removed = [event for payload in payloads for event in events_of(payload)]
+    assert (cleared["type"], removed["type"]) == ("AllBlocksCleared", "BlockRemoved")
+    parent, hashes, tokens, keys = 7, [], [], []
+    for event in stored:
+        assert event["parent_block_hash"] == parent
+        assert len(event["token_ids"]) == 2 * len(event["block_hashes"]) == 2 * len(event["extra_keys"])
+        assert (event["medium"], event["lora_name"], event["group_idx"]) == ("CPU", "adapter", 1)
+        parent = event["block_hashes"][-1]
+        hashes += event["block_hashes"]
+        tokens += event["token_ids"]
+        keys += event["extra_keys"]
+    assert (hashes, tokens) == (long.block_hashes, long.token_ids)
+    assert keys == [["salt"], *[None] * 29_999]
+    removed_pages = BlockRemoved(list(range(2**62, 2**62 + 30_000)), "GPU")
+    parts = [event for payload in packed_parts([removed_pages], at_s=0.0, rank=0) for event in events_of(payload)]
+    assert [each for event in parts for each in event["block_hashes"]] == removed_pages.block_hashes
+
+
+def test_a_subscriber_that_does_not_read_is_bounded_in_bytes(
+    no_heartbeat: None, monkeypatch: pytest.MonkeyPatch, resident_bytes: Callable[[], int]
+) -> None:
+    monkeypatch.setattr(publishing, "QUEUED_BATCHES_MAX", 16)
+    opened = KVEventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", kept_bytes=1 << 20)
+    listener = Listener(opened)
+    try:
+        listener.sub.close()
+        listener.sub = listener.context.socket(zmq.SUB)
+        listener.sub.set_hwm(1)
+        listener.sub.subscribe(b"")
+        listener.sub.connect(opened.address)
+        listener.wait_connected(opened)
+        before = resident_bytes()
+        pages = [2**62] * 400_000
+        for _ in range(30):
+            opened.publish(lambda: [BlockRemoved(pages, "GPU")])
+        # 3.6 MB each, and 14 batches. The last one is kept, when all others were made.
+        while not (kept := listener.missed(0)) or kept[-1][0] < 420:
+            pass
+        assert resident_bytes() - before < 40 << 20, "4 MiB wait, 1 MiB is kept"
+    finally:
+        listener.close()
+        opened.close()
 
 
 def test_each_new_subscriber_is_sent_the_whole_content_under_a_number_that_is_none(
