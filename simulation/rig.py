@@ -328,7 +328,7 @@ class Rig:
         core = self.core
         self.arrive(request_id, tokens, **fields)
         request = self.request(request_id)
-        request.waits_for_answer = False
+        request.answer.is_awaited = False
         granted = core.restore.grant(request)
         assert granted, "the rig has room for one request"
         core.queue.remove(request)

@@ -310,7 +310,7 @@ class World:
 
     def _attempts(self) -> dict[str, int]:
         """Attempts of live requests at their prefills."""
-        return {request_id: request.attempts for request_id, request in self.core.state.requests.items()}
+        return {request_id: request.attempts.count for request_id, request in self.core.state.requests.items()}
 
     # --- The core ---
 
@@ -352,17 +352,22 @@ class World:
             return
         withheld: dict[str, list[int]] = {}
         for request in self.core.state.requests.values():
-            if request.lock is not None and not request.is_ready and not request.recomputes:
+            if request.held.lock is not None and not request.is_ready and not request.recompute.is_chosen:
                 peer = self.peers[self._callers[request.request_id].prefills[request.prefill_number]].name
-                pages = request.page_count - request.matched + len(request.reserve)
+                pages = request.page_count - request.held.matched + len(request.held.reserve)
                 withheld.setdefault(peer, []).append(pages)
         for left in self.core.rooms.quarantine:
             withheld.setdefault(left.prefill, []).append(len(left.pages))
         for request_id in admitted:
             request_now = self.core.request(request_id)
-            if request_now is None or request_now.is_ready or request_now.recomputes or request_now.lock is None:
+            if (
+                request_now is None
+                or request_now.is_ready
+                or request_now.recompute.is_chosen
+                or request_now.held.lock is None
+            ):
                 continue
-            if request_now.page_count == request_now.matched and not request_now.reserve:
+            if request_now.page_count == request_now.held.matched and not request_now.held.reserve:
                 continue  # It withholds nothing that others do not, and is always admitted.
             pages_by_room = [pages for pages in withheld[request_now.prefill] if pages]
             if len(pages_by_room) > 1 and sum(pages_by_room) > limit:

@@ -75,7 +75,7 @@ RAISES_MAX = 8
 `step`.
 """
 
-MAY_MOVE_ON = (events.Granted, events.PlanDue, events.PromiseSent, events.Recomputed, events.TransitionRaised)
+MAY_MOVE_ON = (events.Granted, events.PlanDue, events.PromiseSent, events.TransitionRaised)
 """Events that change what a guard of `PlanDue` or `Progressed` reads, whatever their action finds. Loads, landed pages
 and component pages mark the request themselves if they have changed that; most chunks have not.
 """
@@ -171,13 +171,10 @@ class Core:
         """
         state = self.state
         self.moves = []
-        if state.raises:
-            state.raises = []
-        state.now_s = max(state.now_s, event.at_s)
+        state.begin_step(event.at_s)
         self._takers[type(event)](event)
         self.settle()
-        commands, state.out = state.out, []
-        return commands
+        return state.take_commands()
 
     def next_deadline_s(self) -> float | None:
         """Return when to send ClockAdvanced; None if nothing has a deadline."""
@@ -232,7 +229,7 @@ class Core:
             full_pages=len(event.keys) // self.settings.key_bytes,
         )
         self.lending.lend(request)
-        self.state.requests[request.request_id] = request
+        self.state.request_arrived(request)
         self.moves.append((request.request_id, request.state))
         self.state.set_deadline(request, event.deadline_at_s)
         self.actions.enqueue(request)
@@ -246,7 +243,7 @@ class Core:
 
     def _retracted_dropped(self, event: events.RetractedDropped) -> None:
         self.state.run_guarded(partial(self.backups.release_retracted, event.request_id))
-        self.state.pages_freed = True
+        self.state.pages_were_freed()
 
     def _pages_offered(self, event: events.PagesOffered) -> None:
         if not self.settings.lends_device or len(event.pages) * self.settings.key_bytes > len(event.keys):
@@ -280,7 +277,7 @@ class Core:
         if at_s >= request.deadline_at_s:
             self.fire(request, events.DeadlinePassed(at_s=at_s))
         elif request.waits_for_admission:
-            self.state.pages_freed = True  # Its pause is over, or another request of its lane had one.
+            self.state.pages_were_freed()  # Its pause is over, or another request of its lane had one.
         elif room is None or at_s < room.answer_due_s or room.aux_from or any(span.cursors for span in room.spans):
             return
         elif has_rows(request, events.PrefillLost):
@@ -353,11 +350,10 @@ class Core:
             return True
         if done:
             if type(event) in MAY_MOVE_ON:
-                self.state.dirty[request] = None
+                self.state.request_changed(request)
             after = request.state
-            if request.raises:
-                # The step has succeeded: its next exception is a first one again.
-                request.raises.pop((before, type(event).__name__), None)
+            if request.fallbacks.raises:
+                request.fallbacks.step_succeeded(before.value, type(event).__name__)
             if after is not before:
                 self.moves.append((request.request_id, after))
         return done
@@ -414,10 +410,6 @@ class Core:
                 else:
                     return
 
-    def take_answer(self) -> None:
-        """Fire the outcome at the request machine."""
-        self.fire(*self.state.answers.popitem())
-
     def send_back(self) -> None:
         """Fire `PagesLost`: the request starts over on other pages."""
         request, cause = _pop_first(self.state.preempted)
@@ -436,7 +428,7 @@ class Core:
             raise
         except Exception:
             # Attribute the exception to the filler. Its fallback leaves the load to another sharer, so queue it again.
-            self.state.failed_loads[load] = None
+            self.state.load_failed(load)
             self._raised(filler, None, "fill")
 
     def hand_over(self) -> None:
@@ -466,7 +458,7 @@ class Core:
                 state.dirty.pop(request, None)
             if request.loads and self.shared_transfers.waits_for(request) is not None:
                 state.run_guarded(partial(self.shared_transfers.watch, request))
-            if request.early:
+            if request.early.is_wanted:
                 state.run_guarded(partial(self.early.look, request))
         else:
             self._fire_due(request, events.StorageDue(at_s=at_s))
@@ -485,7 +477,7 @@ class Core:
         """Free the pages of loads in RECLAIMING, then grant pages to the first waiting request that fits."""
         if self.state.reclaimable_loads or self.loads.has_settled:
             self.state.run_guarded(self.loads.free_settled_reclaiming)
-        self.state.pages_freed = False
+        self.state.begin_admission()
         if self.queue and self._runs_as_many_as_may():
             return
         for request in self.queue.candidates(self.state.now_s) if self.queue else ():
@@ -499,7 +491,7 @@ class Core:
             if granted:
                 self._admit(request)
                 return
-            if request.over_quota and self._gives_way(request):
+            if request.admission.over_quota and self._gives_way(request):
                 return
 
     def _runs_as_many_as_may(self) -> bool:
@@ -508,8 +500,7 @@ class Core:
         if not limit or self.running < limit:
             return False
         first = next(self.queue.candidates(self.state.now_s), None)
-        if first is not None and not first.waited_to_run:
-            first.waited_to_run = True
+        if first is not None and first.admission.wait_to_run():
             self.state.count("running_waits")
         return True
 
@@ -521,13 +512,13 @@ class Core:
         """
         for step in range(1, len(request.prefills)):
             place = (request.prefill_number + step) % len(request.prefills)
-            if self.state.quota.admits(request.prefills[place], request.quota_need):
+            if self.state.quota.admits(request.prefills[place], request.admission.quota_need):
                 self.queue.remove(request)
-                request.first_prefill += step
-                request.over_quota = False
+                request.attempts.give_way(step)
+                request.admission.note_quota(is_over=False)
                 self.queue.add(request)
                 self.state.count("quota_ways_given")
-                self.state.pages_freed = True
+                self.state.pages_were_freed()
                 return True
         return False
 
@@ -540,10 +531,10 @@ class Core:
         self.queue.remove(request)
         self.fire(request, events.Granted(at_s=self.state.now_s))
         for waiting in self.queue.candidates(self.state.now_s):
-            if waiting.arrival < request.arrival and waiting.short_need and not waiting.over_quota:
-                waiting.passed += 1
+            if waiting.arrival < request.arrival and waiting.admission.short_need and not waiting.admission.over_quota:
+                waiting.admission.pass_by()
         # The next request may fit as well.
-        self.state.pages_freed = True
+        self.state.pages_were_freed()
 
     def hand_back(self) -> None:
         """Hand lent pages without a writer back to the embedder, with the outcomes of their requests."""
@@ -556,7 +547,7 @@ class Core:
             request, _ = state.ahead_over.popitem()
             state.run_guarded(partial(self.lookahead.drop, request))
         if state.ahead_due:
-            state.ahead_due = False
+            state.begin_look_ahead()
             for request in self.queue.candidates(state.now_s) if state.settings.lookahead_pages_max else ():
                 abandon = partial(self.lookahead.abandon, request)
                 state.run_guarded(partial(self.lookahead.start, request), recover=abandon)
@@ -600,7 +591,6 @@ def _may_work_ahead(core: Core) -> bool:
 
 
 CONSEQUENCES = (
-    Consequence("An operation of a request has ended", "answers", Core.take_answer),
     Consequence("A request has lost its pages to another writer", "preempted", Core.send_back),
     Consequence("A load has failed", "failed_loads", Core.fill_failed),
     Consequence("A shared transfer has progressed", "progressed_loads", Core.hand_over),

@@ -26,13 +26,14 @@ from tidekv.states.prefix.policies import POLICIES
 from tidekv.states.raises import raise_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from tidekv.states.commands import Command
-    from tidekv.states.events import Event, Outcome
+    from tidekv.states.events import Outcome
     from tidekv.states.raises import Raise
     from tidekv.states.records.request import Load, Request
     from tidekv.states.settings import CoreSettings
+    from tidekv.states.storage_policy import StoragePolicy
 
 
 COUNTERS: Final = (
@@ -139,8 +140,6 @@ class CoreState:
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
 
         # Work queues: work that a rule leaves for other rules of the same step. Dictionaries serve as ordered sets.
-        self.answers: dict[Request, Event] = {}
-        """Outcomes of operations of requests, to be fired at the request machine."""
         self.preempted: dict[Request, str] = {}
         """Requests that lost their pages to another writer, with the cause. They return to the admission queue."""
         self.failed_loads: dict[Load, None] = {}
@@ -173,6 +172,100 @@ class CoreState:
     def emit(self, command: Command) -> None:
         """Add a command to this step."""
         self.out.append(command)
+
+    def take_commands_back(self, count: int) -> None:
+        """Remove all commands of this step behind the first `count`: what emitted them is undone."""
+        del self.out[count:]
+
+    def put_first(self, kind: type[Command], count: int) -> None:
+        """Move the commands of a kind before the others that follow the first `count`."""
+        self.out[count:] = sorted(self.out[count:], key=lambda command: not isinstance(command, kind))
+
+    # --- Steps ---
+
+    def begin_step(self, at_s: float) -> None:
+        """Begin a step at this time, which never runs backwards."""
+        self.now_s = max(self.now_s, at_s)
+        if self.raises:
+            self.raises = []
+
+    def take_commands(self) -> list[Command]:
+        """End a step; return its commands."""
+        commands, self.out = self.out, []
+        return commands
+
+    # --- What happened, for other rules of the same step ---
+
+    def pages_were_freed(self) -> None:
+        """Note that a waiting request may be admitted now, or the pages of a load be freed."""
+        self.pages_freed = True
+
+    def begin_admission(self) -> None:
+        """Note that all waiting requests are about to be tried."""
+        self.pages_freed = False
+
+    def may_look_ahead(self) -> None:
+        """Note that pages may be fetched ahead for a waiting request now."""
+        self.ahead_due = True
+
+    def begin_look_ahead(self) -> None:
+        """Note that pages are about to be fetched ahead."""
+        self.ahead_due = False
+
+    def may_write_back(self) -> None:
+        """Note that too few evictable pages may have a copy in a lower tier now."""
+        self.write_due = True
+
+    def begin_write_back(self) -> None:
+        """Note that pages are about to be written back."""
+        self.write_due = False
+
+    def request_changed(self, request: Request) -> None:
+        """Note that a request may be able to move on."""
+        self.dirty[request] = None
+
+    def request_was_planned(self, request: Request) -> None:
+        """Note that the remaining look-ahead reads of a request can be released."""
+        self.ahead_over[request] = None
+
+    def pages_were_lost(self, request: Request, cause: str) -> None:
+        """Note that something may still write to pages of a request, which starts over. The first cause counts."""
+        self.preempted.setdefault(request, cause)
+
+    def load_failed(self, load: Load) -> None:
+        """Note that a load has lost its source, or may have found a sharer that can extend into it."""
+        self.failed_loads[load] = None
+
+    def requeue_failed(self, load: Load) -> None:
+        """Move a load to the end of the failed ones, if it is one of them."""
+        if load in self.failed_loads:
+            del self.failed_loads[load]
+            self.failed_loads[load] = None
+
+    def load_progressed(self, load: Load) -> None:
+        """Note that pages of a shared transfer may have landed that other requests wait for."""
+        self.progressed_loads[load] = None
+
+    def writers_have_left(self, loads: Iterable[Load]) -> None:
+        """Note that nothing writes to the pages of these loads in RECLAIMING any more."""
+        self.reclaimable_loads += [load for load in loads if load not in self.reclaimable_loads]
+
+    def take_reclaimable_loads(self) -> list[Load]:
+        """Return the loads whose pages can be freed, and forget them."""
+        loads, self.reclaimable_loads = self.reclaimable_loads, []
+        return loads
+
+    def policy_changed(self, policy: StoragePolicy) -> None:
+        """Replace the policies of the settings."""
+        self.settings = self.settings.with_policy(policy)
+
+    def storage_was_attached(self, *, is_usable: bool) -> None:
+        """Note whether a usable storage engine is attached now."""
+        self.storage_available = is_usable
+
+    def request_arrived(self, request: Request) -> None:
+        """Add a request."""
+        self.requests[request.request_id] = request
 
     def forget(self, request: Request) -> None:
         """Remove a request that has ended. Later outcomes of its operations only settle pages."""
@@ -208,7 +301,7 @@ class CoreState:
         except Exception:
             raised = self.note_raise(request)
             if request is not None:
-                request.fallbacks += (Fallback(raised.rule, gives_up, raised.error),)
+                request.fallbacks.give_up(Fallback(raised.rule, gives_up, raised.error))
             (recover or rule)()
 
     # --- Operations and deadlines ---
@@ -219,6 +312,14 @@ class CoreState:
         self.operations[self._operation] = operation
         self.set_deadline(operation, self.now_s + deadline_s, op=self._operation)
         return self._operation
+
+    def replace_operation(self, op: int, operation: Operation) -> None:
+        """Let `operation` handle the outcome of the operation under way as number `op`."""
+        self.operations[op] = operation
+
+    def end_operation(self, op: int) -> None:
+        """Forget an operation: its outcome, if there will be one, changes nothing."""
+        self.operations.pop(op, None)
 
     def set_deadline(self, waiting: Operation | Request, at_s: float, *, op: int = 0) -> None:
         """Make `pop_due` return a live request, or an operation under way as number `op`, from `at_s` on."""
@@ -252,6 +353,10 @@ class CoreState:
         """Let write-back look at the next pages to be evicted again, after a change of usage or policy."""
         self.write_due = True
         self.write_credit = int(self.settings.device_pages * self.settings.write_back_ahead)
+
+    def use_write_credit(self, count: int) -> None:
+        """Take copies of write-back from its credit."""
+        self.write_credit -= count
 
     def make_device_room(self, count: int) -> bool:
         """Evict until `count` device pages are free. Returns False, with nothing evicted, if that is impossible."""

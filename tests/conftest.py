@@ -209,9 +209,9 @@ def pages_of() -> Callable[[DecodeEngine, str], list[int]]:
     def pages_before_ready(engine: DecodeEngine, request_id: str) -> list[int]:
         core = engine._core
         request = core.request(request_id)
-        assert request is not None and request.lock is not None
+        assert request is not None and request.held.lock is not None
         # What is shared while it is on its way belongs to the tree, the rest to the request.
-        return [*core.state.index.device_path(request.lock.node), *request.own]
+        return [*core.state.index.device_path(request.held.lock.node), *request.held.own]
 
     return pages_before_ready
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -430,6 +431,110 @@ def test_states_are_compared_in_the_package_of_the_table_only() -> None:
 )
 def test_a_comparison_of_states_is_found_in_each_of_its_forms(line: str) -> None:
     assert state_comparisons(line) == [1]
+
+
+# --- Owners ---
+
+OWNERS = {
+    "tidekv.states.records.request": ("Request",),
+    "tidekv.states.records.request_parts": (
+        "Admission",
+        "Attempts",
+        "EarlyRecord",
+        "Ending",
+        "Fallbacks",
+        "Holdings",
+        "RecomputeRecord",
+        "Sources",
+        "StorageAnswer",
+    ),
+    "tidekv.states.core_state": ("CoreState",),
+}
+"""Records by module. A field of them is assigned in that module only: rules call the method that says what happened."""
+
+
+def targets_in(tree: ast.AST) -> list[ast.Attribute]:
+    """The attributes that are assigned, deleted, or assigned an item."""
+    found: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.Delete):
+            for target in node.targets:
+                found += target.elts if isinstance(target, ast.Tuple) else [target]
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            found.append(node.target)
+    plain = [target.value if isinstance(target, ast.Subscript) else target for target in found]
+    return [target for target in plain if isinstance(target, ast.Attribute)]
+
+
+def last_name(node: ast.AST | None) -> str:
+    """`request` of `request`, `held` of `request.held`."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def fields_of(kind: ast.ClassDef) -> set[str]:
+    """What the methods of a class assign to itself."""
+    return {target.attr for target in targets_in(kind) if last_name(target.value) == "self"}
+
+
+def holders_of(name: str, trees: Iterable[ast.AST]) -> set[str]:
+    """The names of variables and fields that are annotated with this class, made by it, or assigned one of the two."""
+    names: set[str] = set()
+    assigned: list[tuple[str, ast.AST | None]] = []
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+            if any(last_name(part) == name for part in ast.walk(node.annotation)):
+                names.add(node.arg if isinstance(node, ast.arg) else last_name(node.target))
+        elif isinstance(node, ast.Assign):
+            assigned += [(last_name(target), node.value) for target in node.targets]
+    names |= {to for to, value in assigned if isinstance(value, ast.Call) and last_name(value.func) == name}
+    return names | {to for to, value in assigned if last_name(value) in names} - {""}
+
+
+def foreign_assignments(owners: dict[str, tuple[str, ...]], sources: dict[str, str]) -> list[str]:
+    """Where a field of a record is assigned outside of the module of the record."""
+    trees = {module: ast.parse(source) for module, source in sources.items()}
+    found = []
+    for owner, names in owners.items():
+        kinds = {node.name: node for node in ast.walk(trees[owner]) if isinstance(node, ast.ClassDef)}
+        for name in names:
+            fields, holders = fields_of(kinds[name]), holders_of(name, trees.values())
+            found += [
+                f"{module}:{target.lineno} assigns {name}.{target.attr}"
+                for module, tree in trees.items()
+                if module != owner
+                for target in targets_in(tree)
+                if target.attr in fields and last_name(target.value) in holders
+            ]
+    return found
+
+
+def test_each_field_of_a_record_is_assigned_in_one_module() -> None:
+    assert foreign_assignments(OWNERS, sources_in("states")) == []
+    elsewhere = {owner: names for owner, names in OWNERS.items() if "CoreState" not in names}
+    sources = {**sources_in("engine"), **{owner: sources_in("states")[owner] for owner in elsewhere}}
+    assert foreign_assignments(elsewhere, sources) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "def rule(request: Request): request.held.own = ()",
+        "def rule(request: Request): request.held.own, other = (), 1",
+        "def rule(request: Request): request.state += 1",
+        "def rule(request: Request):\n    held = request.held\n    held.own[0] = 1",
+        "def rule(request: Request): del request.held.own",
+        "class Rules:\n    def __init__(self, request: Request):\n        self._request = request\n"
+        "    def rule(self):\n        self._request.state = 1",
+    ],
+)
+def test_a_field_that_is_assigned_elsewhere_is_found(line: str) -> None:
+    records = (
+        "class Held:\n    def __init__(self):\n        self.own = ()\n"
+        "class Request:\n    def __init__(self):\n        self.held = Held()\n        self.state = 0"
+    )
+    assert len(foreign_assignments({"records": ("Held", "Request")}, {"records": records, "rules": line})) == 1
+    other = "def rule(load: Load, request: Request):\n    load.own = request.held.own"
+    assert foreign_assignments({"records": ("Held", "Request")}, {"records": records, "rules": other}) == []
 
 
 # --- Names and constructors ---

@@ -82,7 +82,7 @@ def _show(replayer: Replayer) -> None:
     for request in core.state.requests.values():
         runs = [(load.first, load.first + load.page_count, load.stage.value) for load in request.loads]
         loads = ", ".join(f"[{first}, {end}) {stage}" for first, end, stage in runs)
-        numbers = (request.generation, request.matched, request.promised, request.page_count)
+        numbers = (request.generation, request.held.matched, request.held.promised, request.page_count)
         requests.add_row(Text(printable(request.request_id)), request.state.value, *map(str, numbers), loads.lower())
     index = Table("namespace", "pages", "device", "host", "stored", "locks", "pins", title="index")
     for node in core.state.index.nodes():

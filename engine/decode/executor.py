@@ -2,11 +2,11 @@
 
 It makes no decisions and never raises into the driver: a failure is an outcome, with its text.
 
-The storage hit count of a request passes seven modules and enters the core by one event; the core passes it on within
-that step, by the row of `StorageAnswered` in the table of the request machine:
+The storage hit count of a request passes seven modules and enters the core by one event, which goes into the record of
+the query:
 
     storage engine `exists` ──▶ executor `_run_query` ──StorageAnswered──▶ driver ──▶ core `step` ──▶ storage admission
-    `StorageQuery` ──▶ restore `note_answer`, `fix_plan` ──▶ plan `PlanFetches.load`: its loads are sources of READY
+    `StorageQuery` ──▶ record `StorageAnswer` ──▶ plan `PlanFetches.load`: its loads are sources of READY
 
 Each component has a storage engine of its own, beside that of the full pages. The page of a component has the key of
 the full page at its position, so both stand for the same prompt.

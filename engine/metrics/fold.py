@@ -179,8 +179,8 @@ class MetricsFold:
 
     def _promise(self, command: commands.SendPromise) -> None:
         request = self.core.request(command.request_id)
-        if request is not None and request.declined[1]:
-            cause, count = request.declined
+        if request is not None and request.sources.declined[1]:
+            cause, count = request.sources.declined
             self.declined[cause] += count
         self.pages["promised"] += -(-command.promised_tokens // self.core.settings.page_size)
         self.pages["asked"] += len(command.pages)

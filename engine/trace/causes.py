@@ -97,7 +97,7 @@ def good_of(event: events.Event, work: Work) -> int:
 
 def declined_words(request: Request, core: Core) -> str:
     """Return why pages in storage are not fetched, with the setting responsible."""
-    cause, count = request.declined
+    cause, count = request.sources.declined
     policy = core.state.settings
     detail = ""
     if cause == "storage_left_alone":
@@ -125,7 +125,7 @@ def breaker_words(core: Core) -> str:
 def unasked_words(request: Request, core: Core) -> str:
     """Return why storage is not queried for a request waiting for admission; "" if that is as planned."""
     state = core.state
-    if not state.storage_available or request.restore_limit or request.query_op:
+    if not state.storage_available or request.restore_limit or request.answer.op:
         return ""
     missing = request.full_pages - sum(state.index.probe_prefix(request.namespace, request.keys))
     if missing * state.settings.page_size < max(state.settings.prefetch_threshold_tokens, 1):

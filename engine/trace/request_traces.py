@@ -59,7 +59,7 @@ def plan_of(
     sent: dict[str, int] = {}
     promised = -(-command.promised_tokens // page_size)
     if request is not None:
-        declined = request.declined[1]
+        declined = request.sources.declined[1]
         for load in request.loads:
             pages = load.sharers.get(request, 0)
             if load.filler is request:
@@ -242,7 +242,7 @@ class RequestTraces:
         for request_trace in request_traces if work.kind == "query" else ():
             # Only now it is known whether the request fits: it was not tried while it waited for the answer.
             if (request := core.request(request_trace.request_id)) is not None and request.waits_for_admission:
-                request_trace.needed_pages = request.short_need
+                request_trace.needed_pages = request.admission.short_need
         work.trouble = late or trouble_of(event, work)
         work.good = good_of(event, work)
         if late:
@@ -292,7 +292,7 @@ class RequestTraces:
         for request in core.state.requests.values():
             request_trace = self._live.get(request.request_id)
             if request_trace is not None:
-                self._note_fallbacks(request_trace, request.fallbacks, at_s)
+                self._note_fallbacks(request_trace, request.fallbacks.made, at_s)
 
     @staticmethod
     def _note_fallbacks(request_trace: RequestTrace, fallbacks: tuple[commands.Fallback, ...], at_s: float) -> None:
@@ -310,13 +310,13 @@ class RequestTraces:
             self._sent_back(request_trace, at_s, core)
         request_trace.states.append((at_s, state.value))
         request = core.request(request_id)
-        if request is not None and request.waited_for_quota and not request_trace.over_quota_of:
-            request_trace.over_quota_of = request.prefills[0] if request.first_prefill else request.prefill
-            request_trace.gave_way = request.first_prefill > 0
-        if request is not None and request.waited_to_run:
+        if request is not None and request.admission.waited_for_quota and not request_trace.over_quota_of:
+            request_trace.over_quota_of = request.prefills[0] if request.attempts.first else request.prefill
+            request_trace.gave_way = request.attempts.first > 0
+        if request is not None and request.admission.waited_to_run:
             request_trace.waited_to_run = True
         if state in (State.PREALLOC, State.MATCH) and request is not None:
-            request_trace.needed_pages = request.short_need
+            request_trace.needed_pages = request.admission.short_need
         if state is State.PREALLOC and request is not None:
             unasked = unasked_words(request, core)
             if unasked:
@@ -331,14 +331,16 @@ class RequestTraces:
         if request is None:
             return  # The request ended in the same step, which is recorded.
         whither = "for other pages"
-        if request.recomputes:
+        if request.recompute.is_chosen:
             whither = "for its caller to compute the rest"
-        elif request.retry_at_s > at_s:
-            whither = f"to be tried again after a pause of {request.retry_at_s - at_s:.1f} s"
-        elif request.attempts > request_trace.attempts:
+        elif request.admission.retry_at_s > at_s:
+            whither = f"to be tried again after a pause of {request.admission.retry_at_s - at_s:.1f} s"
+        elif request.attempts.count > request_trace.attempts:
             whither = "for the next prefill of its list"
-        request_trace.attempts = request.attempts
-        request_trace.fall_back(at_s, in_one_line(request.trouble), f"the request went back to the queue, {whither}")
+        request_trace.attempts = request.attempts.count
+        request_trace.fall_back(
+            at_s, in_one_line(request.fallbacks.last_error), f"the request went back to the queue, {whither}"
+        )
 
     # --- Commands ---
 
@@ -427,7 +429,7 @@ class RequestTraces:
                 request_traces.append(request_trace)
                 request_trace.works.append(work)
         request_trace.plans.append(plan)
-        if request is not None and request.query_op:
+        if request is not None and request.answer.op:
             request_trace.fall_back(at_s, UNANSWERED, CONSEQUENCES["query"])
         if request is not None and plan.declined_pages:
             request_trace.fall_back(at_s, declined_words(request, core), "the transfer brings them")

@@ -77,7 +77,7 @@ class Backup:
         self._backups = backups
         self.request_id = "" if request is None else request.request_id
         self.serial = 0 if request is None else request.serial
-        self.fallbacks = () if request is None else request.fallbacks
+        self.fallbacks = () if request is None else request.fallbacks.made
         self.leaf = leaf
         self.copies_ahead = False
         """Whether it copies, for no request, pages that are about to be evicted."""
@@ -160,10 +160,12 @@ class Backups:
         """Begin no backup of this request, since a rule raised before: nothing is held for it in host memory."""
         state = self._state
         with Rollback() as undo:
-            undo.callback(state.out.__delitem__, slice(len(state.out), None))
+            undo.callback(state.take_commands_back, len(state.out))
             state.emit(ForgetTokens(serial=request.serial))
             if retracts:
-                state.emit(ReportRetracted(request_id=request.request_id, held_pages=0, fallbacks=request.fallbacks))
+                state.emit(
+                    ReportRetracted(request_id=request.request_id, held_pages=0, fallbacks=request.fallbacks.made)
+                )
             undo.keep()
         if retracts:
             self._retracted[request.request_id] = None
@@ -233,7 +235,7 @@ class Backups:
         self._state.run_guarded(partial(begin, backup), recover=recover, request=request, gives_up="backup")
 
     def _abandon_for(self, backup: Backup, request: Request) -> None:
-        backup.fallbacks = request.fallbacks
+        backup.fallbacks = request.fallbacks.made
         self.abandon(backup)
 
     def _begin_put(self, backup: Backup) -> None:
@@ -255,7 +257,7 @@ class Backups:
         backup.first, count = self._without_host(leaf)
         count = self._state.make_host_room(count)
         if backup.copies_ahead:
-            self._state.write_credit -= count
+            self._state.use_write_credit(count)
         if count:
             self._copy(backup, count)
         else:
@@ -427,8 +429,9 @@ class Backups:
         if backup.serial:
             self._state.emit(ForgetTokens(serial=backup.serial))
         del self._live[backup]
-        self._state.pages_freed = True
-        self._state.write_due |= backup.brought
+        self._state.pages_were_freed()
+        if backup.brought:
+            self._state.may_write_back()
 
     def _report_retracted(self, backup: Backup, host_leaf: Node | None) -> None:
         held = 0 if host_leaf is None else host_leaf.depth_pages
@@ -456,7 +459,7 @@ class Backups:
         if backup.lock is not None:
             self._state.index.unlock(backup.lock)
             backup.lock = None
-        self._state.pages_freed = True
+        self._state.pages_were_freed()
 
     def _pin(self, backup: Backup, node: Node | None) -> None:
         """Protect the host pages down to `node` from now on, and no others."""

@@ -197,7 +197,7 @@ class Offers:
         del self._live[offer]
         if offer.is_reading:
             self.pages_read -= Counter(offer.device_pages)
-        state.pages_freed = True
+        state.pages_were_freed()
 
     def _continue(self, offer: Offer) -> None:
         """Continue an offer after the one that it follows: pin the pages before its own, if they are there."""

@@ -52,7 +52,7 @@ class WriteBack:
     def look(self) -> None:
         """Start the copies and puts that are due. Safe to call again after a raise."""
         state = self._state
-        state.write_due = False
+        state.begin_write_back()
         if state.settings.write != "back" or not state.settings.host_pages:
             return
         # A page needs a copy in either of the other tiers before it leaves the device, and one in storage before it
@@ -80,7 +80,7 @@ class WriteBack:
     def _note_eviction(self, node: Node, tier: TierName) -> None:
         state = self._state
         if state.settings.write == "back":
-            state.write_due = True
+            state.may_write_back()
             if tier == "device":
                 state.renew_write_credit()
         if node.is_reclaiming or state.index.tree.is_stored(node):

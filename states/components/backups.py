@@ -150,7 +150,7 @@ class ComponentPuts:
         assert put.pin is not None
         self._index.unpin(put.pin)
         self._live.pop(put, None)
-        self._state.pages_freed = True
+        self._state.pages_were_freed()
 
 
 class ComponentBackup:
@@ -257,7 +257,7 @@ class ComponentBackups:
             _, unused = self._index.insert("host", backup.component, backup.node, backup.first, backup.table)
             backup.fresh = unused
             # While the copy held its pin, write-back could not see these full pages as next to be evicted.
-            self._state.write_due = True
+            self._state.may_write_back()
         self.give_up(backup)
 
     def give_up(self, backup: ComponentBackup) -> None:
@@ -268,7 +268,7 @@ class ComponentBackups:
             self._index.unlock(backup.lock)
             backup.lock = None
         self._index.unpin(backup.pin)
-        self._state.pages_freed = True
+        self._state.pages_were_freed()
 
     def is_late(self) -> None:
         """Count a late copy."""

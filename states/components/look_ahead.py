@@ -82,7 +82,7 @@ class ComponentLookAhead:
         A component is read whole or not at all. After an exception, the caller drops the request's look-ahead.
         """
         began = 0
-        for name, first in self._components.needed_from(request).items() if request.stored_components else ():
+        for name, first in self._components.needed_from(request).items() if request.answer.components else ():
             if request.ahead is not None and name in request.ahead.components:
                 continue
             here = self._index.positions(request.namespace, request.keys, name, first)
@@ -103,9 +103,7 @@ class ComponentLookAhead:
         deadline_s = state.settings.prefetch_deadline_s(
             count + storage.pages_in_flight, request.deadline_at_s - state.now_s
         )
-        ahead = request.ahead
-        if ahead is None:
-            ahead = request.ahead = Ahead(attachment=state.index.tree.attachment)
+        ahead = request.look_ahead(state.index.tree.attachment)
         with Rollback() as undo:
             undo.callback(self._index.give_back, {read.component: read.host_pages}, "host")
             operation = ComponentAheadRead(state, self, storage, read)
@@ -169,10 +167,7 @@ class ComponentLookAhead:
 
     def _decline(self, read: ComponentAhead) -> None:
         """Give up a read, and leave its component to prefill."""
-        request = read.request
-        request.stored_components = tuple(
-            entry for entry in request.stored_components if entry.component != read.component
-        )
+        read.request.answer.forget_component(read.component)
         self.give_up(read)
 
     # --- Ends ---
@@ -182,7 +177,7 @@ class ComponentLookAhead:
         if read.is_landed:
             self._index.give_back({read.component: read.host_pages}, "host")
             read.host_pages = page_ids()
-            self._state.pages_freed = True
+            self._state.pages_were_freed()
         else:
             self._storage.fetch_given_up(read, component=read.component)
             self._end_read(read)

@@ -107,7 +107,11 @@ class ComponentRestore:
             return self._index.index.match(request.namespace, keys)
         # The last token is always computed: it leads to the first token of the output.
         pages = (request.prompt_tokens - 1) // settings.page_size
-        keys = b"" if request.component_limit >= WITHOUT_COMPONENTS else request.keys[: pages * settings.key_bytes]
+        keys = (
+            b""
+            if request.fallbacks.component_limit >= WITHOUT_COMPONENTS
+            else request.keys[: pages * settings.key_bytes]
+        )
         # Without pages that a load has yet to fill: this request has no room to extend into a load that fails.
         return self._index.match(request.namespace, keys, use_host=False, with_pending=False)
 
@@ -116,7 +120,7 @@ class ComponentRestore:
         page_size = self._state.settings.page_size
         wanted = {name: component.live_pages(page_size) for name, component in self._index.components.items()}
         lock: ComponentReceipt | None = None
-        if request.recomputes:
+        if request.recompute.is_chosen:
             # Taking pages must not evict those that the computation continues from.
             lock = self._index.lock(match.device_node, self._index.firsts(match.device_pages))
         if not self._has_room(wanted):
@@ -124,10 +128,10 @@ class ComponentRestore:
                 self._state.run_guarded(partial(self._index.unlock, lock))
                 if self._has_room(wanted):
                     # The pages in the way are those just locked, so waiting might never end.
-                    request.component_limit = WITHOUT_COMPONENTS
-                    self._state.pages_freed = True
+                    request.fallbacks.limit_components(WITHOUT_COMPONENTS)
+                    self._state.pages_were_freed()
             return False
-        component_pages = request.component_pages = RequestComponents(request)
+        component_pages = request.hold_components()
         component_pages.lock = lock
         for name, count in wanted.items():
             # After an exception, `leave` finds what was taken so far.
@@ -167,7 +171,7 @@ class ComponentRestore:
             self.shared_ends.join(component_pages, filler, undo)
         elif any(component_pages.remote.values()):
             self.shared_ends.offer(request, component_pages, undo)
-        if request.recomputes:
+        if request.recompute.is_chosen:
             component_pages.resumed_pages = plan.end
             for name in self.snapshots.states:
                 spare = component_pages.own[name].tolist()[1:]
@@ -175,7 +179,7 @@ class ComponentRestore:
 
     @staticmethod
     def _uses_host(request: Request) -> bool:
-        return request.component_limit < WITHOUT_HOST and request.restore_limit < 2
+        return request.fallbacks.component_limit < WITHOUT_HOST and request.restore_limit < 2
 
     def _choose(
         self,
@@ -191,7 +195,7 @@ class ComponentRestore:
         """Choose the sources of one component. If `is_filled`, another room brings what prefill would send."""
         first, is_shared = component_pages.firsts[name], self._index.components[name].is_shared
         device, host = self._index.sources(name, host_node, first)
-        if request.component_limit >= WITHOUT_COMPONENTS or (request.recomputes and not is_shared):
+        if request.fallbacks.component_limit >= WITHOUT_COMPONENTS or (request.recompute.is_chosen and not is_shared):
             # A caller that recomputes writes the record of the prompt's end.
             device = {}
         if not self._uses_host(request):
@@ -223,7 +227,7 @@ class ComponentRestore:
         if joining:
             component_pages.joining[name] = tail - first
         # A caller that recomputes writes to the same pages; prefill must not.
-        component_pages.remote[name] = page_ids() if request.recomputes or is_filled else table[tail - first :]
+        component_pages.remote[name] = page_ids() if request.recompute.is_chosen or is_filled else table[tail - first :]
         component_pages.tails[name] = request.page_count if is_filled else tail
         if is_filled and tail < request.page_count:
             component_pages.received[name] = tail
@@ -315,7 +319,7 @@ class ComponentRestore:
     def settle(self, component_pages: RequestComponents) -> None:
         """Let the request move on after the end of a copy; if it has left, free its pages after the last one."""
         if component_pages.request is not None:
-            self._state.dirty[component_pages.request] = None
+            self._state.request_changed(component_pages.request)
         elif not component_pages.copies:
             self.give_up(component_pages)
 
@@ -346,10 +350,10 @@ class ComponentRestore:
             while taken:
                 snapshot = taken.pop()
                 # If the prompt did not join the cache, there are no full pages that it could go with.
-                if request.lock is not None and snapshot.boundary <= request.lock.node.depth_pages:
+                if request.held.lock is not None and snapshot.boundary <= request.held.lock.node.depth_pages:
                     place = snapshot.place
                     self._keep_snapshot(
-                        component_pages, name, request.lock.node, snapshot.boundary, snapshot.page, place
+                        component_pages, name, request.held.lock.node, snapshot.boundary, snapshot.page, place
                     )
         self._release_pin(component_pages)
         self.snapshots.note_served(component_pages.hits, component_pages.resumed_pages)
@@ -412,7 +416,7 @@ class ComponentRestore:
         if not request.component_pages.copies:
             self.give_up(request.component_pages)
         request.component_pages.request = None
-        request.component_pages = None
+        request.give_up_components()
 
     def give_up(self, component_pages: RequestComponents) -> None:
         """Free the pages and give back the receipts: nothing writes to the pages any more. Safe to call again."""
@@ -423,7 +427,7 @@ class ComponentRestore:
             self._index.unlock(component_pages.lock)
             component_pages.lock = None
         self._release_pin(component_pages)
-        self._state.pages_freed = True
+        self._state.pages_were_freed()
 
     def _release_pin(self, component_pages: RequestComponents) -> None:
         pin = component_pages.pin

@@ -114,7 +114,7 @@ class SharedEnds:
     def filler_for(self, request: Request) -> RequestComponents | None:
         """The component pages of a request that prefill sends the same end, if `request` can share them."""
         end = self._end_of(request)
-        if end is None or not request.shares_end:
+        if end is None or not request.fallbacks.shares_end:
             return None
         filler = self._fillers.get(end)
         # The key of the last page does not tell what precedes it.
@@ -129,7 +129,7 @@ class SharedEnds:
         filler.sharers[sharer] = None
         # Its end may be in place already.
         assert filler.request is not None
-        self._state.dirty[filler.request] = None
+        self._state.request_changed(filler.request)
 
     def offer(self, request: Request, component_pages: RequestComponents, undo: Rollback) -> None:
         """Offer what the room of `request` is to bring to later requests with the same end. `undo` reverts it."""
@@ -142,7 +142,9 @@ class SharedEnds:
     def _end_of(self, request: Request) -> End | None:
         """The end of a prompt; None if it cannot be shared, or not all of its tokens are known."""
         settings = self._state.settings
-        is_shared = settings.share_transfers and request.cache and not request.restore_limit and not request.recomputes
+        is_shared = (
+            settings.share_transfers and request.cache and not request.restore_limit and not request.recompute.is_chosen
+        )
         if not is_shared or (not request.rest and request.prompt_tokens % settings.page_size):
             return None
         return request.namespace, request.prompt_tokens, request.keys[-settings.key_bytes :], request.rest
@@ -165,7 +167,7 @@ class SharedEnds:
         filler, room = request.component_pages, request.room
         if filler is None or filler.copies or room is None or not room.is_complete:
             return
-        if not filler.sharers and not request.early:
+        if not filler.sharers and not request.early.is_wanted:
             return
         # From here on nothing joins: a caller that begins early writes to these pages.
         self._close(filler)
@@ -179,7 +181,7 @@ class SharedEnds:
     def _copy(self, filler: RequestComponents, sharer: RequestComponents) -> None:
         state, pages = self._state, 0
         with Rollback() as undo:
-            undo.callback(state.out.__delitem__, slice(len(state.out), None))
+            undo.callback(state.take_commands_back, len(state.out))
             for name, first in sharer.received.items():
                 at = first - filler.firsts[name]
                 source, target = filler.tables[name][at:], sharer.tables[name][at:]
@@ -206,7 +208,7 @@ class SharedEnds:
     def _uncount(self, copy: SharedEndCopy, op: int) -> None:
         copy.filler.copies -= 1
         copy.sharer.copies -= 1
-        del self._state.operations[op]
+        self._state.end_operation(op)
 
     def copied(self, copy: SharedEndCopy, error: str) -> None:
         """Record the end of a copy. After an error the sharer starts over. After a raise, `settle` continues."""
@@ -227,7 +229,7 @@ class SharedEnds:
         self._state.count("copies_late")
         self._send_back(copy.sharer, COPY_LATE)
         if copy.filler.request is not None:
-            self._state.preempted.setdefault(copy.filler.request, COPY_LATE)
+            self._state.pages_were_lost(copy.filler.request, COPY_LATE)
 
     # --- The ends ---
 
@@ -256,8 +258,9 @@ class SharedEnds:
         """Let a sharer start over; unless `shares_again`, it then asks prefill for its component pages itself."""
         self._part(sharer)
         if sharer.request is not None:
-            sharer.request.shares_end = sharer.request.shares_end and shares_again
-            self._state.preempted.setdefault(sharer.request, cause)
+            if not shares_again:
+                sharer.request.fallbacks.share_no_end()
+            self._state.pages_were_lost(sharer.request, cause)
 
     # --- The filler is slow ---
 

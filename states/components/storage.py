@@ -53,8 +53,8 @@ def preempt(state: CoreState, component_pages: RequestComponents, limit: int, ca
     """Let the request of these pages start over with other pages and with fewer sources, because a source failed."""
     request = component_pages.request
     if request is not None and request not in state.preempted:
-        request.component_limit = max(request.component_limit + 1, limit)
-        state.preempted[request] = cause
+        request.fallbacks.limit_components(limit)
+        state.pages_were_lost(request, cause)
 
 
 class ComponentRead:
@@ -132,7 +132,7 @@ class ComponentStorage:
         A window is worth a query from `prefetch_threshold_tokens` on, a snapshot always. The end of a prompt has a
         snapshot in storage only if it is the end of a page.
         """
-        if request.component_limit or not self._storage.keeps_components:
+        if request.fallbacks.component_limit or not self._storage.keeps_components:
             return {}
         page_size = self._state.settings.page_size
         wanted: dict[str, int] = {}
@@ -168,9 +168,9 @@ class ComponentStorage:
 
     def stored(self, request: Request, name: str, first: int) -> set[int]:
         """The positions from `first` on at which storage has pages of a component that the plan may fetch."""
-        if request.restore_limit or request.component_limit or not self._storage.keeps_components:
+        if request.restore_limit or request.fallbacks.component_limit or not self._storage.keeps_components:
             return set()
-        answers = (entry for entry in request.stored_components if entry.component == name)
+        answers = (entry for entry in request.answer.components if entry.component == name)
         return positions_in(next(answers, None), first, request.full_pages)
 
     def to_fetch(self, request: Request, name: str, first: int, here: set[int]) -> tuple[PageIds, int]:
@@ -236,7 +236,8 @@ class ComponentStorage:
             return
         # The read continues under its operation number; only the owner of the outcome changes.
         fetch.op, fetch.begun_at_s, fetch.queued_pages = read.op, read.begun_at_s, read.queued_pages
-        operation = state.operations[fetch.op] = ComponentRead(self, self._storage, fetch)
+        operation = ComponentRead(self, self._storage, fetch)
+        state.replace_operation(fetch.op, operation)
         deadline_s = self._deadline_s(request, self._storage.pages_in_flight)
         state.set_deadline(operation, state.now_s + deadline_s, op=fetch.op)
         self._storage.fetching[fetch] = len(fetch.positions)
@@ -250,7 +251,7 @@ class ComponentStorage:
             self._state.operations.pop(fetch.op, None)
         else:
             # Restore the same object: its deadline is still in the heap and is matched by identity.
-            self._state.operations[read.op] = operation
+            self._state.replace_operation(read.op, operation)
 
     def _deadline_s(self, request: Request, count: int) -> float:
         return self._state.settings.prefetch_deadline_s(count, request.deadline_at_s - self._state.now_s)
@@ -274,7 +275,7 @@ class ComponentStorage:
         self._storage.fetch_over(fetch)
         request = fetch.component_pages.request
         assert request is not None, "a leaving request gives up its fetches"
-        state.dirty[request] = None
+        state.request_changed(request)
 
     def _begin_copy(self, fetch: ComponentFetch) -> None:
         """Start the copy of a fetch's pages, all of which are good, to the device."""

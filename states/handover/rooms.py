@@ -3,8 +3,8 @@
 A *room* is one hand-over of one generation of a request. A *span* is a run of prompt pages that the room requests: span
 0 is the part that was not promised, each *extend* adds another. Ownership of the pages under remote write:
 
-    live room                       the request owns those of span 0 (`request.own`, `RequestComponents.remote`); the
-                                    tree holds those of later spans, in nodes under a load
+    live room                       the request owns those of span 0 (`held.own`, `RequestComponents.remote`); the tree
+                                    holds those of later spans, in nodes under a load
     received                        the same: the writers have finished
     left, no writer can be active   the request's pages become free at once, and the loads are reclaimed
     left, the caller may use them   quarantine, as below: a caller that has begun early (`ReportEarly`) may write to the
@@ -117,7 +117,7 @@ class Rooms:
         """Open the room of a planned request. Span 0 are its own pages; promised pages are not sent."""
         room = RoomRecord(request, prefill=request.prefill_number)
         room.spans.append(self._span(promised, len(own), None))
-        untried = len(request.prefills) - request.attempts
+        untried = len(request.prefills) - request.attempts.count
         if untried > 1:
             # A prefill that hangs must not use up the time of those behind it in the list.
             now_s = self._state.now_s
@@ -136,7 +136,7 @@ class Rooms:
             )
         )
         self._live[room.key] = room
-        request.room = room
+        request.enter_room(room)
 
     def extend(self, room: RoomRecord, load: Load) -> None:
         """Withdraw a part of the promise: prefill writes the pages of `load`. No local writer is left."""
@@ -200,12 +200,12 @@ class Rooms:
         """Close the complete room and report that to prefill, which may then free its pages."""
         self._state.emit(SendReceived(request_id=room.request.request_id, generation=room.generation))
         del self._live[room.key]
-        room.request.room = None
+        room.request.leave_room()
 
     def reopen(self, room: RoomRecord) -> None:
         """Undo `receive`, within the same step."""
         self._live[room.key] = room
-        room.request.room = room
+        room.request.enter_room(room)
 
     def leave(self, room: RoomRecord, *, settled: bool) -> None:
         """Leave a room before its end.
@@ -224,16 +224,17 @@ class Rooms:
             if request.component_pages is not None and self._state.components is not None:
                 self._state.components.give_back(request.component_pages.remote)
                 request.component_pages.give_up_remote()
-            self._state.device.give_back(request.own)
-            self._state.reclaimable_loads.extend(room.lost)
-            self._state.pages_freed = True
+            self._state.device.give_back(request.held.own)
+            self._state.writers_have_left(room.lost)
+            self._state.pages_were_freed()
         else:
             draining = self._draining.setdefault(room.key, Draining(room))
             if request.component_pages is not None and self._state.components is not None:
                 held = request.component_pages
                 self._state.components.drain(held.own if room.user_op else held.remote)
                 draining.component_pages.update(held.give_up_own() if room.user_op else held.give_up_remote())
-            device_pages = request.own + request.reserve if room.user_op else request.own
+            held_pages = request.held
+            device_pages = held_pages.own + held_pages.reserve if room.user_op else held_pages.own
             if not draining.charged:
                 pages = len(device_pages) + (sum(load.page_count for load in room.lost) if has_writer else 0)
                 self._state.quota.charge(draining.prefill, pages)
@@ -242,13 +243,13 @@ class Rooms:
             draining.pages = device_pages
             draining.has_writer = has_writer
             if room.user_op:
-                request.reserve = page_ids()
+                request.held.give_up_reserve()
             if not has_writer:
                 draining.loads = []
-                self._state.reclaimable_loads.extend(room.lost)
-                self._state.pages_freed = True
-        request.own = page_ids()
-        request.room = None
+                self._state.writers_have_left(room.lost)
+                self._state.pages_were_freed()
+        request.held.give_up_own()
+        request.leave_room()
         del self._live[room.key]
 
     def drained(self, request_id: str, generation: int, rank: int) -> None:
@@ -313,9 +314,9 @@ class Rooms:
             over = draining.charged - len(draining.pages)
             self._state.quota.discharge(draining.prefill, over)
             draining.charged -= over
-            self._state.reclaimable_loads.extend(draining.loads)
+            self._state.writers_have_left(draining.loads)
             draining.loads = []
-            self._state.pages_freed = True
+            self._state.pages_were_freed()
             return
         if self._state.components is not None:
             self._state.components.settle(draining.component_pages)
@@ -324,5 +325,5 @@ class Rooms:
         draining.charged = 0
         self._state.device.settle(draining.pages)
         del self._draining[key]
-        self._state.reclaimable_loads.extend(draining.loads)
-        self._state.pages_freed = True
+        self._state.writers_have_left(draining.loads)
+        self._state.pages_were_freed()

@@ -137,7 +137,7 @@ def _component_reads_of(core: Parts) -> list[ComponentAhead]:
 def _check_device_pages(core: Parts) -> None:
     owned, draining = page_ids(), page_ids()
     for request in core.state.requests.values():
-        owned += request.own + request.reserve
+        owned += request.held.own + request.held.reserve
     for owner in core.state.operations.values():
         if isinstance(owner, LateRecomputation):
             owned += owner.device_pages
@@ -154,12 +154,18 @@ def _check_quota(core: Parts) -> None:
     charged = Counter[str]()
     for request in core.state.requests.values():
         # Lent pages are not withheld from other requests.
-        is_held = request.lock is not None and not request.is_ready and request.lent is None
+        is_held = request.held.lock is not None and not request.is_ready and request.lent is None
         # A lower bound: the charge has the cached pages as well that the request was the first to lock.
-        pages = request.page_count - request.matched + len(request.reserve) if is_held else 0
-        _require(request.charged >= pages, f"{request} withholds {pages} pages, but is charged {request.charged}")
-        _require(is_held or not request.charged, f"{request} is charged with {request.charged} pages without a grant")
-        charged[request.prefill] += request.charged
+        pages = request.page_count - request.held.matched + len(request.held.reserve) if is_held else 0
+        _require(
+            request.admission.charged >= pages,
+            f"{request} withholds {pages} pages, but is charged {request.admission.charged}",
+        )
+        _require(
+            is_held or not request.admission.charged,
+            f"{request} is charged with {request.admission.charged} pages without a grant",
+        )
+        charged[request.prefill] += request.admission.charged
     for left in core.rooms.quarantine:
         pages = len(left.pages) + sum(load.page_count for load in left.loads)
         _require(left.charged == pages, f"a quarantine of {pages} pages is charged with {left.charged}")
@@ -175,14 +181,20 @@ def _check_early_uses(core: Parts) -> None:
     """
     uses = {op: use for op, use in core.state.operations.items() if isinstance(use, EarlyUse)}
     for op, use in uses.items():
-        _require(use.op == op and use.request.early_op == op, f"{use.request} does not refer to its early READY")
+        _require(use.op == op and use.request.early.op == op, f"{use.request} does not refer to its early READY")
     for request in core.state.requests.values():
-        _require(not request.early_op or request.early_op in uses, f"{request} has an early READY that has ended")
-        _require(not request.layers or request.early, f"{request} reports layers, but its caller waits for all")
-        if request.layers:
+        _require(not request.early.op or request.early.op in uses, f"{request} has an early READY that has ended")
+        _require(
+            not request.early.layers or request.early.is_wanted,
+            f"{request} reports layers, but its caller waits for all",
+        )
+        if request.early.layers:
             in_place = layers_in_place(request)
-            _require(request.layers == in_place, f"{request} reports {request.layers} layers of {in_place} in place")
-            is_kept = request.room is not None and request.room.user_op == request.early_op > 0
+            _require(
+                request.early.layers == in_place,
+                f"{request} reports {request.early.layers} layers of {in_place} in place",
+            )
+            is_kept = request.room is not None and request.room.user_op == request.early.op > 0
             _require(is_kept, f"the caller of {request} has begun, but its room may be left without it")
     for room in core.rooms:
         _require(not room.user_op or room.user_op in uses, f"an early READY of {room.request} ended without its room")
@@ -323,7 +335,7 @@ def _check_pages(account: PagePool, owned: PageIds, draining: PageIds) -> None:
 def _check_receipts(core: Parts, loads: dict[Load, None]) -> None:
     receipts: list[Receipt | None] = list(core.backups.held)
     for request in core.state.requests.values():
-        receipts += (request.lock, request.pin, None if request.ahead is None else request.ahead.pin)
+        receipts += (request.held.lock, request.held.pin, None if request.ahead is None else request.ahead.pin)
     for holder in (*loads, *core.backups):
         receipts += (holder.lock, holder.pin)
     receipts += (offer.pin for offer in core.offers)
@@ -394,7 +406,7 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
                 core.state.requests.get(request.request_id) is request,
                 f"an operation belongs to {request}, which is gone",
             )
-            _require(op in (request.query_op, request.recompute_op), f"{request} does not refer to its operation")
+            _require(op in (request.answer.op, request.recompute.op), f"{request} does not refer to its operation")
         elif isinstance(owner, LoadFetch | LoadCopy | ShareWatch):
             _require(
                 owner.load in loads and owner.load.op == op, "an operation belongs to a load that does not refer to it"
@@ -457,7 +469,7 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
 
 
 def _check_request(core: Parts, request: Request) -> None:
-    holds = request.lock is not None
+    holds = request.held.lock is not None
     _require(holds != request.waits_for_admission, f"{request} has no lock, or one before its grant")
     has_components = holds and core.state.components is not None
     _require(
@@ -473,15 +485,15 @@ def _check_request(core: Parts, request: Request) -> None:
         _require(request.is_planned == request.is_beyond_plan, f"{request} has no room, or one too early")
     if request.waits_for_admission:
         _require(
-            not request.own and not request.reserve and not request.loads,
+            not request.held.own and not request.held.reserve and not request.loads,
             f"{request} waits for admission, but holds pages",
         )
-    if request.lock is None or request.is_ready:
+    if request.held.lock is None or request.is_ready:
         return
     if request.lent is not None:
         _check_lent_request(request)
         return
-    path = core.state.index.path(request.lock.node)
+    path = core.state.index.path(request.held.lock.node)
     shared = Counter[Load]()
     for node in path:
         _require(not node.is_reclaiming, f"the path of {request} runs through pages in RECLAIMING")
@@ -491,17 +503,20 @@ def _check_request(core: Parts, request: Request) -> None:
         dict(request_loads := {load: load.sharers[request] for load in request.loads}) == dict(shared),
         f"{request} shares {request_loads}, its path runs through {dict(shared)}",
     )
-    end = request.lock.node.depth_pages
+    end = request.held.lock.node.depth_pages
     _require(
-        end + len(request.own) == request.page_count, f"{request} does not have every page of its prompt exactly once"
+        end + len(request.held.own) == request.page_count,
+        f"{request} does not have every page of its prompt exactly once",
     )
     if request.room is not None:
         span = request.room.spans[0]
-        _require(request.promised == span.first <= end, f"{request} promised {request.promised} pages of {end}")
-        is_shared = core.settings.share_transfers or request.promised == end
-        _require(is_shared, f"{request} has {end} pages in the tree, and promised {request.promised}")
+        _require(
+            request.held.promised == span.first <= end, f"{request} promised {request.held.promised} pages of {end}"
+        )
+        is_shared = core.settings.share_transfers or request.held.promised == end
+        _require(is_shared, f"{request} has {end} pages in the tree, and promised {request.held.promised}")
         _require(core.rooms.live(*request.room.key) is request.room, f"the room of {request} is not live")
-        known = sum(request.source_pages.values()) + sum(shared.values())
+        known = sum(request.sources.pages.values()) + sum(shared.values())
         _require(known == end, f"{request} counts the sources of {known} pages of {end}")
 
 
@@ -510,13 +525,13 @@ def _check_lent_request(request: Request) -> None:
     assert request.lent is not None
     loading = {load.first: load for load in request.loads}
     at, rest = 0, page_ids()
-    end = request.promised if request.is_planned else request.matched
+    end = request.held.promised if request.is_planned else request.held.matched
     for first in sorted(loading):
         _require(at <= first, f"{request} has two loads of one page")
         at = first + loading[first].page_count
         rest += loading[first].lent
     _require(at <= end, f"{request} loads pages up to {at}, but promised {end}")
-    _require(request.own == request.lent.pages[end:], f"{request} does not own the lent pages from {end} on")
-    _require(set(rest) <= set(request.lent.pages[request.matched : end]), f"{request} loads into pages of others")
-    known = sum(request.source_pages.values()) + len(rest)
+    _require(request.held.own == request.lent.pages[end:], f"{request} does not own the lent pages from {end} on")
+    _require(set(rest) <= set(request.lent.pages[request.held.matched : end]), f"{request} loads into pages of others")
+    known = sum(request.sources.pages.values()) + len(rest)
     _require(not request.is_planned or known == end, f"{request} counts the sources of {known} pages of {end}")

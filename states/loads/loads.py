@@ -201,10 +201,10 @@ class Loads:
     def share(self, load: Load, request: Request, page_count: int) -> None:
         """Add a sharer, which waits for the first `page_count` pages of the load."""
         load.sharers[request] = page_count
-        request.loads[load] = None
+        request.wait_for(load)
         if load.span is not None:
             # These pages may have landed already, and no further chunk would report it.
-            self._state.progressed_loads[load] = None
+            self._state.load_progressed(load)
 
     def hold(self, load: Load) -> None:
         """Protect the destination of a new load and register it."""
@@ -215,14 +215,14 @@ class Loads:
         """Copy the load's own host pages, or those of the tree, to the device; layer by layer if a sharer begins
         early.
         """
-        by_layer = by_layer or any(request.early for request in load.sharers)
+        by_layer = by_layer or any(request.early.is_wanted for request in load.sharers)
         source = self.placement.pin_source(load)
         load.op = self._state.start_operation(LoadCopy(self, load), deadline_s=self._state.settings.copy_deadline_s)
         self._state.emit(CopyToDevice(op=load.op, host_pages=source, device_pages=load.device_pages, by_layer=by_layer))
         load.stage = Stage.COPYING
         self._storage.fetch_over(load)
         for request in load.sharers:
-            self._state.dirty[request] = None
+            self._state.request_changed(request)
 
     # --- Outcomes ---
 
@@ -326,7 +326,7 @@ class Loads:
         elif copy.load.stage is Stage.COPYING and event.layers > copy.load.layers:
             copy.load.layers = event.layers
             for request in copy.load.sharers:
-                self._state.dirty[request] = None
+                self._state.request_changed(request)
 
     def copied(self, load: Load, error: str, *, is_damaged: bool = False) -> None:
         """Take the outcome of a copy: its pages have no writer any more, and are in place unless it failed.
@@ -338,7 +338,7 @@ class Loads:
             load.is_damaged = True
         if load.stage is Stage.RECLAIMING:
             # The copy was late. Its end is what the pages waited for.
-            self._state.reclaimable_loads.append(load)
+            self._state.writers_have_left([load])
         elif error:
             self._state.count("copies_failed")
             load.cause = "copy_failed"
@@ -366,8 +366,8 @@ class Loads:
         load.cause = "rule_raised"
         if load.stage is not Stage.RECLAIMING:
             self.fail(load)
-        elif load not in self._state.reclaimable_loads:
-            self._state.reclaimable_loads.append(load)
+        else:
+            self._state.writers_have_left([load])
 
     def cut(self, load: Load) -> None:
         """Fail a fetch on behalf of a sharer that gives up storage after an exception. Prefill sends the pages instead.
@@ -410,7 +410,7 @@ class Loads:
         load.filler = filler
         load.stage = Stage.RECEIVING
         for request in load.sharers:
-            self._state.dirty[request] = None
+            self._state.request_changed(request)
 
     def leave(self, load: Load, request: Request) -> None:
         """Remove a sharer that is about to leave its room."""
@@ -423,9 +423,9 @@ class Loads:
         elif self.placement.ends_with_request:
             self._end_with(load)
         del load.sharers[request]
-        del request.loads[load]
+        request.wait_no_more(load)
         if not load.sharers and load.stage is Stage.FAILED:
-            self._state.failed_loads[load] = None
+            self._state.load_failed(load)
 
     def _end_with(self, load: Load) -> None:
         """Give up a load whose only request leaves: its copy may still write, and its fetch continues without it."""
@@ -453,9 +453,9 @@ class Loads:
         self.forget(load)
         self._drop_damaged(load, load.nodes[-1] if load.nodes else None)
         for request, page_count in load.sharers.items():
-            del request.loads[load]
+            request.wait_no_more(load)
             request.note_loaded(load.first, page_count, filler_source if request is filler else source)
-            self._state.dirty[request] = None
+            self._state.request_changed(request)
         load.sharers = {}
 
     def fail(self, load: Load) -> None:
@@ -463,16 +463,16 @@ class Loads:
         load.stage = Stage.FAILED
         self._clear_filler(load)
         self._storage.fetch_over(load)
-        self._state.failed_loads[load] = None
+        self._state.load_failed(load)
         for request in load.sharers:
-            self._state.dirty[request] = None
+            self._state.request_changed(request)
 
     def _give_up(self, load: Load) -> None:
         """Reclaim a load whose pages are not needed and have no writer."""
         self._release_source(load)
         self._reclaim(load, "no request needs it")
         self._drop_damaged(load, load.nodes[-1] if load.nodes else None)
-        self._state.reclaimable_loads.append(load)
+        self._state.writers_have_left([load])
 
     def _reclaim(self, load: Load, cause: str) -> None:
         # First: from here on, no other request can come to wait for the pages.
@@ -482,7 +482,7 @@ class Loads:
         self._storage.fetch_over(load)
         self._state.count("loads_reclaimed")
         for request in load.sharers:
-            self._state.preempted.setdefault(request, cause)
+            self._state.pages_were_lost(request, cause)
         self.forget(load)
 
     def _drop_damaged(self, load: Load, leaf: Node | None) -> None:
@@ -515,7 +515,7 @@ class Loads:
         self._clear_filler(load)
         self._live.pop(load, None)
         self._state.failed_loads.pop(load, None)
-        self._state.pages_freed = True
+        self._state.pages_were_freed()
 
     def _unlock(self, load: Load) -> None:
         if load.lock is not None:
@@ -537,8 +537,7 @@ class Loads:
     def free_settled_reclaiming(self) -> None:
         """Free the pages of loads in RECLAIMING without a writer, deepest first, unless pages below are in use."""
         state = self._state
-        self._settled += state.reclaimable_loads
-        state.reclaimable_loads = []
+        self._settled += state.take_reclaimable_loads()
         self._settled.sort(key=lambda load: -load.first)
         for load in list(self._settled):
             self._release_source(load)
@@ -549,7 +548,7 @@ class Loads:
         if self._dropped:
             state.device.settle(self._dropped)
             self._dropped = page_ids()
-            state.pages_freed = True
+            state.pages_were_freed()
 
     # --- Parts ---
 

@@ -85,7 +85,7 @@ class LookAhead:
 
         After an exception, `abandon` releases what was begun.
         """
-        if request.query_op or not self._storage.is_usable or request.restore_limit:
+        if request.answer.op or not self._storage.is_usable or request.restore_limit:
             return
         if request.lent is not None:
             # It does not wait for device memory.
@@ -104,12 +104,12 @@ class LookAhead:
         settings = state.settings
         left = settings.lookahead_pages_max - self.pages
         threshold = max(settings.prefetch_threshold_tokens, 1)
-        if not request.stored_found or left * settings.page_size < threshold:
+        if not request.answer.found or left * settings.page_size < threshold:
             return
         match = state.index.match(request.namespace, request.keys)
         first = match.device_pages + match.host_pages
-        wanted = min(request.stored_first + request.stored_found - first, left)
-        if first < request.stored_first or wanted < 1 or not state.index.has_host(match.host_node):
+        wanted = min(request.answer.first + request.answer.found - first, left)
+        if first < request.answer.first or wanted < 1 or not state.index.has_host(match.host_node):
             return
         if self._is_under_way(request, first):
             return
@@ -117,9 +117,7 @@ class LookAhead:
         allowed = self._storage.allowance(wanted, deadline_s)
         if allowed * settings.page_size < threshold:
             return
-        if request.ahead is None:
-            request.ahead = Ahead(attachment=state.index.tree.attachment)
-        ahead = request.ahead
+        ahead = request.look_ahead(state.index.tree.attachment)
         ahead.first = ahead.joined = first
         ahead.pin = state.index.pin(match.host_node)
         end = first + allowed
@@ -196,7 +194,7 @@ class LookAhead:
                 run.host_pages = run.host_pages[:good]
         while ahead.runs and ahead.runs[0].is_landed:
             self._join(ahead, ahead.runs[0])
-        state.pages_freed = True
+        state.pages_were_freed()
 
     def is_late(self, run: AheadRun) -> None:
         """Give up a late read and the runs after it; the read keeps its host pages until it ends."""
@@ -268,14 +266,15 @@ class LookAhead:
         if ahead.pin is not None:
             state.index.unpin(ahead.pin)
             ahead.pin = None
-        request.ahead = None
+        request.end_look_ahead()
         if ahead.taken:
             self.pages -= ahead.taken
-            state.ahead_due = state.pages_freed = True
+            state.may_look_ahead()
+            state.pages_were_freed()
 
     def abandon(self, request: Request) -> None:
         """After an exception, continue as if storage had nothing for the request. Can be called again."""
-        request.stored_found, request.stored_components = 0, ()
+        request.answer.forget()
         self.drop(request)
 
     def _cut(self, ahead: Ahead, at: int) -> None:

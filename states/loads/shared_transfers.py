@@ -101,7 +101,7 @@ class SharedTransfers:
         self._loads.share(load, request, load.page_count)
         load.filler, load.span = request, request.room.spans[0]
         # Waiting requests with the same prefix need fewer device pages now.
-        self._state.pages_freed = True
+        self._state.pages_were_freed()
 
     # --- Landing ---
 
@@ -111,7 +111,7 @@ class SharedTransfers:
         for load in request.loads:
             is_own = load.filler is request and load.span is not None
             if is_own and (len(load.sharers) > 1 or (room is not None and room.is_complete)):
-                self._state.progressed_loads[load] = None
+                self._state.load_progressed(load)
 
     def take_landed(self, load: Load) -> None:
         """End a load up to the last landed page that another request waits for.
@@ -150,11 +150,9 @@ class SharedTransfers:
         filled = self._cut_by_need([load for load in request.loads if load.filler is request], request)
         if not filled:
             return
-        if request.lock is not None:
-            # The lock ends at these pages and would keep `_take_back` from withdrawing them. Pages with other sharers
-            # stay protected by the locks of those.
-            self._state.index.unlock(request.lock)
-            request.lock = None
+        # The lock ends at these pages and would keep `_take_back` from withdrawing them. Pages with other sharers stay
+        # protected by the locks of those.
+        request.held.unlock(self._state.index)
         is_written_to = not (settled or room.is_written)
         # From the end on, since a node can only be withdrawn when none is below it.
         for load in reversed(filled):
@@ -189,8 +187,9 @@ class SharedTransfers:
             index.set_load(node, None)
             pages = index.withdraw_device(node)
             load.nodes.pop()
-            request.own = pages + request.own
-        del load.sharers[request], request.loads[load]
+            request.held.take_back(pages)
+        del load.sharers[request]
+        request.wait_no_more(load)
         self._loads.forget(load)
 
     def _renew(self, load: Load, request: Request) -> bool:
@@ -207,12 +206,13 @@ class SharedTransfers:
             state.index.tree.touch(node)
             at += node.page_count
         state.device.own_cached(old)
-        request.own = old + request.own
+        request.held.take_back(old)
         return True
 
     def _pass_on(self, load: Load, request: Request, cause: str) -> None:
         """Fail a load on behalf of its filler, so that another sharer extends into it. Its pages have no writer."""
-        del load.sharers[request], request.loads[load]
+        del load.sharers[request]
+        request.wait_no_more(load)
         load.cause = cause
         self._loads.fail(load)
         self._state.count("shared_transfers_passed_on")
@@ -275,14 +275,8 @@ class SharedTransfers:
         if not state.make_device_room(fresh):
             return False
         above = loads[0].nodes[0].parent
-        assert above is not None and filler.lock is not None
-        lock = state.index.lock(above)
-        try:
-            state.index.unlock(filler.lock)
-        except BaseException:
-            state.index.unlock(lock)
-            raise
-        filler.lock = lock
+        assert above is not None and filler.held.lock is not None
+        filler.held.lock_at(state.index, above)
         for load in reversed(loads):
             if len(load.sharers) == 1:
                 self._take_back(load, filler)
@@ -292,9 +286,7 @@ class SharedTransfers:
                 assert is_renewed, "there was room for all fresh pages before"
                 self._pass_on(load, filler, "sender_slow")
         for load in loads:
-            if load in state.failed_loads:
-                # Queue again, so that extends are sent in page order: the loop above ran from the end.
-                del state.failed_loads[load]
-                state.failed_loads[load] = None
-        state.dirty[filler] = None
+            # Queue again, so that extends are sent in page order: the loop above ran from the end.
+            state.requeue_failed(load)
+        state.request_changed(filler)
         return True

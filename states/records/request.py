@@ -1,6 +1,7 @@
 """The request record, and the records that belong to a request.
 
-    Request ──▶ Load                 device pages of the tree whose contents are on their way; requests share loads
+    Request ──▶ Admission, StorageAnswer, Holdings, ...  what is of the request alone (`records.request_parts`)
+            ──▶ Load                 device pages of the tree whose contents are on their way; requests share loads
             ──▶ RoomRecord ──▶ Span  pages that prefill was asked to write
             ──▶ Ahead                host pages fetched while the request waits for device pages
             ──▶ RequestComponents    pages of components, and their fetches from storage (ComponentFetch)
@@ -19,16 +20,26 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from tidekv.states.component_specs import ComponentTable
+from tidekv.states.records.request_parts import (
+    Admission,
+    Attempts,
+    EarlyRecord,
+    Ending,
+    Fallbacks,
+    Holdings,
+    RecomputeRecord,
+    Sources,
+    StorageAnswer,
+)
 from tidekv.states.types import PageIds, page_ids, without
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tidekv.states.commands import Fallback
-    from tidekv.states.events import ChunkLanded, RequestArrived, StoredComponent
+    from tidekv.states.events import ChunkLanded, RequestArrived
     from tidekv.states.prefix.component_index import ComponentReceipt
     from tidekv.states.prefix.index import Receipt
-    from tidekv.states.prefix.node import InsertResult, Node
+    from tidekv.states.prefix.node import Node
 
     RoomKey: TypeAlias = tuple[str, int]
 
@@ -64,82 +75,49 @@ class Request:
     Owners of the prompt's pages once the plan is fixed:
 
         [0, promised)            the tree, locked by `lock`; contents of some are still on their way (`loads`)
-        [promised, page_count)   the request, as `own`; prefill writes them (span 0 of the room)
+        [promised, page_count)   the request, as `held.own`; prefill writes them (span 0 of the room)
 
     With shared transfers, the full pages of the second part are in the tree as well, under a load. From READY on, the
-    tree owns the full pages of a cached prompt, and `own` keeps the pages that are not in the tree.
+    tree owns the full pages of a cached prompt, and `held.own` keeps the pages that are not in the tree.
 
-    With lent pages (`lent`), the tree has no device pages: `own` are those of the second part, loads have those of the
-    first part that were not held from the start, and the request ends with READY.
+    With lent pages (`lent`), the tree has no device pages: `held.own` are those of the second part, loads have those of
+    the first part that were not held from the start, and the request ends with READY.
     """
 
     __slots__ = (
+        "admission",
         "ahead",
-        "answered_at_s",
+        "answer",
         "arrival",
         "arrived_at_s",
         "attempts",
         "cache",
         "can_recompute",
-        "charged",
-        "component_limit",
         "component_pages",
         "deadline_at_s",
-        "declined",
         "early",
-        "early_op",
         "ending",
         "fallbacks",
         "first_generation",
-        "first_prefill",
         "full_pages",
         "generation",
-        "has_asked",
-        "inserted",
+        "held",
         "keys",
-        "layers",
         "lent",
         "loads",
-        "lock",
-        "matched",
         "namespace",
-        "over_quota",
-        "own",
         "page_count",
-        "passed",
-        "pin",
         "prefills",
         "priority",
-        "promised",
         "prompt_tokens",
-        "queried_first",
-        "query_op",
-        "quota_need",
-        "raised",
-        "raises",
-        "recompute_op",
-        "recomputed",
-        "recomputes",
+        "recompute",
         "request_id",
-        "reserve",
         "rest",
-        "retry_at_s",
         "room",
         "serial",
-        "shares_end",
-        "short_need",
-        "short_version",
-        "source_pages",
+        "sources",
         "state",
-        "stored_components",
-        "stored_first",
-        "stored_found",
-        "table",
         "tokens_max",
-        "trouble",
-        "waited_for_quota",
-        "waited_to_run",
-        "waits_for_answer",
     )
 
     def __init__(self, event: RequestArrived, *, arrival: int, page_count: int, full_pages: int) -> None:
@@ -155,90 +133,99 @@ class Request:
         self.tokens_max = event.tokens_max
         self.cache = event.cache
         self.can_recompute = event.can_recompute
-        self.early = event.early
-        """Whether its caller begins with the first layer (`tidekv.states.request.early_ready`)."""
-        self.early_op = 0
-        """Operation of an early READY whose pages the caller may still use, of this or an earlier generation."""
-        self.recomputes = False
-        """Whether no prefill is left and the caller computes the pages that are not on the device."""
         self.arrived_at_s = event.at_s
         self.arrival = arrival
         self.page_count = page_count
         self.full_pages = full_pages
+        self.first_generation = event.generation
+
         self.state = State.PREALLOC
         self.generation = event.generation
-        self.first_generation = event.generation
-        self.attempts = 0
-        self.retry_at_s = 0.0  # When it may leave the queue again, after its prefill was late.
-        self.first_prefill = 0  # Place of the prefill that is tried first: those before it gave way.
-        self.raised = 0  # Exceptions that rules raised for this request.
-        self.raises: dict[tuple[State, str], int] = {}
-        """The same by step: the state and the event. A step that succeeds is removed."""
-        self.fallbacks: tuple[Fallback, ...] = ()  # What the request gave up because rules raised, in order.
-        self.ending: Ending | None = None  # Progress of the caller's `finish` or `retract`.
-        self.passed = 0
-        self.short_need = 0  # Device pages that it needed when it was last refused admission.
-        self.short_version = -1
-        self.quota_need = 0  # Pages that its prefill would have been charged with at that time.
-        self.over_quota = False  # Whether that refusal was because of the quota of its prefill.
-        self.waited_for_quota = False  # Whether there was any such refusal.
-        self.waited_to_run = False  # Whether it was first in the queue while as many requests ran as may.
-        self.charged = 0  # Pages that its prefill is charged with, from the grant until READY.
-        self.query_op = 0
-        self.queried_first = 0  # The first page of the query.
-        self.waits_for_answer = False  # Whether admission waits for the answer to its query.
-        self.has_asked = False
-        """Whether `ask_storage` has run since the request last entered the queue."""
-        self.answered_at_s = float("inf")
-        """When storage gave an answer that no plan has used. Infinite if there is none, or if the query failed."""
-        self.stored_first = 0
-        self.stored_found = 0
-        self.stored_components: tuple[StoredComponent, ...] = ()
-        self.lent = LentPages(event.lent_pages, held=event.held_pages) if event.lent_pages else None
-        """Pages of the embedder, one for each page of the prompt, if device pages are lent."""
-        self.ahead: Ahead | None = None
-        """Reads from storage that were started while it waits for device pages."""
-        self.component_limit = 0
-        """Cached components that it may use: 0 all, 1 none from storage, 2 neither from storage nor by a copy from the
-        host, 3 none.
-        """
-        self.shares_end = True
-        """Whether another request with the same prompt may bring its component pages. False after that went wrong."""
-        self.trouble = ""
-        """Cause of the last fallback, as text for reports. No decision depends on it, nor on `declined`."""
-        self.forget_plan()
-
-    def forget_plan(self) -> None:
-        """Reset all fields of a plan, as for a request that waits for admission. Frees nothing."""
-        self.lock: Receipt | None = None
-        self.pin: Receipt | None = None
-        self.own: PageIds = page_ids()
-        self.table: PageIds = page_ids()
-        self.reserve: PageIds = page_ids()
-        self.inserted: InsertResult | None = None
-        """The result of inserting the request's pages in the tree, until the rest of `keep` is done."""
+        self.attempts = Attempts()
+        self.admission = Admission()
+        self.answer = StorageAnswer()
+        self.fallbacks = Fallbacks()
+        self.recompute = RecomputeRecord()
+        self.early = EarlyRecord(is_wanted=event.early)
+        self.sources = Sources()
+        self.held = Holdings()
+        self.ending = Ending()
+        """Progress of the caller's `finish` or `retract`."""
         self.loads: dict[Load, None] = {}
         self.room: RoomRecord | None = None
         self.component_pages: RequestComponents | None = None
-        self.layers = 0
-        """Leading layers that its caller was reported to be in place. 0 without an early READY, or if it was lost."""
-        self.recompute_op = 0
-        self.recomputed = False
-        self.matched = 0
-        self.promised = 0
-        self.declined: tuple[str, int] = ("", 0)
-        """Key of `DECLINED` and the number of pages that storage has and the plan does not fetch."""
-        self.source_pages = {"l1": 0, "l2": 0, "l3": 0, "transfer": 0}
+        self.ahead: Ahead | None = None
+        """Reads from storage that were started while it waits for device pages."""
+        self.lent = LentPages(event.lent_pages, held=event.held_pages) if event.lent_pages else None
+        """Pages of the embedder, one for each page of the prompt, if device pages are lent."""
+
+    def forget_plan(self) -> None:
+        """Reset all fields of a plan, as for a request that waits for admission. Frees nothing."""
+        self.held = Holdings()
+        self.loads = {}
+        self.room = None
+        self.component_pages = None
+        self.early.report(0)
+        self.recompute.forget()
+        self.sources.forget()
+
+    def change_priority(self, priority: int) -> None:
+        """Give the request another priority. One in the queue is moved by the queue (`Queue.move`)."""
+        self.priority = priority
+
+    def change_deadline(self, at_s: float) -> None:
+        """Give the request another deadline."""
+        self.deadline_at_s = at_s
+
+    def begin_generation(self) -> None:
+        """Begin a new generation: what the last one has under way is not of this request any more."""
+        self.generation += 1
+
+    def enter_room(self, room: RoomRecord) -> None:
+        """Note the room that prefill writes to."""
+        self.room = room
+
+    def leave_room(self) -> None:
+        """Note that the request has no room any more."""
+        self.room = None
+
+    def hold_components(self) -> RequestComponents:
+        """Begin to hold component pages."""
+        self.component_pages = RequestComponents(self)
+        return self.component_pages
+
+    def give_up_components(self) -> RequestComponents | None:
+        """Return the component pages, which the caller of this method owns from now on."""
+        component_pages, self.component_pages = self.component_pages, None
+        return component_pages
+
+    def look_ahead(self, attachment: int) -> Ahead:
+        """Return the look-ahead reads of the request, which begin if there are none."""
+        if self.ahead is None:
+            self.ahead = Ahead(attachment=attachment)
+        return self.ahead
+
+    def end_look_ahead(self) -> None:
+        """Note that all look-ahead reads are given up, or were adopted by the plan."""
+        self.ahead = None
+
+    def wait_for(self, load: Load) -> None:
+        """Note that the request waits for a load."""
+        self.loads[load] = None
+
+    def wait_no_more(self, load: Load) -> None:
+        """Note that the request does not wait for the load any more."""
+        del self.loads[load]
 
     @property
     def prefill_number(self) -> int:
         """Place in `prefills` of the instance that serves the present generation."""
-        return (self.first_prefill + self.attempts) % len(self.prefills)
+        return (self.attempts.first + self.attempts.count) % len(self.prefills)
 
     @property
     def prefill(self) -> str:
         """Name of that instance; "" if the caller computes the rest."""
-        return "" if self.recomputes else self.prefills[self.prefill_number]
+        return "" if self.recompute.is_chosen else self.prefills[self.prefill_number]
 
     @property
     def waits_for_admission(self) -> bool:
@@ -257,29 +244,22 @@ class Request:
 
     def count_raise(self, taking: str) -> int:
         """Count an exception of the step that handles `taking`; return the count of this step."""
-        self.raised += 1
-        step = (self.state, taking)
-        count = self.raises[step] = self.raises.get(step, 0) + 1
-        return count
+        return self.fallbacks.count_raise(self.state.value, taking)
 
     def raises_of(self, taking: str) -> int:
         """How often the step that handles `taking` has raised in the present state."""
-        return self.raises.get((self.state, taking), 0)
-
-    def gave_up(self, what: str) -> bool:
-        """Whether the request gave up `what`, one of `FALLBACKS`, because a rule raised."""
-        return any(fallback.gave_up == what for fallback in self.fallbacks)
+        return self.fallbacks.raises_of(self.state.value, taking)
 
     def note_loaded(self, first: int, count: int, source: str) -> None:
-        """Note that pages [first, first + count) are in place, from a source of `source_pages`."""
-        self.source_pages[source] += count
+        """Note that pages [first, first + count) are in place, from this source (see `Sources`)."""
+        self.sources.note(source, count)
         if self.lent is not None:
             self.lent.note(first, count, source)
 
     @property
     def restore_limit(self) -> int:
         """Tiers that the plan may not use after fallbacks: 0 all allowed, 1 no storage, 2 neither storage nor host."""
-        return 2 if self.recomputes else min(self.raised, 2)
+        return 2 if self.recompute.is_chosen else min(self.fallbacks.raised, 2)
 
     @property
     def fetches_components(self) -> bool:
@@ -306,22 +286,10 @@ class Request:
     @property
     def is_planned(self) -> bool:
         """Whether the plan is fixed: prefill, or the caller itself, was asked for the rest of the prompt."""
-        return self.room is not None or self.recompute_op > 0 or self.recomputed
+        return self.room is not None or self.recompute.has_begun
 
     def __repr__(self) -> str:
         return f"<Request {self.request_id!r} generation {self.generation} {self.state.value}>"
-
-
-class Ending:
-    """Progress of a finish or retract, so that it can continue after an exception."""
-
-    __slots__ = ("inserted", "is_backed_up")
-
-    def __init__(self) -> None:
-        self.inserted = -1
-        """Pages that were new to the cache; -1: not inserted yet."""
-        self.is_backed_up = False
-        """Whether its backup has begun, or there will be none."""
 
 
 class LentPages:

@@ -56,17 +56,17 @@ class Queue:
         before = request.priority
         self.remove(request)
         try:
-            request.priority = priority
+            request.change_priority(priority)
             self.add(request)
         except BaseException:
             # An exception leaves it where it was, so that the row can be repeated.
-            request.priority = before
+            request.change_priority(before)
             self.add(request)
             raise
 
     def waits_for_quota(self, prefill: str) -> bool:
         """Whether the quota of this prefill holds back its waiting requests."""
-        return any(lane[0].over_quota for (_, name), lane in self._lanes.items() if name == prefill)
+        return any(lane[0].admission.over_quota for (_, name), lane in self._lanes.items() if name == prefill)
 
     def candidates(self, now_s: float) -> Iterator[Request]:
         """Yield the requests to try, in order; none behind one that was passed too often. The caller stops before it
@@ -79,10 +79,10 @@ class Queue:
         if len(self._lanes) == 1:
             # Usual with one prefill: the order is that of arrival and needs no ranks.
             (requests,) = self._lanes.values()
-            waiting = (request for request in requests if request.retry_at_s <= now_s)
+            waiting = (request for request in requests if request.admission.retry_at_s <= now_s)
             for request in islice(waiting, self._settings.admission_scan_max):
                 yield request
-                if request.over_quota or request.passed >= self._settings.passes_max:
+                if request.admission.over_quota or request.admission.passed >= self._settings.passes_max:
                     return
             return
         # Merge the lanes by rank. Within a lane the first waiting request has the highest rank, since it is oldest.
@@ -96,13 +96,13 @@ class Queue:
             if lane[1] in blocked:
                 heapq.heappop(heads)
                 continue
-            if request.retry_at_s <= now_s:
+            if request.admission.retry_at_s <= now_s:
                 yield request
-                if request.over_quota:
+                if request.admission.over_quota:
                     blocked.add(lane[1])
                     continue
                 tried += 1
-                if request.passed >= self._settings.passes_max:
+                if request.admission.passed >= self._settings.passes_max:
                     return
             if at + 1 < len(self._lanes[lane]):
                 heapq.heapreplace(heads, self._head(lane, at + 1, now_s))

@@ -61,9 +61,9 @@ class EarlyUse:
         self._rooms.user_left(self.op)
         if request.room is not None and request.room.user_op == self.op:
             request.room.user_op = 0
-        request.early_op = 0
+        request.early.end()
         if self._state.requests.get(request.request_id) is request:
-            self._state.dirty[request] = None
+            self._state.request_changed(request)
 
 
 class EarlyReady:
@@ -80,25 +80,25 @@ class EarlyReady:
         Can be called again after an exception.
         """
         layers = layers_in_place(request)
-        if layers < request.layers:
+        if layers < request.early.layers:
             cause = next((LOAD_CAUSES[load.cause] for load in request.loads if load.cause), "")
             self._lose(request, cause)
             if self._has_states:
                 # Once is enough: starting over for each failure could repeat the same one until the deadline.
-                request.early = False
-                self._state.preempted.setdefault(request, f"layers were lost: {cause}")
-        elif layers > request.layers:
-            if request.layers:
+                request.early.want_all()
+                self._state.pages_were_lost(request, f"layers were lost: {cause}")
+        elif layers > request.early.layers:
+            if request.early.layers:
                 self._state.emit(
                     ReportLayers(request_id=request.request_id, generation=request.generation, layers=layers)
                 )
-                request.layers = layers
-            elif not request.early_op:
+                request.early.report(layers)
+            elif not request.early.op:
                 self._begin(request, layers)
 
     def _begin(self, request: Request, layers: int) -> None:
         state, room = self._state, request.room
-        assert room is not None and request.lock is not None
+        assert room is not None and request.held.lock is not None
         use = EarlyUse(state, self._rooms, request)
         with Rollback() as undo:
             use.op = state.start_operation(use, deadline_s=float("inf"))
@@ -109,30 +109,31 @@ class EarlyReady:
                     request_id=request.request_id,
                     generation=request.generation,
                     layers=layers,
-                    pages=state.index.device_path(request.lock.node) + request.own,
-                    reserve=request.reserve,
+                    pages=state.index.device_path(request.held.lock.node) + request.held.own,
+                    reserve=request.held.reserve,
                     component_pages=None if request.component_pages is None else request.component_pages.early_table,
                 )
             )
             undo.keep()
-        request.early_op = room.user_op = use.op
-        request.layers = layers
+        request.early.begin(use.op, layers)
+        room.user_op = use.op
 
     def _lose(self, request: Request, cause: str) -> None:
         self._state.emit(ReportLayersLost(request_id=request.request_id, generation=request.generation, cause=cause))
-        request.layers = 0
+        request.early.report(0)
 
     def complete(self, request: Request, room: RoomRecord | None) -> None:
         """End the use of a request that is READY: its pages are the caller's now. Raises nothing."""
         if room is not None and room.user_op:
             self._state.operations.pop(room.user_op, None)
-            request.early_op = room.user_op = 0
-        request.layers = 0
+            request.early.end()
+            room.user_op = 0
+        request.early.report(0)
 
     def leave(self, request: Request) -> None:
         """Report the loss of an early READY whose request is about to leave its room."""
-        if request.layers:
-            self._lose(request, request.trouble)
+        if request.early.layers:
+            self._lose(request, request.fallbacks.last_error)
 
 
 def layers_in_place(request: Request) -> int:

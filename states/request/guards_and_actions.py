@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         DeadlinePassed,
         Event,
         PagesLost,
-        Recomputed,
+        Progressed,
         RequestChanged,
         TransitionRaised,
     )
@@ -48,7 +48,7 @@ LATE: Final = frozenset(cause.value for cause in PrefillCause if cause.is_latene
 
 def has_not_asked(request: Request, event: Event) -> bool:
     """Whether storage has not been asked since the request entered the queue."""
-    return not request.has_asked
+    return not request.admission.has_asked
 
 
 def can_plan(request: Request, event: Event) -> bool:
@@ -94,18 +94,18 @@ def needs_no_local_tier(request: Request, event: Event) -> bool:
 
 def has_everything(request: Request, event: Event) -> bool:
     """Whether every load has ended, every span is written, and the first token has arrived."""
-    is_written = request.recomputed or (request.room is not None and request.room.is_complete)
+    is_written = request.recompute.is_done or (request.room is not None and request.room.is_complete)
     return is_written and not (request.loads or request.waits_for_components or request.waits_for_filler)
 
 
 def can_recompute(request: Request, event: Event) -> bool:
     """Whether the caller can compute the rest of the prompt and was not asked yet."""
-    return request.can_recompute and not request.recomputes
+    return request.can_recompute and not request.recompute.is_chosen
 
 
-def has_failed(request: Request, event: Recomputed) -> bool:
+def has_failed_to_recompute(request: Request, event: Event) -> bool:
     """Whether the caller's computation failed."""
-    return bool(event.error)
+    return bool(request.recompute.error)
 
 
 def has_tiers_left(request: Request, event: TransitionRaised) -> bool:
@@ -170,7 +170,7 @@ class Actions:
     def _note_landed(self, request: Request) -> None:
         # Guards, sharers of component pages and early READY ask whether the room is complete, and nothing else of it.
         if request.room is not None and request.room.is_complete:
-            self._state.dirty[request] = None
+            self._state.request_changed(request)
 
     # --- Back to the queue ---
 
@@ -186,7 +186,7 @@ class Actions:
         attempts_max = len(request.prefills) * self._attempts_per_prefill
         if isinstance(event, PrefillLost) and event.cause == PrefillCause.DAMAGED.value:
             attempts_max += 1
-        return request.attempts + 1 < attempts_max
+        return request.attempts.count + 1 < attempts_max
 
     def _may_be_late(self, request: Request, event: Event) -> bool:
         # Not with lent pages, or a caller that computes: for them a prefill that is lost is not the end.
@@ -197,42 +197,43 @@ class Actions:
     def start_over(self, request: Request, event: PagesLost) -> None:
         """Give everything back and return to the queue in a new generation."""
         self._state.count("sent_back")
-        request.trouble = event.cause
+        request.fallbacks.note(event.cause)
         self._restore.leave(request, settled=False)
         self._requeue(request)
 
     def try_next_prefill(self, request: Request, event: PrefillLost) -> None:
         """Return to the queue; the next generation uses the next prefill of the list."""
         self._state.count("prefill_retries")
-        request.trouble = f"{event.cause}: {event.detail}"
+        request.fallbacks.note(f"{event.cause}: {event.detail}")
         self._restore.leave(request, settled=event.settled)
         if not self._has_attempts_left(request, event):
             # An overloaded worker gets its turns only if those who wait for it ask less often.
-            late = request.attempts + 1 - len(request.prefills) * self._attempts_per_prefill
-            request.retry_at_s = self._state.now_s + min(RETRY_PAUSE_S * 2.0 ** min(late, 8), RETRY_PAUSE_MAX_S)
-            self._state.set_deadline(request, request.retry_at_s)
+            late = request.attempts.count + 1 - len(request.prefills) * self._attempts_per_prefill
+            pause_s = min(RETRY_PAUSE_S * 2.0 ** min(late, 8), RETRY_PAUSE_MAX_S)
+            request.admission.pause(self._state.now_s + pause_s)
+            self._state.set_deadline(request, request.admission.retry_at_s)
             self._state.count("late_retries")
-        request.attempts += 1
+        request.attempts.try_next()
         self._requeue(request)
 
     def ask_caller(self, request: Request, event: PrefillLost) -> None:
         """Return to the queue; in the next generation the caller computes what the device does not have."""
         self._state.count("recomputes")
-        request.trouble = f"{event.cause}: {event.detail}"
+        request.fallbacks.note(f"{event.cause}: {event.detail}")
         self._restore.leave(request, settled=event.settled)
-        request.recomputes = True
+        request.recompute.choose()
         self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
-        request.generation += 1
+        request.begin_generation()
         self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:
         """Add the request to the queue, for the first time or again."""
         self._queue.add(request)
-        request.has_asked = False
-        self._state.dirty[request] = None
-        self._state.pages_freed = True
+        request.admission.enter_queue()
+        self._state.request_changed(request)
+        self._state.pages_were_freed()
 
     def change(self, request: Request, event: RequestChanged) -> None:
         """Give a request another priority or deadline. One in the queue keeps its age."""
@@ -242,11 +243,11 @@ class Actions:
             state.set_deadline(request, event.deadline_at_s)
         if event.priority is not None and request.waits_for_admission:
             self._queue.move(request, event.priority)
-            state.pages_freed = True
+            state.pages_were_freed()
         elif event.priority is not None:
-            request.priority = event.priority
+            request.change_priority(event.priority)
         if event.deadline_at_s is not None:
-            request.deadline_at_s = event.deadline_at_s
+            request.change_deadline(event.deadline_at_s)
 
     # --- The ends ---
 
@@ -258,19 +259,19 @@ class Actions:
         """Fail because the room is lost, every prefill was tried, and the caller cannot compute the rest."""
         self._fail(request, event.cause, event.detail, settled=event.settled)
 
-    def fail_by_recompute(self, request: Request, event: Recomputed) -> None:
+    def fail_by_recompute(self, request: Request, event: Progressed) -> None:
         """Fail because the caller could not compute the rest."""
-        # The computation has ended, so `leave` must not keep the pages for it.
-        request.recompute_op = 0
-        self._fail(request, "recompute failed", event.error)
+        self._fail(request, "recompute failed", request.recompute.error)
 
     def fail_by_deadline(self, request: Request, event: DeadlinePassed) -> None:
         """Fail because the caller's deadline has passed."""
         why = ""
         if request.waits_for_admission and self._queue.waits_for_quota(request.prefill):
             why = f": prefill {request.prefill} is at its quota of device pages"
-        elif request.retry_at_s:
-            why = f": after {request.attempts} attempts, the last of which ended by {request.trouble}"
+        elif request.admission.retry_at_s:
+            why = (
+                f": after {request.attempts.count} attempts, the last of which ended by {request.fallbacks.last_error}"
+            )
         self._fail(request, "deadline", f"in {request.state.value}{why}")
 
     def fail_by_abort(self, request: Request, event: AbortRequested) -> None:
@@ -278,7 +279,7 @@ class Actions:
         self._fail(request, event.cause, f"in {request.state.value}")
 
     def _fail(self, request: Request, cause: str, detail: str, *, settled: bool = False) -> None:
-        request.trouble = cause
+        request.fallbacks.note(cause)
         self._restore.leave(request, settled=settled)
         self._backups.release_retracted(request.request_id)
         self._lending.report_failed(request, ReportFailed(request_id=request.request_id, cause=cause, detail=detail))

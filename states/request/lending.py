@@ -23,6 +23,7 @@ from tidekv.states.errors import BrokenInvariant
 from tidekv.states.pages.page_pool import LentPool
 from tidekv.states.prefix.node import MatchResult
 from tidekv.states.rollback import Rollback
+from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
@@ -80,10 +81,10 @@ class Lending:
             return False
         lent.forget_rest()
         match = self.match(request, lent)
-        request.lock = self._state.index.lock(match.device_node)
-        request.pin = self._state.index.pin(match.host_node)
-        request.matched = match.device_pages
-        request.own = lent.pages[request.matched :]
+        request.held.lock_at(self._state.index, match.device_node)
+        request.held.pin_at(self._state.index, match.host_node)
+        request.held.match(match.device_pages)
+        request.held.take(lent.pages[match.device_pages :], page_ids())
         return True
 
     def match(self, request: Request, lent: LentPages) -> MatchResult:
@@ -102,7 +103,7 @@ class Lending:
     def commit(self, request: Request, event: Progressed) -> None:
         """End the request: the whole prompt is in place."""
         state = self._state
-        room, lock = request.room, request.lock
+        room, lock = request.room, request.held.lock
         assert room is not None and lock is not None
         self.note_received(request)
         leaf = state.index.match(request.namespace, request.keys).host_node
@@ -110,12 +111,12 @@ class Lending:
             # The policy counts the prompts that each page was a part of.
             state.index.note_served(leaf)
         with Rollback() as undo:
-            undo.callback(state.out.__delitem__, slice(len(state.out), None))
+            undo.callback(state.take_commands_back, len(state.out))
             self._rooms.receive(room)
             undo.callback(self._rooms.reopen, room)
             state.index.unlock(lock)
             undo.keep()
-        request.lock = None
+        request.held.drop_lock()
         self._storage.leave_query(request)
         # Storage does not see that the pages were of use, whichever copy of them was.
         self._backups.renew(leaf)
@@ -135,7 +136,7 @@ class Lending:
             sources=sources,
             cause=cause,
             detail=detail,
-            fallbacks=request.fallbacks,
+            fallbacks=request.fallbacks.made,
         )
         self._state.forget(request)
         self._owe(lent, outcome)

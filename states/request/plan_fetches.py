@@ -70,7 +70,8 @@ class Adoption:
             load.op = run.op
             load.begun_at_s, load.queued_pages = run.begun_at_s, run.queued_pages
             load.fetch_until_s = state.now_s + deadline_s
-            fetch = state.operations[load.op] = LoadFetch(self._loads, self._storage, load)
+            fetch = LoadFetch(self._loads, self._storage, load)
+            state.replace_operation(load.op, fetch)
             state.set_deadline(fetch, state.now_s + deadline_s, op=load.op)
             self._storage.fetching[load] = len(pages)
         return load
@@ -82,7 +83,7 @@ class Adoption:
         self._loads.abandon(load)
         if read is not None:
             # Restore the same object: its deadline is still in the heap and is matched by identity.
-            self._state.operations[run.op] = read
+            self._state.replace_operation(run.op, read)
 
 
 class PlanFetches:
@@ -126,8 +127,7 @@ class PlanFetches:
                 op=op, request_id=request.request_id, first=first, count=count, components_first=components_first
             )
 
-        self._storage.query(request, queried, command, pages=count if is_worth else 0)
-        request.queried_first = first
+        self._storage.query(request, queried, command, first=first, pages=count if is_worth else 0)
 
     def adopt_reads(self, request: Request, plan: Plan, undo: Rollback) -> int:
         """Adopt look-ahead reads that continue the plan without a gap; return their number."""
@@ -148,23 +148,23 @@ class PlanFetches:
     def load(self, request: Request, plan: Plan, undo: Rollback) -> None:
         """Start fetches of the pages that storage reported, as limits and host memory allow.
 
-        Counts the pages that are not fetched in `l3_declined_pages` and notes the reason in `request.declined`.
+        Counts the pages that are not fetched in `l3_declined_pages` and notes the reason in `request.sources.declined`.
         """
         state = self._state
         settings = state.settings
-        found_to = request.stored_first + request.stored_found
-        count = found_to - plan.end if request.stored_first <= plan.end else 0
+        found_to = request.answer.end
+        count = found_to - plan.end if request.answer.first <= plan.end else 0
         deadline_s = settings.prefetch_deadline_s(max(count, 0), request.deadline_at_s - state.now_s)
         allowed = self._storage.allowance(count, deadline_s) if self._storage.is_usable else 0
         threshold = max(settings.prefetch_threshold_tokens, 1)
         if count * settings.page_size < threshold:
             # The answer starts after the plan's end if pages before it were evicted since storage was asked.
-            beyond = request.stored_found if request.stored_first > plan.end else 0
-            request.declined = ("out_of_reach", beyond) if beyond else ("below_threshold", max(count, 0))
+            beyond = request.answer.found if request.answer.first > plan.end else 0
+            request.sources.decline(*(("out_of_reach", beyond) if beyond else ("below_threshold", max(count, 0))))
             return
         if allowed * settings.page_size < threshold:
             state.count("l3_declined_pages", count)
-            request.declined = ("limit" if self._storage.is_usable else "storage_left_alone", count)
+            request.sources.decline("limit" if self._storage.is_usable else "storage_left_alone", count)
             return
         cause = "limit"
         if settings.prefetch == "soonest":
@@ -179,7 +179,7 @@ class PlanFetches:
                 allowed = sooner
         if allowed < count:
             state.count("l3_declined_pages", count - allowed)
-            request.declined = (cause, count - allowed)
+            request.sources.decline(cause, count - allowed)
             found_to = plan.end + allowed
         self._fetch_to(request, plan, found_to, deadline_s, undo)
 
@@ -195,8 +195,8 @@ class PlanFetches:
                 # rest.
                 state.count("l3_declined_pages", found_to - plan.end)
                 # Add the pages that a limit has declined before: the reason is stored once, for all of them.
-                missing = found_to - plan.end + request.declined[1]
-                request.declined = ("in_the_way" if pages else "no_host_page", missing)
+                missing = found_to - plan.end + request.sources.declined[1]
+                request.sources.decline("in_the_way" if pages else "no_host_page", missing)
                 return
             keys = request.keys[plan.end * width : (plan.end + pages) * width]
             load = self._loads.begin_fetch(request, plan.node, plan.end, keys, plan.own[:pages], deadline_s=deadline_s)

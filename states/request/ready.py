@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import GiveReserve, ReportDropped, ReportFinished, ReportFlushed
 from tidekv.states.events import GrowthTaken, RetractRequested
-from tidekv.states.records.request import Ending
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import page_ids
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from tidekv.states.prefix.node import TierName
     from tidekv.states.records.request import Request
+    from tidekv.states.records.request_parts import Ending
     from tidekv.states.request.restore import Restore
 
 
@@ -39,8 +40,8 @@ class Serving:
         exception the reserve is not refilled this time. An exception leaves everything as it was.
         """
         state = self._state
-        taken, reserve = request.reserve[: event.page_count], request.reserve[event.page_count :]
-        held = len(request.table) + len(taken)
+        taken, reserve = request.held.reserve[: event.page_count], request.held.reserve[event.page_count :]
+        held = len(request.held.table) + len(taken)
         target = state.settings.reserve_pages(tokens_max=request.tokens_max, held=held)
         short = max(target - len(reserve), 0) + event.wanted
         count = min(max(short, 0), state.device.free + state.index.device_evictable)
@@ -51,10 +52,7 @@ class Serving:
             undo.callback(state.device.give_back, pages)
             state.emit(GiveReserve(request_id=request.request_id, pages=pages))
             undo.keep()
-        # New arrays instead of extended ones: earlier commands refer to the old arrays.
-        request.own = request.own + taken
-        request.table = request.table + taken
-        request.reserve = reserve + pages
+        request.held.grow(taken, reserve + pages)
 
     def finish(self, request: Request, event: FinishRequested) -> None:
         """Keep prompt and output in the cache, back them up, give everything back.
@@ -62,17 +60,17 @@ class Serving:
         Can be called again after an exception: it continues from there and starts no backup.
         """
         ending = self._keep_all(request, event)
-        self._back_up(request, ending, retracts=False)
+        ending.back_up(partial(self._back_up, request, retracts=False))
         self._restore.leave(request, settled=True)
         self._state.emit(
-            ReportFinished(request_id=request.request_id, inserted=ending.inserted, fallbacks=request.fallbacks)
+            ReportFinished(request_id=request.request_id, inserted=ending.inserted, fallbacks=request.fallbacks.made)
         )
         self._state.forget(request)
 
     def retract(self, request: Request, event: RetractRequested) -> None:
         """Like finish, but hold the backup in host memory until the request is resumed or dropped."""
         ending = self._keep_all(request, event)
-        self._back_up(request, ending, retracts=True)
+        ending.back_up(partial(self._back_up, request, retracts=True))
         self._restore.leave(request, settled=True)
         self._state.forget(request)
 
@@ -97,43 +95,38 @@ class Serving:
             dropped[tier], spared[tier] = (
                 index.flush(name) if namespace is None else index.flush_namespace(name, namespace)
             )
-        self._state.pages_freed = True
+        self._state.pages_were_freed()
         self._state.emit(ReportFlushed(call=event.call, dropped=dropped, spared=spared))
 
     def repeat(self, request: Request, event: TransitionRaised) -> None:
         """Let a step that raised be repeated: a finish without a backup, growth without new pages."""
         ending = request.ending
-        gives_up = "nothing" if ending is None or ending.is_backed_up else "backup"
+        gives_up = "backup" if ending.has_begun and not ending.is_backed_up else "nothing"
         self._restore.give_up(request, event, "growth" if event.taking == GrowthTaken.__name__ else gives_up)
 
     def _keep_all(self, request: Request, event: FinishRequested | RetractRequested) -> Ending:
         ending = request.ending
-        if ending is None:
-            ending = request.ending = Ending()
-        if ending.inserted >= 0:
-            return ending
-        settings = self._state.settings
-        pages = len(request.table)
-        if not settings.keep_output:
-            pages = request.full_pages
-        ending.inserted = (
-            0
-            if not request.cache
-            else self._restore.keep(
-                request,
-                event.keys[: pages * settings.key_bytes],
-                event.component_pages,
-                holds=isinstance(event, RetractRequested),
-            )
-        )
+        ending.insert(lambda: self._insert(request, event))
         return ending
 
-    def _back_up(self, request: Request, ending: Ending, *, retracts: bool) -> None:
-        if ending.is_backed_up:
-            return
-        assert request.lock is not None
-        if request.gave_up("backup"):
+    def _insert(self, request: Request, event: FinishRequested | RetractRequested) -> int:
+        """Insert the request's pages in the cache; return the number of those that are new to it."""
+        settings = self._state.settings
+        pages = len(request.held.table)
+        if not settings.keep_output:
+            pages = request.full_pages
+        if not request.cache:
+            return 0
+        return self._restore.keep(
+            request,
+            event.keys[: pages * settings.key_bytes],
+            event.component_pages,
+            holds=isinstance(event, RetractRequested),
+        )
+
+    def _back_up(self, request: Request, *, retracts: bool) -> None:
+        assert request.held.lock is not None
+        if request.fallbacks.gave_up("backup"):
             self._backups.decline(request, retracts=retracts)
         else:
-            self._backups.begin(request, request.lock.node, retracts=retracts)
-        ending.is_backed_up = True
+            self._backups.begin(request, request.held.lock.node, retracts=retracts)

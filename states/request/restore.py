@@ -17,10 +17,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from tidekv.states.commands import CopyComponent, Fallback, Recompute, ReportReady
-from tidekv.states.events import Progressed, Recomputed
+from tidekv.states.events import Progressed
 from tidekv.states.prefix.node import MatchResult
 from tidekv.states.records.plan import Plan
 from tidekv.states.records.request import Load, Request, RequestComponents, Stage
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
         ComponentLeft,
         Outcome,
         PlanDue,
-        StorageAnswered,
         StorageDue,
         TransitionRaised,
     )
@@ -56,7 +53,7 @@ ANSWER_AGE_MAX_S = 1.0
 
 
 class Recomputation:
-    """Operation: the caller computes the rest of a prompt. Its outcome becomes an event of the request."""
+    """Operation: the caller computes the rest of a prompt."""
 
     __slots__ = ("_state", "request")
 
@@ -65,8 +62,9 @@ class Recomputation:
         self.request = request
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Queue the outcome for the request machine."""
-        self._state.answers[self.request] = Recomputed(at_s=event.at_s, op=event.op, error=error)
+        """Note the outcome, with which the request moves on or fails."""
+        self.request.recompute.end(error)
+        self._state.request_changed(self.request)
 
     def late(self) -> None:
         """Never called: the deadline of the request is the only one."""
@@ -83,8 +81,8 @@ class LateRecomputation:
     def __init__(self, state: CoreState, rules: ComponentRestore | None, request: Request) -> None:
         self._state = state
         self._rules = rules
-        self.device_pages: PageIds = request.own
-        self.component_pages: RequestComponents | None = request.component_pages
+        self.device_pages: PageIds = request.held.give_up_own()
+        self.component_pages: RequestComponents | None = request.give_up_components()
 
     def ended(self, event: Outcome, error: str) -> None:
         """Free the pages: the caller does not write to them any more."""
@@ -99,7 +97,7 @@ class LateRecomputation:
         self.device_pages = page_ids()
         if self.component_pages is not None and self._rules is not None:
             self._rules.give_up(self.component_pages)
-        self._state.pages_freed = True
+        self._state.pages_were_freed()
 
 
 class Restore:
@@ -136,25 +134,20 @@ class Restore:
 
     def ask_storage(self, request: Request, event: StorageDue) -> None:
         """Query storage, while the request waits, for the pages that neither device nor host has."""
-        request.has_asked = True
+        request.admission.ask()
         # An answer that came too late for the plan of the last generation serves this one, while it is young.
-        if request.answered_at_s == float("inf") or self._is_answer_old(request):
+        if request.answer.answered_at_s == float("inf") or self._is_answer_old(request):
             self._ask_storage(request)
 
     def _is_answer_old(self, request: Request) -> bool:
-        return request.answered_at_s + ANSWER_AGE_MAX_S < self._state.now_s
+        return request.answer.answered_at_s + ANSWER_AGE_MAX_S < self._state.now_s
 
     def _ask_storage(self, request: Request) -> None:
-        if not self._storage.is_usable or request.restore_limit or request.query_op:
+        if not self._storage.is_usable or request.restore_limit or request.answer.op:
             return
-        request.answered_at_s = float("inf")
+        request.answer.forget_time()
         components = {} if self._component_pages is None else self._component_pages.storage.wanted(request)
         self._fetches.ask(request, components)
-
-    def note_answer(self, request: Request, event: StorageAnswered) -> None:
-        """Note the answer of storage, for which admission may have waited."""
-        self._storage.take_answer(request, event)
-        self._state.ahead_due = self._state.pages_freed = True
 
     def grant(self, request: Request) -> bool:
         """Match the prompt, lock the match, and reserve device pages for the rest. All of it, or nothing and False.
@@ -163,47 +156,45 @@ class Restore:
         gives back what was taken so far.
         """
         state = self._state
-        request.over_quota = False
-        if request.waits_for_answer:
+        request.admission.note_quota(is_over=False)
+        if request.answer.is_awaited:
             return False
         if request.lent is not None:
             return self._lending.grant(request, request.lent)
         available = state.device.free + state.index.device_evictable
-        if request.short_version == self._insertions:
+        if request.admission.short_version == self._insertions:
             # It did not fit before, and without insertions its match cannot have grown. Skips matching every waiting
             # request again whenever some pages are freed.
-            request.over_quota = not state.quota.admits(request.prefill, request.quota_need)
-            if request.over_quota or available < request.short_need:
+            admits = state.quota.admits(request.prefill, request.admission.quota_need)
+            request.admission.note_quota(is_over=not admits)
+            if request.admission.over_quota or available < request.admission.short_need:
                 return False
         match = self._match(request)
         # Lock before making room: eviction must not take the pages just matched.
-        request.lock = state.index.lock(match.device_node)
+        request.held.lock_at(state.index, match.device_node)
         reserve = state.settings.reserve_pages(tokens_max=request.tokens_max, held=request.page_count)
         needed = request.page_count - match.device_pages + reserve
         # The charge: pages that it takes, and cached ones that only this lock keeps from eviction.
         available_now = state.device.free + state.index.device_evictable
         charge = needed + available - available_now
-        request.over_quota = not state.quota.admits(request.prefill, charge)
-        if not request.over_quota and needed <= available_now and self._asks_again(request, match):
-            state.index.unlock(request.lock)
-            request.lock = None
+        request.admission.note_quota(is_over=not state.quota.admits(request.prefill, charge))
+        if not request.admission.over_quota and needed <= available_now and self._asks_again(request, match):
+            request.held.unlock(state.index)
             return False
-        has_room = not request.over_quota and state.make_device_room(needed)
+        has_room = not request.admission.over_quota and state.make_device_room(needed)
         if not has_room or not (self._component_pages is None or self._component_pages.reserve(request, match)):
-            state.index.unlock(request.lock)
-            request.lock = None
-            request.short_need, request.quota_need, request.short_version = needed, charge, self._insertions
-            if request.over_quota and not request.waited_for_quota:
-                request.waited_for_quota = True
+            request.held.unlock(state.index)
+            request.admission.refuse(needed=needed, charge=charge, version=self._insertions)
+            if request.admission.over_quota and request.admission.wait_for_quota():
                 state.count("quota_waits")
             return False
         pages = state.device.take(needed)
-        request.own, request.reserve = pages[: needed - reserve], pages[needed - reserve :]
+        request.held.take(pages[: needed - reserve], pages[needed - reserve :])
         state.quota.charge(request.prefill, charge)
-        request.charged = charge
+        request.admission.charge(charge)
         # The pin keeps the host part from eviction until `fix_plan` starts its copies.
-        request.pin = state.index.pin(match.host_node)
-        request.matched = match.device_pages
+        request.held.pin_at(state.index, match.host_node)
+        request.held.match(match.device_pages)
         # Pages that another request is loading count as matched; this request waits for the same loads.
         for load, page_count in self._loads_on(match.device_node).items():
             self._loads.share(load, request, page_count)
@@ -215,11 +206,11 @@ class Restore:
         That is if the caches have lost pages since, so that the answer starts too late in the prompt, or if the answer
         is old and storage may have more pages by now.
         """
-        is_gone = match.device_pages + match.host_pages < request.stored_first
-        found_all = request.stored_first + request.stored_found >= request.full_pages
+        is_gone = match.device_pages + match.host_pages < request.answer.first
+        found_all = request.answer.first + request.answer.found >= request.full_pages
         if is_gone or (self._is_answer_old(request) and not found_all and request.ahead is None):
             self._ask_storage(request)
-        return request.waits_for_answer
+        return request.answer.is_awaited
 
     # --- MATCH ---
 
@@ -233,17 +224,17 @@ class Restore:
         match = self._match(request)
         # The match may have grown since the grant. The pages reserved for that part are not needed. It cannot have
         # shrunk, since it is locked.
-        surplus = len(request.own) - (request.page_count - match.device_pages)
+        surplus = len(request.held.own) - (request.page_count - match.device_pages)
         assert surplus >= 0, "the locked match is shorter than at the grant"
-        assert request.lock is not None and request.pin is not None
-        plan = Plan(match, request.own[surplus:])
-        request.declined = ("", 0)
+        assert request.held.lock is not None and request.held.pin is not None
+        plan = Plan(match, request.held.own[surplus:])
+        request.sources.decline("", 0)
         shared = self._loads_on(plan.node)
         commands_before, adopted = len(state.out), 0
         # Every change below registers its reversal first or at once: an exception anywhere must leave no load without
         # an owner and no command for an operation that does not exist.
         with Rollback() as undo:
-            undo.callback(lambda: state.out.__delitem__(slice(commands_before, None)))
+            undo.callback(state.take_commands_back, commands_before)
             if request.restore_limit < 2:
                 self._load_from_host(request, plan, undo)
             if request.restore_limit < 1:
@@ -251,50 +242,49 @@ class Restore:
                 self._fetches.load(request, plan, undo)
             if self._component_pages is not None:
                 self._component_pages.begin(request, plan, plan.host_node, undo)
-                if request.early:
+                if request.early.is_wanted:
                     # Copies run one after the other, and the first layer is of no use without the component pages.
-                    given = state.out[commands_before:]
-                    state.out[commands_before:] = sorted(given, key=lambda one: not isinstance(one, CopyComponent))
+                    state.put_first(CopyComponent, commands_before)
             published = self._shared.publish(request, plan, undo)
             # Take the longer lock before releasing the shorter one: whichever call raises, the pages stay protected.
             lock = state.index.lock(plan.node if published is None else published.nodes[-1])
             undo.callback(state.index.unlock, lock)
-            state.index.unlock(request.lock)
-            undo.callback(self._lock_again, request, request.lock.node)
-            state.index.unpin(request.pin)
-            undo.callback(self._pin_again, request, request.pin.node)
+            state.index.unlock(request.held.lock)
+            undo.callback(request.held.relock, state.index, request.held.lock.node)
+            state.index.unpin(request.held.pin)
+            undo.callback(request.held.pin_at, state.index, request.held.pin.node)
             state.quota.discharge(request.prefill, surplus)
             undo.callback(state.quota.charge, request.prefill, surplus)
-            state.device.give_back(request.own[:surplus])
+            state.device.give_back(request.held.own[:surplus])
             # The pool takes the pages given back last first, so this returns the same pages.
             undo.callback(state.device.take, surplus)
             op = self._ask_for_rest(request, plan, lock)
             undo.keep()
         # Only field and dictionary updates from here on: the request takes over what the plan has started.
-        request.charged -= surplus
+        request.admission.charge(-surplus)
         if surplus:
-            state.pages_freed = True
+            state.pages_were_freed()
         # The answer is used up: if what it promised is not delivered, the next plan needs another one.
-        request.answered_at_s = float("inf")
+        request.answer.forget_time()
         self._lookahead.adopted(request, adopted)
-        request.lock, request.pin, request.own = lock, None, plan.own
-        request.matched, request.promised, request.recompute_op = match.device_pages, plan.end, op
+        request.held.plan(lock, plan.own, matched=match.device_pages, promised=plan.end)
+        request.recompute.begin(op)
         for load, page_count in (*shared.items(), *((load, load.page_count) for load in plan.loads)):
             self._loads.share(load, request, page_count)
             if load.stage is Stage.FAILED:
                 # It may have had no sharer with an open room. This request has one now: look for a filler again.
-                state.failed_loads[load] = None
+                state.load_failed(load)
         waiting = sum(load.sharers[request] for load in request.loads)
         # Loads that ended between grant and plan have counted their pages already; the rest is from L1.
-        request.source_pages["l1"] += plan.end - waiting - sum(request.source_pages.values())
+        request.sources.note_rest(plan.end - waiting)
         if published is not None:
-            request.own = plan.own[published.page_count :]
+            request.held.hand_on(published.page_count)
             self._shared.published(request, published)
         if plan.loads or published is not None:
             self._insertions += 1
         if request.ahead is not None:
             # The plan's loads hold what they use of the look-ahead; the remainder can be released.
-            state.ahead_over[request] = None
+            state.request_was_planned(request)
 
     def _ask_for_rest(self, request: Request, plan: Plan, lock: Receipt) -> int:
         """Open a room for the pages after the plan's end, or ask the caller to compute them.
@@ -302,11 +292,11 @@ class Restore:
         Returns the operation of the computation, or 0 for a room.
         """
         state = self._state
-        if not request.recomputes:
+        if not request.recompute.is_chosen:
             component_pages = None if self._component_pages is None else self._component_pages.promise(request)
             self._rooms.open(request, promised=plan.end, own=plan.own, component_pages=component_pages)
             return 0
-        assert request.lock is not None
+        assert request.held.lock is not None
         resume_from = None if self._component_pages is None else self._component_pages.resume_from(plan.node)
         snapshots = None if self._component_pages is None else self._component_pages.snapshots_of(request)
         with Rollback() as undo:
@@ -335,10 +325,10 @@ class Restore:
         """
         if request.lent is not None:
             return self._lending.match(request, request.lent)
-        if request.recomputes and self._component_pages is not None:
+        if request.recompute.is_chosen and self._component_pages is not None:
             return self._component_pages.match(request)
         match = self._state.index.match(request.namespace, request.keys)
-        if not request.recomputes:
+        if not request.recompute.is_chosen:
             return match
         path = self._state.index.path(match.device_node)
         leaf = match.device_node if not path else path[0].parent
@@ -348,25 +338,6 @@ class Restore:
                 break
             leaf = node
         return MatchResult(leaf.depth_pages, 0, leaf, leaf)
-
-    def _lock_at(self, request: Request, node: Node) -> None:
-        """Move the lock of a request to `node`."""
-        index = self._state.index
-        assert request.lock is not None, "a request whose pages are kept has no lock"
-        # New lock first: if it is refused, the request keeps the old one.
-        lock = index.lock(node)
-        try:
-            index.unlock(request.lock)
-        except BaseException:
-            index.unlock(lock)
-            raise
-        request.lock = lock
-
-    def _lock_again(self, request: Request, node: Node) -> None:
-        request.lock = self._state.index.lock(node)
-
-    def _pin_again(self, request: Request, node: Node) -> None:
-        request.pin = self._state.index.pin(node)
 
     def _loads_on(self, leaf: Node) -> dict[Load, int]:
         """Return the loads on the path to `leaf`, each with the number of its pages on that path."""
@@ -391,21 +362,16 @@ class Restore:
             count = node.depth_pages - plan.end
             bounds = () if ahead is None else (ahead.first, ahead.joined)
             # A caller that begins early waits for the first layer of all pages: one copy brings it before the rest.
-            is_full = count >= self._state.settings.copy_run_pages and not request.early
+            is_full = count >= self._state.settings.copy_run_pages and not request.early.is_wanted
             if is_full or node is path[-1] or node.depth_pages in bounds:
                 is_ahead = ahead is not None and ahead.first <= plan.end < ahead.joined
                 tier = "l3" if is_ahead else "l2"
-                load = self._loads.begin_copy(plan.end, run, plan.own[:count], tier=tier, by_layer=request.early)
+                load = self._loads.begin_copy(
+                    plan.end, run, plan.own[:count], tier=tier, by_layer=request.early.is_wanted
+                )
                 undo.callback(self._loads.abandon, load)
                 plan.add(load)
                 run = []
-
-    # --- TRANSFER ---
-
-    def note_recomputed(self, request: Request, event: Recomputed) -> None:
-        """Note that the caller has computed the rest of the prompt."""
-        request.recompute_op = 0
-        request.recomputed = True
 
     # --- READY ---
 
@@ -420,25 +386,24 @@ class Restore:
         self._backups.release_retracted(request.request_id)
         state = self._state
         settings = state.settings
-        assert request.lock is not None
-        source = "recompute" if request.recomputed else "transfer"
-        sources = {tier: pages * settings.page_size for tier, pages in request.source_pages.items()}
+        assert request.held.lock is not None
+        source = "recompute" if request.recompute.is_done else "transfer"
+        sources = {tier: pages * settings.page_size for tier, pages in request.sources.pages.items()}
         # Tokens in `own`: all that no other source has brought.
         sources[source] = sources.get(source, 0) + request.prompt_tokens - sum(sources.values())
-        if not request.table:
-            request.table = state.index.device_path(request.lock.node) + request.own
-        assert len(request.table) == request.page_count
+        request.held.tabulate(state.index)
+        assert len(request.held.table) == request.page_count
         # A published delta is in the tree and locked already, since the plan.
-        joins = request.cache and request.full_pages > request.lock.node.depth_pages
+        joins = request.cache and request.full_pages > request.held.lock.node.depth_pages
         # A caller that has begun already uses these very pages, so none of them is exchanged for one of the tree.
         joins = joins and not (request.room is not None and request.room.user_op)
-        if request.inserted is not None or (joins and not request.gave_up("cache")):
+        if request.held.inserted is not None or (joins and not request.fallbacks.gave_up("cache")):
             self.keep(request, request.keys)
-        state.index.note_served(request.lock.node)
+        state.index.note_served(request.held.lock.node)
         component_pages = None if self._component_pages is None else self._component_pages.commit(request)
         room = request.room
         with Rollback() as undo:
-            undo.callback(state.out.__delitem__, slice(len(state.out), None))
+            undo.callback(state.take_commands_back, len(state.out))
             if room is not None:
                 self._rooms.receive(room)
                 undo.callback(self._rooms.reopen, room)
@@ -446,11 +411,11 @@ class Restore:
                 ReportReady(
                     request_id=request.request_id,
                     generation=request.generation,
-                    pages=request.table,
+                    pages=request.held.table,
                     sources=sources,
-                    reserve=request.reserve,
+                    reserve=request.held.reserve,
                     component_pages=component_pages,
-                    fallbacks=request.fallbacks,
+                    fallbacks=request.fallbacks.made,
                 )
             )
             self._discharge(request)
@@ -473,28 +438,20 @@ class Restore:
         to the cache. Can be called again after an exception, and continues from there.
         """
         state = self._state
-        if request.inserted is None:
+        if request.held.inserted is None:
             count = len(keys) // state.settings.key_bytes
-            inserted = state.index.insert(request.namespace, keys, request.table[:count], priority=request.priority)
-            # Set `own` to all that the tree did not take before the next call that can raise: `leave` frees what is in
-            # `own`, so no page is lost and none is freed twice.
-            kept = inserted.rejected + request.own[max(0, len(request.own) - (len(request.table) - count)) :]
-            request.table = inserted.pages + request.table[count:]
-            request.own = inserted.duplicates + kept
-            request.inserted = inserted
-        inserted = request.inserted
+            pages = request.held.table[:count]
+            request.held.enter(state.index.insert(request.namespace, keys, pages, priority=request.priority), count)
+        inserted = request.held.inserted
+        assert inserted is not None and request.held.lock is not None, "a request whose pages are kept has no lock"
         # The lock comes first: until then, the tree's pages can be evicted.
-        self._lock_at(request, inserted.node)
-        duplicates = len(inserted.duplicates)
-        if duplicates:
-            state.device.give_back(request.own[:duplicates])
-            request.own = request.own[duplicates:]
-            request.inserted = msgspec.structs.replace(inserted, duplicates=page_ids())
+        request.held.lock_at(state.index, inserted.node)
+        request.held.give_back_duplicates(state.device)
         if self._component_pages is not None:
             self._component_pages.keep(request, component_pages, inserted.node, holds=holds)
-        request.inserted = None
+        request.held.entered()
         self._insertions += 1
-        state.pages_freed = True
+        state.pages_were_freed()
         return inserted.inserted_count
 
     # --- Leaving ---
@@ -516,35 +473,30 @@ class Restore:
             self._loads.leave(load, request)
         if request.room is not None:
             self._rooms.leave(request.room, settled=settled)
-        elif request.recompute_op in state.operations:
+        elif request.recompute.op in state.operations:
             # The caller's computation writes to these pages until its outcome arrives. Freed now, they could belong
             # to another request by then.
-            state.operations[request.recompute_op] = LateRecomputation(state, self._component_pages, request)
-            request.own, request.recompute_op, request.component_pages = page_ids(), 0, None
+            late = LateRecomputation(state, self._component_pages, request)
+            state.replace_operation(request.recompute.op, late)
+            request.recompute.forget()
         else:
-            state.device.give_back(request.own)
-            request.own = page_ids()
-        if request.lock is not None:
-            state.index.unlock(request.lock)
-            request.lock = None
-        if request.pin is not None:
-            state.index.unpin(request.pin)
-            request.pin = None
+            request.held.give_back_own(state.device)
+        request.held.unlock(state.index)
+        request.held.unpin(state.index)
         if self._component_pages is not None:
             self._component_pages.leave(request)
-        state.device.give_back(request.reserve)
+        state.device.give_back(request.held.reserve)
         self._discharge(request)
         self._storage.leave_query(request)
         state.preempted.pop(request, None)
         request.forget_plan()
-        state.pages_freed = True
+        state.pages_were_freed()
 
     def _discharge(self, request: Request) -> None:
         """End the charge of the request: its prefill does not delay it any more."""
-        self._state.quota.discharge(request.prefill, request.charged)
-        request.charged = 0
+        self._state.quota.discharge(request.prefill, request.admission.discharge())
         # Another request of the same prefill may be within its quota now.
-        self._state.pages_freed = True
+        self._state.pages_were_freed()
 
     # --- Raises ---
 
@@ -554,25 +506,25 @@ class Restore:
         `Request.restore_limit` applies this to the next plan; fetches of the current plan are cut here.
         """
         limit = request.restore_limit
-        self.give_up(request, event, "nothing" if request.recomputes else "storage" if limit < 2 else "host")
+        self.give_up(request, event, "nothing" if request.recompute.is_chosen else "storage" if limit < 2 else "host")
         self._lookahead.drop(request)
         for load in list(request.loads):
             self._loads.cut(load)
 
     def give_grant_back(self, request: Request, event: TransitionRaised) -> None:
         """Give a grant back after an exception of a waiting request, which waits on without storage."""
-        self.give_up(request, event, "nothing" if request.recomputes else "storage")
+        self.give_up(request, event, "nothing" if request.recompute.is_chosen else "storage")
         self.leave(request, settled=True)
 
     def repeat(self, request: Request, event: TransitionRaised) -> None:
         """Let a landing or a commit that raised be repeated; the commit then enters nothing in the cache."""
-        lock = request.lock
-        joins = request.inserted is None and lock is not None and lock.node.depth_pages < request.full_pages
+        lock = request.held.lock
+        joins = request.held.inserted is None and lock is not None and lock.node.depth_pages < request.full_pages
         joins = joins and request.lent is None
         self.give_up(request, event, "cache" if event.taking == Progressed.__name__ and joins else "nothing")
 
     def give_up(self, request: Request, event: TransitionRaised, what: str) -> None:
         """Count the exception, and note what the request gives up."""
         self._state.count("fallbacks_by_raise")
-        request.trouble = event.detail
-        request.fallbacks += (Fallback(event.rule, what, event.error),)
+        request.fallbacks.note(event.detail)
+        request.fallbacks.give_up(Fallback(event.rule, what, event.error))

@@ -139,7 +139,6 @@ class Row:
 TRANSITIONS = (
     # The restore.
     Row(events.StorageDue, (PREALLOC,), None, before=Restore.ask_storage, only_if=guards.has_not_asked),
-    Row(events.StorageAnswered, (PREALLOC,), None, before=Restore.note_answer),
     Row(events.RequestChanged, LIVE, None, before=Actions.change),
     Row(events.Granted, (PREALLOC,), MATCH),
     Row(events.PlanDue, (MATCH,), None, before=Restore.fix_plan, only_if=guards.can_plan),
@@ -148,6 +147,13 @@ TRANSITIONS = (
     Row(events.Progressed, (MATCH,), TRANSFER, only_if=guards.is_planned),
     Row(events.Progressed, (PREFETCH,), LOCAL_RESTORE, only_if=guards.needs_no_storage),
     Row(events.Progressed, (LOCAL_RESTORE,), TRANSFER, only_if=guards.needs_no_local_tier),
+    Row(
+        events.Progressed,
+        (TRANSFER,),
+        FAILED,
+        before=Actions.fail_by_recompute,
+        only_if=guards.has_failed_to_recompute,
+    ),
     Row(events.Progressed, (TRANSFER,), READY, before=Lending.commit, only_if=has_filled_lent_pages),
     Row(events.Progressed, (TRANSFER,), READY, before=Restore.commit, only_if=guards.has_everything),
     # The hand-over, which runs in parallel with the local restore.
@@ -174,8 +180,6 @@ TRANSITIONS = (
         only_if=Actions.has_another_prefill,
     ),
     Row(events.PrefillLost, WITH_ROOM, PREALLOC, before=Actions.ask_caller, only_if=guards.can_recompute),
-    Row(events.Recomputed, (TRANSFER,), FAILED, before=Actions.fail_by_recompute, only_if=guards.has_failed),
-    Row(events.Recomputed, (TRANSFER,), None, before=Restore.note_recomputed),
     # Lent pages: what is in place so far goes back to the caller, which computes the rest.
     Row(events.PrefillLost, WITH_ROOM, READY, before=LentEnds.end_without_prefill, only_if=fills_lent_pages),
     Row(events.DeadlinePassed, LIVE, READY, before=LentEnds.end_at_deadline, only_if=fills_lent_pages),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from tidekv.states.commands import Command
     from tidekv.states.core_state import CoreState
-    from tidekv.states.events import Outcome, PolicyChanged, StorageChanged
+    from tidekv.states.events import Outcome, PolicyChanged, StorageChanged, StoredComponent
     from tidekv.states.prefix.node import Node
     from tidekv.states.records.request import AheadRun, ComponentAhead, ComponentFetch, Load, Request
     from tidekv.states.types import PageIds
@@ -50,9 +50,9 @@ class StorageQuery:
     """Operation: a query of the pages that storage has of a request's prompt.
 
     It has two deadlines: from the first on, the request does not wait for the answer any more; at the second one the
-    query counts as failed. Neither the query nor the wait holds pages. The answer is an event of a request that waits
-    for admission. One that comes after the plan leaves the plan as it is, since prefill may be writing the pages in
-    question; it is kept for the next generation.
+    query counts as failed. Neither the query nor the wait holds pages. The answer is written to the record of the
+    request (`StorageAnswer`). One that comes after the plan leaves the plan as it is, since prefill may be writing the
+    pages in question; it is kept for the next generation.
     """
 
     __slots__ = ("_begun_at_s", "_count", "_is_awaited", "_state", "_storage", "op", "request")
@@ -82,10 +82,7 @@ class StorageQuery:
         if not error:
             records = (range(*each) for entry in component_pages for each in entry.ranges)
             self._note_answer(found + sum(map(len, records)))
-        answer = StorageAnswered(
-            at_s=event.at_s, op=event.op, found=found, error=error, component_pages=component_pages
-        )
-        self._deliver(answer)
+        self._deliver(error, found, component_pages)
 
     def late(self) -> None:
         """Let the request plan without storage; at the second deadline, count the query as failed."""
@@ -93,33 +90,41 @@ class StorageQuery:
         if self._is_awaited:
             state.set_deadline(self, self._begun_at_s + state.settings.query_deadline_s, op=self.op)
             self._is_awaited = False
-            if self.request is not None and self.request.waits_for_answer:
+            if self.request is not None and self.request.answer.is_awaited:
                 state.count("l3_queries_outwaited")
-                self.request.waits_for_answer = False
-                state.pages_freed = True
+                self.request.answer.stop_waiting()
+                state.pages_were_freed()
             return
         state.count("l3_queries_late")
         self._storage.queries_left.discard(self)
         self._storage.call_is_late()
         self._note_answer(0)
-        del state.operations[self.op]
-        self._deliver(StorageAnswered(at_s=state.now_s, op=self.op, found=0, error=LATE))
+        state.end_operation(self.op)
+        self._deliver(LATE)
 
-    def _deliver(self, answer: StorageAnswered) -> None:
-        request = self.request
+    def _deliver(self, error: str, found: int = 0, components: tuple[StoredComponent, ...] = ()) -> None:
+        """Keep the answer for the next plan of the request, and let it be admitted if it waits."""
+        request, state = self.request, self._state
         if request is None:
             return
+        if error and error != LATE:
+            state.count("l3_queries_failed")
+        request.answer.take(
+            at_s=state.now_s, error=error, found=found, full_pages=request.full_pages, components=components
+        )
         if request.waits_for_admission:
-            self._state.answers[request] = answer
-        else:
-            self._storage.take_answer(request, answer)
+            state.may_look_ahead()
+            state.pages_were_freed()
 
     def _note_answer(self, found: int) -> None:
         useful = min(max(found / self._count, 0.0), 1.0)
         self._storage.answer_time.note(taken_s=self._state.now_s - self._begun_at_s, useful=useful)
 
     def abandon(self) -> None:
-        """Do nothing: a query holds nothing."""
+        """Let the request go on without an answer. The query itself holds nothing."""
+        if self.request is not None:
+            self.request.answer.close()
+            self._state.pages_were_freed()
 
 
 class LateFetch:
@@ -163,7 +168,7 @@ class LateFetch:
         else:
             self._state.host.give_back(self.host_pages)
         self._storage.pages_in_flight -= len(self.host_pages)
-        self._state.pages_freed = True
+        self._state.pages_were_freed()
 
 
 class Measurement(LateFetch):
@@ -300,17 +305,17 @@ class StorageAdmission:
 
     def policy_changed(self, event: PolicyChanged) -> None:
         """Replace the policies. Calls in flight continue as they began."""
-        self._state.settings = self._state.settings.with_policy(event.policy)
-        self._state.ahead_due = True
+        self._state.policy_changed(event.policy)
+        self._state.may_look_ahead()
         self._state.renew_write_credit()
 
     # --- Queries ---
 
-    def query(self, request: Request, count: int, command: Callable[[int], Command], *, pages: int) -> None:
-        """Start a query of `count` pages of a request, those of components included.
+    def query(self, request: Request, count: int, command: Callable[[int], Command], *, first: int, pages: int) -> None:
+        """Start a query of `count` pages of a request, components included. Of full pages it starts at `first`.
 
         `command` makes its command from the number of the operation. `pages` is the number of full pages that the
-        transfer would bring otherwise: what a component costs is unknown. Afterwards `request.waits_for_answer`, until
+        transfer would bring otherwise: what a component costs is unknown. Afterwards `request.answer.is_awaited`, until
         the answer, or until waiting costs more than it can gain.
         """
         state = self._state
@@ -327,28 +332,15 @@ class StorageAdmission:
             undo.callback(state.operations.pop, query.op)
             state.emit(command(query.op))
             undo.keep()
-        request.query_op = query.op
-        request.waits_for_answer = wait_s > 0
-
-    def take_answer(self, request: Request, answer: StorageAnswered) -> None:
-        """Keep an answer for the request's next plan. An error or a late answer counts as no pages."""
-        if answer.error and answer.error != LATE:
-            self._state.count("l3_queries_failed")
-        request.query_op = 0
-        request.waits_for_answer = False
-        request.answered_at_s = float("inf") if answer.error else answer.at_s
-        request.stored_first = request.queried_first
-        request.stored_found = max(0, min(answer.found, request.full_pages - request.stored_first))
-        request.stored_components = answer.component_pages
+        request.answer.ask(query.op, first=first, is_awaited=wait_s > 0)
 
     def leave_query(self, request: Request) -> None:
         """Let a query in flight continue without its request: its answer is still measured."""
-        query = self._state.operations.get(request.query_op)
+        query = self._state.operations.get(request.answer.op)
         if isinstance(query, StorageQuery):
             query.request = None
             self.queries_left.add(query)
-        request.query_op = 0
-        request.waits_for_answer = False
+        request.answer.close()
 
     # --- Limits ---
 
@@ -421,7 +413,8 @@ class StorageAdmission:
         self, fetch: Load | ComponentFetch | AheadRun | ComponentAhead, *, component: str = "", cause: str = ""
     ) -> None:
         """Hand the host pages of a fetch to a `LateFetch` until the fetch ends: full pages, or those of a component."""
-        self._state.operations[fetch.op] = LateFetch(self._state, self, fetch, component=component, cause=cause)
+        late = LateFetch(self._state, self, fetch, component=component, cause=cause)
+        self._state.replace_operation(fetch.op, late)
         self.pages_in_flight += len(fetch.host_pages)
 
     def measure(self, leaf: Node, stored: int) -> None:
@@ -473,7 +466,7 @@ class StorageAdmission:
 
     def changed(self, event: StorageChanged) -> None:
         """Forget everything about the previous storage, because another one is attached, or none."""
-        self._state.storage_available = event.available
+        self._state.storage_was_attached(is_usable=event.available)
         self._has_components = event.component_pages
         self._state.operations.pop(self.op, None)
         self.op = 0
@@ -528,7 +521,7 @@ class StorageAdmission:
             undo.callback(state.operations.pop, op)
             state.emit(ProbeStorage(op=op))
             undo.keep()
-        del state.operations[self.op]
+        state.end_operation(self.op)
         self.op = op
 
     def probed(self, error: str) -> None:
@@ -542,7 +535,7 @@ class StorageAdmission:
             self.op = 0
             # Puts are due again. Copies to the host are not: they did not wait for storage, and a new credit at each
             # closing would let a storage that fails every put cause copies without end.
-            self._state.write_due = True
+            self._state.may_write_back()
 
     def _wait(self) -> None:
         self.op = self._state.start_operation(BreakerWait(self), deadline_s=self._breaker.backoff_s)

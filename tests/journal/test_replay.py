@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
-import msgspec
 import pytest
 
 from simulation.simulate import draw_settings, lending, with_components
 from tidekv import ReplayDiverged, Replayer
 from tidekv.engine.journal.digest import final_state
 from tidekv.states.core import Core
-from tidekv.states.events import StorageAnswered
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.index import PrefixIndex
-from tidekv.states.records.request import Request
+from tidekv.states.records.request_parts import StorageAnswer
 from tidekv.states.request.admission_queue import Queue
 from tidekv.states.request.restore import Restore
 from tidekv.states.settings import CoreSettings
@@ -73,12 +72,12 @@ def test_until_stops_with_the_state_behind_that_event(simulate, seq: int) -> Non
 
 
 def _distrust_storage(patch: pytest.MonkeyPatch) -> None:
-    note_answer = Restore.note_answer
+    take = StorageAnswer.take
 
-    def distrust(self: Restore, request: Request, event: StorageAnswered) -> None:
-        note_answer(self, request, msgspec.structs.replace(event, found=event.found - 1))
+    def distrust(self: StorageAnswer, *, found: int, **given: Any) -> None:
+        take(self, found=found - 1, **given)
 
-    patch.setattr(Restore, "note_answer", distrust)
+    patch.setattr(StorageAnswer, "take", distrust)
 
 
 def _change_allocator(patch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def a_left_room_does_not_wait_for_its_caller(patch: pytest.MonkeyPatch) -> None:
 @mutant
 def a_loss_is_not_reported(patch: pytest.MonkeyPatch) -> None:
     def lose(self: EarlyReady, request: Request, cause: str) -> None:
-        request.layers = 0
+        request.early.layers = 0
 
     patch.setattr(EarlyReady, "_lose", lose)
 
@@ -174,7 +174,7 @@ def pages_are_exchanged_for_those_of_the_cache_at_ready(patch: pytest.MonkeyPatc
         if room is not None and op:
             room.user_op = 0
             self._state.operations.pop(op, None)
-            request.early_op = 0
+            request.early.op = 0
         original(self, request, event)  # type: ignore[arg-type]  # As the table calls it.
 
     patch.setattr(Restore, "commit", commit)

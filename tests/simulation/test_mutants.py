@@ -148,9 +148,9 @@ def the_first_rank_that_drained_speaks_for_all(patch: pytest.MonkeyPatch) -> Non
 @mutant
 def a_request_keeps_its_own_page_where_the_cache_has_another(patch: pytest.MonkeyPatch) -> None:
     def keep(self: Restore, request: Request, keys: bytes) -> int:
-        before = request.table
+        before = request.held.table
         count = original(self, request, keys)
-        request.table = before
+        request.held.table = before
         return count
 
     original = Restore.keep
@@ -204,7 +204,7 @@ def who_waits_is_not_woken_by_freed_pages(patch: pytest.MonkeyPatch) -> None:
 @mutant
 def an_aborted_request_keeps_its_reserve(patch: pytest.MonkeyPatch) -> None:
     def leave(self: Restore, request: Request, *, settled: bool) -> None:
-        request.reserve = page_ids()
+        request.held.reserve = page_ids()
         original(self, request, settled=settled)
 
     original = Restore.leave

@@ -71,9 +71,9 @@ def a_slow_sender_keeps_the_pages_that_others_go_on_with(patch: pytest.MonkeyPat
     def renew(self: SharedTransfers, load: Load, request: Request) -> bool:
         old = load.device_pages
         done = original(self, load, request)
-        if done and request.room is not None and request.lock is not None:
+        if done and request.room is not None and request.held.lock is not None:
             self._state.device.give_back(old)
-            request.own = request.own[len(old) :]
+            request.held.own = request.held.own[len(old) :]
         return done
 
     original = SharedTransfers._renew

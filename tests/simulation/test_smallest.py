@@ -25,8 +25,8 @@ def test_a_core_that_raises_is_shown_by_few_requests_and_events(
     finish = Serving.finish
 
     def too_early(self: Serving, request: Request, event: FinishRequested) -> None:
-        if request.reserve:
-            self._state.device.give_back(request.reserve[:1])
+        if request.held.reserve:
+            self._state.device.give_back(request.held.reserve[:1])
         finish(self, request, event)
 
     monkeypatch.setattr(Serving, "finish", too_early)
@@ -56,7 +56,7 @@ def test_what_only_the_world_sees_is_shown_by_its_command_and_journal(
 
     def forgetful(self: Restore, request: Request, event: Progressed) -> None:
         commit(self, request, event)
-        request.own = request.own[:-1]
+        request.held.own = request.held.own[:-1]
 
     monkeypatch.setattr(Restore, "commit", forgetful)
     smallest = find_smallest(4, 80, "all", tmp_path / "small.journal")

@@ -155,10 +155,10 @@ class CoreMachine(RuleBasedStateMachine):
     def finish(self, pick: int, output: bytes, retracts: bool) -> None:
         name = list(self.ready)[pick % len(self.ready)]
         ready, tokens = self.ready.pop(name), self.prompts.pop(name)
-        pages = self.rig.request(name).table[:]
+        pages = self.rig.request(name).held.table[:]
         assert list(pages[: len(tokens)]) == list(ready.pages)
         self.device.expect(ready.pages, self.tags(tokens), name)
-        reserve = self.rig.request(name).reserve[:]
+        reserve = self.rig.request(name).held.reserve[:]
         grown = reserve[: len(output)]
         if grown:
             self.rig.step(events.GrowthTaken, request_id=name, page_count=len(grown))

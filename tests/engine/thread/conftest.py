@@ -64,7 +64,7 @@ class Rig:
         async def tables(engine: object) -> dict[str, list[int]]:
             await engine.wait_settled()  # type: ignore[attr-defined]  # Until it has taken all growth.
             requests = engine._core.state.requests  # type: ignore[attr-defined]  # The core is what we compare with.
-            return {request_id: list(request.table) for request_id, request in requests.items()}
+            return {request_id: list(request.held.table) for request_id, request in requests.items()}
 
         return self.thread.call(tables)
 

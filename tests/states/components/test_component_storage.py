@@ -131,7 +131,7 @@ def test_full_pages_that_do_not_fit_the_host_leave_the_component_pages_as_they_a
     rig.answer(asked(rig), 8, component_pages=(tail("state", (3, 4), (7, 8)),))
     promise = rig.take(commands.SendPromise)
     assert promise.promised_tokens == 5 and tails_of(promise) == {"state": (8, 0)}
-    assert rig.request("a").declined == ("no_host_page", 3)
+    assert rig.request("a").sources.declined == ("no_host_page", 3)
 
 
 def test_host_pages_of_a_component_are_not_waited_for() -> None:
@@ -179,7 +179,7 @@ def test_remains_of_another_load_in_the_way_leave_only_the_full_pages_to_prefill
     rig.answer(query, 8, component_pages=ALL)
     promise = rig.take(commands.SendPromise)
     assert promise.promised_tokens == 0 and tails_of(promise) == {"window": (8, 0), "state": (8, 0)}
-    assert rig.request("b").declined == ("in_the_way", 8)
+    assert rig.request("b").sources.declined == ("in_the_way", 8)
 
 
 @pytest.mark.parametrize("good", [0, 2, -1])
@@ -235,7 +235,7 @@ def test_a_copy_from_the_host_pages_that_fails_or_is_late_costs_the_host_as_well
             # Until the copy has ended its pages stay taken, on the device and on the host.
             assert pages(rig, "window") == (3, 0)
         rig.copied(copy, error="bus error")
-        assert rig.request("a").component_limit == 2 and pages(rig, "window") == (0, 0)
+        assert rig.request("a").fallbacks.component_limit == 2 and pages(rig, "window") == (0, 0)
         rig.fetched(of_state)
         settle_all(rig)
 

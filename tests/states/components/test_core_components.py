@@ -369,7 +369,7 @@ def test_a_raise_while_the_plan_is_made_undoes_what_was_begun(times: int, monkey
     promise = rig.take(commands.SendPromise)
     # After the second raise the host is not trusted either: the grant is given back, and another one is made.
     assert promise.promised_tokens == (8 if times == 1 else 0)
-    assert ids(rig.request("b").own) == ids(promise.pages)
+    assert ids(rig.request("b").held.own) == ids(promise.pages)
     rig.abort("b")
     rig.settle()
     rig.expect_nothing_held()

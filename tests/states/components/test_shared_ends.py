@@ -211,7 +211,7 @@ def test_if_the_filler_leaves_the_next_one_asks_for_everything(end: str, has_lan
         ("c", True, {"window": 0, "state": 0}),
     ]
     assert rig.core.statistics()["shared_ends_passed_on"] == 2
-    assert rig.request("b").trouble == FILLER_LEFT
+    assert rig.request("b").fallbacks.last_error == FILLER_LEFT
     for promise in again.values():
         rig.pending.append(promise)
     told = rig.settle()
@@ -281,7 +281,7 @@ def test_after_a_failed_copy_the_sharer_asks_its_own_prefill(raises: bool) -> No
     else:
         rig.copied(copy, error="bus error")
     assert rig.take(commands.ReportReady).request_id == "a"
-    assert rig.request("b").trouble == COPY_FAILED
+    assert rig.request("b").fallbacks.last_error == COPY_FAILED
     promise = rig.take(commands.SendPromise)
     assert asked(promise) == {"state": 1}
     rig.pending.append(promise)
@@ -294,7 +294,7 @@ def test_after_a_late_copy_both_start_over_and_their_pages_stay_until_it_ends() 
     rig.serve(promises["a"])
     copy = rig.take(commands.CopyComponent)
     rig.wait_until(1.0)
-    assert rig.request("a").trouble == rig.request("b").trouble == COPY_LATE
+    assert rig.request("a").fallbacks.last_error == rig.request("b").fallbacks.last_error == COPY_LATE
     again = {promise.request_id: asked(promise) for promise in rig.take_all(commands.SendPromise)}
     assert again == {"a": {"state": 1}, "b": {"state": 1}}
     assert device_pages(rig, "state")["owned"] == 4
@@ -313,7 +313,7 @@ def test_a_sharer_waits_for_a_stalled_filler_for_a_while_only() -> None:
     rig.wait_until(0.4)
     assert rig.state("b") == "TRANSFER"
     rig.wait_until(0.5)
-    assert rig.request("b").trouble == FILLER_SLOW and rig.core.statistics()["shared_ends_passed_on"] == 1
+    assert rig.request("b").fallbacks.last_error == FILLER_SLOW and rig.core.statistics()["shared_ends_passed_on"] == 1
     promise = rig.take(commands.SendPromise)
     assert asked(promise) == AT_THE_END and promise.promised_tokens == 8
     rig.serve(promise)

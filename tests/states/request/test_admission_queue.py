@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tidekv.states.records.request_parts import Admission
 from tidekv.states.request.admission_queue import Queue
 from tidekv.states.settings import CoreSettings
 
@@ -28,14 +29,9 @@ def test_one_lane_is_tried_as_if_it_were_merged_with_another(waiting: list[tuple
 
 
 def _waiting(**fields: Any) -> Any:
-    return SimpleNamespace(
-        **{
-            "priority": 0,
-            "retry_at_s": 0.0,
-            "prefill": "one",
-            "arrived_at_s": 1.0,
-            "passed": 0,
-            "over_quota": False,
-            **fields,
-        }
-    )
+    admission = Admission()
+    for _ in range(fields.pop("passed", 0)):
+        admission.pass_by()
+    admission.note_quota(is_over=fields.pop("over_quota", False))
+    known = {"priority": 0, "prefill": "one", "arrived_at_s": 1.0}
+    return SimpleNamespace(admission=admission, **{**known, **fields})

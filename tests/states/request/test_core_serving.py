@@ -16,7 +16,7 @@ def test_growth_takes_from_the_reserve_and_refills_it() -> None:
     assert len(rig.take(commands.GiveReserve).pages) == 1
     rig.step(events.GrowthTaken, request_id="a", page_count=2, wanted=3)
     assert len(rig.take(commands.GiveReserve).pages) == 5
-    assert len(rig.request("a").table) == 11
+    assert len(rig.request("a").held.table) == 11
     rig.abort("a")
     rig.expect_nothing_held()
 

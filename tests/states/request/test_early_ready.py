@@ -209,7 +209,7 @@ def test_pages_of_a_caller_that_has_begun_are_not_exchanged_for_those_of_the_cac
 def test_the_audit_finds_a_report_of_a_layer_that_is_not_there() -> None:
     rig = on_host()
     early_one(rig)
-    rig.request("a").layers = 2
+    rig.request("a").early.layers = 2
     with pytest.raises(BrokenInvariant, match="reports 2 layers of 1 in place"):
         rig.core.check()
 

@@ -102,7 +102,7 @@ def pages_lost(rig: Rig, state: State) -> Stimulus:
     rig.bring(state)
 
     def lose(rig: Rig) -> None:
-        rig.core.state.preempted[rig.request("a")] = "others write to them"
+        rig.core.state.pages_were_lost(rig.request("a"), "others write to them")
         rig.step(events.ClockAdvanced)
 
     return lose
@@ -171,7 +171,6 @@ def stimulus_of(row: Row, rig: Rig, state: State) -> Stimulus:
             return answer(rig, state)
     by_event: dict[type[events.Event], Callable[[Rig, State], Stimulus]] = {
         events.StorageDue: arrival,
-        events.StorageAnswered: answer,
         events.PlanDue: plan,
         events.Progressed: progress,
         events.PromiseSent: frames,
@@ -179,7 +178,6 @@ def stimulus_of(row: Row, rig: Rig, state: State) -> Stimulus:
         events.AuxLanded: frames,
         events.PagesLost: pages_lost,
         events.PrefillLost: lost_prefill,
-        events.Recomputed: recomputed,
         events.DeadlinePassed: deadline,
         events.AbortRequested: abort,
         events.RequestChanged: change,

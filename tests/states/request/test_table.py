@@ -35,7 +35,7 @@ def make_event(kind: type[Event], request: Request) -> Event:
         "at_s": 0.0,
         "request_id": request.request_id,
         "generation": request.generation,
-        "op": request.query_op,
+        "op": request.answer.op,
         "writer": "prefill.1",
         "ranks": 1,
         "keys": request.keys,
@@ -62,7 +62,7 @@ def digest(rig: Rig) -> object:
     core = rig.core
     nodes = [(repr(node), node.anchored, node.host_anchored) for node in core.state.index.nodes()]
     requests = [
-        (repr(request), list(request.own), list(request.reserve), request.promised, request.query_op)
+        (repr(request), list(request.held.own), list(request.held.reserve), request.held.promised, request.answer.op)
         for request in core.state.requests.values()
     ]
     return core.statistics(), nodes, requests, core.next_deadline_s()
@@ -89,11 +89,11 @@ def test_every_state_takes_every_event_as_the_table_says(state: State, kind: typ
         assert digest(rig) == before
         return
     event = make_event(kind, request)
-    rig.core.state.operations.pop(request.query_op, None)
+    rig.core.state.operations.pop(request.answer.op, None)
     rig.core.fire(request, event)
     assert request.state in {row.dest or state for row in rows} | {state}
-    if kind in (events.Granted, events.Recomputed):
-        # These follow from what the core does before, which was not done here.
+    if kind is events.Granted:
+        # It follows from what the core does before, which was not done here.
         return
     rig.core.settle()
     rig.core.state.out.clear()

@@ -103,7 +103,7 @@ def test_a_plan_leaves_to_prefill_what_it_brings_sooner_and_gives_the_cause() ->
     # 0.2 s a page from storage, 0.1 s from prefill, which has one page more to send: three pages here, six there.
     assert ask(rig, "a", TOKENS + b"i", 8).promised_tokens == 3
     assert [len(fetch.host_pages) for fetch in rig.take_all(commands.FetchPages)] == [2, 1]
-    assert rig.request("a").declined == ("slower", 5)
+    assert rig.request("a").sources.declined == ("slower", 5)
     assert rig.core.statistics()["l3_declined_pages"] == 5
     # Six pages wait on the link and three on storage now.
     assert rig.core.rooms.source_load == (pytest.approx(0.1), 6)
@@ -118,7 +118,7 @@ def test_a_share_below_the_threshold_is_not_fetched_at_all() -> None:
         **{**{name: getattr(policy, name) for name in policy.__struct_fields__}, "prefetch_threshold_tokens": 3}
     )
     assert ask(rig, "a", TOKENS, 8).promised_tokens == 0
-    assert rig.request("a").declined == ("slower", 8)
+    assert rig.request("a").sources.declined == ("slower", 8)
 
 
 def test_if_nothing_is_known_of_prefill_all_is_promised() -> None:
@@ -193,7 +193,7 @@ def test_a_hit_just_above_the_threshold_measures_storage_with_all_that_the_thres
     rig.attach_storage()
     send(rig, "sent", b"stuvwx", 0.6)
     assert ask(rig, "a", b"abcdefghijklmnop", 16).promised_tokens == 6
-    assert rig.request("a").declined == ("unmeasured", 10)
+    assert rig.request("a").sources.declined == ("unmeasured", 10)
 
 
 def test_the_first_put_measures_storage_before_any_hit() -> None:
@@ -269,7 +269,7 @@ def test_while_storage_is_unknown_one_plan_measures_it_with_a_part() -> None:
     rig.attach_storage()
     send(rig, "sent", b"uvwx", 0.4)
     assert ask(rig, "a", b"abcdefghijklmnop", 16).promised_tokens == 2
-    assert rig.request("a").declined == ("unmeasured", 14)
+    assert rig.request("a").sources.declined == ("unmeasured", 14)
     # Nothing more is read until that has ended: reads cannot be cancelled.
     assert ask(rig, "b", TOKENS.upper(), 8).promised_tokens == 0
     rig.now_s += 0.02
@@ -351,7 +351,7 @@ def test_a_storage_left_alone_because_it_was_slow_is_measured_again_by_one_plan_
     assert ask(rig, "a", TOKENS, 8).promised_tokens == 0
     rig.wait_until(rig.now_s + ESTIMATE_FRESH_S + 0.1)
     assert ask(rig, "b", TOKENS.upper(), 8).promised_tokens == 1
-    assert rig.request("b").declined == ("slower", 7)
+    assert rig.request("b").sources.declined == ("slower", 7)
     assert ask(rig, "c", b"01234567", 8).promised_tokens == 0
     rig.now_s += 0.001
     rig.fetched(rig.take(commands.FetchPages))
