@@ -1,18 +1,16 @@
 """Table of targets and last measured figures in docs/performance.md: `python -m benchmarks.performance_page PAGE`.
 
-The figures are in benchmarks/results/targets.json, as one run of `python3 dev.py bench all --json` wrote it. A row that
-the run did not measure says so; without the file no row has a figure.
+The figures are in benchmarks/results/targets.json, as one run of `python3 dev.py bench all --json` wrote it, whole or
+of some targets. A target that was not measured there is only named, with its bound: it has no figure.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from benchmarks.target_table import TARGETS, Target
+from benchmarks.target_table import TARGETS
 
 FIGURES = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "targets.json"
 BEGIN = "<!-- Generated: python -m benchmarks.performance_page docs/performance.md -->"
@@ -22,43 +20,42 @@ END = "<!-- End of the figures. -->"
 def figures_table() -> str:
     """Return the table as Markdown."""
     report = json.loads(FIGURES.read_text()) if FIGURES.is_file() else {"targets": []}
-    figures = {row["target"]: row for row in report["targets"]}
-    about = report.get("about")
-    lines = [
-        "There is no run of the whole on this state of the code."
-        if about is None
-        else f"Run of {about['date']}, commit {about['commit']}, on {about['machine']}.",
-        "",
-        "| target | what is measured | bound | figure | verdict |",
-        "|---|---|---:|---:|---|",
-    ]
+    figures = {row["target"]: float(row["measured"]) for row in report["targets"] if row["measured"] is not None}
+    lines: list[str] = []
+    if (about := report.get("about")) is not None:
+        where = f"{about['date']}, commit {about['commit']}, {about['machine']}"
+        lines += [f"`{about['command']}` ({where}):", ""]
+    judged = [target for target in TARGETS if not target.is_model and target.name in figures]
+    if judged:
+        lines += ["| target | what is measured | bound | figure | verdict |", "|---|---|---:|---:|---|"]
+    for target in judged:
+        measured = figures[target.name]
+        verdict = "pass" if target.passes(measured) else "short"
+        lines.append(f"| {target.name} | {target.asks} | {target.asked} | {_value(measured)} | {verdict} |")
+    modeled = [target for target in TARGETS if target.is_model and target.name in figures]
+    if modeled:
+        lines += [
+            "",
+            "### Model consistency",
+            "",
+            "Results of the core on a [modeled clock](measuring.md#published-tables-on-a-modeled-clock), beside what "
+            "others have published. They are no verdicts: the constants of the model come from the same publications.",
+            "",
+            "| row | what is modeled | published | model |",
+            "|---|---|---|---:|",
+        ]
+    for target in modeled:
+        value = f"{_value(figures[target.name])} {target.unit}"
+        lines.append(f"| {target.name} | {target.asks} | {target.published} | {value} |")
+    lines += ["", "### Targets without a kept figure", "", "| target | what is measured | bound |", "|---|---|---:|"]
     for target in TARGETS:
-        if not target.is_model:
-            value, verdict = _judged(target, figures.get(target.name))
-            lines.append(f"| {target.name} | {target.asks} | {target.asked} | {value} | {verdict} |")
-    lines += [
-        "",
-        "### Model consistency",
-        "",
-        "Results of the core on a [modeled clock](measuring.md#published-tables-on-a-modeled-clock), beside what others"
-        " have published. They are no verdicts: the constants of the model come from the same publications.",
-        "",
-        "| row | what is modeled | published | model |",
-        "|---|---|---|---:|",
-    ]
-    for target in TARGETS:
-        if target.is_model:
-            value, _ = _judged(target, figures.get(target.name))
-            lines.append(f"| {target.name} | {target.asks} | {target.published} | {value} {target.unit} |")
-    return "\n".join(lines)
+        if target.name not in figures and not target.is_model:
+            lines.append(f"| {target.name} | {target.asks} | {target.asked} |")
+    return "\n".join(lines).strip()
 
 
-def _judged(target: Target, figure: Mapping[str, Any] | None) -> tuple[str, str]:  # Any: what JSON holds.
-    if figure is None or figure["measured"] is None:
-        return "", (figure or {}).get("words") or "not measured"
-    measured = float(figure["measured"])
-    value = f"{measured:.3g}" if abs(measured) < 1000 else f"{measured:,.0f}"
-    return value, "" if target.is_model else "pass" if target.passes(measured) else "short"
+def _value(measured: float) -> str:
+    return f"{measured:.3g}" if abs(measured) < 1000 else f"{measured:,.0f}"
 
 
 def with_figures(page: str) -> str:

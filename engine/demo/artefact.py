@@ -31,7 +31,7 @@ def about(program: str = "tidekv") -> dict[str, object]:
 
 def _arguments() -> list[str]:
     """Return this process's arguments without the file of figures, which does not matter to them."""
-    words = sys.argv[1:]
+    words = [word for word in sys.argv[1:] if not word.startswith("--json=")]
     if "--json" in words:
         at = words.index("--json")
         del words[at : at + 2]

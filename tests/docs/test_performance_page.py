@@ -19,21 +19,23 @@ def test_table_of_figures_is_generated_from_targets_and_figures() -> None:
     assert page == with_figures(page), "run: python -m benchmarks.performance_page docs/performance.md"
 
 
-def test_rows_have_the_figures_of_one_run_and_say_where_there_is_none(
+def test_rows_have_the_figures_of_one_run_and_targets_without_one_are_only_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = [target for target in TARGETS if not target.is_model and target.at_least is not None][:2]
     run = tmp_path / "targets.json"
     monkeypatch.setattr(performance_page, "FIGURES", run)
-    about = {"date": "2026-11-26", "commit": "abc1234", "machine": "x86_64"}
+    about = {"command": "bench all", "date": "2026-11-26", "commit": "abc1234", "machine": "x86_64"}
     rows = [
         {"target": first.name, "measured": 2 * (first.at_least or 0), "words": ""},
         {"target": second.name, "measured": None, "words": "there was no peer"},
     ]
     run.write_text(json.dumps({"about": about, "targets": rows}))
     lines = figures_table().splitlines()
-    assert lines[0] == "Run of 2026-11-26, commit abc1234, on x86_64."
+    assert lines[0] == "`bench all` (2026-11-26, commit abc1234, x86_64):"
     told = {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ")}
-    assert told[first.name].endswith("| pass |") and told[second.name].endswith("| there was no peer |")
+    assert told[first.name].endswith("| pass |") and told[second.name].endswith(f"| {second.asked} |")
     run.unlink()
-    assert "not measured |" in figures_table()
+    told = {line.split(" | ")[0].removeprefix("| "): line for line in figures_table().splitlines()}
+    assert told[first.name].endswith(f"| {first.asked} |")
+    assert "pass" not in figures_table() and "### Model" not in figures_table()

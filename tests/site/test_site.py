@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
-from PIL import Image
 
 from tests.support.page_looks import PHONE_WIDTH, check_looks
-from tidekv.engine.trace.plots import PALETTES as PLOT_PALETTES
 from tools.browser import find_browser, opened_page
 from tools.diagrams import FOLDER, PALETTES, file_of, sources
 
@@ -149,15 +147,3 @@ def check_content(page: Page, *, is_dark: bool) -> None:
     # Names of options are never broken into two lines.
     broken = "[...document.querySelectorAll('td:first-child code')].filter((code) => code.getClientRects().length > 1)"
     assert page.evaluate(f"{broken}.map((code) => code.textContent)") == []
-
-
-def test_each_plot_of_the_docs_is_there_light_and_dark() -> None:
-    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
-    light, dark = (set(re.findall(rf"\(images/([\w-]+)\.png#only-{scheme}\)", pages)) for scheme in ("light", "dark"))
-    assert light == {"scaling"}
-    assert dark == {f"{name}-dark" for name in light}
-    for name in light:
-        for file, palette in ((name, PLOT_PALETTES["light"]), (f"{name}-dark", PLOT_PALETTES["dark"])):
-            with Image.open(ROOT / "docs" / "images" / f"{file}.png") as picture:
-                corner = picture.convert("RGB").getpixel((0, 0))
-            assert "#{:02x}{:02x}{:02x}".format(*corner) == palette.paper, "drawn in another style"

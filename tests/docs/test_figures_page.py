@@ -1,0 +1,127 @@
+"""No page states a figure that a program has not written."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tidekv.engine.cli.main import app
+from tidekv.engine.demo.artefact import about
+from tools import figures_page
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(page.relative_to(ROOT).as_posix() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+UNIT = r"(?:(?:ms|µs|us|ns|%|times|[KMG]i?B/s|Gb/s)(?![\w/])|\u00d7)"
+FIGURE = re.compile(rf"(?<![\w.,-])\d[\d,.]*(?:\s*(?:/|to|and)\s*\d[\d,.]*)*\s*{UNIT}|(?<![\w.,-])\d+\.\d+ s(?![\w/])")
+"""A number with a unit of time, speed or ratio. A size, a count or whole seconds are mostly a constant of the code."""
+NUMBER = re.compile(r"[~≈]?\d[\d,.]*(?: / \d[\d,.]*)*[\u00d7%]?")
+CODE = "a constant or a limit of the code"
+ASKED = "a bound that is asked for"
+ALLOWED: dict[str, dict[str, str]] = {
+    "docs/embedding.md": {"| 1,620 | 20 |": "counts that a test asserts"},
+    "docs/gpu.md": {"(asked: ": ASKED},
+    "docs/journal.md": {"at most the last 0.1 s are missing": CODE},
+    "docs/observability.md": {"buckets from 0.5 ms to 30 s": CODE},
+    "docs/operating.md": {"| below 2 ms |": ASKED},
+    "docs/storage.md": {
+        "It is at most 50% of the time that storage can save": CODE,
+        "the transfer is unknown, that is 50 ms": CODE,
+        "below 2 ms, the noise of a machine": ASKED,
+    },
+    "docs/vllm-handover.md": {"less than 2 % is not shown": ASKED},
+    "docs/vllm.md": {"switch interval to 0.2 ms and sleeps 0.5 ms": CODE},
+}
+"""Parts of lines that are no measured figures, by page, and what they are."""
+
+
+def stated_figures(text: str) -> list[str]:
+    """Return the lines that state figures, outside of generated parts, programs and inline code."""
+    text = re.sub(r"<!-- Generated.*?<!-- End[^>]*-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    found = []
+    for line in text.splitlines():
+        words = re.sub(r"`[^`]*`", "", line)
+        cells = [cell.strip() for cell in words.split("|")[1:-1]] if line.startswith("|") else []
+        if FIGURE.search(words) or sum(bool(NUMBER.fullmatch(cell)) for cell in cells) > 1:
+            found.append(line)
+    return found
+
+
+def test_pages_state_figures_in_generated_parts_only() -> None:
+    told = {}
+    for page in PAGES:
+        allowed = ALLOWED.get(page, {})
+        lines = [
+            line for line in stated_figures((ROOT / page).read_text()) if not any(part in line for part in allowed)
+        ]
+        if lines:
+            told[page] = lines
+    assert told == {}, "generate them from a file (python -m tools.figures_page), or leave them out"
+
+
+def test_what_is_allowed_stands_in_its_page() -> None:
+    for page, allowed in ALLOWED.items():
+        lines = stated_figures((ROOT / page).read_text())
+        assert [part for part in allowed if not any(part in line for line in lines)] == [], page
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "The median is 5.0 times shorter.",
+        "It takes 36 ms.",
+        "| put | 259 | 411 | 3.1 |",
+        "| 4 → 2 | 2.06 GB/s |",
+        "p50 is 80 to 107 µs there",
+        "0.48\u00d7 and more",
+        "| idle | 2.56 % |",
+    ],
+)
+def test_a_figure_is_seen(line: str) -> None:
+    assert stated_figures(line) == [line]
+    assert stated_figures(f"<!-- Generated: by a tool -->\n{line}\n<!-- End of the figures. -->") == []
+    assert stated_figures(f"```\n{line}\n```") == []
+
+
+@pytest.mark.parametrize(
+    "line", ["pages of 64 KiB", "needs 3 GB of disk", "| `rooms` | 64 |", "version 1.5.1", "`put_s=30 s`"]
+)
+def test_a_size_or_a_count_is_no_figure(line: str) -> None:
+    assert stated_figures(line) == []
+
+
+@pytest.mark.parametrize("page", figures_page.PAGES)
+def test_the_figures_of_a_page_are_generated(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert text == figures_page.with_figures(page, text), f"run: python -m tools.figures_page {page}"
+
+
+def test_each_kept_figure_has_command_commit_date_and_machine() -> None:
+    for path in figures_page.RESULTS.glob("*.json"):
+        report = json.loads(path.read_text())
+        told = report["about"] if "about" in report else report["copies"]["about"]
+        assert told["date"] and told["commit"], path.name
+        assert {"command", "machine"} <= set(told) or {"card", "driver"} <= set(told), path.name
+
+
+def test_a_row_is_shown_if_a_program_has_written_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures_page, "RESULTS", tmp_path)
+    assert "simulated" not in figures_page.readme_table()
+    command = ["simulate", "--seed", "1", "--seeds", "1", "--requests", "20", "--jobs", "1"]
+    monkeypatch.setattr(sys, "argv", ["tidekv", *command, "--json=somewhere.json"])
+    assert "somewhere" not in str(about())
+    monkeypatch.setattr(sys, "argv", ["tidekv", *command, "--json", "somewhere.json"])
+    done = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "simulate.json")])
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "simulate.json").read_text())
+    assert set(report["about"]) == {"command", "commit", "date", "machine", "load"}
+    assert all(report["about"][name] for name in ("command", "date", "machine"))
+    assert report["about"]["command"] == "tidekv simulate --seed 1 --seeds 1 --requests 20 --jobs 1"
+    table = figures_page.readme_table()
+    assert f"| 20 simulated requests, {report['figures']['faults']:,} faults of " in table
+    assert f"({report['about']['date']}, commit " in table
