@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from prometheus_client.core import GaugeMetricFamily
 
-from tidekv.engine.metrics import server as module
-from tidekv.engine.metrics.server import CONNECTIONS_MAX, MetricsServer
+from tidekv.engine.http_server import CONNECTIONS_MAX, HEAD_BYTES_MAX
+from tidekv.engine.metrics.server import MetricsServer
 from tidekv.states.errors import InvalidConfig
 
 
@@ -93,7 +93,7 @@ def test_what_is_no_request_is_refused(sent: bytes) -> None:
 def test_a_head_that_is_too_long_ends_the_connection() -> None:
     with serving(connection_s=600.0) as server, connected(server.address) as odd:
         with contextlib.suppress(ConnectionError):
-            odd.sendall(b"x" * (8 * module.HEAD_BYTES_MAX))
+            odd.sendall(b"x" * (8 * HEAD_BYTES_MAX))
             assert odd.recv(1) == b""
         assert get(server.address)[0] == 200
 
