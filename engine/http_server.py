@@ -81,9 +81,7 @@ class HttpServer:
         self._open: dict[asyncio.Task[None], None] = {}
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
-        self._thread = threading.Thread(
-            target=own_context().run, args=(self._run,), name=f"tidekv-{what}", daemon=True
-        )
+        self._thread = threading.Thread(target=own_context().run, args=(self._run,), name=f"tidekv-{what}", daemon=True)
         self._thread.start()
 
     @property

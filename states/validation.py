@@ -152,6 +152,14 @@ def host_and_port(
     return parsed
 
 
+def is_loopback_host(host: str) -> bool:
+    """Whether a host name or address is this machine's alone. Other names are not resolved: they count as elsewhere."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 @functools.lru_cache(maxsize=1024)
 def _parsed_address(address: str) -> tuple[str, int] | None:
     # Cached, since requests name the same few prefill workers again and again.

@@ -304,7 +304,7 @@ FLOORS = {
         "decode nixl prefill ranks",
     ),
     "engine": (
-        "config log poller ranks staging stored_layouts watching",
+        "config http_server log poller ranks staging stored_layouts watching",
         "converted_storage journal kv_events",
         "trace",
         "metrics",

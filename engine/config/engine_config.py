@@ -23,6 +23,7 @@ from tidekv.states.validation import (
     Seconds,
     Text,
     host_and_port,
+    is_loopback_host,
 )
 
 DeviceMode = Literal["owned", "lent"]
@@ -171,6 +172,30 @@ class MetricsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=T
             host_and_port(self.listen, "listen", InvalidConfig, any_port=True)
 
 
+class StatusOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP server that routers and orchestrators ask for health, load, and where a prompt is."""
+
+    listen: PlainText | None = None
+    """host:port of the server; with port 0 the system chooses, see `DecodeEngine.status_address`. None disables it. One
+    on the network needs `token_file` or `allow_network`.
+    """
+    token_file: PlainText | None = None
+    """File with the token that callers must present, as `Authorization: Bearer TOKEN`; not for /health and /ready."""
+    allow_network: bool = False
+    """Serve the network without a token: every program that reaches the port can then probe for cached prompts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.listen is None:
+            return
+        host, _ = host_and_port(self.listen, "listen", InvalidConfig, any_port=True)
+        if self.token_file is None and not self.allow_network and not is_loopback_host(host):
+            raise InvalidConfig(
+                f"status.listen {self.listen!r} is on the network, where every program that reaches it could probe for "
+                "cached prompts: use 127.0.0.1, give status.token_file, or set status.allow_network"
+            )
+
+
 class KVEventsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """KV events for routers. Needs the extra `events`."""
 
@@ -180,6 +205,10 @@ class KVEventsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
     """
     replay: PlainText | None = None
     """ZMQ endpoint at which routers request batches that they missed. None disables the replay."""
+    load: PlainText | None = None
+    """ZMQ endpoint at which the engine publishes its load for SGLang's routers, who expect it behind the ports of the
+    events of all ranks. None disables it. One on the network needs `allow_network`.
+    """
     topic: PlainText = ""
     """Topic of the batches: the first frame of each."""
     kept_batches: PositiveCount = 10_000
@@ -278,6 +307,8 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The journal."""
     metrics: MetricsOptions = MetricsOptions()
     """Metrics."""
+    status: StatusOptions = StatusOptions()
+    """The status server."""
     kv_events: KVEventsOptions = KVEventsOptions()
     """KV events."""
 

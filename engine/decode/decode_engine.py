@@ -555,6 +555,11 @@ class DecodeEngine:
         """host:port of the Prometheus endpoint; None if `metrics.listen` is not set."""
         return None if self._runtime.metrics is None else self._runtime.metrics.address
 
+    @property
+    def status_address(self) -> str | None:
+        """host:port of the status server; None if `status.listen` is not set, and on ranks behind the first one."""
+        return None if self._runtime.status is None else self._runtime.status.address
+
     def holds(self, ready: ReadyRequest) -> bool:
         """Return whether the request still owns its pages: not given back, aborted, or lost. Any thread may call it."""
         return self._calls.holds(ready)

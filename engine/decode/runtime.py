@@ -25,14 +25,17 @@ from tidekv.backends.keys.prompt_keys import PromptKeys
 from tidekv.backends.page_layout import same_pages
 from tidekv.engine.decode.driver import Driver
 from tidekv.engine.decode.executor import Executor
+from tidekv.engine.decode.load import LoadReader
 from tidekv.engine.decode.pending_calls import PendingCalls
 from tidekv.engine.decode.rank_driver import RankDriver
+from tidekv.engine.decode.status_server import StatusServer
 from tidekv.engine.decode.storage_swap import StorageInUse, check_storage
 from tidekv.engine.decode.stored_sweep import StoredPagesSweep
 from tidekv.engine.journal import Journal
 from tidekv.engine.kv_events.content import KVContent
+from tidekv.engine.kv_events.load_publisher import LoadPublisher
 from tidekv.engine.kv_events.names import Wording
-from tidekv.engine.kv_events.publisher import KVEventPublisher
+from tidekv.engine.kv_events.publisher import KVEventPublisher, is_on_network
 from tidekv.engine.kv_events.watcher import KVEventWatcher, groups_of
 from tidekv.engine.log import CoreLog, engine_log, own_context, run_in
 from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
@@ -147,6 +150,8 @@ class Runtime:
         self._fold: MetricsFold | None = None
         self.journal: Journal | None = None
         self.metrics: MetricsServer | None = None
+        self.status: StatusServer | None = None
+        self.load: LoadPublisher | None = None
         self.kv_events: KVEventPublisher | None = None
         self.kv_event_watcher: KVEventWatcher | None = None
         self.is_open = False
@@ -274,8 +279,27 @@ class Runtime:
             self.executor.on_missing = self._note_missing
             sweep = StoredPagesSweep(lambda: self.storage_in_use.current, lambda: self.kv_event_watcher)
             self.group.spawn(sweep.run(), "sweep of stored pages")
+        self._start_status()
         if self.ranks is not None:
             await self.ranks.start()
+
+    def _start_status(self) -> None:
+        """Start what tells routers the state and the load of this engine; with ranks, the first of them does."""
+        assert self.group is not None, "its loops run there"
+        if self.rank_group is not None and self.rank_group.rank:
+            return
+        if self.config.status.listen is not None:
+            self.status = StatusServer(self)
+        events = self.config.kv_events
+        if events.load is not None:
+            if not events.allow_network and is_on_network(events.load):
+                raise InvalidConfig(
+                    f"load messages would be served at {events.load!r} to every program that reaches it: use 127.0.0.1 "
+                    "or ipc://, or set kv_events.allow_network"
+                )
+            reader, rank = LoadReader(), events.data_parallel_rank
+            self.load = LoadPublisher(events.load, lambda: reader.read(self.core).as_message(rank))
+            self.group.spawn(self.load.run(), "load messages")
 
     def _start_copiers(self) -> None:
         """Start one copier for each pair of pools, on two shared lanes; none without host pages and components."""
@@ -480,6 +504,10 @@ class Runtime:
         await asyncio.to_thread(self.watchdog.close)
         if self.metrics is not None:
             await asyncio.to_thread(self.metrics.close)
+        if self.status is not None:
+            await asyncio.to_thread(self.status.close)
+        if self.load is not None:
+            self.load.close()
         if self.kv_events is not None:
             await asyncio.to_thread(self.kv_events.close)
         if self.journal is not None:

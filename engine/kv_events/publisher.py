@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -31,6 +30,7 @@ from tidekv.engine.kv_events.messages import AllBlocksCleared, KVEvent, packed, 
 from tidekv.engine.kv_events.watcher import MakeEvents
 from tidekv.engine.log import engine_log, own_context
 from tidekv.states.errors import InvalidConfig, cause_of
+from tidekv.states.validation import is_loopback_host
 
 if TYPE_CHECKING:
     import zmq
@@ -372,10 +372,7 @@ def is_on_network(endpoint: str) -> bool:
     if scheme in ("ipc", "inproc") or not place:
         return False
     host = place.rpartition(":")[0].removeprefix("[").removesuffix("]")
-    try:
-        return not ip_address(host).is_loopback
-    except ValueError:
-        return host != "localhost"
+    return not is_loopback_host(host)
 
 
 def _read_key(path: str) -> bytes:

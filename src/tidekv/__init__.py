@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         PeerOptions,
         SharingOptions,
         SnapshotOptions,
+        StatusOptions,
         StorageOptions,
     )
     from tidekv.engine.decode.component_pages import LeftComponents, ReadyComponent, StateRecords, WindowPages
@@ -173,6 +174,7 @@ __all__ = [
     "SharingOptions",
     "SnapshotOptions",
     "StateRecords",
+    "StatusOptions",
     "Storage",
     "StorageFailed",
     "StorageOptions",
@@ -242,6 +244,7 @@ _LATER = {
     "SharingOptions": "tidekv.engine.config.engine_config",
     "SnapshotOptions": "tidekv.engine.config.engine_config",
     "StateRecords": "tidekv.engine.decode.component_pages",
+    "StatusOptions": "tidekv.engine.config.engine_config",
     "Storage": "tidekv.backends.storage.base",
     "StorageOptions": "tidekv.engine.config.engine_config",
     "StoragePolicy": "tidekv.states.storage_policy",
