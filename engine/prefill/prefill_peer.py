@@ -107,7 +107,6 @@ class PrefillPeer:
         components: Sequence[ComponentPools] = (),
         on_room: Callable[[Room], Awaitable[None]] | None = None,
         lease_s: float = 10.0,
-        poller: Poller | None = None,
         settings: RoomSettings | None = None,
         storage: Storage | None = None,
         host: HostPool | None = None,
@@ -123,7 +122,6 @@ class PrefillPeer:
         stripe_pages: int = 0,
         vocabulary: int = 0,
         loop_stall_report_s: float = 0.25,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Check the arguments and open nothing. Raises InvalidConfig.
 
@@ -147,8 +145,6 @@ class PrefillPeer:
         with 0 one run of pages (`room.held`). Not with `storage`.
 
         `vocabulary`: number of token ids of the model, to check first tokens where they are given; 0: not checked.
-
-        `poller` and `clock` are for tests and for parts of tidekv that share theirs with the peer.
         """
         checked(model, Text, "model", InvalidConfig)
         checked(listen, Text, "listen", InvalidConfig)
@@ -191,7 +187,8 @@ class PrefillPeer:
         self._metrics: MetricsServer | None = None
         self._write_s = Histogram()
         self._watchdog = Watchdog(limit_s=loop_stall_report_s)
-        self._poller = poller
+        self._poller: Poller | None = None
+        """A poller to share, instead of one of its own; for tests."""
         self._close_deadline_s = close_deadline_s
         self._tasks = OwnedTasks(f"prefill peer {transport.instance}", instance=transport.instance)
         self._stack = AsyncExitStack()
@@ -221,7 +218,7 @@ class PrefillPeer:
             memory=device.memory,
             component_memory={pools.name: pools.device.memory for pools in components},
             identity=msgspec.structs.replace(identity, bigram_keys=bigram_keys),
-            clock=clock,
+            clock=time.monotonic,
             on_room=self._start_room,
             on_finish=self._store_room,
             on_written=self._write_s.observe,

@@ -4,7 +4,7 @@ A finished room lends its pages until they are copied to host memory, for at mos
 hold prefill's pages. From host memory they are put, except those that storage has already. A cache tier never fails a
 request: what cannot be stored is dropped and counted. Copies and puts overlap:
 
-    room.finish ──▶ look up what is stored ──▶ copy a batch to host pages ──▶ … ──▶ room.give_back
+    room.finish ──▶ look up what is stored ──▶ copy a batch to host pages ──▶ … ──▶ given back
                                                    └──▶ put the batch ──▶ host pages free again ──▶ … ──▶ touch all
 
 The look-up also tells storage that the pages are in use: it would evict them otherwise, since it sees no hit of prefill
@@ -237,7 +237,7 @@ class PromptStore:
     def keep(self, room: Room) -> None:
         """Start storing a finished prompt in the background. Raises nothing."""
         count = min(len(room.pages), self._prompt_keys.page_keys.count(room.prompt_tokens))
-        if self._closing or not count or room.key_seed is None:
+        if self._closing or not count or room._key_seed is None:
             return
         if room.tokens is None:
             self.counts["store_rooms_without_tokens"] += 1
@@ -247,10 +247,10 @@ class PromptStore:
             self.counts["store_rooms_declined"] += 1
         else:
             self._rooms += 1
-            room.borrow()
+            room._borrow()
             component_pages = {
                 name: {at: page for at, page in sorted(pages.items()) if at < count}
-                for name, pages in room.kept_component_pages.items()
+                for name, pages in room._kept_component_pages.items()
             }
             task = self._tasks.spawn(
                 self._keep(room, room.pages[:count], component_pages), name=f"store {room.request_id}"
@@ -261,9 +261,9 @@ class PromptStore:
     async def _keep(self, room: Room, pages: PageIds, component_pages: dict[str, dict[int, int]]) -> None:
         """Store full pages, then pages of components by their positions."""
         assert room.tokens is not None
-        assert room.key_seed is not None
+        assert room._key_seed is not None
         until_s = asyncio.get_running_loop().time() + self.settings.hold_s
-        keys = await self._prompt_keys.prompt(room.tokens, room.key_seed).digests(0, len(pages))
+        keys = await self._prompt_keys.prompt(room.tokens, room._key_seed).digests(0, len(pages))
         if not await self._store(self._full, keys, dict(enumerate(pages)), until_s):
             return
         for name, ours in component_pages.items():
@@ -406,7 +406,7 @@ class PromptStore:
 
     def _give_room_back(self, room: Room, _: asyncio.Task[None]) -> None:
         self._rooms -= 1
-        room.give_back()
+        room._give_back()
         self._changed.set()
 
     def _free(self, kind: StoredPages, host_pages: PageIds, _: asyncio.Task[None] | None = None) -> None:

@@ -239,10 +239,12 @@ async def test_a_start_that_fails_leaves_nothing_open(network: LoopbackNetwork) 
         pass
 
 
-async def test_a_poller_of_the_embedder_is_used_and_left_running(network: LoopbackNetwork) -> None:
+async def test_a_shared_poller_is_used_and_left_running(network: LoopbackNetwork) -> None:
     poller = PollerThread()
     poller.start()
-    async with peer(network, poller=poller):
+    prefill = peer(network)
+    prefill._poller = poller
+    async with prefill:
         pass
 
     class Done:

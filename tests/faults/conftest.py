@@ -180,9 +180,9 @@ async def open_prefill(
         rooms[room.request_id] = room
         await worker.serve(room)
 
-    async with PrefillPeer(
-        device=pool, components=components, transport=NixlTransport(name), on_room=serve, poller=gate, **options
-    ) as peer:
+    prefill = PrefillPeer(device=pool, components=components, transport=NixlTransport(name), on_room=serve, **options)
+    prefill._poller = gate
+    async with prefill as peer:
         try:
             yield Prefill(peer, worker, gate, rooms)
         finally:

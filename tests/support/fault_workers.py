@@ -74,8 +74,8 @@ async def serve_prefill(line: said.Line, order: PrefillOrder) -> None:
         listen=order.listen,
         on_room=prefill.serve,
         lease_s=order.lease_s,
-        poller=gate,
     )
+    peer._poller = gate
     async with peer, asyncio.TaskGroup() as group:
         telling = group.create_task(_tell_halts(line, gate))
         line.say(said.Ready(address=peer.address))

@@ -37,7 +37,7 @@ async def test_two_workers_with_one_id_and_one_prompt_are_served_each(world) -> 
     await asyncio.gather(*(decode.wait_done("r1") for decode in decodes))
     rooms = await asyncio.gather(*serving)
     assert rooms[0] is not rooms[1]
-    assert sorted(room.key.instance for room in rooms) == ["decode-0", "decode-1"]
+    assert sorted(room._key.instance for room in rooms) == ["decode-0", "decode-1"]
 
 
 async def test_a_wait_that_is_cancelled_as_its_room_comes_gives_the_room_to_the_next(world, decode) -> None:

@@ -102,7 +102,7 @@ async def test_a_peer_is_forgotten_when_its_link_and_its_rooms_are_gone(world, d
     await busy.close()
     await room.aborted.wait()
     assert forgotten.empty()
-    room.expire()
+    room._expire()
     assert await forgotten.get() == decode.transport.instance
     assert prefill.sender.statistics()["peers"] == 0
 

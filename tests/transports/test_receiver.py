@@ -83,7 +83,7 @@ async def test_a_lease_that_ended_while_decode_lives_is_told_and_drained(world) 
     decode, prefill = await world.decode(), await world.prefill()
     decode.promise(prefill.address, "r1", tokens=8, promised=0, pages=[1, 2])
     room = await prefill.room("r1")
-    room.expire()
+    room._expire()
     assert await room.received() == "lease ended"
     assert "did not name the room" in (await decode.wait(events.RoomFailed, settled=False)).cause
     await decode.wait(events.RoomDrained)

@@ -154,7 +154,7 @@ async def test_a_writer_reached_by_two_addresses_is_lost_as_one(world) -> None:
     world.network._listeners["alias:1"] = world.network.listener("prefill:1")
     decode.promise("prefill:1", "r1", tokens=8, promised=0, pages=[1, 2])
     decode.promise("alias:1", "r2", tokens=8, promised=0, pages=[3, 4])
-    (await prefill.room("r1")).room_writers[0].peer.link.break_off("cut")
+    (await prefill.room("r1"))._room_writers[0].peer.link.break_off("cut")
     other = await prefill.room("r2")
     await decode.wait(events.WriterLost)
     # The core gives up both rooms, so both have to settle.
@@ -190,7 +190,7 @@ async def test_pings_keep_a_link_and_its_lease_alive(world) -> None:
             answered = world.watch(lambda sender, message: sender == prefill.transport.instance)
             await answered.wait()
         prefill.sender.check_leases()
-        assert room.lease_until_s == now_s + 10.0
+        assert room._lease_until_s == now_s + 10.0
     assert room.cause is None
     assert not decode.of(events.WriterLost)
 

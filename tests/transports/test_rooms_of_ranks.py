@@ -381,7 +381,7 @@ async def test_further_pages_of_a_room_that_waits_for_promises_are_bounded(
     await decode.wait(events.PromiseSent)
     (link,) = decode.receiver._links.values()
     (room,) = decode.receiver._rooms.values()
-    extend = wire.Extend(room=room.key, span=1, first=0, pages=bytes(4))
+    extend = wire.Extend(room=room._key, span=1, first=0, pages=bytes(4))
     spans = change.pop("spans", 1)
     for _ in range(spans):
         link.send(msgspec.structs.replace(extend, **change))
@@ -404,8 +404,8 @@ async def test_the_rooms_of_a_link_hold_bounded_lists(decode, world, monkeypatch
             assert isinstance(refused, wire.Refused)
             assert "prompts and page lists" in refused.cause
     # 7 bytes are left: further pages are held, until the budget is used up.
-    link.send(decode.extend(room.key, 1, 0, pages=[5]))
-    link.send(decode.extend(room.key, 2, 1, pages=[6]))
+    link.send(decode.extend(room._key, 1, 0, pages=[5]))
+    link.send(decode.extend(room._key, 2, 1, pages=[6]))
     failed = await decode.receive(link)
     assert isinstance(failed, wire.Failed)
     assert "prompts and page lists" in failed.cause

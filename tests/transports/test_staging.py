@@ -377,7 +377,7 @@ async def test_prefill_ranks_that_break_the_rules_of_the_ring_fail_their_room(
     prefills, decode = await two_to_one()
     promised(prefills, decode, pages=1)
     room = await prefills[0].room("r1")
-    writer = room.room_writers[0]
+    writer = room._room_writers[0]
     writer.send(message(room=writer.key, rank=0))
     failed = await decode.wait(events.RoomFailed)
     assert words in failed.cause
@@ -392,7 +392,7 @@ async def test_slots_are_given_back_once_though_prefill_returns_them_twice(world
     promised(prefills, decode, pages=1)
     rooms = await asyncio.gather(*(prefill.room("r1") for prefill in prefills))
     granted = world.watch(lambda sender, message: isinstance(message, wire.StagingGranted))
-    first, second = (room.room_writers[0] for room in rooms)
+    first, second = (room._room_writers[0] for room in rooms)
     first.send(wire.StagingRequest(room=first.key, rank=0, ticket=7, component="full", count=1))
     await asyncio.wait_for(granted.wait(), LIMIT_S)
     one_bytes = decode.ring.used_bytes

@@ -55,9 +55,6 @@ class Room:
         outcome                  a RoomOutcome once the room has ended, otherwise None
         aborted                  an asyncio.Event, set when decode needs no more pages: stop computing
         lost_link                whether a link of the room was lost; decode may open another room for the request
-
-    For the peer alone: `abort`, `advance`, `borrow`, `close`, `end`, `expire`, `give_back`, `give_up`, `key`,
-    `key_seed`, `kept_component_pages`, `lease_until_s`, `pause`, `receive`, `room_writers`.
     """
 
     def __init__(
@@ -79,7 +76,7 @@ class Room:
         self.tokens = next((promise.tokens for _, promise in promises if promise.tokens is not None), None)
         self.prompt = PromptDigest(first.prompt_tokens, first.prompt_digest)
         """The prompt whose pages decode asks for."""
-        self.key_seed = first.key_seed
+        self._key_seed = first.key_seed
         self._is_confirmed = self.tokens is not None
         if self.tokens is not None and not self._is_of_prompt(self.tokens):
             raise RemoteProtocolError("decode's promise has tokens that are not those of its digest")
@@ -87,7 +84,7 @@ class Room:
         self.lost_link = False
         """Whether a link of it was lost: decode aborts such a room, and may open another one for the request."""
         self.aborted = asyncio.Event()
-        self.room_writers = [RoomWriter(self, send_context, peer, promise) for peer, promise in promises]
+        self._room_writers = [RoomWriter(self, send_context, peer, promise) for peer, promise in promises]
         self._send_context = send_context
         self._on_end = on_end
         self._kept: dict[str, dict[int, int]] = {}
@@ -95,14 +92,14 @@ class Room:
         self._settled = asyncio.Event()
         self._readers = 0
         # All room writers remember the same pages and end together, so the state of the first represents all.
-        self._state = self.room_writers[0].state
+        self._state = self._room_writers[0].state
         for peer, _ in promises:
             peer.rooms += 1
 
     @property
-    def key(self) -> wire.RoomId:
+    def _key(self) -> wire.RoomId:
         """The room's key at its lowest decode rank."""
-        return self.room_writers[0].key
+        return self._room_writers[0].key
 
     @property
     def cause(self) -> str | None:
@@ -131,7 +128,7 @@ class Room:
         return self._state.component_pages
 
     @property
-    def kept_component_pages(self) -> dict[str, dict[int, int]]:
+    def _kept_component_pages(self) -> dict[str, dict[int, int]]:
         """By component, the pages that storage may take, by position in the prompt: those sent and those kept."""
         return self._kept
 
@@ -140,17 +137,17 @@ class Room:
         """Whether this prefill rank writes nothing to any decode rank, whatever was promised: it holds copies of heads
         that other ranks send. False for a full hit, whose page lists are empty.
         """
-        return all(room_writer.peer.target is None for room_writer in self.room_writers)
+        return all(room_writer.peer.target is None for room_writer in self._room_writers)
 
     @property
     def writes_in_flight(self) -> int:
         """Number of writes that may still touch decode's pages and read ours."""
-        return sum(room_writer.state.in_flight for room_writer in self.room_writers)
+        return sum(room_writer.state.in_flight for room_writer in self._room_writers)
 
     @property
-    def lease_until_s(self) -> float:
+    def _lease_until_s(self) -> float:
         """Time at which the first lease of a decode rank that still needs the room expires."""
-        return min((each.lease_until_s for each in self.room_writers if not each.is_received), default=math.inf)
+        return min((each.lease_until_s for each in self._room_writers if not each.is_received), default=math.inf)
 
     def confirm(self, prompt: PromptDigest) -> None:
         """Say which prompt was computed, before its first page is sent (`tidekv.prompt_digest`).
@@ -181,7 +178,7 @@ class Room:
         _check_ours(ids, self._send_context.memory, "")
         if self._state.stopped is not None:
             return
-        for room_writer in self.room_writers:
+        for room_writer in self._room_writers:
             room_writer.state.remember(ids, start_token=start_token, end_token=end_token)
         await self._hand_over()
 
@@ -199,7 +196,7 @@ class Room:
             _check_ours(ids, memory, f" of component {component!r}")
         if self._state.stopped is not None:
             return
-        for room_writer in self.room_writers:
+        for room_writer in self._room_writers:
             room_writer.state.send_component_pages(component, ids)
         held = self.held(range(self.component_pages[component].first, self._state.page_count))
         self._kept.setdefault(component, {}).update(zip(held, ids, strict=True))
@@ -252,7 +249,7 @@ class Room:
         self._check_tokens(tokens)
         token = checked_first_token(first_token, self._send_context.vocabulary)
         message = wire.Aux(
-            room=self.key,
+            room=self._key,
             rank=self._send_context.rank,
             first_token=token,
             aux=encode_aux(aux or {}),
@@ -264,10 +261,10 @@ class Room:
         except ProtocolError as error:
             raise InvalidRequest(f"the first token or `cached` cannot be sent: {error}") from error
         if self._state.stopped is None:
-            for room_writer in self.room_writers:
+            for room_writer in self._room_writers:
                 room_writer.state.finish()
             self.tokens = tokens or self.tokens
-            for room_writer in self.room_writers:
+            for room_writer in self._room_writers:
                 room_writer.send_aux(message)
             self._send_context.on_finish(self)
             await self._hand_over()
@@ -281,11 +278,11 @@ class Room:
         assert self.outcome is not None
         return self.outcome
 
-    def borrow(self) -> None:
+    def _borrow(self) -> None:
         """Register a reader of the pages: `received` waits for its `give_back` as well."""
         self._readers += 1
 
-    def give_back(self) -> None:
+    def _give_back(self) -> None:
         """End one `borrow`."""
         assert self._readers > 0, "pages are given back once"
         self._readers -= 1
@@ -293,64 +290,64 @@ class Room:
 
     def fail(self, cause: str) -> None:
         """End the room and send the cause to decode. Does nothing if it has ended."""
-        self._give_up(RoomOutcome.FAILED, cause)
+        self._end_for_all(RoomOutcome.FAILED, cause)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """End the room because prefill is closing, and send that to decode."""
-        self._give_up(RoomOutcome.CLOSED, PrefillCause.CLOSING.words("prefill is shutting down"))
+        self._end_for_all(RoomOutcome.CLOSED, PrefillCause.CLOSING.words("prefill is shutting down"))
 
-    def receive(self, room_writer: RoomWriter[Room]) -> None:
+    def _receive(self, room_writer: RoomWriter[Room]) -> None:
         """Record that a decode rank has all that it needs. The last of them ends the room."""
         room_writer.is_received = True
         room_writer.state.stop("decode has received all")
-        if all(other.is_received for other in self.room_writers):
-            self.end(RoomOutcome.RECEIVED, "decode has received all")
+        if all(other.is_received for other in self._room_writers):
+            self._end(RoomOutcome.RECEIVED, "decode has received all")
 
-    def abort(self, room_writer: RoomWriter[Room], link: base.Link) -> None:
+    def _abort(self, room_writer: RoomWriter[Room], link: base.Link) -> None:
         """End the room for a decode rank's Abort; Drained is sent on `link` when nothing of its part is in flight."""
         self.lost_link = self.lost_link or link is not room_writer.peer.link
         room_writer.send_drained_on(link)
         self._fail_others(room_writer, "another decode rank aborted the room")
-        self.end(RoomOutcome.ABORTED, "decode aborted the room")
+        self._end(RoomOutcome.ABORTED, "decode aborted the room")
 
-    def give_up(self, room_writer: RoomWriter[Room], cause: str) -> None:
+    def _give_up(self, room_writer: RoomWriter[Room], cause: str) -> None:
         """End the room because a decode rank failed it."""
         self._fail_others(room_writer, f"another decode rank failed the room: {cause}")
-        self.end(RoomOutcome.FAILED, f"decode failed the room: {cause}")
+        self._end(RoomOutcome.FAILED, f"decode failed the room: {cause}")
 
-    def end(self, outcome: RoomOutcome, cause: str) -> None:
+    def _end(self, outcome: RoomOutcome, cause: str) -> None:
         """Start no more writes. The first outcome is kept."""
         if self.outcome is None:
             self.outcome = outcome
             self._stop(cause, is_aborted=outcome is not RoomOutcome.RECEIVED)
         self._settle()
 
-    def pause(self) -> None:
+    def _pause(self) -> None:
         """Write nothing more, since a link is lost, but keep the room until its lease ends: decode may dial again and
         abort it.
         """
         self.lost_link = True
-        instance = next((each.peer.hello.instance for each in self.room_writers if each.peer.is_lost), "decode")
+        instance = next((each.peer.hello.instance for each in self._room_writers if each.peer.is_lost), "decode")
         self._stop(f"the link to {instance} is lost", is_aborted=True)
 
-    def expire(self) -> None:
+    def _expire(self) -> None:
         """End the room, since its lease is over. Decode is sent Failed: it may be alive, with this process having been
         stopped.
         """
-        late = min(self.room_writers, key=lambda room_writer: room_writer.lease_until_s).peer
-        self._give_up(
+        late = min(self._room_writers, key=lambda room_writer: room_writer.lease_until_s).peer
+        self._end_for_all(
             RoomOutcome.LEASE_ENDED,
             PrefillCause.LEASE_ENDED.words(f"{late.hello.instance} did not name the room for {late.lease_s:g} s"),
         )
 
-    def advance(self) -> None:
+    def _advance(self) -> None:
         """Post all writes and send all messages that are possible now; then check whether all have ended."""
         # Checked here as well as by the timer: after this process was stopped, a write may come before the timer runs.
-        if self.outcome is None and self._send_context.clock() >= self.lease_until_s:
-            self.expire()
-        for room_writer in self.room_writers:
+        if self.outcome is None and self._send_context.clock() >= self._lease_until_s:
+            self._expire()
+        for room_writer in self._room_writers:
             room_writer.advance()
-        if not any(room_writer.state.can_write() for room_writer in self.room_writers):
+        if not any(room_writer.state.can_write() for room_writer in self._room_writers):
             self._handed_over.set()
         self._settle()
 
@@ -376,22 +373,22 @@ class Room:
 
     def _is_of_prompt(self, tokens: bytes) -> bool:
         """Whether these are the tokens of the digest, as far as its key is known: they name pages in storage."""
-        return self.key_seed is None or digest_of(tokens, self.key_seed) == self.prompt
+        return self._key_seed is None or digest_of(tokens, self._key_seed) == self.prompt
 
-    def _give_up(self, outcome: RoomOutcome, cause: str) -> None:
+    def _end_for_all(self, outcome: RoomOutcome, cause: str) -> None:
         if self.outcome is None:
             self._fail_others(None, cause)
-            self.end(outcome, cause)
+            self._end(outcome, cause)
 
     def _fail_others(self, room_writer: RoomWriter[Room] | None, cause: str) -> None:
         """Send Failed, and later Drained, to the decode ranks that have not ended the room themselves."""
-        for other in self.room_writers:
+        for other in self._room_writers:
             if self.outcome is None and other is not room_writer and not other.is_received:
                 other.send(wire.Failed(room=other.key, cause=wire.brief(cause)))
                 other.send_drained_on(other.peer.link)
 
     def _stop(self, cause: str, *, is_aborted: bool) -> None:
-        for room_writer in self.room_writers:
+        for room_writer in self._room_writers:
             room_writer.state.stop(cause)
             room_writer.end_waits()
         if is_aborted:
@@ -400,17 +397,17 @@ class Room:
 
     async def _hand_over(self) -> None:
         """Post all possible writes; wait while the limit of writes in flight holds others back."""
-        self.advance()
-        while any(room_writer.state.can_write() for room_writer in self.room_writers):
+        self._advance()
+        while any(room_writer.state.can_write() for room_writer in self._room_writers):
             self._handed_over.clear()
             await self._handed_over.wait()
 
     def _settle(self) -> None:
         """Finish the room if it has an outcome, nothing is in flight and no reader is left."""
         # A list, not a generator: each room writer must send its own Drained, even if another is still writing.
-        settled = [room_writer.settle() for room_writer in self.room_writers]
+        settled = [room_writer.settle() for room_writer in self._room_writers]
         if all(settled) and self.outcome is not None and not self._readers and not self._settled.is_set():
-            for room_writer in self.room_writers:
+            for room_writer in self._room_writers:
                 room_writer.peer.rooms -= 1
             self._settled.set()
             self._on_end(self)

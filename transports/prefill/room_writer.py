@@ -114,7 +114,7 @@ class WritableRoom(Protocol):
 
     request_id: str
 
-    def advance(self) -> None:
+    def _advance(self) -> None:
         """Post the writes that have become possible, and check whether all have ended."""
         ...
 
@@ -306,7 +306,7 @@ class RoomWriter(Generic[RoomT]):
             pages = wire.unpack_pages(message.pages)
             self._check(pages, message.component)
             self.state.extend(message.span, message.first, pages, message.component)
-            self.room.advance()
+            self.room._advance()
 
     def grant(self, message: wire.StagingGranted) -> None:
         """Take slots of decode's ring for the write that waits for them."""
@@ -493,4 +493,4 @@ class RoomWriter(Generic[RoomT]):
         self.state.settle(job, landed=not failure, checksums=checksums)
         if failure:
             self.room.fail(PrefillCause.TRANSFER_FAILED.words(failure))
-        self.room.advance()
+        self.room._advance()

@@ -169,7 +169,7 @@ class Sender:
     def _rooms(self) -> list[Room]:
         """Every room once, by its first room writer."""
         # A copy of the values is made at once: metrics are scraped on another thread.
-        return [at.room for at in list(self._room_writers.values()) if at is at.room.room_writers[0]]
+        return [at.room for at in list(self._room_writers.values()) if at is at.room._room_writers[0]]
 
     @property
     def address(self) -> str:
@@ -190,7 +190,7 @@ class Sender:
         for claim in self._claims.claims():
             _fail(claim, EngineClosed("the prefill side is closed"))
         for room in self._rooms:
-            room.close()
+            room._close()
         try:
             await self._tasks.close()
         finally:
@@ -259,8 +259,8 @@ class Sender:
             if now >= pending_room.lease_until_s:
                 self._refuse_all(pending_room, "a rank that had promised the room did not name it for its lease")
         for room in self._rooms:
-            if now >= room.lease_until_s:
-                room.expire()
+            if now >= room._lease_until_s:
+                room._expire()
         for room in self._claims.mismatched(now):
             self.counts["rooms_mismatched"] += 1
             room.fail(
@@ -331,7 +331,7 @@ class Sender:
             LOG.info("a decode worker has left", peer=theirs.instance, cause=cause, is_lost=is_lost)
             peer.is_lost = True
             for room_writer in [room_writer for room_writer in self._room_writers.values() if room_writer.peer is peer]:
-                room_writer.room.pause()
+                room_writer.room._pause()
             for pending_room in self._pending_rooms.of_peer(peer):
                 self._refuse_all(pending_room, f"the link to {theirs.instance} was lost before all ranks had promised")
             await link.close(cause)
@@ -394,11 +394,11 @@ class Sender:
             case wire.Extend():
                 self._extend(room_writer, message)
             case wire.Abort():
-                room_writer.room.abort(room_writer, peer.link)
+                room_writer.room._abort(room_writer, peer.link)
             case wire.Received():
-                room_writer.room.receive(room_writer)
+                room_writer.room._receive(room_writer)
             case wire.Failed():
-                room_writer.room.give_up(room_writer, message.cause)
+                room_writer.room._give_up(room_writer, message.cause)
             case wire.StagingGranted():
                 room_writer.grant(message)
 
@@ -453,7 +453,7 @@ class Sender:
         # A newer generation replaces the older room, which decode has given up.
         older = msgspec.structs.replace(key, generation=max(seen, 0))
         if (room_writer := self._room_writers.get(older)) is not None:
-            room_writer.room.end(RoomOutcome.REPLACED, f"decode opened generation {key.generation}")
+            room_writer.room._end(RoomOutcome.REPLACED, f"decode opened generation {key.generation}")
         elif (pending_room := self._pending_rooms.of(older)) is not None:
             self._drop_pending(pending_room)
         if not peer.hold(promise):
@@ -491,7 +491,7 @@ class Sender:
             for peer, promise in promises:
                 self._refuse_invalid(peer, promise, str(error))
             return
-        for room_writer in room.room_writers:
+        for room_writer in room._room_writers:
             self._room_writers[room_writer.key] = room_writer
             room_writer.peer.room_writers[room.request_id, room.generation] = room_writer
         LOG.info(
@@ -568,7 +568,7 @@ class Sender:
         """Forget a room that has ended."""
         assert room.outcome is not None
         self.counts[f"rooms_{room.outcome.name.lower()}"] += 1
-        self.counts["pages_withdrawn"] += sum(room_writer.state.pages_unlanded for room_writer in room.room_writers)
+        self.counts["pages_withdrawn"] += sum(room_writer.state.pages_unlanded for room_writer in room._room_writers)
         self.ended[room.outcome.value] += 1
         LOG.info(
             "a room ended",
@@ -580,13 +580,13 @@ class Sender:
         if room.outcome is not RoomOutcome.RECEIVED:
             parsed = PrefillCause.parse(room.cause or "")
             self.aborts[parsed[0].value if parsed else room.outcome.value] += 1
-        for room_writer in room.room_writers:
+        for room_writer in room._room_writers:
             if self._room_writers.get(room_writer.key) is room_writer:
                 del self._room_writers[room_writer.key]
                 del room_writer.peer.room_writers[room.request_id, room.generation]
             room_writer.peer.release(room_writer.key)
         self._claims.close(room.request_id, room)
-        for peer in {room_writer.peer for room_writer in room.room_writers}:
+        for peer in {room_writer.peer for room_writer in room._room_writers}:
             if peer.is_lost and not peer.rooms and not self._is_closing:
                 self._tasks.spawn(self._forget(peer), name="forget a peer")
 
