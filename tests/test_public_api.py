@@ -146,3 +146,21 @@ def test_every_public_name_is_there_and_documented() -> None:
         assert name in dir(tidekv)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = tidekv.nothing
+
+
+def test_the_page_names_the_calls_that_are_awaited() -> None:
+    calls = {name: getattr(DecodeEngine, name) for name in dir(DecodeEngine) if not name.startswith("_")}
+    awaited = {name for name, call in calls.items() if inspect.iscoroutinefunction(call)} | {"offer"}
+    page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
+    sentence = page[page.index("these are awaited") : page.index("All others take effect at once")]
+    assert set(sentence.split("`")[1::2]) == awaited
+
+
+def test_help_on_a_room_shows_what_an_embedder_may_call() -> None:
+    shown = {name for name in dir(tidekv.Room) if not name.startswith("_")}
+    assert shown == {
+        *("confirm", "send", "send_component_pages", "keep_component_pages", "finish", "fail", "received", "held"),
+        *("pages", "component_pages", "sends_nothing", "writes_in_flight", "is_finished", "cause"),
+    }
+    hidden = {"reserve", "generation"} & set(dir(ReadyRequest))
+    assert not hidden

@@ -1,7 +1,7 @@
 """Room for the new tokens of a READY request, from the pages that it holds in reserve.
 
     ready.pages     [0, length) has tokens or room for them; the last page may have room for more
-    ready.reserve   page ids that are the request's already; growth takes them from the front
+    ready._reserve   page ids that are the request's already; growth takes them from the front
 
 The core takes `GrowthTaken` afterwards: it counts the same pages off the front of the same queue, and refills it at the
 back. So taking pages needs neither the core nor its loop, and the owner of a request may take them on a thread of its
@@ -42,8 +42,8 @@ class Growth:
         """See `DecodeEngine.grow`."""
         self._check(ready)
         needed = pages_needed(ready, tokens, page_size=self._page_size)
-        if needed > len(ready.reserve) and ready.layers_in_place is None:
-            self._tell(ready, 0, wanted=needed - len(ready.reserve))
+        if needed > len(ready._reserve) and ready.layers_in_place is None:
+            self._tell(ready, 0, wanted=needed - len(ready._reserve))
         return self._take(ready, tokens, needed)
 
     def grow_many(self, batch: Iterable[ReadyRequest], tokens: int) -> list[ReadyRequest]:
@@ -71,10 +71,10 @@ class Growth:
         needed = pages_needed(ready, tokens, page_size=self._page_size)
         # The first answer may be to growth posted before this request; a second one is not.
         for _ in range(2):
-            if needed <= len(ready.reserve) or ready.layers_in_place is not None:
+            if needed <= len(ready._reserve) or ready.layers_in_place is not None:
                 break
             answers = live.reserves_given
-            self._front.post(self._event(ready, 0, wanted=needed - len(ready.reserve)))
+            self._front.post(self._event(ready, 0, wanted=needed - len(ready._reserve)))
 
             def is_answered(answers: int = answers) -> bool:
                 return not self._calls.holds(ready) or live.reserves_given > answers
@@ -106,9 +106,9 @@ class Growth:
         return live
 
     def _take(self, ready: ReadyRequest, tokens: int, needed: int) -> list[int]:
-        if needed > len(ready.reserve):
+        if needed > len(ready._reserve):
             raise OutOfPages(
-                f"request {ready.request_id!r} needs {needed} more device pages; {len(ready.reserve)} can be had"
+                f"request {ready.request_id!r} needs {needed} more device pages; {len(ready._reserve)} can be had"
             )
         if needed:
             # Before the pages are taken: a request that is lost while this is posted has not grown.
@@ -155,12 +155,12 @@ def grow_from_reserve(ready: ReadyRequest, tokens: int, *, page_size: int) -> li
     Returns None, having changed nothing, if the reserve has too few. One thread at a time may call it for a request.
     """
     needed = pages_needed(ready, tokens, page_size=page_size)
-    if needed > len(ready.reserve):
+    if needed > len(ready._reserve):
         return None
     ready.length += tokens
     if not needed:
         return []
-    taken = [ready.reserve.popleft() for _ in range(needed)]
+    taken = [ready._reserve.popleft() for _ in range(needed)]
     ready.pages = np.concatenate((ready.pages, np.array(taken, dtype=np.int32)))
     return taken
 

@@ -392,7 +392,7 @@ class PendingCalls:
             self._complete(live, live.ready, command, is_renewed=False)
         else:
             assert live.ready.layers is not None, "a request without early READY is reported once"
-            ends_use = live.ready.generation == command.generation
+            ends_use = live.ready._generation == command.generation
             live.ready.layers.complete(partial(self._complete, live, live.ready, command), ends_use=ends_use)
         if not live.outcome.done():
             live.outcome.set_result(live.ready)
@@ -422,8 +422,8 @@ class PendingCalls:
             sources={},
             length=len(live.prompt.packed) // 4,
             packed_tokens=live.prompt.packed,
-            generation=command.generation,
-            reserve=deque(command.reserve),
+            _generation=command.generation,
+            _reserve=deque(command.reserve),
             component_pages=ready_component_pages(command.component_pages),
             layer_count=self._layer_count,
         )
@@ -431,8 +431,8 @@ class PendingCalls:
     def _renew(self, live: LiveCall, ready: ReadyRequest, command: commands.ReportReady | commands.ReportEarly) -> None:
         """Give the caller the pages of a later report, if its own are not the same."""
         fresh = self._ready_request(live, command)
-        ready.pages, ready.reserve, ready.length = fresh.pages, fresh.reserve, fresh.length
-        ready.first_token, ready.aux, ready.generation = fresh.first_token, fresh.aux, fresh.generation
+        ready.pages, ready._reserve, ready.length = fresh.pages, fresh._reserve, fresh.length
+        ready.first_token, ready.aux, ready._generation = fresh.first_token, fresh.aux, fresh._generation
         ready.component_pages = fresh.component_pages
 
     def _tell_early(self, command: commands.ReportEarly) -> None:
@@ -530,7 +530,7 @@ class PendingCalls:
     def _give_reserve(self, command: commands.GiveReserve) -> None:
         live = self._live[command.request_id]
         assert live.ready is not None, "only a READY request grows"
-        live.ready.reserve.extend(command.pages)
+        live.ready._reserve.extend(command.pages)
         live.reserves_given += 1
 
     def _tell_finished(self, command: commands.ReportFinished) -> None:

@@ -135,9 +135,9 @@ class ReadyRequest:
     """Tokens with room in the pages: the prompt, and the tokens added by `grow`."""
     packed_tokens: bytes = field(repr=False)
     """The prompt, as packed little-endian u32."""
-    generation: int = 0
+    _generation: int = 0
     """Number of the room at prefill; for the engine."""
-    reserve: deque[int] = field(default_factory=deque, repr=False)
+    _reserve: deque[int] = field(default_factory=deque, repr=False)
     """Pages that `grow` returns next. Only the engine takes from it and refills it."""
     component_pages: Mapping[str, ReadyComponent] = field(default_factory=dict)
     """Pages of each of the engine's components, by name: windows and states at the prompt's end."""

@@ -97,6 +97,9 @@ class PrefillPeer:
     pools in host memory: a peer on a GPU refuses such workers.
     """
 
+    _clock: Callable[[], float] = staticmethod(time.monotonic)
+    """Replaced by tests."""
+
     def __init__(
         self,
         *,
@@ -218,7 +221,7 @@ class PrefillPeer:
             memory=device.memory,
             component_memory={pools.name: pools.device.memory for pools in components},
             identity=msgspec.structs.replace(identity, bigram_keys=bigram_keys),
-            clock=time.monotonic,
+            clock=self._clock,
             on_room=self._start_room,
             on_finish=self._store_room,
             on_written=self._write_s.observe,

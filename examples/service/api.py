@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 from urllib.request import urlopen
@@ -55,6 +56,7 @@ class Api:
                 Route("/health", self.health),
                 Route("/requests", self.requests),
                 Route("/flush", self.flush, methods=["POST"]),
+                Route("/look_up", self.look_up, methods=["POST"]),
                 Route("/status", self.status_page),
                 Route("/", self.chat_page),
             ]
@@ -166,6 +168,19 @@ class Api:
         try:
             body = msgspec.json.decode(await _body_of(request), type=FlushBody)
             return JSONResponse(await self._worker.engine.flush(tuple(body.tiers), namespace=body.namespace))
+        except (TidekvError, msgspec.MsgspecError) as error:
+            return _as_response(error)
+        except ClientDisconnect:
+            return Response(status_code=499)
+
+    async def look_up(self, request: Request) -> Response:
+        """Say how many tokens each tier has of the prompts of a completion body, storage included."""
+        try:
+            body = msgspec.json.decode(await _body_of(request), type=CompletionBody)
+            asked = [
+                self._worker.engine.look_up(prompt, namespace=body.cache_salt) for prompt in body.prompts(self._worker)
+            ]
+            return JSONResponse([asdict(each) for each in await asyncio.gather(*asked)])
         except (TidekvError, msgspec.MsgspecError) as error:
             return _as_response(error)
         except ClientDisconnect:

@@ -63,9 +63,9 @@ async def test_room_of_rejected_tokens_is_used_again_before_a_page_is_taken(make
     async with make_pair(device_pages=8, host_pages=0) as pair:
         ready = await pair.restore("r1", PROMPT[:8])
         assert len(pair.engine.grow(ready, 5)) == 2
-        pages, reserve = ready.pages.tolist(), list(ready.reserve)
+        pages, reserve = ready.pages.tolist(), list(ready._reserve)
         pair.engine.shrink(ready, 4)
-        assert (ready.length, ready.pages.tolist(), list(ready.reserve)) == (9, pages, reserve)
+        assert (ready.length, ready.pages.tolist(), list(ready._reserve)) == (9, pages, reserve)
         assert pair.engine.grow(ready, 7) == []
         assert ready.length == 16
         with pytest.raises(InvalidRequest, match="8 tokens behind its prompt; 9 cannot"):

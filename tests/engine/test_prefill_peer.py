@@ -316,7 +316,9 @@ def scraped(address: str) -> dict[str, float]:
     }
 
 
-async def test_metrics_of_prefill_count_what_was_sent_withdrawn_and_aborted(network: LoopbackNetwork) -> None:
+async def test_metrics_of_prefill_count_what_was_sent_withdrawn_and_aborted(
+    network: LoopbackNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One room for each way to end; each asks for one page, which two of them send."""
     now_s = 0.0
 
@@ -325,7 +327,8 @@ async def test_metrics_of_prefill_count_what_was_sent_withdrawn_and_aborted(netw
             raise MemoryError("no page left")
         await room.received()
 
-    fields = {"on_room": serve, "metrics_listen": "127.0.0.1:0", "clock": lambda: now_s, "lease_s": 5.0}
+    fields = {"on_room": serve, "metrics_listen": "127.0.0.1:0", "lease_s": 5.0}
+    monkeypatch.setattr(PrefillPeer, "_clock", staticmethod(lambda: now_s))
     async with peer(network, **fields) as prefill, Decode(network) as decode:
         assert prefill.metrics_address is not None
         rooms = {}

@@ -10,13 +10,15 @@ import httpx
 import pytest
 
 from examples.service import api
+from tidekv import PromptLookUp
 
 
 @pytest.fixture
 async def client() -> AsyncIterator[tuple[httpx.AsyncClient, list[tuple[str, ...]]]]:
     flushed: list[tuple[str, ...]] = []
 
-    async def flush(tiers: tuple[str, ...]) -> dict[str, int]:
+    async def flush(tiers: tuple[str, ...], *, namespace: str | None) -> dict[str, int]:
+        assert namespace is None
         flushed.append(tiers)
         return {"dropped": 0}
 
@@ -24,6 +26,20 @@ async def client() -> AsyncIterator[tuple[httpx.AsyncClient, list[tuple[str, ...
     transport = httpx.ASGITransport(app=api.Api(worker).app())  # type: ignore[arg-type]  # What these routes use of it.
     async with httpx.AsyncClient(transport=transport, base_url="http://service:8000") as opened:
         yield opened, flushed
+
+
+async def test_a_look_up_counts_the_tokens_of_each_tier() -> None:
+    async def look_up(tokens: list[int], *, namespace: str) -> PromptLookUp:
+        assert namespace == "tenant"
+        return PromptLookUp(l1=len(tokens), l2=0, l3=0, transfer=0, ready_s=None, not_asked="")
+
+    tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
+    worker = SimpleNamespace(engine=SimpleNamespace(look_up=look_up), model=SimpleNamespace(tokenizer=tokenizer))
+    transport = httpx.ASGITransport(app=api.Api(worker).app())  # type: ignore[arg-type]  # What the route uses of it.
+    async with httpx.AsyncClient(transport=transport, base_url="http://service:8000") as http:
+        answer = await http.post("/look_up", json={"prompt": ["abc", [1, 2]], "cache_salt": "tenant"})
+        assert [one["l1"] for one in answer.json()] == [3, 2]
+        assert (await http.post("/look_up", json={"prompt": 5})).status_code == 400
 
 
 FLUSH = '{"tiers": ["l1"]}'
@@ -49,7 +65,7 @@ async def test_a_page_of_another_site_flushes_nothing(client, headers: dict[str,
     assert flushed == ([("l1",)] if status == 200 else [])
 
 
-@pytest.mark.parametrize("path", ["/flush", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/flush", "/look_up", "/v1/completions", "/v1/chat/completions"])
 async def test_a_body_above_the_limit_is_refused_as_it_comes(client, path: str) -> None:
     http, flushed = client
     sent = 0

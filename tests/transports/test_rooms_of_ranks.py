@@ -381,7 +381,7 @@ async def test_further_pages_of_a_room_that_waits_for_promises_are_bounded(
     await decode.wait(events.PromiseSent)
     (link,) = decode.receiver._links.values()
     (room,) = decode.receiver._rooms.values()
-    extend = wire.Extend(room=room._key, span=1, first=0, pages=bytes(4))
+    extend = wire.Extend(room=room.key, span=1, first=0, pages=bytes(4))
     spans = change.pop("spans", 1)
     for _ in range(spans):
         link.send(msgspec.structs.replace(extend, **change))

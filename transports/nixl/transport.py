@@ -76,7 +76,9 @@ class NixlTransport:
 
     After a restart the same `name` gives another `instance`, which NIXL needs: it cannot reuse names.
 
-    An embedder makes it and gives it to an engine or a peer, which calls its methods and closes it.
+    An embedder makes it and gives it to an engine or a peer, which calls its methods and closes it. They are the
+    methods of `Transport`, which a transport of one's own has as well, and which one around it overrides (`write`): so
+    they are public, and nothing for an embedder to call.
     """
 
     def __init__(

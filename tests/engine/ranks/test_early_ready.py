@@ -224,7 +224,7 @@ async def test_room_grown_before_ready_is_counted_on_all_ranks_and_nothing_beyon
         for member, ready in zip(members, readies, strict=True):
             before = ready.pages.tolist()
             with pytest.raises(OutOfPages):
-                await member.engine.wait_grown(ready, (len(ready.reserve) + 2) * world.PAGE_SIZE)
+                await member.engine.wait_grown(ready, (len(ready._reserve) + 2) * world.PAGE_SIZE)
             assert ready.pages.tolist() == before
             assert await member.engine.wait_grown(ready, world.PAGE_SIZE) == [ready.pages[-1]]
         for gate in gates:

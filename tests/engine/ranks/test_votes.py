@@ -101,7 +101,7 @@ async def test_growth_beyond_the_reserve_is_agreed_on_and_the_same_on_all_ranks(
     async with world.instance(2) as members:
         await members[0].engine.wait_formed()
         readies = await world.restore_all(members, "a")
-        reserve = len(readies[0].reserve)
+        reserve = len(readies[0]._reserve)
         tokens = (reserve + 5) * world.PAGE_SIZE
         taken = await asyncio.gather(
             *(member.engine.wait_grown(ready, tokens) for member, ready in zip(members, readies, strict=True))
@@ -118,7 +118,7 @@ async def test_growth_within_the_reserve_waits_for_no_other_rank(world, monkeypa
     async with world.instance(2, hold_s=600.0) as members:
         readies = await world.restore_all(members, "a")
         ready, engine = readies[0], members[0].engine
-        reserve = list(ready.reserve)
+        reserve = list(ready._reserve)
         room = len(ready.pages) * world.PAGE_SIZE - ready.length
         asked: list[events.GrowthTaken] = []
         post = engine._runtime.ranks.post
