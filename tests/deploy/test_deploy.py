@@ -11,9 +11,12 @@ from typing import Any  # Parsed YAML has no types.
 
 import pytest
 import typer
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tidekv.engine.cli.main import app
 from tidekv.engine.config import gather
+from tools import image_requirements
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -141,6 +144,42 @@ def test_the_image_is_built_of_what_is_there() -> None:
     assert re.search(r'^ENTRYPOINT \["tidekv"\]$', text, re.MULTILINE)
     (command,) = re.findall(r'^CMD \["(\w+)"\]$', text, re.MULTILINE)
     assert command in COMMANDS
+
+
+def test_the_image_installs_by_hash_all_but_torch() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert re.findall(r"^FROM (\S+)", text, re.MULTILINE) == ["${BASE}", "${BASE}"], "a digest can be given"
+    # Whatever pip takes from an index is checked, but for torch's build, which the user names.
+    for command in re.findall(r"pip (?:install|wheel) ([^&\n]+)", text.split("FROM", 1)[1]):
+        assert "--require-hashes" in command or "/torch.txt" in command or "--no-deps" in command.split(), command
+    lines = [line for line in (DEPLOY / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {}
+    for line in lines:
+        parts = re.fullmatch(r"([a-z0-9-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line)
+        assert parts is not None, line
+        pinned[parts[1]] = parts[2]
+    assert not [name for name in pinned if image_requirements.OF_TORCH.fullmatch(name)]
+    for requirement in map(Requirement, image_requirements.wanted()):
+        if requirement.name != "torch":
+            assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), (
+                "python3 -m tools.image_requirements writes deploy/requirements.txt"
+            )
+
+
+def test_hashes_come_from_the_report_of_pip() -> None:
+    report = {
+        "install": [
+            {
+                "metadata": {"name": name, "version": "1.0"},
+                "download_info": {"archive_info": {"hashes": {"sha256": "ab"}}},
+            }
+            for name in ("torch", "nvidia-nccl-cu13", "Jinja2", "huggingface_hub")
+        ]
+    }
+    assert image_requirements.lines_of(report) == [
+        "huggingface-hub==1.0 --hash=sha256:ab\n",
+        "jinja2==1.0 --hash=sha256:ab\n",
+    ]
 
 
 def test_the_version_is_semantic_and_the_package_is_typed() -> None:
