@@ -14,6 +14,7 @@ threads: the agent runs with NIXL's strict locking.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -24,6 +25,10 @@ from tidekv.states.types import PoolMemory, Segment
 from tidekv.transports.nixl import rdma_module
 from tidekv.transports.nixl.layout import extents, strided_rows
 from tidekv.transports.nixl.plan import Part
+
+# NIXL has ended processes by SIGABRT inside loadRemoteMD while another agent of the same process was being destroyed
+# (two transports in one process, as in tests and examples). A dead agent of another process is an error, no abort.
+_LOADING = threading.Lock()
 
 LISTEN_DELAY_US = 100_000  # A required argument without effect: the listener thread is off.
 
@@ -74,7 +79,8 @@ class NixlAgent:
 
         The blob must be authentic: NIXL may crash over a mangled one.
         """
-        name: bytes = self._call("the peer's metadata cannot be loaded", "loadRemoteMD", blob)
+        with _LOADING:
+            name: bytes = self._call("the peer's metadata cannot be loaded", "loadRemoteMD", blob)
         return name.decode(errors="replace")
 
     def forget_peer(self, name: str) -> None:
@@ -117,7 +123,8 @@ class NixlAgent:
 
     def close(self) -> None:
         """Destroy the agent with its threads and connections. On TCP this is a fence: nothing lands afterwards."""
-        self._agent = None
+        with _LOADING:
+            self._agent = None
 
     def post(self, handle: int) -> bool:
         """Post a request, for `Request` only. Returns True if it is already done."""
