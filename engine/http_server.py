@@ -51,8 +51,8 @@ class HttpResponse(NamedTuple):
 class HttpServer:
     """Serves `answer` at `listen` ("host:port"; port 0: any free port), from construction until `close`.
 
-    `answer` runs on the server's loop; what it raises is logged, and answered by 500. `what` names the server in
-    errors. Without `body_bytes_max`, bodies are refused.
+    `answer` runs on the server's loop; what it raises is logged, and answered by 500. `refuse` may answer before the
+    body is read. `what` names the server in errors. Without `body_bytes_max`, bodies are refused.
     """
 
     def __init__(
@@ -64,10 +64,12 @@ class HttpServer:
         what: str,
         connection_s: float = CONNECTION_S,
         body_bytes_max: int = 0,
+        refuse: Callable[[HttpRequest], HttpResponse | None] = lambda request: None,
     ) -> None:
         """Raises InvalidConfig, which names `option`, if the address cannot be listened at."""
         host, port = host_and_port(listen, option, InvalidConfig, any_port=True)
         self._answer_to = answer
+        self._refuse = refuse
         self._what = what
         self._connection_s = connection_s
         self._body_bytes_max = body_bytes_max
@@ -147,17 +149,22 @@ class HttpServer:
             return HttpResponse(HTTPStatus.BAD_REQUEST, b"this is not an HTTP request\n")
         method, target, _ = words
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        path, _, query = target.partition("?")
+        request = HttpRequest(method, path, query, headers)
+        # Before the body, so that a client without a token takes no memory.
+        if (refused := self._refuse(request)) is not None:
+            return refused
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdecimal() or "transfer-encoding" in headers:
             return HttpResponse(HTTPStatus.LENGTH_REQUIRED, b"send the body with a Content-Length\n")
         # Its digits are bounded by the head's.
-        if int(length) > self._body_bytes_max:
-            text = f"the body has at most {self._body_bytes_max} bytes\n"
+        bytes_max = self._body_bytes_max if method == "POST" else 0
+        if int(length) > bytes_max:
+            text = f"the body has at most {bytes_max} bytes\n"
             return HttpResponse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text.encode())
         body = await reader.readexactly(int(length))
-        path, _, query = target.partition("?")
         try:
-            return await self._answer_to(HttpRequest(method, path, query, headers, body))
+            return await self._answer_to(request._replace(body=body))
         except Exception:
             # A bug of a handler must be visible to the operator, and must not end the endpoint.
             LOG.exception("an HTTP request could not be answered", server=self._what, path=path)

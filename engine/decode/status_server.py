@@ -75,7 +75,12 @@ class StatusServer:
         self._loop = asyncio.get_running_loop()
         self._reader = LoadReader()
         self._server = HttpServer(
-            options.listen, self._answer, option="status.listen", what="status", body_bytes_max=BODY_BYTES_MAX
+            options.listen,
+            self._answer,
+            option="status.listen",
+            what="status",
+            body_bytes_max=BODY_BYTES_MAX,
+            refuse=self._without_token,
         )
         self.address = self._server.address
         """Address of the listening socket, with the port that the system chose."""
@@ -104,9 +109,6 @@ class StatusServer:
             return HttpResponse(
                 HTTPStatus.METHOD_NOT_ALLOWED, f"use {method}\n".encode(), headers=(f"Allow: {method}",)
             )
-        if self._token and request.path not in OPEN_PATHS and not self._is_allowed(request):
-            text = "give the token of status.token_file: Authorization: Bearer TOKEN\n"
-            return HttpResponse(HTTPStatus.UNAUTHORIZED, text.encode(), headers=("WWW-Authenticate: Bearer",))
         try:
             return await handler(request)
         except TimeoutError:
@@ -114,6 +116,14 @@ class StatusServer:
             return HttpResponse(HTTPStatus.SERVICE_UNAVAILABLE, text.encode())
         except (msgspec.DecodeError, InvalidRequest) as error:
             return HttpResponse(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
+
+    def _without_token(self, request: HttpRequest) -> HttpResponse | None:
+        # Open paths have no body: that of a POST would be read.
+        is_open = request.path in OPEN_PATHS and request.method != "POST"
+        if not self._token or is_open or self._is_allowed(request):
+            return None
+        text = "give the token of status.token_file: Authorization: Bearer TOKEN\n"
+        return HttpResponse(HTTPStatus.UNAUTHORIZED, text.encode(), headers=("WWW-Authenticate: Bearer",))
 
     def _is_allowed(self, request: HttpRequest) -> bool:
         kind, _, token = request.headers.get("authorization", "").partition(" ")

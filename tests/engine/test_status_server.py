@@ -132,6 +132,21 @@ async def test_with_a_token_only_its_holders_are_answered(tmp_path: Path) -> Non
             assert (await ask(address, "GET", "/ready", token=token))[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("start", "status"), [("POST /probe", 401), ("POST /look_up", 401), ("POST /health", 401), ("GET /ready", 413)]
+)
+async def test_no_body_is_read_without_the_token(tmp_path: Path, start: str, status: int) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    config = engine_config(status_listen="127.0.0.1:0", token_file=str(tmp_path / "token"))
+    async with loopback_pair(config) as pair:
+        host, _, port = str(pair.engine.status_address).rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        # The body never comes: only an answer before it ends this.
+        writer.write(f"{start} HTTP/1.1\r\nContent-Length: 30000000\r\n\r\n".encode())
+        assert (await reader.readline()).startswith(f"HTTP/1.1 {status} ".encode())
+        writer.close()
+
+
 def test_the_network_is_served_with_a_token_or_by_permission_only() -> None:
     for listen in ("0.0.0.0:8000", "[::]:8000", "decode-0:8000"):
         with pytest.raises(InvalidConfig, match=r"status\.token_file"):
