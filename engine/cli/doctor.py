@@ -17,9 +17,18 @@ def doctor(
         str | None, typer.Option(metavar="DIRECTORY", help="Measure storage there: 256 MiB are written and removed.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list of check, level, found, advice.")] = False,
+    events: Annotated[
+        str | None, typer.Option(metavar="ENDPOINT", help="Check the KV events of a running engine, and nothing else.")
+    ] = None,
+    replay: Annotated[str | None, typer.Option(metavar="ENDPOINT", help="With --events: kv_events.replay.")] = None,
+    status: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="With --events: status.listen.")] = None,
+    token_file: Annotated[str | None, typer.Option(metavar="FILE", help="With --status: status.token_file.")] = None,
     deadline_s: Annotated[float, typer.Option(min=1.0, help="Maximum seconds for all checks.")] = 30.0,
 ) -> None:
     """Check this machine: NIXL, UCX, GPU, limits, memory, CPUs, storage speed, clock. Changes nothing.
+
+    With --events it subscribes to an engine as a router does, and says whether an index built from the stream equals
+    what the engine has, tier by tier.
 
     Exit code 1 if a part of tidekv does not work here (bad); slow or unsafe settings are warnings.
     """
@@ -36,7 +45,16 @@ def doctor(
         raise InvalidConfig(
             f"--storage takes a directory, not an address of {storage.partition('://')[0]!r}: see `tidekv store`"
         )
-    findings = examine(storage=storage, deadline_s=deadline_s)
+    if events is None and (replay or status or token_file):
+        raise InvalidConfig("--replay, --status and --token-file belong to --events")
+    if events is not None:
+        from tidekv.engine.decode.status_server import read_token
+        from tidekv.engine.doctor.event_check import EventSource, check_events
+
+        token = "" if token_file is None else read_token(token_file).decode("latin-1")
+        findings = check_events(EventSource(events, replay, status, token))
+    else:
+        findings = examine(storage=storage, deadline_s=deadline_s)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(findings)).decode())
     else:

@@ -68,6 +68,7 @@ async def loopback_pair(
         transport=LoopbackTransport("prefill-0", network),
         on_room=synthetic.serve,
         model=config.model,
+        bigram_keys=config.bigram_keys,
     )
     async with peer, engine:
         yield Pair(engine, peer.address)
