@@ -570,7 +570,7 @@ LONG_CONSTRUCTORS = {
     "KVEventPublisher": 9,
     "NixlIO": 8,
     "NixlTransport": 15,
-    "PrefillPeer": 24,
+    "PrefillPeer": 22,
     "PromptStore": 11,
     "RankChannel": 9,
     "Receiver": 19,
