@@ -50,11 +50,13 @@ def run_campaign(
     ranks: int = 0,
     without: Sequence[str] = (),
     always_components: bool = False,
+    lends: bool = False,
     progress: Callable[[], object] | None = None,
 ) -> Campaign:
     """Run `seeds` seeds of `requests` requests each, over `jobs` processes. A failing seed does not stop the others.
 
-    With `ranks`, that many cores serve each request together. With `always_components` every seed has components.
+    With `ranks`, that many cores serve each request together. With `always_components` every seed has components,
+    with `lends` lent device pages.
     """
     campaign = Campaign()
     if ranks:
@@ -67,6 +69,7 @@ def run_campaign(
         ranks=ranks,
         without=without,
         always_components=always_components,
+        lends=lends,
     )
     numbers = range(first_seed, first_seed + seeds)
     for seed, (outcome, cpu_s) in zip(numbers, _outcomes(numbers, jobs, one), strict=True):
@@ -99,7 +102,14 @@ def _outcomes(seeds: range, jobs: int, one: Callable[[int], Outcome]) -> Iterato
 
 
 def _run_seed(
-    seed: int, *, requests: int, faults: Chosen, ranks: int, without: Sequence[str], always_components: bool
+    seed: int,
+    *,
+    requests: int,
+    faults: Chosen,
+    ranks: int,
+    without: Sequence[str],
+    always_components: bool,
+    lends: bool,
 ) -> Outcome:
     began_s = time.process_time()
     try:
@@ -107,10 +117,12 @@ def _run_seed(
         if ranks:
             with_faults = faults != "none"
             outcome = simulate_ranks(
-                seed, ranks, requests, with_faults=with_faults, always_components=always_components
+                seed, ranks, requests, with_faults=with_faults, always_components=always_components, lends=lends
             )
         else:
-            outcome = simulate(seed, requests, faults, without=without, always_components=always_components)
+            outcome = simulate(
+                seed, requests, faults, without=without, always_components=always_components, lends=lends
+            )
     except (SimulationFailed, RanksFailed) as failure:
         outcome = str(failure)
     return outcome, time.process_time() - began_s

@@ -17,6 +17,7 @@ from simulation.rank_callers import (
     kept_components,
     leave_components,
 )
+from simulation.rank_lending import RankLender, without_own_fields
 from simulation.rank_rooms import RankRooms
 from simulation.rank_tiers import RankComponentStorage, RankTiers
 from simulation.world import ENCODER
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from simulation.memory import Contents
     from simulation.schedule import Schedule
     from tidekv.states.settings import CoreSettings
+    from tidekv.states.types import PageIds
 
 
 FAULTS: dict[str, str] = {
@@ -118,6 +120,7 @@ class SimulatedRank:
         tiers = RankTiers(self)
         component_storage = RankComponentStorage(self, tiers)
         self.rooms = RankRooms(self)
+        self.lender = RankLender(self) if world.settings.lends_device else None
         self.early_callers = EarlyCallers(self, f"{world.seed} {self.number} {epoch}", self.early_counts)
         self.records: dict[int, list[int]] = {}
         """Tags of the tokens that requests left, by serial."""
@@ -146,9 +149,11 @@ class SimulatedRank:
             commands.ReportLayersLost: self.early_callers.lose,
             commands.ReportFailed: self._failed,
             commands.ReportDropped: self._dropped,
-            commands.ReportFinished: lambda command: self._end(command.request_id, "finished"),
+            commands.ReportFinished: lambda command: self.end(command.request_id, "finished"),
             commands.ReportRetracted: self._retracted,
             commands.GiveReserve: self._give_reserve,
+            commands.ReportRestored: self._restored,
+            commands.ReportOffered: self._offered,
             commands.ForgetTokens: lambda command: self.records.pop(command.serial),
         }
 
@@ -175,9 +180,10 @@ class SimulatedRank:
         for event in decision.events:
             given = self.core.step(event)
             self.agreement.stepped(event, given)
-            word = zlib.crc32(ENCODER.encode(event))
-            for command in given:
-                word = zlib.crc32(ENCODER.encode(command), word)
+            word = 0
+            items: list[events.Event | commands.Command] = [event, *given]
+            for item in items:
+                word = zlib.crc32(ENCODER.encode(item if self.lender is None else without_own_fields(item)), word)
             self.world.stepped(self, word)
             self._answers_growth = isinstance(event, events.GrowthTaken) and event.wanted > 0
             if isinstance(event, events.RequestArrived):
@@ -222,7 +228,19 @@ class SimulatedRank:
         tags, tail = self.page_tags(script), self.component_pages.tags_of("", script.tokens)
         full = len(script.tokens) // size
         self.callers[script.request_id] = RankCaller(script, tags[:full], tags[full:], tail)
-        serial = int(script.request_id[1:])
+        if self.lender is None:
+            self.arrive(self.callers[script.request_id])
+        else:
+            self.lender.ask(self.callers[script.request_id])
+        if self.number == 0 and script.flushes:
+            self.receive(events.FlushRequested(at_s=0.0, call=int(script.request_id[1:]), tiers=script.flushes))
+        if script.aborted_by == self.number:
+            self.after(self.random.random() * 0.05, self._give_up, script.request_id)
+
+    def arrive(self, caller: RankCaller, lent_pages: PageIds | None = None, held_pages: int = 0) -> None:
+        """Post the arrival of a request."""
+        world, script = self.world, caller.script
+        size, serial = world.settings.page_size, int(script.request_id[1:])
         self.receive(
             events.RequestArrived(
                 at_s=world.schedule.now_s,
@@ -237,12 +255,10 @@ class SimulatedRank:
                 cache=script.cache,
                 generation=serial << 16,
                 early=script.early,
+                lent_pages=() if lent_pages is None else tuple(lent_pages),
+                held_pages=held_pages,
             )
         )
-        if self.number == 0 and script.flushes:
-            self.receive(events.FlushRequested(at_s=0.0, call=serial, tiers=script.flushes))
-        if script.aborted_by == self.number:
-            self.after(self.random.random() * 0.05, self._give_up, script.request_id)
         self.after(2.5, self._told)
 
     def _give_up(self, request_id: str) -> None:
@@ -313,22 +329,40 @@ class SimulatedRank:
         )
 
     def _retracted(self, command: commands.ReportRetracted) -> None:
-        self._end(command.request_id, "retracted")
+        self.end(command.request_id, "retracted")
         self.after(self.delay(), self.receive, events.RetractedDropped(at_s=0.0, request_id=command.request_id))
 
     def _failed(self, command: commands.ReportFailed) -> None:
-        self._end(command.request_id, command.cause)
+        self.end(command.request_id, command.cause)
+
+    def _restored(self, command: commands.ReportRestored) -> None:
+        assert self.lender is not None, "pages are lent to this rank"
+        self.lender.restored(self.callers[command.request_id], command)
+
+    def _offered(self, command: commands.ReportOffered) -> None:
+        assert self.lender is not None, "pages are offered to this rank"
+        self.lender.offered(command)
+
+    def look_for_refusals(self) -> None:
+        """See `RankSurroundings`."""
+        self._told()
 
     def _dropped(self, command: commands.ReportDropped) -> None:
-        self._end(command.request_id, LOST_RANK if self.is_solo else "aborted")
+        self.end(command.request_id, LOST_RANK if self.is_solo else "aborted")
 
     def _refused(self, refusal: Refusal) -> None:
         # A request whose call was refused after READY is dropped next, and ends there.
         if isinstance(refusal.call, events.RequestArrived) and refusal.call.request_id in self.callers:
-            self._end(refusal.call.request_id, refusal.cause)
+            self.end(refusal.call.request_id, refusal.cause)
+        elif isinstance(refusal.call, events.PagesOffered) and self.lender is not None:
+            self.lender.declined(refusal.call)
 
-    def _end(self, request_id: str, end: str) -> None:
+    def end(self, request_id: str, end: str) -> None:
+        """Note the end of a request."""
         caller = self.callers.pop(request_id)
+        if self.lender is not None and not self.is_dead and not end.startswith("restored"):
+            # Pages of a process that has ended need not be taken back.
+            self.lender.leave(caller.pages)
         serial = self._serials.pop(request_id, 0)
         if end not in ("finished", "retracted"):
             # A request that was not finished or retracted leaves no tokens.
@@ -397,7 +431,7 @@ class SimulatedRank:
         self.is_dead = True
         self._life += 1
         for request_id in list(self.callers):
-            self._end(request_id, LOST_RANK)
+            self.end(request_id, LOST_RANK)
 
     def come_back(self) -> None:
         """Restart the process, with empty state."""
@@ -440,6 +474,7 @@ class SimulatedRank:
             self.agreement.is_idle
             and self.core.is_idle
             and not (self.in_flight or self.rooms.in_flight)
+            and (self.lender is None or self.lender.is_quiet)
             and self.device.is_quiet
             and self.host.is_quiet
             and self.component_pages.is_quiet

@@ -75,6 +75,8 @@ class Script:
         """The rank whose caller never submits the request; -1 means none."""
         self.leaves_no_component_on = -1
         """The only rank whose caller leaves nothing of components; -1 means none."""
+        self.holds_more_on = -1
+        """With lent pages, the rank whose host engine holds one page more of the prompt; -1 means none."""
         self.flushes: tuple[str, ...] = ()
         self.ends: dict[int, str] = {}
 
@@ -91,6 +93,8 @@ class RankCaller:
         self.is_ready = False
         self.is_given_back = False
         self.pages: PageIds = page_ids()
+        self.held = 0
+        """With lent pages, how many hold the prompt from the start."""
         self.reserve: PageIds = page_ids()
         self.wanted = False
         self.component_pages = LiveComponents((), len(script.tokens))

@@ -19,7 +19,7 @@ from simulation.memory import Contents, Violation
 from simulation.rank import FAULTS, SimulatedRank
 from simulation.rank_callers import Script, draw_script
 from simulation.schedule import Link, Schedule
-from simulation.simulate import draw_settings, with_components
+from simulation.simulate import draw_settings, lending, with_components, with_lent_device
 from tidekv.states.errors import TidekvError
 from tidekv.states.ranks.agreement import Opening
 from tidekv.states.ranks.vote_items import LOST_RANK
@@ -71,6 +71,7 @@ class RankGroupWorld:
         self.with_faults = with_faults
         # A source of its own, so that everything else is what it was for the same seed.
         self._early = Random(f"early scripts {seed}") if early else None
+        self._held = Random(f"held pages {seed}")
         self.random = Random(f"group {seed}")
         self.schedule = Schedule()
         self.contents = Contents()
@@ -138,6 +139,8 @@ class RankGroupWorld:
             if self._early.random() < 0.4:
                 # Only pages that have left the device are copied by layer.
                 script.flushes = ("l1",)
+        if len(self.ranks) > 1 and self._held.random() < 0.02:
+            script.holds_more_on = self._held.randrange(len(self.ranks))
         script.deadline_at_s = self.schedule.now_s + self.random.choice((0.05, 5.0, float("inf"), float("inf")))
         for rank in self.ranks:
             self.schedule.after(self.delay(rank), rank.submit, script, self.epoch)
@@ -151,7 +154,8 @@ class RankGroupWorld:
             kinds = set(script.ends.values())
             if len(kinds) > 1 and LOST_RANK not in kinds and not kinds <= {"aborted", "ranks differ", "cancelled"}:
                 raise Violation(f"{script.request_id} ended in different ways: {script.ends}")
-            self.ends[end] = self.ends.get(end, 0) + 1
+            counted = "restored" if end.startswith("restored") else end
+            self.ends[counted] = self.ends.get(counted, 0) + 1
             self.scripts_live -= 1
             self.schedule.after(self.delay(self.ranks[0]), self.next_script)
 
@@ -297,15 +301,23 @@ def simulate_ranks(
     settings: CoreSettings | None = None,
     always_components: bool = False,
     early: bool | None = None,
+    lends: bool = False,
 ) -> RanksReport:
     """Serve requests on several ranks in virtual time, with faults of single ranks drawn from the seed.
 
     Without `settings` those are drawn from the seed, too, and components with `always_components` in every seed. With
-    `early` callers begin with the first layers of their prompts; None draws that from the seed with the settings.
+    `early` callers begin with the first layers of their prompts; None draws that from the seed with the settings. With
+    `lends` host engines lend their device pages in every seed, each rank its own; otherwise the seed draws that too.
     Raises RanksFailed with what is needed to repeat the run.
     """
     random = Random(f"settings {seed}")
     drawn = settings or with_components(draw_settings(random), seed, always=always_components)
+    if settings is None:
+        drawn = with_lent_device(drawn, seed)
+    if lends:
+        drawn = lending(drawn)
+    if drawn.lends_device:
+        early = False
     if early is None:
         early = settings is None and draws_early(seed)
     world = RankGroupWorld(

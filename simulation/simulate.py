@@ -65,17 +65,21 @@ def simulate(
     without: Collection[str] = (),
     always_components: bool = False,
     early: bool | None = None,
+    lends: bool = False,
     watch: Callable[[World], None] | None = None,
 ) -> Report:
     """Serve requests in virtual time, with faults drawn from the seed, and check every step.
 
     `faults` is "all", "none", or names of `FAULTS`; those in `without` are drawn like the others, but never strike.
     Without `settings` those are drawn from the seed, too; with `always_components` every seed has components. With
-    `early` callers begin with the first layers of their prompts; None draws that from the seed with the settings.
-    `watch` receives the world before the run starts. Raises SimulationFailed with what is needed to repeat the run.
+    `early` callers begin with the first layers of their prompts; None draws that from the seed with the settings. With
+    `lends` host engines lend the device pages in every seed; otherwise the seed draws that with the settings. `watch`
+    receives the world before the run starts. Raises SimulationFailed with what is needed to repeat the run.
     """
     random = Random(f"settings {seed}")
     drawn = settings or with_lent_device(with_components(draw_settings(random), seed, always=always_components), seed)
+    if lends:
+        drawn = lending(drawn)
     if early is None:
         early = settings is None and not drawn.lends_device and draws_early(seed)
     world = World(seed=seed, requests=requests, faults=faults, settings=drawn, without=without, early=early)
@@ -148,5 +152,11 @@ def with_lent_device(settings: CoreSettings, seed: int) -> CoreSettings:
 def lending(settings: CoreSettings) -> CoreSettings:
     """Return settings without components for a host engine that lends its device pages."""
     return msgspec.structs.replace(
-        settings, lends_device=True, share_transfers=False, growth_reserve_pages=0, prefill_share=1.0, running_max=0
+        settings,
+        lends_device=True,
+        components=(),
+        share_transfers=False,
+        growth_reserve_pages=0,
+        prefill_share=1.0,
+        running_max=0,
     )

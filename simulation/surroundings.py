@@ -135,6 +135,10 @@ class RankSurroundings(Protocol):
         """Deliver the outcome of an operation after a delay."""
         ...
 
+    def look_for_refusals(self) -> None:
+        """Take the calls that end without a vote."""
+        ...
+
     def tags(self, tokens: bytes) -> list[int]:
         """Return the tags of the full pages of these tokens."""
         ...

@@ -133,13 +133,15 @@ class RetractedDropped(Event, frozen=True, kw_only=True):
 class PagesOffered(Event, frozen=True, kw_only=True):
     """The embedder offers device pages of its own: they hold the last pages of `keys`, and do not change meanwhile.
 
-    `keys` are those of full pages from the first one on. ReportOffered returns `offer`.
+    `keys` are those of full pages from the first one on. ReportOffered returns `offer`. With ranks, `content` names
+    the offer on all of them.
     """
 
     offer: int
     keys: bytes
     pages: tuple[int, ...]
     namespace: str = ""
+    content: str = ""
 
 
 class FlushRequested(Event, frozen=True, kw_only=True):

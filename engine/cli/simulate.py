@@ -39,6 +39,9 @@ def simulate(
     components: Annotated[
         bool, typer.Option("--components", help="Windows or states in every seed; by default in every other one.")
     ] = False,
+    lent: Annotated[
+        bool, typer.Option("--lent", help="Device pages that host engines lend, in every seed; by default in some.")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the figures, with commit, date and machine.")] = None,
     journals: Annotated[Path, typer.Option(help="Where the journals of runs that fail are written.")] = Path(),
 ) -> None:
@@ -59,6 +62,8 @@ def simulate(
 
     if ranks and (faults not in ("all", "none") or without):
         raise InvalidConfig("with --ranks, --faults must be all or none, and --without empty")
+    if lent and components:
+        raise InvalidConfig("with lent device pages there are no components: --lent or --components")
     if not journals.is_dir():
         raise InvalidConfig(f"there is no directory {str(journals)!r} to write journals to")
     chosen = faults if faults in ("all", "none") else _names(faults)
@@ -80,6 +85,7 @@ def simulate(
         ranks=ranks,
         without=left_out,
         always_components=components,
+        lends=lent,
         progress=lambda: next(ticks, None),
     )
     table = Table(title="faults injected, and how requests ended")
@@ -118,7 +124,7 @@ def simulate(
     for failure in campaign.failures.values():
         console.print(failure, soft_wrap=True, markup=False)
     if campaign.failures:
-        for seed in [] if ranks else list(campaign.failures)[:SMALLEST_MAX]:
+        for seed in [] if ranks or lent else list(campaign.failures)[:SMALLEST_MAX]:
             smallest = find_smallest(
                 seed,
                 requests,

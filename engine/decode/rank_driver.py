@@ -195,10 +195,10 @@ class RankDriver:
             event = msgspec.structs.replace(
                 event, generation=event.generation + self._channel.epoch * EPOCH_GENERATIONS
             )
-            if self._group.rank != LEADER:
-                # Bounded: the leader's caller may never make this call.
-                held_s = held_until_s(event, event.at_s, self._group.hold_s) - event.at_s
-                self._loop.call_later(held_s, self._heard, context=self._context)
+        if isinstance(event, events.RequestArrived | events.PagesOffered) and self._group.rank != LEADER:
+            # Bounded: the leader's caller may never make this call.
+            held_s = held_until_s(event, event.at_s, self._group.hold_s) - event.at_s
+            self._loop.call_later(held_s + TIMER_MIN_S, self._heard, context=self._context)
         if isinstance(event, events.RoomFailed | events.RoomRefused):
             # Ranks vote on the cause; its message differs between them.
             self._calls.note_prefill(event.request_id, event.cause)
@@ -363,7 +363,12 @@ class RankDriver:
 
     def _refuse(self, refusal: Refusal) -> None:
         call = refusal.call
-        if isinstance(call, events.RequestArrived) and self._calls.serial_of(call.request_id) == call.serial:
+        if isinstance(call, events.PagesOffered):
+            # A cache may decline any page. No rank has begun to read them.
+            LOG.info("an offer was declined, because the ranks did not all make it", detail=refusal.detail)
+            declined = len(call.pages)
+            self._calls.tell(commands.ReportOffered(offer=call.offer, written=0, present=0, declined=declined))
+        elif isinstance(call, events.RequestArrived) and self._calls.serial_of(call.request_id) == call.serial:
             self._calls.tell(
                 commands.ReportFailed(request_id=call.request_id, cause=refusal.cause, detail=refusal.detail)
             )

@@ -107,7 +107,7 @@ class Runtime:
         if config.page_checksums:
             check_hashable(device.memory, "device pool")
         if config.device == "lent":
-            _check_lent(components=components, recompute=recompute, ranks=ranks)
+            _check_lent(components=components, recompute=recompute)
         self.config = config
         self.clock: Callable[[], float] | None = None
         """The time of the core, if a test makes it; set before the start."""
@@ -588,7 +588,7 @@ class Runtime:
         return found
 
 
-def _check_lent(*, components: Sequence[ComponentPools], recompute: Recompute | None, ranks: RankGroup | None) -> None:
+def _check_lent(*, components: Sequence[ComponentPools], recompute: Recompute | None) -> None:
     """Raise InvalidConfig for parts that an engine in lent device pages does not support."""
     if components:
         names = ", ".join(repr(pools.name) for pools in components)
@@ -597,8 +597,6 @@ def _check_lent(*, components: Sequence[ComponentPools], recompute: Recompute | 
         raise InvalidConfig(
             "config.device is 'lent': recompute must be none, since the caller computes what restore_into left out"
         )
-    if ranks is not None:
-        raise InvalidConfig("config.device is 'lent': ranks are not supported with lent device pages")
 
 
 class Closable(Protocol):

@@ -27,7 +27,17 @@ import msgspec
 
 from tidekv.states import commands, events
 from tidekv.states.errors import RankBroken, RanksDiverged
-from tidekv.states.ranks.call_votes import CALLS, TOKENS, Call, CallName, CallVote, Refusal, held_until_s, name_of
+from tidekv.states.ranks.call_votes import (
+    CALLS,
+    Call,
+    CallName,
+    CallVote,
+    Refusal,
+    held_until_s,
+    name_of,
+    with_content,
+    without_own_fields,
+)
 from tidekv.states.ranks.component_votes import ComponentVote
 from tidekv.states.ranks.room_votes import FAILED, LOST, REFUSED, RoomVote
 from tidekv.states.ranks.state_digest import StateDigest
@@ -63,7 +73,9 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
     whole: bool = False
     """Whether to compare everything, because the leader has nothing in flight."""
     calls: tuple[events.AnyEvent, ...] = ()
-    """Calls in the leader's order, without tokens. Only the leader makes those that concern the whole group."""
+    """Calls in the leader's order, without the fields that each rank has for itself. Only the leader makes those that
+    concern the whole group.
+    """
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -150,6 +162,8 @@ class Agreement:
                 self._receive_call(event)
             case events.RetractedDropped():
                 self._receive_call(event)
+            case events.PagesOffered():
+                self._receive_offer(with_content(event))
             case events.AbortRequested():
                 self._receive_abort(event)
             case events.GrowthTaken(request_id=request_id):
@@ -176,6 +190,15 @@ class Agreement:
         self._own_calls[name] = call
         if self.rank == LEADER:
             self._unnamed.append(call)
+
+    def _receive_offer(self, offer: events.PagesOffered) -> None:
+        name = name_of(offer)
+        named = self._named.get(name)
+        if name in self._own_calls or (named is not None and named.call is not None):
+            # One vote carries one of them, and its caller would not know which.
+            self._refusals.append(Refusal(offer, "ranks differ", "the ranks are agreeing on the same offer"))
+        else:
+            self._receive_call(offer)
 
     def _receive_abort(self, event: events.AbortRequested) -> None:
         # The request is live, or its arrival is being voted on, or the leader has not named the arrival yet.
@@ -260,7 +283,7 @@ class Agreement:
 
     def open_turn(self, at_s: float) -> Opening:
         """The leader's next frame."""
-        named = tuple(_without_tokens(call) for call in self._unnamed)
+        named = tuple(cast("events.AnyEvent", without_own_fields(call)) for call in self._unnamed)
         self._unnamed = []
         self._name_calls(named, at_s)
         # Comparing everything costs time in proportion to the caches, so it is left to the turns before silence.
@@ -384,7 +407,7 @@ class Agreement:
                 self._close_early(self._requests[request_id].early_op)
             case commands.ReportFailed(request_id=request_id) | commands.ReportDropped(request_id=request_id):
                 self._close_request(request_id)
-            case commands.ReportFinished(request_id=request_id):
+            case commands.ReportFinished(request_id=request_id) | commands.ReportRestored(request_id=request_id):
                 self._close_request(request_id)
             # `QueryComponents` is an `Operation` too, with a vote of its own.
             case commands.QueryComponents(op=op):
@@ -420,9 +443,3 @@ def decode_storage(value: int, *, at_s: float) -> events.StorageChanged:
     return events.StorageChanged(
         at_s=at_s, available=value > 0, component_pages=bool(component_pages), capacity_pages=capacity_pages
     )
-
-
-def _without_tokens(event: Event) -> events.AnyEvent:
-    # The callers of all ranks bring the same tokens, so the frame need not carry them.
-    plain = msgspec.structs.replace(event, **{name: b"" for name in TOKENS if hasattr(event, name)})
-    return cast("events.AnyEvent", plain)

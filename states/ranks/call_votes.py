@@ -1,13 +1,16 @@
-"""Votes on calls: whether the callers on all ranks have made the same arrival, finish or retract.
+"""Votes on calls: whether the callers on all ranks have made the same arrival, finish, retract or offer.
 
 The leader names its calls in its own order, in the frame that opens a turn; only that order counts. A call that the
 caller on another rank has not made yet is held back on all ranks until it has been, or until the hold time or the
 deadline of the request is over: then the call is refused on all ranks, with the number of a rank that lacked it. Calls
 of one name with different contents are refused too.
+
+Device pages that a caller lends or offers are those of its own rank: ranks agree on their number.
 """
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,13 +22,24 @@ if TYPE_CHECKING:
     from tidekv.states.events import Event
     from tidekv.states.ranks.votes import VoteVector
 
-Call: TypeAlias = "events.RequestArrived | events.FinishRequested | events.RetractRequested | events.RetractedDropped"
-CALLS = (events.RequestArrived, events.FinishRequested, events.RetractRequested, events.RetractedDropped)
+Call: TypeAlias = (
+    "events.RequestArrived | events.FinishRequested | events.RetractRequested | events.RetractedDropped"
+    " | events.PagesOffered"
+)
+CALLS = (
+    events.RequestArrived,
+    events.FinishRequested,
+    events.RetractRequested,
+    events.RetractedDropped,
+    events.PagesOffered,
+)
 """Calls that a caller makes on every rank."""
 CallName: TypeAlias = "tuple[type[Event], str]"
 
-TOKENS = ("keys", "rest")
-"""Fields of calls that the leader's frame does not carry."""
+OWN_FIELDS: dict[str, object] = {"keys": b"", "rest": b"", "lent_pages": (), "pages": (), "offer": 0}
+"""Fields of calls that the leader's frame does not carry, with their empty value. Each rank has its own: tokens are the
+same on all, but need not travel; pages and numbers of offers are not.
+"""
 ABORTED = -1
 PRESENT = 256
 """Values from here on are contents; smaller ones name a rank whose caller has not made the call."""
@@ -40,15 +54,31 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 def name_of(call: Call) -> CallName:
-    """The name of a call on all ranks: a request has at most one call of a kind at a time."""
-    return type(call), call.request_id
+    """The name of a call on all ranks: a request has at most one call of a kind at a time, and so has an offer of the
+    same pages.
+    """
+    return type(call), call.content if isinstance(call, events.PagesOffered) else call.request_id
+
+
+def with_content(offer: events.PagesOffered) -> events.PagesOffered:
+    """Return the offer with its name on all ranks: what it offers, but not where it lies."""
+    words = hashlib.sha256(f"{len(offer.pages)} {offer.namespace}".encode())
+    words.update(offer.keys)
+    return msgspec.structs.replace(offer, content=words.hexdigest())
+
+
+def without_own_fields(event: Event) -> Event:
+    """Return a call as the leader's frame carries it."""
+    empty = {name: value for name, value in OWN_FIELDS.items() if name in event.__struct_fields__}
+    return msgspec.structs.replace(event, **empty) if isinstance(event, CALLS) else event
 
 
 def content_of(call: Call) -> int:
     """A digest of everything in a call that must be the same on all ranks."""
     if isinstance(call, events.RequestArrived):
         prompt, how = (call.prompt_tokens, call.namespace, call.prefills), (call.priority, call.cache, call.early)
-        plain = zlib.crc32(repr((*prompt, *how, call.can_recompute, call.tokens_max)).encode())
+        lent = (len(call.lent_pages), call.held_pages)
+        plain = zlib.crc32(repr((*prompt, *how, call.can_recompute, call.tokens_max, *lent)).encode())
         return zlib.crc32(call.rest, zlib.crc32(call.keys, plain))
     if isinstance(call, events.FinishRequested | events.RetractRequested):
         return zlib.crc32(call.keys, zlib.crc32(repr((call.tokens, call.component_pages)).encode()))
@@ -106,8 +136,7 @@ class CallVote:
         value, negative = (vote_vector.agreed(slot) for slot in self.slots)
         call = self.call
         if value == -negative and call is not None:
-            # The tokens are those of this rank's caller: the leader's frame does not carry them.
-            ours = {name: getattr(call, name) for name in TOKENS if hasattr(call, name)}
+            ours = {name: getattr(call, name) for name in OWN_FIELDS if name in call.__struct_fields__}
             return [msgspec.structs.replace(self.leaders, at_s=at_s, **ours)]
         if value == ABORTED:
             self.refusal = Refusal(call or self.leaders, "aborted", "before all ranks had taken it")
@@ -117,7 +146,7 @@ class CallVote:
             self.refusal = Refusal(
                 call or self.leaders, "ranks differ", "the callers of the ranks gave it different contents"
             )
-        if isinstance(self.leaders, events.RequestArrived):
+        if isinstance(self.leaders, events.RequestArrived | events.PagesOffered):
             return []
         # The request is live, and the ranks do not agree on what it leaves: it is dropped on all of them.
         return [events.AbortRequested(at_s=at_s, request_id=self.leaders.request_id, cause=self.refusal.detail)]

@@ -30,6 +30,8 @@ PARTS = ("events", "index", "device pool", "host pool", "requests", "rooms", "pa
 """Names of the compared parts; each component follows them."""
 WINDOW_PAGES = 4096
 """Pages of a free list that one vote looks at."""
+DEVICE_FIELDS = frozenset(("pages", "device_pages"))
+"""Those that name device pages. Lent ones are each rank's own, so only their number is compared."""
 PAGE_FIELDS = ("pages", "device_pages", "host_pages", "reserve", "source_pages", "target_pages")
 """Fields of commands that name pages."""
 ROOMS = (commands.SendPromise, commands.SendExtend, commands.SendAbort, commands.SendReceived)
@@ -51,6 +53,7 @@ class StateDigest:
         self._component_pages: dict[ComponentTier, int] = {
             tier: 0 for (_, device), host in tiers for tier in (device, host)
         }
+        self._readers = _LENT_PAGES if core.settings.lends_device else _PAGES
         core.state.index.on_evict.append(self._note_eviction)
 
     def stepped(self, event: Event, given: list[Command]) -> None:
@@ -61,7 +64,7 @@ class StateDigest:
         for command in given:
             kind = type(command)
             self._events = zlib.crc32(kind.__name__.encode(), self._events)
-            for read in _PAGES[kind]:
+            for read in self._readers[kind]:
                 if kind in ROOMS:
                     self._rooms = zlib.crc32(read(command), self._rooms)
                 else:
@@ -141,15 +144,18 @@ def _crc_of(node: Node, crc: int) -> int:
     return zlib.crc32(_FIVE.pack(node.depth_pages, node.anchored, node.host_anchored, node.served, node.tick), crc)
 
 
-def _readers(kind: type[Command]) -> tuple[Callable[[Command], PageIds], ...]:
-    return tuple(attrgetter(name) for name in kind.__struct_fields__ if name in PAGE_FIELDS)
+def _number_of(name: str) -> Callable[[Command], bytes]:
+    return lambda command: _ONE.pack(len(getattr(command, name)))
 
 
-_PAGES = {
-    kind: _readers(kind)
-    for kind in vars(commands).values()
-    if isinstance(kind, type) and issubclass(kind, commands.Command)
-}
+def _readers(kind: type[Command], *, are_lent: bool) -> tuple[Callable[[Command], PageIds | bytes], ...]:
+    names = [name for name in kind.__struct_fields__ if name in PAGE_FIELDS]
+    return tuple(_number_of(name) if are_lent and name in DEVICE_FIELDS else attrgetter(name) for name in names)
+
+
+_KINDS = [kind for kind in vars(commands).values() if isinstance(kind, type) and issubclass(kind, commands.Command)]
+_PAGES = {kind: _readers(kind, are_lent=False) for kind in _KINDS}
+_LENT_PAGES = {kind: _readers(kind, are_lent=True) for kind in _KINDS}
 _ONE = struct.Struct("<q")
 _FOUR = struct.Struct("<4q")
 _FIVE = struct.Struct("<5q")

@@ -17,7 +17,6 @@ from tidekv import (
     InvalidRequest,
     LoopbackTransport,
     OfferedPages,
-    RankGroup,
     RequestFailed,
     open_storage,
 )
@@ -220,10 +219,7 @@ def test_parts_that_the_mode_does_not_support_are_refused_by_name() -> None:
     async def recompute(job: object) -> tuple[int, dict[str, object]]:
         return 0, {}
 
-    for match, parts in (
-        ("recompute must be none", {"recompute": recompute}),
-        ("ranks are not supported", {"ranks": RankGroup(rank=0, ranks=2, address="127.0.0.1:7001")}),
-    ):
+    for match, parts in (("recompute must be none", {"recompute": recompute}),):
         with pytest.raises(InvalidConfig, match=match):
             DecodeEngine(
                 engine_config(device="lent"),

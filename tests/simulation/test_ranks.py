@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ from simulation.simulate import draw_settings
 from tidekv.states import events
 from tidekv.states.errors import RanksDiverged
 from tidekv.states.handover.prompt_digest import PromptDigest
-from tidekv.states.ranks import agreement
+from tidekv.states.ranks import agreement, call_votes
 
 
 @settings(max_examples=15)
@@ -24,6 +26,32 @@ from tidekv.states.ranks import agreement
 def test_ranks_with_faults_of_their_own_take_the_same_events(seed: int, ranks: int) -> None:
     report = simulate_ranks(seed, ranks, 12)
     assert sum(report.ends.values()) == 12
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**31), ranks=st.integers(2, 8))
+def test_ranks_restore_equal_parts_into_pages_that_each_lends(seed: int, ranks: int) -> None:
+    report = simulate_ranks(seed, ranks, 12, lends=True)
+    assert sum(report.ends.values()) == 12
+
+
+@pytest.mark.parametrize("planted", ["pages", "held_pages"])
+def test_lent_pages_that_the_ranks_do_not_vote_on_are_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if planted == "pages":
+        # The pages of the leader instead of this rank's own.
+        monkeypatch.delitem(call_votes.OWN_FIELDS, "lent_pages")
+    else:
+        content_of = call_votes.content_of
+        monkeypatch.setattr(
+            call_votes, "content_of", lambda call: content_of(without(call, held_pages=0, lent_pages=(), pages=()))
+        )
+    with pytest.raises(RanksFailed):
+        for seed in range(20):
+            simulate_ranks(seed, 3, 25, lends=True)
+
+
+def without(call: events.Event, **empty: object) -> Any:
+    return msgspec.structs.replace(call, **{name: empty[name] for name in empty if hasattr(call, name)})
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

@@ -70,8 +70,10 @@ class Rank:
         journals: str = "",
         metrics: bool = False,
         stages: int = 1,
+        device: str = "owned",
         **fields: object,
     ) -> None:
+        self.number = rank
         self.prefills = [f"prefill-{at} of {address}" for at in range(ranks)]
         # Stages have layers of their own, and not equally many.
         layout = LAYOUT if stages == 1 else replace(LAYOUT, num_layers=2 + rank)
@@ -97,6 +99,7 @@ class Rank:
         self.engine = DecodeEngine(
             engine_config(
                 **PATIENT,
+                device=device,
                 prefetch_threshold_tokens=0,
                 close_deadline_s=2.0,
                 metrics_listen="127.0.0.1:0" if metrics else None,
