@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 import torch
 
 from tests.support.configs import engine_config
+from tests.support.waits import LIMIT_S
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, HostPool, KVLayout, NixlTransport, PrefillPeer
 from tidekv.backends.keys.chain import pack_tokens, page_digests
 from tidekv.backends.storage.label import label_of, read_label
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.integrations.sglang import storage_thread
 from tidekv.engine.integrations.sglang.page_layouts import HostPages
 from tidekv.engine.integrations.sglang.storage_thread import StorageThread
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
@@ -35,6 +38,12 @@ MLA = {
     "page_first_direct": (PAGES, LAYERS, SIZE, 1, DIM),
 }
 ALL = [(layout, False) for layout in MHA] + [(layout, True) for layout in MLA]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look-up on a busy machine has as long as it takes."""
+    monkeypatch.setattr(storage_thread, "LOOK_UP_S", LIMIT_S)
 
 
 class FakeHostPool:
@@ -305,6 +314,35 @@ def test_what_a_client_of_storage_raises_ends_no_thread_of_sglang(
         ours.touch, ours.exists, ours.get_into, ours.put_from = kept
         assert storage.batch_set_v1(keys, indices_of(0)) == [True]
         assert storage.batch_exists(keys) == 1
+
+
+def test_storage_that_hangs_holds_up_its_caller_once(
+    backend: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang's decode server looks up in the thread that schedules all of its requests."""
+    answers = threading.Event()
+    asked = []
+
+    async def hangs(keys: list[bytes], **_: object) -> list[bool]:
+        asked.append(len(keys))
+        await asyncio.to_thread(answers.wait, LIMIT_S)
+        return [True] * len(keys)
+
+    with opened(backend, f"file:{tmp_path}?capacity=16MB", FakeHostPool("page_first", is_mla=False)) as storage:
+        keys = keys_of(list(range(2 * SIZE)))
+        engine = storage._store._storage
+        monkeypatch.setattr(engine, "touch", hangs)
+        monkeypatch.setattr(storage_thread, "LOOK_UP_S", 0.01)
+        assert storage.batch_exists(keys) == 0
+        late = storage._store._late
+        monkeypatch.setattr(storage_thread, "LOOK_UP_S", LIMIT_S)
+        # Would wait for the limit of the test, if it waited.
+        assert [storage.batch_exists(keys) for _ in range(3)] == [0, 0, 0]
+        assert asked == [2]
+        assert caplog.text.count("does not answer a look-up") == 1
+        answers.set()
+        assert late.result(LIMIT_S) == [True, True]
+        assert storage.batch_exists(keys) == 2
 
 
 def test_many_pages_go_in_batches(tmp_path: Path) -> None:

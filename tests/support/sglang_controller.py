@@ -46,6 +46,9 @@ def main(what: str, uri: str, first_token: int, file: Path) -> None:
     from sglang.srt.mem_cache.utils import get_storage_hash_str
     from sglang.srt.runtime_context import get_parallel
 
+    from tests.support.waits import LIMIT_S
+    from tidekv.engine.integrations.sglang import storage_thread
+
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=0, world_size=1)
     device = MHATokenToKVPool(
@@ -70,6 +73,7 @@ def main(what: str, uri: str, first_token: int, file: Path) -> None:
         start_layer=0,
         end_layer=LAYERS,
     )
+    storage_thread.LOOK_UP_S = LIMIT_S  # A busy machine has as long as it takes.
     extra = {
         "backend_name": "tidekv",
         "module_path": "tidekv.engine.integrations.sglang.hicache",

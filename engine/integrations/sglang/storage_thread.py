@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Final
 
 import torch
@@ -26,6 +27,10 @@ LOG = engine_log("tidekv.sglang")
 
 BATCH_BYTES: Final = 64 << 20
 BATCH_PAGES_MAX: Final = 128
+LOOK_UP_S = 1.0
+"""Maximum seconds for which a look-up blocks its caller. SGLang's decode server looks up in the thread that schedules
+all of its requests.
+"""
 
 
 class StorageThread:
@@ -52,6 +57,8 @@ class StorageThread:
         self._batch = max(1, min(BATCH_BYTES // layout.page_bytes, BATCH_PAGES_MAX))
         self._pool = HostPool.allocate(layout, 2 * self._batch, pin=False)
         self._reading, self._writing = threading.Lock(), threading.Lock()
+        self._late: Future[list[bool]] | None = None
+        """A look-up that its caller has stopped waiting for."""
         self._loop = LoopThread("tidekv-shared-storage")
         identity = layout.identity(model)
         namespace = storage_namespace(identity, rank=rank, ranks=ranks)
@@ -67,9 +74,20 @@ class StorageThread:
     def leading(self, keys: Sequence[bytes], *, prefix_keys: Sequence[bytes] = ()) -> int:
         """Return the number of keys, from the first on, that storage probably has. The pages are in use from now on,
         and so are those before them, whose keys are `prefix_keys`.
+
+        Storage that does not answer within LOOK_UP_S has none of them, and is not asked again before it has answered.
         """
-        flags = self._loop.call(touch(self._storage, [*prefix_keys, *keys], timeout_s=self._timeout_s))
-        return leading(flags[len(prefix_keys) :])
+        late = self._late
+        if late is not None and not late.done():
+            self._loop.check()
+            return 0
+        asked = self._loop.start(touch(self._storage, [*prefix_keys, *keys], timeout_s=self._timeout_s))
+        wait([asked], timeout=LOOK_UP_S)
+        if not asked.done():
+            self._late = asked
+            LOG.warning("storage does not answer a look-up, which counts as a miss", waited_s=LOOK_UP_S)
+            return 0
+        return leading(asked.result()[len(prefix_keys) :])
 
     def get(
         self,
