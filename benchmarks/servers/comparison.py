@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -110,13 +111,23 @@ def console() -> Console:
 
 
 def main(app: typer.Typer, arguments: list[str], *, program: str) -> None:
-    """Run a command of `app`; conversations, if none is named. If servers fail, it ends with what they report."""
+    """Run a command of `app`; conversations, if none is named. If servers fail, it ends with what they report.
+
+    SIGTERM is as Ctrl-C: servers are ended, since they are process groups of their own.
+    """
+    signal.signal(signal.SIGTERM, _end_once)
     named = [command.callback.__name__ for command in app.registered_commands if command.callback is not None]
     try:
         app(arguments if arguments[:1] and arguments[0] in (*named, "--help") else ["conversations", *arguments])
     except* TidekvError as errors:
         # Servers that start side by side fail in a group.
         sys.exit("\n".join(f"{program}: {text}" for text in _texts(errors)))
+
+
+def _end_once(number: int, frame: object) -> None:
+    # timeout(1) sends it to the process and to its group; a second one would interrupt the end of the servers.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.raise_signal(signal.SIGINT)
 
 
 def _texts(errors: BaseExceptionGroup) -> Iterator[str]:

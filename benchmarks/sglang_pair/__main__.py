@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import sys
 import tempfile
 from contextlib import AbstractAsyncContextManager
@@ -28,7 +27,7 @@ from benchmarks.sglang_pair.cluster import SglangCluster, running
 from benchmarks.sglang_pair.faults import FAULTS
 from benchmarks.sglang_pair.server import ACTIONS, ROOT, ServerOptions
 from benchmarks.sglang_pair.storage import ACTIONS as STORAGE_ACTIONS
-from benchmarks.sglang_pair.table import faults_table, tiers_table
+from benchmarks.sglang_pair.table import faults_table, outcome_words, tiers_table
 from benchmarks.sglang_pair.variants import AS_IT_IS, SINGLE, VARIANTS, Variant
 from tidekv.engine.demo.artefact import about
 
@@ -136,7 +135,8 @@ def conversations(
     figures = asyncio.run(run())
     shown = console()
     shown.print(first_token_table(load, figures))
-    shown.print(tiers_table(load, promised))
+    asked = [promised[one.variant.name] for one in figures if one.variant.name in promised]
+    shown.print(tiers_table(load, asked))
     shown.print(totals_table(figures, titles={}, ours=OURS))
     print_lost(figures)
     if json_file is not None:
@@ -201,9 +201,12 @@ def faults(
                 await cluster.warm_up()
                 for name, load in loads.items():
                     print(f"{variant.title}: {name}", file=sys.stderr)
-                    results[name][variant.name] = await cluster.serve(
+                    served = await cluster.serve(
                         load, expected=right[name], events=events[name], progress=print_progress
                     )
+                    results[name][variant.name] = served
+                    # A long run that is ended has said what it found.
+                    print(f"{variant.title}: {name}: {outcome_words(served)}", file=sys.stderr)
 
     asyncio.run(run())
     console().print(faults_table(results, chosen))
@@ -260,6 +263,4 @@ def _run_folder() -> Path:
 
 
 if __name__ == "__main__":
-    # As Ctrl-C: servers are ended, since they are process groups of their own.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     main(app, sys.argv[1:], program="dev.py sglang")

@@ -16,6 +16,7 @@ import httpx
 from benchmarks.ports import HOST, free_port
 from benchmarks.servers.events import STRIKES
 from benchmarks.servers.model_server import METRICS_S, ModelServer, strike
+from benchmarks.servers.samples import add_samples, read_samples
 from benchmarks.sglang_pair.names import REPORT
 
 MODEL: Final = "tiny"
@@ -66,7 +67,7 @@ class Server(ModelServer):
     """An SGLang server. `role`: PLAIN, "prefill" or "decode". `arguments`: those of this server.
 
     `plugins`: names of the plugins that it loads; others that are installed stay out. `plugin_folder`: their entry
-    points. `damage`: overwrites bytes of its storage.
+    points. `damage`: overwrites bytes of its storage. `metrics_port`: where the backend `tidekv` shows its own metrics.
     """
 
     role: str
@@ -75,6 +76,7 @@ class Server(ModelServer):
     plugins: Sequence[str] = ()
     plugin_folder: Path
     damage: Callable[[], object] = lambda: None
+    metrics_port: int = 0
     bootstrap_port: int = field(default_factory=free_port)
     promised: dict[int, list[int]] = field(default_factory=dict)
 
@@ -138,6 +140,16 @@ class Server(ModelServer):
         """See ModelServer."""
         report = await self.report()
         return float(report["held"]) / float(report["size"])
+
+    async def gauges(self) -> dict[str, float]:
+        """See ModelServer: SGLang's samples, and tidekv's if it has any."""
+        samples = await super().gauges()
+        if self.metrics_port:
+            async with httpx.AsyncClient() as client:
+                page = await client.get(f"http://{HOST}:{self.metrics_port}/metrics", timeout=30.0)
+            page.raise_for_status()
+            samples = add_samples(samples, read_samples(page.text))
+        return samples
 
     async def report(self) -> dict[str, Any]:
         """Return what `plugin.watch` reports of the present start."""

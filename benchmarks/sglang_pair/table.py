@@ -13,16 +13,16 @@ Promises = Mapping[int, Sequence[int]]
 """Requests, and tokens that decode had in L1, L2 and L3 as it asked prefill, by length of the prompt."""
 
 
-def tiers_table(load: Load, promises: Mapping[str, tuple[Variant, Promises]]) -> Table:
+def tiers_table(load: Load, promises: Sequence[tuple[Variant, Promises]]) -> Table:
     """Mean tokens of a prompt that decode had in each tier, by turn and variant."""
     table = Table(title="Tokens of a prompt that decode had: L1 + L2 + L3")
     table.add_column("turn", justify="right")
     table.add_column("prompt", justify="right")
-    for variant, _ in promises.values():
+    for variant, _ in promises:
         table.add_column(variant.title, justify="right")
     for turn in range(load.turns):
         tokens = load.prompt_tokens(turn)
-        table.add_row(str(turn), str(tokens), *(_tiers(given.get(tokens)) for _, given in promises.values()))
+        table.add_row(str(turn), str(tokens), *(_tiers(given.get(tokens)) for _, given in promises))
     return table
 
 
@@ -33,18 +33,12 @@ def faults_table(results: Mapping[str, Mapping[str, Figures]], variants: Sequenc
     for variant in variants:
         table.add_column(variant.title)
     for fault, by_variant in results.items():
-        table.add_row(fault, *(_outcome(by_variant.get(variant.name)) for variant in variants))
+        table.add_row(fault, *(outcome_words(by_variant.get(variant.name)) for variant in variants))
     return table
 
 
-def _tiers(given: Sequence[int] | None) -> str:
-    if not given or not given[0]:
-        return "-"
-    requests, *tiers = given
-    return " + ".join(f"{tokens / requests:,.0f}" for tokens in tiers)
-
-
-def _outcome(one: Figures | None) -> str:
+def outcome_words(one: Figures | None) -> str:
+    """Return what clients got, and what servers hold at the end, in a few words."""
     if one is None:
         return "-"
     outcome = one.outcome
@@ -58,3 +52,10 @@ def _outcome(one: Figures | None) -> str:
     words = [f"{count} {name}" for name, count in counts.items() if count]
     held = [f"{name} holds {share:.1%}" for name, share in one.held.items() if share]
     return ", ".join([*words, *held])
+
+
+def _tiers(given: Sequence[int] | None) -> str:
+    if not given or not given[0]:
+        return "-"
+    requests, *tiers = given
+    return " + ".join(f"{tokens / requests:,.0f}" for tokens in tiers)

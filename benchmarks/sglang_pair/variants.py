@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from benchmarks.ports import HOST, free_port
+from benchmarks.servers.model import ModelShape
 from benchmarks.servers.plugins import write_entry_points
 from benchmarks.sglang_pair.names import HANG
 from benchmarks.sglang_pair.server import MODEL, PLAIN, Server, ServerOptions
@@ -28,6 +31,9 @@ HICACHE_STORE: Final = {
     "module_path": "tidekv.engine.integrations.sglang.hicache",
     "class_name": "TidekvHiCacheStorage",
 }
+SETTINGS: Final = "TIDEKV_SGLANG"
+"""Environment variable with the settings of the backend `tidekv`."""
+KV_BYTES: Final = ModelShape().kv_bytes_per_token
 LEAST_L2: Final = 1.2
 """Host memory of decode by its device memory. SGLang needs more host memory than device memory."""
 
@@ -50,20 +56,20 @@ class Place:
 
 Arguments = Callable[[Place], Sequence[str]]
 """Arguments of a decode server for its cache."""
+Settings = Callable[[str, Place, int], Mapping[str, object]]
+"""The settings of the backend `tidekv`, by role, place and the port for its metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A set-up by name. `transfer`: the backend of both roles; `is_quiet`: see `plugin.be_quiet`."""
+    """A set-up by name. `settings`: those of the backend `tidekv`, None for NIXL; `is_quiet`: see `plugin.be_quiet`."""
 
     name: str
     title: str
     cache: Arguments
     is_pair: bool = True
     is_quiet: bool = True
-    transfer: str = "nixl"
-    plugins: Sequence[str] = ()
-    has_storage: bool = False
+    settings: Settings | None = None
 
     def bytes_from_prefill(self, decode: Mapping[str, float], prefill: Mapping[str, float]) -> float | None:
         """Return the bytes of KV that prefill sent; None for one server."""
@@ -72,11 +78,21 @@ class Variant:
     def server(self, role: str, number: int, *, options: ServerOptions, folder: Path, place: Place) -> Server:
         """Return a server of this set-up; it is not started."""
         arguments: list[str] = []
+        variables = {
+            HANG: str(place.storage.marker),
+            "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(place.storage.path),
+        }
+        metrics_port = 0
+        if self.settings is not None and role != PLAIN:
+            metrics_port = free_port() if role == "decode" else 0
+            variables[SETTINGS] = json.dumps(self.settings(role, place, metrics_port))
         if role != PLAIN:
-            arguments.append(f"--disaggregation-transfer-backend={self.transfer}")
+            backend = "nixl" if self.settings is None else "tidekv"
+            arguments.append(f"--disaggregation-transfer-backend={backend}")
         if role == "decode":
             arguments += self.cache(place)
-        plugins = ["benchmark_cpu", "benchmark_watch", *self.plugins]
+        plugins = ["benchmark_cpu", "benchmark_watch"]
+        plugins += ["tidekv"] if self.settings is not None else []
         plugins += ["benchmark_quiet"] if self.is_quiet else []
         plugins += ["benchmark_hang"] if place.hangs else []
         points = write_entry_points(folder / "plugins", "tidekv_benchmark", "sglang.srt.plugins", ENTRY_POINTS)
@@ -91,10 +107,8 @@ class Variant:
             plugins=plugins,
             plugin_folder=points,
             damage=place.storage.damage,
-            variables={
-                HANG: str(place.storage.marker),
-                "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(place.storage.path),
-            },
+            variables=variables,
+            metrics_port=metrics_port,
         )
 
 
@@ -141,12 +155,26 @@ def _store(place: Place) -> list[str]:
     return _l3(place, backend="dynamic", extra={**HICACHE_STORE, "uri": place.uri, "model": MODEL})
 
 
+def _tidekv(role: str, place: Place, metrics_port: int, *, ratio: float | None) -> Mapping[str, object]:
+    if role == "prefill":
+        return {}
+    tokens = place.all_tokens if ratio is None else ratio * place.device_tokens
+    return {
+        "dials": [f"{HOST}:*"],
+        "host": f"{int(tokens * KV_BYTES) >> 20}MB",
+        "uri": place.uri,
+        "engine": {"metrics": {"listen": f"{HOST}:{metrics_port}"}},
+    }
+
+
 _QUIET: Final = (
     Variant("none", "no cache", _none),
     Variant("radix", "radix (L1)", _radix),
     Variant("l2", "HiCache, L2", _l2),
-    Variant("file", "HiCache, L2 and file", _file, has_storage=True),
-    Variant("store", "HiCache, L2 and tidekv", _store, has_storage=True),
+    Variant("file", "HiCache, L2 and file", _file),
+    Variant("store", "HiCache, L2 and tidekv", _store),
+    Variant("tidekv", "tidekv", _radix, settings=partial(_tidekv, ratio=None)),
+    Variant("tidekv-l3", "tidekv, L2 as with file", _radix, settings=partial(_tidekv, ratio=LEAST_L2)),
 )
 SINGLE: Final = Variant("single", "one server", _none, is_pair=False)
 AS_IT_IS: Final = "-as-is"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import sys
 import tempfile
 from contextlib import AbstractAsyncContextManager
@@ -219,6 +218,4 @@ def _rounded(size: float) -> int:
 
 
 if __name__ == "__main__":
-    # As Ctrl-C: servers are ended, since they are process groups of their own.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     main(app, sys.argv[1:], program="dev.py vllm")

@@ -403,3 +403,26 @@ def test_servers_that_fail_side_by_side_end_the_command_with_their_reports() -> 
 
     with pytest.raises(SystemExit, match=r"^dev\.py vllm: one\ndev\.py vllm: two$"):
         comparison.main(cast(typer.Typer, Failing()), [], program="dev.py vllm")
+
+
+def test_a_command_that_is_ended_twice_ends_its_servers_once() -> None:
+    script = (
+        "import asyncio, os, signal, sys, typer\n"
+        "from benchmarks.servers.comparison import main\n"
+        "app = typer.Typer()\n"
+        "async def serve():\n"
+        "    try:\n"
+        "        for _ in range(2): os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        await asyncio.sleep(60)\n"
+        "    finally:\n"
+        "        await asyncio.sleep(0)\n"
+        "        print('ended')\n"
+        "@app.command()\n"
+        "def conversations(): asyncio.run(serve())\n"
+        "@app.command()\n"
+        "def other(): pass\n"
+        "main(app, [], program='x')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout.split() == ["ended"]
+    assert done.returncode
