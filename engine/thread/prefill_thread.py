@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -30,6 +30,7 @@ from tidekv.states.errors import (
 )
 from tidekv.states.types import PageIds, page_ids
 from tidekv.states.validation import Count, Seconds, SecondsOrZero, Text, checked, checked_first_token
+from tidekv.transports.aux_values import encode_aux
 from tidekv.transports.prefill.prefill_room import RoomOutcome
 from tidekv.transports.tasks import OwnedTasks
 
@@ -53,6 +54,8 @@ class HandedOver:
     """Outcome of the last room. None: no decode worker promised one before the hand-over was stopped or given up."""
     cause: str
     """Why it ended."""
+    bytes_sent: int = field(default=0, compare=False)
+    """Bytes of pages written to decode, over all rooms of the hand-over."""
 
 
 class _Chunk(NamedTuple):
@@ -73,6 +76,10 @@ class _HandOver:
     chunks: list[_Chunk] = field(default_factory=list)
     first_token: int | None = None
     """Set by `finish`."""
+    aux: Mapping[str, object] = field(default_factory=dict)
+    """Set by `finish`."""
+    bytes_sent: int = 0
+    """Of the rooms that have ended."""
     stopped: str = ""
     """Why the worker stopped it."""
     room: Room | None = None
@@ -187,15 +194,18 @@ class PrefillThread:
         chunk = _Chunk(page_ids(pages), start_token, end_token)
         self._change(request_id, lambda handed: handed.chunks.append(chunk))
 
-    def finish(self, request_id: str, *, first_token: int) -> None:
+    def finish(self, request_id: str, *, first_token: int, aux: Mapping[str, object] | None = None) -> None:
         """All pages of the prompt were handed over. Never waits. Does nothing if the hand-over has ended.
 
-        Raises InvalidRequest for a first token that is not in the peer's vocabulary.
+        `aux` is that of `Room.finish`. Raises InvalidRequest for a first token that is not in the peer's vocabulary,
+        and for values that cannot be sent.
         """
         token = checked_first_token(first_token, self._peer.vocabulary)
+        values = dict(aux or {})
+        encode_aux(values)
 
         def change(handed: _HandOver) -> None:
-            handed.first_token = token
+            handed.first_token, handed.aux = token, values
 
         self._change(request_id, change)
 
@@ -220,7 +230,7 @@ class PrefillThread:
         """
 
         def change(handed: _HandOver) -> None:
-            handed.chunks, handed.first_token = [], None
+            handed.chunks, handed.first_token, handed.aux = [], None, {}
 
         self._interrupt(request_id, cause, change)
 
@@ -323,7 +333,7 @@ class PrefillThread:
             cause = "; then ".join(filter(None, (cause, handed.stopped or end)))
             self._forget(handed)
             with self._has_ended:
-                self._ended.append(HandedOver(handed.request_id, outcome, cause))
+                self._ended.append(HandedOver(handed.request_id, outcome, cause, handed.bytes_sent))
                 self._has_ended.notify()
         key = (handed.room_id, handed.prompt)
         if outcome not in FINAL and key not in self._refusing:
@@ -363,6 +373,7 @@ class PrefillThread:
                 sending.cancel()
         finally:
             handed.room = None
+            handed.bytes_sent += room.bytes_sent
 
     async def _forward(self, room: Room, handed: _HandOver) -> None:
         # `restart` begins another list, for the next room.
@@ -378,7 +389,7 @@ class PrefillThread:
                     sent += 1
                 if handed.chunks is not chunks:
                     return
-            await room.finish(first_token=handed.first_token)
+            await room.finish(first_token=handed.first_token, aux=handed.aux)
         except TidekvError as error:
             room.fail(PrefillCause.RAISED.words(str(error)))
 

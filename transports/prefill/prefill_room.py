@@ -145,6 +145,11 @@ class Room:
         return sum(room_writer.state.in_flight for room_writer in self._room_writers)
 
     @property
+    def bytes_sent(self) -> int:
+        """Bytes of pages written to decode for this room so far."""
+        return sum(room_writer.bytes_sent for room_writer in self._room_writers)
+
+    @property
     def _lease_until_s(self) -> float:
         """Time at which the first lease of a decode rank that still needs the room expires."""
         return min((each.lease_until_s for each in self._room_writers if not each.is_received), default=math.inf)

@@ -234,6 +234,8 @@ class RoomWriter(Generic[RoomT]):
         self.key = promise.room
         self.peer = peer
         self.is_received = False
+        self.bytes_sent = 0
+        """Bytes written to this decode rank for the room."""
         self.lease_until_s = send_context.clock() + peer.lease_s
         self._send_context = send_context
         self._drained_link: base.Link | None = None
@@ -427,6 +429,7 @@ class RoomWriter(Generic[RoomT]):
             words = f"writing {len(job.our_pages)} pages ({component}) to {self.peer.hello.instance} failed: {error}"
             return words, b""
         self._send_context.on_written(self._send_context.clock() - begun_at_s)
+        self.bytes_sent += written
         self._send_context.bytes_sent += written
         self._send_context.pages_sent += len(job.our_pages)
         return "", b"" if hashed is None else await hashed

@@ -89,6 +89,23 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         yield Pair(prefill, source, decode, target)
 
 
+def test_what_finish_names_beside_the_first_token_reaches_decode_and_the_bytes_are_counted(pair: Pair) -> None:
+    pair.submit()
+    pair.prefill.open("r", prompt_digest(PROMPT))
+    pair.send(0, len(PAGES))
+    pair.prefill.finish("r", first_token=7, aux={"row": b"\x01\x02"})
+    (outcome,) = pair.outcomes()
+    assert isinstance(outcome, Restored), outcome
+    assert (outcome.ready.first_token, outcome.ready.aux) == (7, {"row": b"\x01\x02"})
+    assert pair.ended().bytes_sent == len(PAGES) * LAYOUT.page_bytes
+
+
+def test_values_that_cannot_be_sent_are_refused_by_finish(pair: Pair) -> None:
+    pair.prefill.open("r", prompt_digest(PROMPT))
+    with pytest.raises(InvalidRequest, match="aux"):
+        pair.prefill.finish("r", first_token=7, aux={"row": bytes(100_000)})
+
+
 def test_pages_arrive_whether_they_are_handed_over_before_or_after_the_promise(pair: Pair) -> None:
     pair.prefill.open("r", prompt_digest(PROMPT))
     pair.send(0, 2)
