@@ -21,8 +21,10 @@ ON_THE_COMMAND_LINE: Final = (
     "the command line of a process can be read by every user of the machine: give the secret in the variable"
     f" {SECRET_VARIABLE}, or in a file named by transport.secret_file"
 )
-# Set by Kubernetes for a Service with a name that begins with tidekv, and by this project's tests.
-_NOT_OURS: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT$|_PORT_\d+_(TCP|UDP|SCTP)|^TIDEKV_(STORAGE_KILLS|TEST_)")
+# Set by Kubernetes for a Service whose name begins with tidekv, for SGLang's backend, and by this project's tests.
+_NOT_OURS: Final = re.compile(
+    r"_SERVICE_(HOST|PORT)|_PORT$|_PORT_\d+_(TCP|UDP|SCTP)|^TIDEKV_(SGLANG$|STORAGE_KILLS|TEST_)"
+)
 
 
 class Given(NamedTuple):

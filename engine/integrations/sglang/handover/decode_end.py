@@ -1,0 +1,341 @@
+"""The decode end of a rank: an `EngineThread` beside SGLang's scheduler, whose pages it restores into.
+
+    send_metadata ──▶ restore ──▶ EngineThread: L2, storage, prefill ──▶ SGLang's pages, in place
+    poll          ◀── its state                                          a failure that may pass is tried again
+    tree insert   ──▶ offer   ──▶ EngineThread: L2, storage              the tree's node is locked until it is copied
+
+SGLang's thread calls everything here; the engine's thread reports ends by `on_done`, which only sets a field. SGLang's
+decode computes no prompt, so a restore goes on until its deadline unless prefill has given the prompt up.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.host.pool import HostPool
+from tidekv.backends.storage.uri import open_storage
+from tidekv.engine.decode.lent_pages import Pages
+from tidekv.engine.decode.values import DecodeRequest, RestoredPages
+from tidekv.engine.integrations.sglang.handover.settings import BackendSettings
+from tidekv.engine.log import engine_log
+from tidekv.engine.thread.engine_thread import EngineThread, Failed, Offered, Outcome, RestoredInto
+from tidekv.states.errors import EngineClosed, PrefillCause, RequestFailed, TidekvError
+from tidekv.states.handover.prompt_digest import PromptDigest
+from tidekv.transports.nixl.transport import NixlTransport
+
+LOG = engine_log("tidekv.sglang")
+PASSING: Final = frozenset(
+    {
+        PrefillCause.SILENT,
+        PrefillCause.LEASE_ENDED,
+        PrefillCause.LOST,
+        PrefillCause.TRANSFER_FAILED,
+        PrefillCause.DAMAGED,
+    }
+)
+"""Causes after which the same prefill may still have the prompt and send it."""
+GONE: Final = frozenset(
+    {
+        PrefillCause.PROCESS_GONE,
+        PrefillCause.CONNECTION_REFUSED,
+        PrefillCause.UNREACHABLE,
+        PrefillCause.CLOSING,
+        PrefillCause.LOST,
+        PrefillCause.SILENT,
+    }
+)
+"""Causes after which the address of a prefill is to be asked for again."""
+PAUSES_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
+"""Seconds before the tries after a failure; the last one for all further tries."""
+
+
+class RestoreState(enum.Enum):
+    """State of a restore, as its receiver reports it."""
+
+    RUNNING = "running"
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, eq=False)
+class PromptRestore:
+    """One prompt on its way into SGLang's pages."""
+
+    room: int
+    packed: bytes = field(repr=False)
+    prompt: PromptDigest
+    prefill: str
+    namespace: str
+    pages: Pages = field(repr=False)
+    have_tokens: int
+    """Leading tokens whose KV is in place."""
+    deadline_at_s: float
+    state: RestoreState = RestoreState.RUNNING
+    cause: str = ""
+    """Why it failed."""
+    row: bytes = b""
+    """The row of metadata, once it is ready."""
+    sources: Counter[str] = field(default_factory=Counter)
+    """Tokens by source: l1, l2, l3, transfer."""
+    is_in_flight: bool = False
+    """The pages may be written to."""
+    prefill_is_gone: bool = False
+    """Prefill's address is to be asked for again."""
+    outcome: Outcome | None = None
+    """Set on the engine's thread, and taken by `poll`."""
+    tries: int = 0
+    retry_at_s: float = 0.0
+
+    @property
+    def request_id(self) -> str:
+        """The name of the room at both ends."""
+        return str(self.room)
+
+
+class DecodeEnd:
+    """Restores prompts into SGLang's pages, and keeps what its tree takes in. One for each rank."""
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        settings: BackendSettings,
+        *,
+        model: str,
+        name: str,
+        row_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start. Raises what `DecodeEngine` raises as it starts."""
+        layout = pool.layout
+        self._settings = settings
+        self._row_bytes = row_bytes
+        self._clock = clock
+        config = msgspec.structs.replace(
+            settings.engine,
+            model=model,
+            device="lent",
+            default_deadline_s=settings.restore_timeout_s,
+            peer=settings.peer,
+        )
+        self._settle_s = config.copy_deadline_s + config.close_deadline_s
+        self._engine = EngineThread(
+            config,
+            device=pool,
+            host=HostPool.allocate(layout, max(1, settings.host_bytes // layout.page_bytes)),
+            storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
+            transport=NixlTransport(
+                name=name,
+                secret=settings.secret(),
+                dial_tls=settings.dial_tls(),
+                dials=settings.dials,
+            ),
+        )
+        self._in_flight: set[PromptRestore] = set()
+        self._is_closed = False
+        self._offers = 0
+        """Offers without an outcome; changed by SGLang's thread, and read by none other."""
+        self._ended_offers: deque[Callable[[], None]] = deque()
+        self._offer_ended = threading.Condition()
+        self._engine.start()
+
+    # --- Restores ---
+
+    def begin(
+        self,
+        *,
+        room: int,
+        packed: bytes,
+        prompt: PromptDigest,
+        prefill: str,
+        namespace: str,
+        pages: Pages,
+        have_tokens: int,
+    ) -> PromptRestore:
+        """Start a restore into the pages of the whole prompt, of which the first `have_tokens` tokens are in place.
+
+        A prompt that cannot be restored has failed on return; nothing is raised.
+        """
+        restore = PromptRestore(
+            room=room,
+            packed=packed,
+            prompt=prompt,
+            prefill=prefill,
+            namespace=namespace,
+            pages=pages,
+            have_tokens=have_tokens,
+            deadline_at_s=self._clock() + self._settings.restore_timeout_s,
+        )
+        restore.sources["l1"] = have_tokens
+        self._start(restore)
+        return restore
+
+    def poll(self, restore: PromptRestore) -> RestoreState:
+        """Take what has become of a restore. Never waits, unless the engine has ended."""
+        outcome = restore.outcome
+        if outcome is not None:
+            restore.outcome = None
+            self._take(restore, outcome)
+        elif restore.state is RestoreState.RUNNING and not restore.is_in_flight and self._clock() >= restore.retry_at_s:
+            self._start(restore)
+        return restore.state
+
+    def abort(self, restore: PromptRestore, cause: str) -> None:
+        """Fail a restore. Its pages are SGLang's again once `is_in_flight` is false."""
+        if restore.state is not RestoreState.RUNNING:
+            return
+        self._fail(restore, cause)
+        if restore.is_in_flight:
+            with suppress(EngineClosed):  # The engine's end is the outcome of every restore.
+                self._engine.abort(restore.request_id)
+
+    def is_quiet(self, room: int) -> bool:
+        """Whether nothing writes to pages of a room any more."""
+        for restore in self._in_flight:
+            if restore.outcome is not None:
+                self.poll(restore)
+                return self.is_quiet(room)
+        return all(restore.room != room for restore in self._in_flight)
+
+    @property
+    def is_transferring(self) -> bool:
+        """Whether a restore is under way."""
+        return bool(self._in_flight)
+
+    # --- Offers ---
+
+    def offer(
+        self, packed: bytes, pages: Pages, *, start_token: int, namespace: str, release: Callable[[], None]
+    ) -> None:
+        """Write KV through to host memory and storage. `reap` calls `release` once nothing reads the pages."""
+
+        def ended(outcome: Outcome) -> None:
+            if isinstance(outcome, Failed):
+                LOG.warning("KV that SGLang's tree took in is not kept", cause=str(outcome.error))
+            else:
+                assert isinstance(outcome, Offered)
+            with self._offer_ended:
+                self._ended_offers.append(release)
+                self._offer_ended.notify()
+
+        try:
+            self._engine.offer(packed, pages, start_token=start_token, namespace=namespace, on_done=ended)
+        except TidekvError as error:
+            LOG.warning("KV that SGLang's tree took in is not kept", cause=str(error))
+            release()
+        else:
+            self._offers += 1
+
+    def reap(self) -> None:
+        """Release what the offers that ended have read."""
+        while self._ended_offers:
+            self._offers -= 1
+            self._ended_offers.popleft()()
+
+    def flush(self) -> None:
+        """Empty the host memory, after the offers under way. Storage keeps its pages."""
+        with self._offer_ended:
+            self._offer_ended.wait_for(lambda: len(self._ended_offers) == self._offers, self._settle_s)
+        self.reap()
+        try:
+            self._engine.flush(("l2",))
+        except TidekvError as error:
+            LOG.error("host memory was not flushed", cause=str(error))
+
+    def close(self) -> None:
+        """Stop. Idempotent."""
+        self._engine.close()
+
+    # --- Inside ---
+
+    def _start(self, restore: PromptRestore) -> None:
+        remaining_s = restore.deadline_at_s - self._clock()
+        if remaining_s <= 0:
+            self._fail(restore, restore.cause or "deadline")
+            return
+        restore.tries += 1
+        restore.is_in_flight = True
+        try:
+            self._engine.restore_into(
+                DecodeRequest(
+                    request_id=restore.request_id,
+                    tokens=restore.packed,
+                    prefill=restore.prefill,
+                    namespace=restore.namespace,
+                    prompt_digest=restore.prompt,
+                    deadline_s=remaining_s,
+                ),
+                restore.pages,
+                restore.have_tokens,
+                on_done=partial(setattr, restore, "outcome"),
+            )
+        except TidekvError as error:
+            restore.is_in_flight = False
+            self._fail(restore, str(error))
+        else:
+            self._in_flight.add(restore)
+
+    def _take(self, restore: PromptRestore, outcome: Outcome) -> None:
+        if isinstance(outcome, Failed) and _is_end_of_engine(outcome.error):
+            self._give_up(outcome.error)
+        restore.is_in_flight = False
+        self._in_flight.discard(restore)
+        if restore.state is RestoreState.FAILED:
+            return
+        if isinstance(outcome, RestoredInto):
+            self._take_restored(restore, outcome.restored)
+        else:
+            assert isinstance(outcome, Failed)
+            self._fail(restore, str(outcome.error))
+
+    def _take_restored(self, restore: PromptRestore, restored: RestoredPages) -> None:
+        for source, tokens in restored.sources.items():
+            if source != "l1":
+                restore.sources[source] += tokens
+        if restored.is_complete:
+            row = restored.aux.get("row")
+            if not isinstance(row, bytes) or len(row) != self._row_bytes:
+                self._fail(
+                    restore, f"prefill sent no row of metadata of {self._row_bytes} bytes: is its SGLang another?"
+                )
+                return
+            restore.row, restore.state = row, RestoreState.READY
+            return
+        restore.cause = f"{restored.cause}: {restored.detail}"
+        restore.prefill_is_gone = restored.cause in GONE
+        restore.have_tokens = max(restore.have_tokens, restored.good_tokens)
+        if restored.cause not in PASSING:
+            self._fail(restore, restore.cause)
+            return
+        pause_s = PAUSES_S[min(restore.tries, len(PAUSES_S)) - 1]
+        restore.retry_at_s = self._clock() + pause_s
+        LOG.warning("a restore is tried again", request_id=restore.request_id, tries=restore.tries, cause=restore.cause)
+
+    def _fail(self, restore: PromptRestore, cause: str) -> None:
+        restore.state, restore.cause = RestoreState.FAILED, cause
+
+    def _give_up(self, error: Exception) -> None:
+        """Wait for the engine's end, which ends the last writes to pages."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        LOG.error("the decode engine has ended; requests fail from now on", cause=str(error))
+        try:
+            self._engine.close()
+        except Exception:
+            LOG.exception("the decode engine ended by this error")
+
+
+def _is_end_of_engine(error: Exception) -> bool:
+    """Whether a call failed because the engine ends: only then its pages may still be written to."""
+    return isinstance(error, EngineClosed) or (isinstance(error, RequestFailed) and error.cause == "engine closed")

@@ -1,0 +1,68 @@
+"""What SGLang can be told to do that this transfer backend does not serve, refused at the start by name."""
+
+from __future__ import annotations
+
+from typing import Any  # SGLang's objects have no types.
+
+from tidekv.states.errors import InvalidConfig
+
+
+def check_supported(args: Any, manager: Any) -> None:
+    """Raise InvalidConfig, which names the option, for a server whose KV cannot be handed over."""
+    sizes = {
+        "--pp-size": manager.pp_size,
+        "--attn-cp-size": manager.attn_cp_size,
+        "--attn-dcp-size": manager.dcp_size,
+        "--dp-size": manager.system_dp_size,
+    }
+    for option, size in sizes.items():
+        if size != 1:
+            raise InvalidConfig(f"transfer backend tidekv: {option} must be 1, not {size}")
+    kinds = [getattr(kind, "value", str(kind)) for kind in args.state_types]
+    if kinds:
+        raise InvalidConfig(
+            f"transfer backend tidekv: this model keeps {', '.join(kinds)} beside its KV, which is not handed over; "
+            "serve it with another transfer backend"
+        )
+    if args.num_draft_entries:
+        raise InvalidConfig("transfer backend tidekv: KV of a draft model is not handed over; serve without one")
+    if manager.defer_decode_allocation:
+        raise InvalidConfig(
+            "transfer backend tidekv: --disaggregation-decode-allocation-policy must be early: prefill computes before "
+            "decode asks in any case"
+        )
+
+
+def check_decode(queue: Any) -> None:
+    """Raise InvalidConfig, which names the option, for a decode server that has a cache of its own behind its tree, or
+    whose SGLang lacks what this backend changes.
+    """
+    scheduler = queue.scheduler
+    if not hasattr(queue.tree_cache, "checkpoint_into_tree"):
+        raise InvalidConfig(
+            "transfer backend tidekv: decode needs --disaggregation-decode-enable-radix-cache, whose tree is the first "
+            f"tier; it has {type(queue.tree_cache).__name__}"
+        )
+    for name, option in (
+        ("enable_decode_hicache", "--enable-hierarchical-cache"),
+        ("enable_unified_cache_external_linker", "--enable-unified-cache-external-linker"),
+        ("enable_hisparse", "--enable-hisparse"),
+    ):
+        if getattr(scheduler, name, False):
+            raise InvalidConfig(f"transfer backend tidekv has the tiers behind SGLang's tree: leave out {option}")
+    for name in ("enable_deferred_kv_release", "deferred_kv_release_timeout"):
+        if not hasattr(queue.transfer_queue, name):
+            raise InvalidConfig(
+                f"transfer backend tidekv: this SGLang has no DecodeTransferQueue.{name}, by which pages are held "
+                "while anything may write to them"
+            )
+
+
+def unequal(prefill_info: Any, manager: Any) -> str:
+    """Return why a prefill's ranks do not fit those of this decode server; empty if they do."""
+    if prefill_info.attn_tp_size != manager.attn_tp_size:
+        return (
+            f"prefill has tensor-parallel size {prefill_info.attn_tp_size} and decode {manager.attn_tp_size}: "
+            "transfer backend tidekv serves equal ones"
+        )
+    return ""

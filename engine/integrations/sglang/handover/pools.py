@@ -1,0 +1,84 @@
+"""SGLang's pools of KV as device pools of tidekv, without a copy, and its rows of metadata as bytes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final  # SGLang's pools have no types.
+
+import torch
+
+from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.layout import DTYPES, KVLayout
+from tidekv.states.errors import InvalidConfig
+from tidekv.transports.aux_values import AUX_BYTES_MAX
+
+KINDS: Final = {"MHATokenToKVPool": "mha", "MLATokenToKVPool": "mla"}
+"""Kind of a page layout by SGLang's class of the pool. Subclasses pack a page otherwise, or keep more than it."""
+
+
+def wrap_pool(pool: Any) -> DevicePool:
+    """Return a device pool over SGLang's buffers, in tidekv's own order. Raises InvalidConfig for another pool."""
+    kind = KINDS.get(type(pool).__name__)
+    if kind is None:
+        raise InvalidConfig(
+            f"KV of SGLang's {type(pool).__name__} cannot be handed over, that of {' and '.join(KINDS)} can: serve "
+            "this model with another transfer backend"
+        )
+    keys = list(pool.kv_buffer if kind == "mla" else pool.k_buffer)
+    values = None if kind == "mla" else list(pool.v_buffer)
+    dtype = next((name for name, known in DTYPES.items() if known == pool.dtype), None)
+    shapes = {tuple(buffer.shape) for buffer in (*keys, *(values or ()))}
+    (shape, *others) = shapes
+    page_size = int(pool.page_size)
+    if dtype is None or others or len(shape) != 3 or shape[0] % page_size:
+        raise InvalidConfig(
+            f"KV of {pool.dtype} in buffers of {', '.join(map(str, sorted(shapes)))} cannot be handed over: each layer "
+            f"needs a buffer [tokens, heads, elements], all of one shape, of whole pages of {page_size} tokens"
+        )
+    layout = KVLayout(
+        num_layers=len(keys),
+        num_kv_heads=shape[1],
+        head_dim=shape[2],
+        dtype=dtype,
+        page_size=page_size,
+        kind=kind,
+    )
+    # SGLang keeps 8-bit floats as integers.
+    return DevicePool.wrap(
+        _as_dtype(keys, pool.dtype), None if values is None else _as_dtype(values, pool.dtype), layout
+    )
+
+
+def _as_dtype(buffers: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [buffer.view(dtype) for buffer in buffers]
+
+
+class MetadataRows:
+    """SGLang's metadata buffers in host memory: a row has a request's first token, counts and log-probabilities.
+
+    `addresses` and `row_bytes` are those of the buffers, in order, as SGLang's `KVArgs` names them. Not for several
+    threads at a time.
+    """
+
+    def __init__(self, addresses: Sequence[int], row_bytes: Sequence[int]) -> None:
+        """Raises InvalidConfig if a row is too large to be sent beside a first token."""
+        self._buffers = list(zip(addresses, row_bytes, strict=True))
+        self.bytes = sum(row_bytes)
+        if self.bytes > AUX_BYTES_MAX - 64:
+            raise InvalidConfig(
+                f"SGLang's row of metadata has {self.bytes} bytes, {AUX_BYTES_MAX - 64} can be sent: leave out what "
+                "widens it, such as SGLANG_ENABLE_DISAGG_SAMPLING_MASK"
+            )
+
+    def read(self, row: int) -> bytes:
+        """Return the bytes of a row."""
+        return b"".join(ctypes.string_at(address + row * size, size) for address, size in self._buffers)
+
+    def write(self, row: int, content: bytes) -> None:
+        """Overwrite a row. `content` has `bytes` bytes."""
+        assert len(content) == self.bytes, "the caller has compared the lengths"
+        start = 0
+        for address, size in self._buffers:
+            ctypes.memmove(address + row * size, content[start : start + size], size)
+            start += size

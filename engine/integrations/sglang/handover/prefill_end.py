@@ -1,0 +1,184 @@
+"""The prefill end of a rank: a `PrefillThread` beside SGLang's scheduler, which sends computed pages in place.
+
+create_sender ──▶ open                          the prompt is computed before or after decode asks for it
+send          ──▶ pages of a chunk              what decode does not need is remembered, and sent if it asks later
+poll          ◀── state of the hand-over        pages are held until decode has them
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tidekv.backends.device.pool import DevicePool
+from tidekv.engine.integrations.sglang.handover.settings import BackendSettings
+from tidekv.engine.log import engine_log
+from tidekv.engine.prefill.prefill_peer import PrefillPeer
+from tidekv.engine.thread.prefill_thread import HandedOver, PrefillThread
+from tidekv.states.errors import TidekvError
+from tidekv.states.handover.prompt_digest import PromptDigest
+from tidekv.transports.nixl.transport import NixlTransport
+from tidekv.transports.prefill.prefill_room import RoomOutcome
+
+LOG = engine_log("tidekv.sglang")
+SHARE_AGE_S: Final = 0.005
+"""Seconds for which the number of unclaimed pages is taken as current."""
+
+
+@dataclass(slots=True, eq=False)
+class Sending:
+    """One prompt that is handed over."""
+
+    name: str
+    prompt: PromptDigest
+    pages: int = 0
+    """Pages handed over so far."""
+    is_sent: bool = False
+    """All pages and the first token were handed over."""
+    may_compute: bool = False
+    ended: HandedOver | None = None
+    cause: str = ""
+    """Why it failed on this side."""
+
+    @property
+    def failure(self) -> str:
+        """Why it failed; empty if it has not."""
+        if self.cause:
+            return self.cause
+        if self.ended is None or self.ended.outcome is RoomOutcome.RECEIVED:
+            return ""
+        return self.ended.cause or "decode has not asked for it"
+
+    @property
+    def is_received(self) -> bool:
+        """Whether decode has everything."""
+        return not self.cause and self.ended is not None and self.ended.outcome is RoomOutcome.RECEIVED
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of pages sent, once it has ended."""
+        return 0 if self.ended is None else self.ended.bytes_sent
+
+
+class PrefillEnd:
+    """Hands SGLang's pages to decode workers. One for each rank."""
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        settings: BackendSettings,
+        *,
+        listen: str,
+        model: str,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start, and listen. Raises what `PrefillPeer` raises as it is entered."""
+        peer = PrefillPeer(
+            device=pool,
+            transport=NixlTransport(
+                name=name,
+                secret=settings.secret(),
+                listen_tls=settings.listen_tls(),
+                announces=settings.announces,
+            ),
+            listen=listen,
+            model=model,
+            lease_s=settings.lease_s,
+        )
+        self._thread = PrefillThread(peer, promise_timeout_s=settings.promise_timeout_s)
+        self._page_size = pool.layout.page_size
+        self._unclaimed_max = int(settings.unclaimed_share * pool.num_pages)
+        self._clock = clock
+        self._names = 0
+        self._live: dict[str, Sending] = {}
+        self._unclaimed: frozenset[str] = frozenset()
+        self._unclaimed_pages = 0
+        self._counted_at_s = 0.0
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """The address that decode workers connect to."""
+        return self._thread.address
+
+    def open(self, room: int, prompt: PromptDigest) -> Sending:
+        """Begin a hand-over. One that cannot begin has failed on return; nothing is raised."""
+        self._names += 1
+        sending = Sending(f"{room}#{self._names}", prompt)
+        try:
+            self._thread.open(sending.name, prompt, room=str(room))
+        except TidekvError as error:
+            sending.cause = str(error)
+        else:
+            self._live[sending.name] = sending
+        return sending
+
+    def send(self, sending: Sending, pages: Sequence[int], *, is_last: bool) -> None:
+        """Hand over the next pages of a prompt. Does nothing if it has failed."""
+        start = sending.pages * self._page_size
+        sending.pages += len(pages)
+        if sending.failure:
+            return
+        end = sending.prompt.prompt_tokens if is_last else None
+        self._do(sending, lambda: self._thread.send(sending.name, list(pages), start_token=start, end_token=end))
+
+    def finish(self, sending: Sending, *, first_token: int, row: bytes) -> None:
+        """Hand over what goes with the first token; all pages were."""
+        sending.is_sent = True
+        if not sending.failure:
+            self._do(sending, lambda: self._thread.finish(sending.name, first_token=first_token, aux={"row": row}))
+
+    def poll(self, sending: Sending) -> None:
+        """Take what has ended, for all hand-overs, and whether this one may be computed."""
+        if self._live:
+            for ended in self._thread.poll():
+                other = self._live.pop(ended.request_id, None)
+                if other is not None:
+                    other.ended = ended
+        if not sending.may_compute:
+            sending.may_compute = self._may_compute(sending)
+
+    def stop(self, sending: Sending, cause: str) -> None:
+        """End a hand-over whose pages are about to change. Waits for one turn of the peer's loop."""
+        if sending.is_received or sending.ended is not None or sending.name not in self._live:
+            return
+        sending.cause = sending.cause or cause
+        try:
+            self._thread.stop(sending.name, cause)
+        except TidekvError as error:
+            LOG.error("a hand-over was not stopped in time", request_id=sending.name, cause=str(error))
+
+    def close(self) -> None:
+        """End all hand-overs and stop. Idempotent."""
+        self._thread.close()
+
+    def _do(self, sending: Sending, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except TidekvError as error:
+            self.stop(sending, str(error))
+            sending.cause = sending.cause or str(error)
+
+    def _may_compute(self, sending: Sending) -> bool:
+        """Whether prefill may compute a prompt now: decode has asked for it, or prompts that it has not asked for hold
+        less than their share of the pages.
+        """
+        now_s = self._clock()
+        if now_s - self._counted_at_s > SHARE_AGE_S:
+            self._counted_at_s = now_s
+            self._unclaimed = frozenset(self._thread.unclaimed())
+            self._unclaimed_pages = sum(
+                -(-live.prompt.prompt_tokens // self._page_size)
+                for name in self._unclaimed
+                if (live := self._live.get(name)) is not None and live.may_compute
+            )
+        pages = -(-sending.prompt.prompt_tokens // self._page_size)
+        if sending.name not in self._unclaimed:
+            return True
+        if self._unclaimed_pages and self._unclaimed_pages + pages > self._unclaimed_max:
+            return False
+        self._unclaimed_pages += pages
+        return True

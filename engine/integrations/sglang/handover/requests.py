@@ -1,0 +1,48 @@
+"""What both ends derive from a request of SGLang: its tokens, its namespace, the digest of its prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any  # SGLang's requests have no types.
+
+import numpy as np
+
+from tidekv.backends.keys.chain import namespace_seed, pack_tokens
+from tidekv.states.handover.prompt_digest import PromptDigest, digest_of
+
+
+def packed_prompt(request: Any) -> bytes:
+    """Return the tokens that prefill computes, as packed little-endian u32. Raises InvalidRequest.
+
+    A request that SGLang has retracted for good has its output among them.
+    """
+    tokens = _as_array(request.origin_input_ids)
+    if getattr(request, "pd_rebootstrap_in_progress", False):
+        tokens = np.concatenate((tokens, _as_array(request.output_ids)))
+    return pack_tokens(tokens)
+
+
+def packed_tokens(request: Any, count: int) -> bytes:
+    """Return the first `count` tokens of prompt and output."""
+    return pack_tokens(_as_array(request.full_untruncated_fill_ids[:count]))
+
+
+def _as_array(tokens: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.asarray(tokens, dtype=np.int64)
+
+
+def namespace_of(request: Any, reset_salt: str = "") -> str:
+    """Return the namespace of a request's pages on this server: its key, which has the adapter, and its salt."""
+    parts = [request.extra_key or "", request.cache_salt or "", reset_salt]
+    return json.dumps(parts) if any(parts) else ""
+
+
+def digest_of_prompt(request: Any, packed: bytes) -> PromptDigest:
+    """Return the digest by which both ends name a prompt.
+
+    SGLang ends a request's key with the number of its adapter, which each server draws anew, so that is left out.
+    """
+    key, adapter = request.extra_key or "", request.lora_id or ""
+    parts = [key.removesuffix(adapter), request.cache_salt or ""]
+    return digest_of(packed, namespace_seed(json.dumps(parts) if any(parts) else ""))

@@ -1,0 +1,65 @@
+"""Settings of SGLang's transfer backend `tidekv`, in the environment variable TIDEKV_SGLANG of both servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Final
+
+import msgspec
+
+from tidekv.backends.storage.options import read_extra_options
+from tidekv.engine.config.engine_config import PeerOptions
+from tidekv.engine.integrations.link_settings import LinkSettings
+from tidekv.states.errors import InvalidConfig
+from tidekv.states.validation import Seconds, unknown
+
+VARIABLE: Final = "TIDEKV_SGLANG"
+BACKEND: Final = "tidekv"
+"""Value of --disaggregation-transfer-backend."""
+
+
+class BackendSettings(LinkSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of TIDEKV_SGLANG, a JSON object or @file. `listen` is a prefill server's, with port 0 on the address of
+    the server by default; `dials` is needed by a decode server, and names bootstrap services and prefill workers.
+    """
+
+    where: ClassVar[str] = VARIABLE
+
+    restore_timeout_s: Seconds = 300.0
+    """Maximum seconds in which decode gets a prompt, prefill's computation included; then the request fails."""
+    promise_timeout_s: Seconds = 300.0
+    """Seconds for which prefill holds the pages of a prompt that no decode worker asks for; then its request fails."""
+    lease_s: Seconds = 30.0
+    """Seconds for which either end waits for an end that gives no sign of life: prefill with the pages of a prompt,
+    decode with half of them for a prefill that was silent.
+    """
+
+    @property
+    def peer(self) -> PeerOptions:
+        """The options of decode's links: those of `engine.peer` if it has any, else by `lease_s`."""
+        if self.engine.peer != PeerOptions():
+            return self.engine.peer
+        silence_s = self.lease_s / 2
+        return PeerOptions(lease_s=self.lease_s, silence_s=silence_s, heartbeat_s=min(0.5, silence_s / 2))
+
+
+def read_settings(environment: Mapping[str, str]) -> BackendSettings:
+    """Read the settings. Raises InvalidConfig, which names the wrong key."""
+    text = environment.get(VARIABLE)
+    if text is None:
+        raise InvalidConfig(
+            f"--disaggregation-transfer-backend {BACKEND} needs its settings in the environment variable {VARIABLE}: "
+            'a JSON object such as {"dials": ["127.0.0.1:*"]}, or @ and the path of a file'
+        )
+    try:
+        given = read_extra_options(text)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{VARIABLE}: {error}") from error
+    names = BackendSettings.__struct_fields__
+    for name in sorted(set(given) - set(names)):
+        raise InvalidConfig(f"{VARIABLE}: {unknown(name, names, 'key')}")
+    try:
+        return msgspec.convert(given, BackendSettings)
+    except msgspec.ValidationError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, InvalidConfig) else error
+        raise InvalidConfig(f"{VARIABLE}: {cause}") from error

@@ -1,0 +1,66 @@
+"""SGLang's tree of a decode server as the first tier: what it takes in is written through to tidekv's tiers."""
+
+from __future__ import annotations
+
+from typing import Any  # SGLang's tree and requests have no types.
+
+from tidekv.engine.integrations.sglang.handover.decode_end import DecodeEnd
+from tidekv.engine.integrations.sglang.handover.requests import namespace_of, packed_tokens
+from tidekv.engine.log import engine_log
+
+LOG = engine_log("tidekv.sglang")
+OFFERED = "tidekv_offered_tokens"
+"""Attribute of SGLang's requests: leading tokens that were offered."""
+
+
+class KeptTree:
+    """Offers the pages that enter the tree, and locks their nodes until they are copied."""
+
+    def __init__(self, decode: DecodeEnd, tree: Any) -> None:
+        self.salt = ""
+        """What the names of pages have besides the request's own namespace."""
+        self._decode = decode
+        self._tree = tree
+        tree.tidekv = self
+
+    def offer(self, request: Any) -> None:
+        """Write through what the tree has of a request, prompt or output, that was not offered before."""
+        end = int(request.kv.cache_protected_len)
+        start, page_size = int(getattr(request, OFFERED, 0)), self._tree.page_size
+        if end - start < page_size:
+            return
+        setattr(request, OFFERED, end)
+        table = self._tree.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
+        lock = self._tree.lock(request.last_node)
+        self._decode.offer(
+            packed_tokens(request, end),
+            table[start:end:page_size].cpu().numpy() // page_size,
+            start_token=start,
+            namespace=namespace_of(request, self.salt),
+            release=lambda: self._tree.unlock(lock),
+        )
+
+    def reap(self) -> None:
+        """Unlock the nodes whose pages are copied."""
+        self._decode.reap()
+
+    def flush(self) -> None:
+        """Empty the host memory before SGLang forgets its tree."""
+        self._decode.flush()
+
+
+def offer_checkpoint(result: None, tree: Any, request: Any, **more: Any) -> None:
+    """Offer what a request has put in the tree. Runs after SGLang's `UnifiedRadixCache.checkpoint_into_tree`."""
+    kept = getattr(tree, "tidekv", None)
+    if kept is not None:
+        try:
+            kept.offer(request)
+        except Exception:
+            LOG.exception("KV that SGLang's tree took in is not kept")
+
+
+def flush_before_reset(tree: Any) -> None:
+    """Flush the host memory. Runs before SGLang's `UnifiedRadixCache.reset`."""
+    kept = getattr(tree, "tidekv", None)
+    if kept is not None:
+        kept.flush()

@@ -1,0 +1,294 @@
+"""SGLang's transfer backend: both ends over NIXL, under schedulers that are made of SGLang's contract."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.sglang_contract import ASKED, PAGE, HookRegistry, KVPoll, KVTransferError, modules, request
+from tests.support.waits import LIMIT_S
+from tidekv.engine.integrations.sglang.handover.plugin import HOOKS, check_hooks, register
+from tidekv.engine.integrations.sglang.handover.settings import BackendSettings, read_settings
+from tidekv.states.errors import InvalidConfig
+
+pytestmark = pytest.mark.nixl
+PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
+SETTINGS = '{"dials": ["127.0.0.1:*"], "host": "1MB"}'
+
+
+class Servers:
+    """A prefill and a decode scheduler of one rank."""
+
+    def __init__(self) -> None:
+        self.prefill = sys.modules["sglang.srt.disaggregation.prefill"].PrefillBootstrapQueue()
+        self.decode = sys.modules["sglang.srt.disaggregation.decode"].DecodePreallocQueue()
+        self.mixin = sys.modules["sglang.srt.disaggregation.decode"].SchedulerDisaggregationDecodeMixin
+
+    @property
+    def pools(self) -> tuple[Any, Any]:
+        return self.prefill.token_to_kv_pool, self.decode.token_to_kv_pool
+
+    def close(self) -> None:
+        self.decode.kv_manager.decode.close()
+        self.prefill.kv_manager.prefill.close()
+
+    # --- Prefill ---
+
+    def send(self, tokens: list[int], pages: list[int], room: int, *, chunks: int = 1, **more: Any) -> Any:
+        """Compute a prompt, and hand it over chunk by chunk; returns its request."""
+        req = request(tokens, room, **more)
+        assert self.prefill.create_sender(req, 2)
+        sender = req.disagg_kv_sender
+        self.wait(lambda: sender.poll() == KVPoll.WaitingForInput)
+        assert sender.pop_decode_prefix_len() == 0
+        sender.init(len(pages), room % 8)
+        self.pools[0].compute(tokens, pages)
+        step = -(-len(pages) // chunks)
+        for first in range(0, len(pages), step):
+            if first + step >= len(pages):
+                row, buffers = room % 8, self.prefill.metadata_buffers
+                buffers.output_ids[row, 0], buffers.cached_tokens[row, 0] = tokens[-1] + 1, 4
+                buffers.cached_tokens[row, 1] = 4
+                buffers.bootstrap_room[row, 0] = room
+            sender.send(np.asarray(pages[first : first + step], dtype=np.int32), None)
+        return req
+
+    # --- Decode ---
+
+    def ask(self, tokens: list[int], pages: list[int], room: int, *, have: int = 0, **more: Any) -> Any:
+        """Ask for a prompt of which the tree has the first `have` tokens; returns what SGLang queues."""
+        asked = self.decode._create_receiver_and_enqueue(request(tokens, room, **more))
+        receiver, req = asked.kv_receiver, asked.req
+        if receiver.poll() == KVPoll.Bootstrapping:
+            assert self.decode.kv_manager.try_ensure_parallel_info(req.bootstrap_addr)
+            receiver.init(0)
+        if receiver.poll() != KVPoll.WaitingForInput:
+            return asked
+        table = self.decode.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        for number, page in enumerate(pages):
+            for offset in range(PAGE):
+                table[number * PAGE + offset] = page * PAGE + offset
+        receiver.send_metadata(
+            np.asarray(pages[have // PAGE :], dtype=np.int32), room % 8, None, decode_prefix_len=have
+        )
+        return asked
+
+    def commit(self, asked: Any) -> None:
+        """What SGLang does with a request whose prompt has arrived."""
+        self.wait(lambda: asked.kv_receiver.poll() == KVPoll.Success)
+        assert (
+            int(self.decode.metadata_buffers.bootstrap_room[asked.req.bootstrap_room % 8, 0])
+            == asked.req.bootstrap_room
+        )
+        self.decode.tree_cache.checkpoint_into_tree(asked.req, up_to=len(asked.req.origin_input_ids))
+        asked.kv_receiver.clear()
+
+    def settle(self) -> None:
+        """Let what the tree took in be copied."""
+        self.wait(self._is_reaped)
+
+    def _is_reaped(self) -> bool:
+        self.mixin.process_decode_queue(SimpleNamespace(tree_cache=self.decode.tree_cache))
+        return not self.decode.tree_cache.locked
+
+    def serve(
+        self, tokens: list[int], theirs: list[int], ours: list[int], room: int, *, have: int = 0
+    ) -> dict[str, int]:
+        """Serve a prompt; returns its tokens by source."""
+        asked = self.ask(tokens, ours, room, have=have)
+        sent = self.send(tokens, theirs, room)
+        self.commit(asked)
+        self.wait(lambda: sent.disagg_kv_sender.poll() == KVPoll.Success)
+        sent.disagg_kv_sender.clear()
+        assert self.pools[1].holds(tokens, ours)
+        self.settle()
+        return {source: count for source, count in asked.kv_receiver.restore.sources.items() if count}
+
+    @staticmethod
+    def wait(condition: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < end_s, "it did not happen"
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def plugged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("TIDEKV_SGLANG", SETTINGS)
+    with modules():
+        register()
+        HookRegistry.apply_hooks()
+        yield
+
+
+@pytest.fixture
+def servers(plugged: None) -> Iterator[Servers]:
+    servers = Servers()
+    try:
+        yield servers
+    finally:
+        servers.close()
+
+
+def test_a_prompt_is_sent_then_found_in_host_memory_then_extended(servers: Servers) -> None:
+    assert servers.serve(PROMPT, [1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 4], 11) == {"transfer": 22}
+    assert int(servers.decode.metadata_buffers.output_ids[3, 0]) == 122
+    # SGLang has given the pages to others; four full pages and what follows are there again.
+    servers.pools[1].compute([1] * 24, [9, 8, 7, 6, 5, 4])
+    assert servers.serve(PROMPT, [1, 2, 3, 4, 5, 6], [20, 21, 22, 23, 24, 25], 12) == {"l2": 20, "transfer": 2}
+    # The tree has two pages; a longer prompt continues behind what host memory has.
+    longer = PROMPT + list(range(500, 520))
+    pages = [20, 21, *range(30, 39)]
+    found = servers.serve(longer, list(range(10, 21)), pages, 13, have=8)
+    assert found == {"l1": 8, "l2": 12, "transfer": 22}
+    counts = servers.decode.metadata_buffers.cached_tokens[13 % 8, :4].tolist()
+    assert counts == [20, 8, 12, 0]
+
+
+def test_chunks_are_sent_as_they_are_computed_and_before_decode_asks(servers: Servers) -> None:
+    sent = servers.send(PROMPT, [1, 2, 3, 4, 5, 6], 5, chunks=3)
+    assert sent.disagg_kv_sender.poll() == KVPoll.Transferring
+    asked = servers.ask(PROMPT, [9, 8, 7, 6, 5, 4], 5)
+    servers.commit(asked)
+    assert servers.pools[1].holds(PROMPT, [9, 8, 7, 6, 5, 4])
+    servers.wait(lambda: sent.disagg_kv_sender.poll() == KVPoll.Success)
+    page_bytes = 2 * 2 * PAGE * 2 * 8 * 4
+    assert sent.disagg_kv_sender.get_transfer_metric().transfer_total_bytes == 6 * page_bytes
+
+
+def test_pages_of_an_aborted_request_are_held_until_nothing_writes_to_them(servers: Servers) -> None:
+    assert servers.decode.transfer_queue.deferred_kv_release_timeout == float("inf")
+    asked = servers.ask(PROMPT, [9, 8, 7, 6, 5, 4], 5)
+    manager = servers.decode.kv_manager
+    assert not manager.is_abort_release_safe(5, 1)
+    asked.kv_receiver.abort()
+    assert asked.kv_receiver.poll() == KVPoll.Failed
+    assert asked.kv_receiver.abort_notified
+    with pytest.raises(KVTransferError, match="Aborted by AbortReq") as raised:
+        asked.kv_receiver.failure_exception()
+    assert not raised.value.is_from_another_rank
+    servers.wait(lambda: manager.is_abort_release_safe(5, 1))
+    # Prefill computes it all the same, and is told.
+    sent = servers.send(PROMPT, [1, 2, 3, 4, 5, 6], 5)
+    sent.disagg_kv_sender.abort()
+    assert sent.disagg_kv_sender.poll() == KVPoll.Failed
+
+
+def test_a_request_that_prefill_gives_up_fails_at_decode_with_the_reason(servers: Servers) -> None:
+    asked = servers.ask(PROMPT, [9, 8, 7, 6, 5, 4], 5)
+    sent = servers.send(PROMPT[:10] + [7] * 12, [1, 2, 3, 4, 5, 6], 6)
+    req = request(PROMPT, 5)
+    assert servers.prefill.create_sender(req, 2)
+    req.disagg_kv_sender.abort()
+    servers.wait(lambda: asked.kv_receiver.poll() == KVPoll.Failed)
+    with pytest.raises(KVTransferError, match="Aborted by AbortReq"):
+        asked.kv_receiver.failure_exception()
+    with pytest.raises(KVTransferError, match="another rank"):
+        sent.disagg_kv_sender.failure_exception()
+
+
+def test_a_room_with_another_prompt_gives_nothing(servers: Servers) -> None:
+    asked = servers.ask(PROMPT, [9, 8, 7, 6, 5, 4], 5, cache_salt="mine")
+    servers.send(PROMPT, [1, 2, 3, 4, 5, 6], 5)
+    servers.wait(lambda: asked.kv_receiver.poll() == KVPoll.Failed)
+    assert not servers.pools[1].k_buffer[0].any()
+
+
+def test_adapters_that_each_server_numbers_for_itself_are_one_prompt(servers: Servers) -> None:
+    asked = servers.ask(PROMPT, [9, 8, 7, 6, 5, 4], 5, extra_key="k" + "aa", lora_id="aa")
+    servers.send(PROMPT, [1, 2, 3, 4, 5, 6], 5, extra_key="k" + "bb", lora_id="bb")
+    servers.commit(asked)
+
+
+def test_a_client_does_not_choose_whom_decode_connects_to(servers: Servers) -> None:
+    asked = servers.ask(PROMPT, [9, 8, 7, 6, 5, 4], 5, bootstrap_addr="10.1.2.3:8998")
+    assert asked.kv_receiver.poll() == KVPoll.Failed
+    assert not servers.decode.kv_manager.try_ensure_parallel_info("10.1.2.3:8998")
+    assert ASKED == []
+    with pytest.raises(KVTransferError, match=r"10\.1\.2\.3:8998.*not in dials"):
+        asked.kv_receiver.failure_exception()
+
+
+def test_a_room_that_is_live_or_no_number_fails_its_request_alone(servers: Servers) -> None:
+    first = servers.ask(PROMPT, [9, 8, 7, 6, 5, 4], 5)
+    second = servers.ask(PROMPT, [19, 18, 17, 16, 15, 14], 5)
+    assert second.kv_receiver.poll() == KVPoll.Failed
+    odd = servers.decode._create_receiver_and_enqueue(request(PROMPT, 5))
+    odd.kv_receiver.__init__(servers.decode.kv_manager, odd.req.bootstrap_addr, "5")
+    assert odd.kv_receiver.poll() == KVPoll.Failed
+    servers.send(PROMPT, [1, 2, 3, 4, 5, 6], 5)
+    servers.commit(first)
+
+
+def test_a_flush_waits_for_copies_and_empties_host_memory(servers: Servers) -> None:
+    asked = servers.ask(PROMPT, [9, 8, 7, 6, 5, 4], 11)
+    servers.send(PROMPT, [1, 2, 3, 4, 5, 6], 11)
+    servers.commit(asked)
+    servers.decode.tree_cache.reset()
+    assert servers.serve(PROMPT, [1, 2, 3, 4, 5, 6], [20, 21, 22, 23, 24, 25], 12) == {"transfer": 22}
+
+
+@pytest.mark.parametrize("target", [hook.target for hook in HOOKS])
+def test_a_hooked_function_that_sglang_does_not_have_is_named_at_the_start(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEKV_SGLANG", SETTINGS)
+    with modules(without=target):
+        register()
+        HookRegistry.apply_hooks()
+        utils = sys.modules["sglang.srt.disaggregation.utils"]
+        with pytest.raises(InvalidConfig, match=target.replace(".", r"\.")):
+            utils.get_kv_class(utils.TransferBackend("tidekv"), utils.KVClassType.MANAGER)
+        assert utils.get_kv_class(utils.TransferBackend.NIXL, utils.KVClassType.MANAGER) == "manager of nixl"
+
+
+@pytest.mark.parametrize("dropped", HOOKS, ids=[hook.target.rpartition(".")[2] for hook in HOOKS])
+def test_a_hook_that_was_not_applied_is_named(dropped: Any, plugged: None) -> None:
+    check_hooks()
+    with modules():
+        register()
+        HookRegistry.hooks = [hook for hook in HookRegistry.hooks if hook[0] != dropped.target]
+        HookRegistry.apply_hooks()
+        with pytest.raises(InvalidConfig, match=dropped.target.replace(".", r"\.")):
+            check_hooks()
+
+
+def test_without_settings_the_backend_has_a_name_and_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TIDEKV_SGLANG", raising=False)
+    with modules():
+        register()
+        assert [target for target, _, _ in HookRegistry.hooks] == ["sglang.srt.disaggregation.utils.get_kv_class"]
+        HookRegistry.apply_hooks()
+        utils = sys.modules["sglang.srt.disaggregation.utils"]
+        with pytest.raises(InvalidConfig, match="TIDEKV_SGLANG"):
+            utils.get_kv_class(utils.TransferBackend("tidekv"), utils.KVClassType.MANAGER)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "JSON"),
+        ("@/nowhere/at-all.json", "cannot be read"),
+        ('{"dial": []}', "dial"),
+        ('{"host": "none"}', "host"),
+        ('{"uri": "memory:"}', "memory"),
+        ('{"dials": ["x"]}', "dials"),
+        ('{"lease_s": 0}', "lease_s"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(text: str, words: str) -> None:
+    with pytest.raises(InvalidConfig, match=words) as raised:
+        read_settings({"TIDEKV_SGLANG": text})
+    assert "TIDEKV_SGLANG" in str(raised.value)
+
+
+def test_a_silent_prefill_is_waited_for_by_half_of_the_lease() -> None:
+    peer = BackendSettings(lease_s=30.0).peer
+    assert (peer.lease_s, peer.silence_s, peer.heartbeat_s) == (30.0, 15.0, 0.5)

@@ -1,0 +1,357 @@
+"""What SGLang 0.5.23 has where the transfer backend `tidekv` touches it: small classes, made of its contract.
+
+`modules()` puts them where SGLang's are imported from.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import sys
+import threading
+import types
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+
+PAGE = 4
+LAYERS, HEADS, DIM = 2, 2, 8
+ROWS = 8
+
+
+class KVPoll:
+    Failed, Bootstrapping, WaitingForInput, Transferring, Success = range(5)
+
+
+class DisaggregationMode(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class KVTransferError(Exception):
+    def __init__(self, bootstrap_room, failure_reason, is_from_another_rank=False):
+        super().__init__(failure_reason)
+        self.bootstrap_room, self.failure_reason = bootstrap_room, failure_reason
+        self.is_from_another_rank = is_from_another_rank
+
+
+SERVICES: dict[str, list[dict[str, Any]]] = {}
+"""What bootstrap services have registered, by address: in place of HTTP."""
+ASKED: list[str] = []
+"""Bootstrap services that were asked."""
+
+
+class CommonKVManager:
+    pp_size = attn_cp_size = dcp_size = system_dp_size = attn_tp_size = 1
+    attn_tp_rank = 0
+    defer_decode_allocation = False
+    local_ip = "127.0.0.1"
+    bootstrap_addr = "127.0.0.1:8998"
+
+    def __init__(self, args, disaggregation_mode, server_args, is_mla_backend=False):
+        self.kv_args, self.server_args, self.is_mla_backend = args, server_args, is_mla_backend
+        self.connection_lock, self.failure_lock = threading.Lock(), threading.Lock()
+        self.connection_pool, self.prefill_info_table, self.failure_records = {}, {}, {}
+        self.rank_port = 1
+        if disaggregation_mode == DisaggregationMode.PREFILL:
+            self.register_to_bootstrap()
+
+    def register_to_bootstrap(self):
+        SERVICES[self.bootstrap_addr] = [{"rank_ip": self.local_ip, "rank_port": self.rank_port}]
+
+    def try_ensure_parallel_info(self, bootstrap_addr):
+        ASKED.append(bootstrap_addr)
+        if bootstrap_addr not in SERVICES:
+            return False
+        self.prefill_info_table[bootstrap_addr] = SimpleNamespace(attn_tp_size=1)
+        return True
+
+
+class CommonKVReceiver:
+    def __init__(self, mgr, bootstrap_addr, bootstrap_room=None):
+        self.kv_mgr, self.bootstrap_addr, self.bootstrap_room = mgr, bootstrap_addr, bootstrap_room
+        self.conclude_state, self.abort_notified = None, False
+
+    def init(self, prefill_dp_rank):
+        self.bootstrap_infos = [dict(info) for info in SERVICES[self.bootstrap_addr]]
+        assert self._register_kv_args()
+
+    def clear(self):
+        pass
+
+
+class CommonKVSender:
+    def __init__(self, mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank=False):
+        self.kv_mgr, self.bootstrap_room, self.conclude_state = mgr, bootstrap_room, None
+        self.curr_idx, self._transfer_metric = 0, SimpleNamespace(transfer_total_bytes=None)
+
+    def init(self, num_kv_indices, aux_index=None):
+        self.num_kv_indices, self.aux_index = num_kv_indices, aux_index
+
+    def clear(self):
+        pass
+
+
+class CommonKVBootstrapServer:
+    pass
+
+
+class TransferBackend(enum.Enum):
+    NIXL = "nixl"
+
+
+class KVClassType(enum.Enum):
+    KVARGS = "kvargs"
+    MANAGER = "manager"
+    SENDER = "sender"
+    RECEIVER = "receiver"
+    BOOTSTRAP_SERVER = "bootstrap_server"
+
+
+def get_kv_class(transfer_backend, class_type):
+    return f"{class_type.value} of {transfer_backend.value}"
+
+
+class HookType(enum.Enum):
+    BEFORE = "before"
+    AFTER = "after"
+    AROUND = "around"
+
+
+class HookRegistry:
+    hooks: ClassVar[list[tuple[str, Any, HookType]]] = []
+
+    @classmethod
+    def register(cls, target, hook, hook_type):
+        cls.hooks.append((target, hook, hook_type))
+
+    @classmethod
+    def apply_hooks(cls):
+        """Wrap the targets that there are; others are passed over, as SGLang does but for a line in its log."""
+        for target, hook, hook_type in cls.hooks:
+            path, _, name = target.rpartition(".")
+            owner = _owner(path)
+            if hasattr(owner, name):
+                setattr(owner, name, _wrapped(getattr(owner, name), hook, hook_type))
+
+
+def _owner(path):
+    if path in sys.modules:
+        return sys.modules[path]
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules[module], name)
+
+
+def _wrapped(inner, hook, hook_type):
+    @functools.wraps(inner)
+    def before(*args, **named):
+        hook(*args, **named)
+        return inner(*args, **named)
+
+    @functools.wraps(inner)
+    def after(*args, **named):
+        result = inner(*args, **named)
+        hook(result, *args, **named)
+        return result
+
+    @functools.wraps(inner)
+    def around(*args, **named):
+        return hook(inner, *args, **named)
+
+    return {HookType.BEFORE: before, HookType.AFTER: after, HookType.AROUND: around}[hook_type]
+
+
+class MHATokenToKVPool:
+    """Keys and values of `pages` pages; page 0 is SGLang's own."""
+
+    def __init__(self, pages: int) -> None:
+        self.page_size, self.dtype = PAGE, torch.float32
+        self.k_buffer = [torch.zeros(pages * PAGE, HEADS, DIM) for _ in range(LAYERS)]
+        self.v_buffer = [torch.zeros(pages * PAGE, HEADS, DIM) for _ in range(LAYERS)]
+
+    def token(self, page: int, offset: int = 0) -> list[float]:
+        """The first element of a token's K and V in each layer."""
+        at = page * PAGE + offset
+        return [float(buffer[at, 0, 0]) for buffer in (*self.k_buffer, *self.v_buffer)]
+
+    def compute(self, tokens: list[int], pages: list[int]) -> None:
+        """Write what a model would: values that depend on the token and its place."""
+        for place, token in enumerate(tokens):
+            at = pages[place // PAGE] * PAGE + place % PAGE
+            for number, buffer in enumerate((*self.k_buffer, *self.v_buffer)):
+                buffer[at] = token * 8 + number + place / 1024
+
+    def holds(self, tokens: list[int], pages: list[int]) -> bool:
+        """Whether pages hold the KV of these tokens."""
+        other = MHATokenToKVPool(len(self.k_buffer[0]) // PAGE)
+        other.compute(tokens, pages)
+        return all(
+            torch.equal(
+                ours[pages[place // PAGE] * PAGE + place % PAGE], theirs[pages[place // PAGE] * PAGE + place % PAGE]
+            )
+            for ours, theirs in zip((*self.k_buffer, *self.v_buffer), (*other.k_buffer, *other.v_buffer), strict=True)
+            for place in range(len(tokens))
+        )
+
+
+class MetadataBuffers:
+    def __init__(self) -> None:
+        self.output_ids = torch.zeros((ROWS, 16), dtype=torch.int32)
+        self.cached_tokens = torch.zeros((ROWS, 16), dtype=torch.int32)
+        self.bootstrap_room = torch.zeros((ROWS, 8), dtype=torch.int64)
+
+    def kv_args(self) -> SimpleNamespace:
+        buffers = (self.output_ids, self.cached_tokens, self.bootstrap_room)
+        return SimpleNamespace(
+            aux_data_ptrs=[buffer.data_ptr() for buffer in buffers],
+            aux_item_lens=[buffer[0].nbytes for buffer in buffers],
+            state_types=[],
+            num_draft_entries=0,
+            page_size=PAGE,
+        )
+
+
+def request(tokens: list[int], room: int, **more: Any) -> SimpleNamespace:
+    """A request, as both schedulers have it."""
+    fields = {"extra_key": None, "cache_salt": None, "lora_id": None, "bootstrap_addr": CommonKVManager.bootstrap_addr}
+    return SimpleNamespace(
+        rid=f"r{room}",
+        origin_input_ids=array("q", tokens),
+        output_ids=array("q"),
+        full_untruncated_fill_ids=array("q", tokens),
+        bootstrap_room=room,
+        kv=SimpleNamespace(req_pool_idx=room % ROWS, cache_protected_len=0),
+        last_node=f"node of {room}",
+        **{**fields, **more},
+    )
+
+
+class UnifiedRadixCache:
+    """A tree that has what it is told to have."""
+
+    page_size = PAGE
+
+    def __init__(self, req_to_token_pool: Any) -> None:
+        self.req_to_token_pool, self.locked = req_to_token_pool, []
+
+    def checkpoint_into_tree(self, req, *, up_to):
+        req.kv.cache_protected_len = up_to // PAGE * PAGE
+
+    def reset(self):
+        assert not self.locked, "pages are given away while they are read"
+
+    def lock(self, node):
+        self.locked.append(node)
+        return node
+
+    def unlock(self, lock):
+        self.locked.remove(lock)
+
+
+class PrefillBootstrapQueue:
+    def __init__(self, pages: int = 64) -> None:
+        self.token_to_kv_pool, self.metadata_buffers = MHATokenToKVPool(pages), MetadataBuffers()
+        self.kv_manager = self._init_kv_manager()
+
+    def _init_kv_manager(self):
+        manager = _factory()("manager")
+        server_args = SimpleNamespace(served_model_name="tiny", model_path="m")
+        return manager(self.metadata_buffers.kv_args(), DisaggregationMode.PREFILL, server_args, False)
+
+    def create_sender(self, req, num_kv_heads):
+        req.disagg_kv_sender = _factory()("sender")(self.kv_manager, req.bootstrap_addr, req.bootstrap_room)
+        return True
+
+
+class DecodePreallocQueue:
+    def __init__(self, pages: int = 64) -> None:
+        self.token_to_kv_pool, self.metadata_buffers = MHATokenToKVPool(pages), MetadataBuffers()
+        self.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros((ROWS, pages * PAGE), dtype=torch.int32))
+        tree = sys.modules["sglang.srt.mem_cache.unified_radix_cache"].UnifiedRadixCache
+        self.tree_cache = tree(self.req_to_token_pool)
+        self.transfer_queue = SimpleNamespace(enable_deferred_kv_release=False, deferred_kv_release_timeout=30.0)
+        self.scheduler = SimpleNamespace(tree_cache=self.tree_cache)
+        self.kv_manager = self._init_kv_manager()
+
+    def _init_kv_manager(self):
+        manager = _factory()("manager")
+        server_args = SimpleNamespace(served_model_name="tiny", model_path="m")
+        return manager(self.metadata_buffers.kv_args(), DisaggregationMode.DECODE, server_args, False)
+
+    def _create_receiver_and_enqueue(self, req, is_rebootstrap=False):
+        receiver = _factory()("receiver")(self.kv_manager, req.bootstrap_addr, req.bootstrap_room)
+        return SimpleNamespace(req=req, kv_receiver=receiver)
+
+
+class SchedulerDisaggregationDecodeMixin:
+    def process_decode_queue(self):
+        pass
+
+
+def _factory():
+    utils = sys.modules["sglang.srt.disaggregation.utils"]
+    return lambda kind: utils.get_kv_class(utils.TransferBackend("tidekv"), utils.KVClassType(kind))
+
+
+@contextmanager
+def modules(*, without: str = "") -> Iterator[None]:
+    """SGLang's modules, with these classes in them; `without` names one function that this SGLang does not have."""
+    contents: dict[str, dict[str, Any]] = {
+        "sglang.srt.disaggregation.base.conn": {"KVPoll": KVPoll},
+        "sglang.srt.disaggregation.common.conn": {
+            each.__name__: each
+            for each in (CommonKVManager, CommonKVReceiver, CommonKVSender, CommonKVBootstrapServer, KVTransferError)
+        },
+        "sglang.srt.disaggregation.utils": {
+            "DisaggregationMode": DisaggregationMode,
+            "TransferBackend": enum.Enum("TransferBackend", {"NIXL": "nixl"}),
+            "KVClassType": KVClassType,
+            "get_kv_class": get_kv_class,
+        },
+        "sglang.srt.disaggregation.decode": {
+            "DecodePreallocQueue": _copy(DecodePreallocQueue),
+            "SchedulerDisaggregationDecodeMixin": _copy(SchedulerDisaggregationDecodeMixin),
+        },
+        "sglang.srt.disaggregation.prefill": {"PrefillBootstrapQueue": _copy(PrefillBootstrapQueue)},
+        "sglang.srt.mem_cache.unified_radix_cache": {"UnifiedRadixCache": _copy(UnifiedRadixCache)},
+        "sglang.srt.arg_groups.choices": {"DISAGG_TRANSFER_BACKEND_CHOICES": ["nixl"]},
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
+    }
+    choices = contents["sglang.srt.arg_groups.choices"]
+    choices["add_disagg_transfer_backend_choices"] = choices["DISAGG_TRANSFER_BACKEND_CHOICES"].extend
+    before = dict(sys.modules)
+    for name, content in contents.items():
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            parent = ".".join(parts[:end])
+            if parent not in sys.modules:
+                sys.modules[parent] = ModuleType(parent)
+                sys.modules[parent].__path__ = []
+                if end > 1:
+                    setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], sys.modules[parent])
+        vars(sys.modules[name]).update(content)
+    if without:
+        path, _, function = without.rpartition(".")
+        delattr(_owner(path), function)
+    HookRegistry.hooks = []
+    ASKED.clear()
+    SERVICES.clear()
+    try:
+        yield
+    finally:
+        for name in set(sys.modules) - set(before):
+            if name.startswith("sglang") or name.endswith("sglang.handover.backend"):
+                del sys.modules[name]
+
+
+def _copy(cls: type) -> type:
+    """A class whose functions can be replaced without a change to the original, also to its own constructor."""
+    return types.new_class(cls.__name__, cls.__bases__, exec_body=lambda body: body.update(_body_of(cls)))
+
+
+def _body_of(cls: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
