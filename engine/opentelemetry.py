@@ -57,7 +57,9 @@ def trace_requests(engine: DecodeEngine, provider: TracerProvider) -> RequestSpa
     parts = engine._runtime
     if parts.core.state.requests:
         raise InvalidRequest("spans are made of whole requests: call trace_requests before the engine's first one")
-    spans = RequestSpans(lambda: parts.core, provider, now_s=parts.driver.clock(), look=parts.watchdog.look)
+    # The wall's clock first: a pause between the two makes spans a little early, but never end in the future.
+    unix_ns = time.time_ns() - int(parts.driver.clock() * NS)
+    spans = RequestSpans(lambda: parts.core, provider, unix_ns=unix_ns, look=parts.watchdog.look)
     parts.on_stall.append(spans.note_stall)
     parts.calls.on_begin = spans.begun
     parts.driver.watch(spans)
@@ -72,11 +74,11 @@ class RequestSpans:
         core_of: Callable[[], Core],
         provider: TracerProvider,
         *,
-        now_s: float,
+        unix_ns: int,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`core_of` returns the engine's current core. `now_s` is the time on the events' clock. `look` has stalls that
-        have just ended reported to `note_stall`.
+        """`core_of` returns the engine's current core. `unix_ns` is the Unix time at the zero of the events' clock.
+        `look` has stalls that have just ended reported to `note_stall`.
         """
         self.spans_made = 0
         """Requests that have a span."""
@@ -86,7 +88,7 @@ class RequestSpans:
         self._core = core_of()
         self._tracer = provider.get_tracer("tidekv")
         self._request_traces = RequestTraces(self._core, keep=False)
-        self._unix_ns = time.time_ns() - int(now_s * NS)
+        self._unix_ns = unix_ns
         self._parents: dict[str, Context] = {}
         self._look = look
         self._stalls: deque[Stall] = deque(maxlen=STALLS_MAX)

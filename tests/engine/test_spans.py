@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
 from tidekv import DecodeRequest, InvalidConfig, InvalidRequest, RequestFailed, open_storage, trace_requests
+from tidekv.engine import opentelemetry
 from tidekv.states.errors import CopyFailed
 
 PROMPT = list(range(100, 142))  # Ten pages of four tokens and a tail of two.
@@ -86,6 +87,23 @@ async def test_span_has_the_states_and_numbers_of_its_request(make_pair, exporte
     assert began_ns <= cold.start_time <= warm.start_time < warm.end_time <= time.time_ns()
     (plan,) = [event for event in warm.events if event.name == "plan"]
     assert plan.attributes["tidekv.pages.l3"] == 10
+
+
+async def test_spans_do_not_end_in_the_future_if_the_machine_paused_while_they_were_set_up(
+    make_pair, exporter, provider, monkeypatch
+) -> None:
+    make = opentelemetry.RequestTraces
+
+    def made_slowly(*args: object, **options: object) -> object:
+        time.sleep(1.0)  # A pause, much longer than a request and the end of its engine.
+        return make(*args, **options)
+
+    monkeypatch.setattr(opentelemetry, "RequestTraces", made_slowly)
+    async with make_pair(loop_stall_report_s=60.0) as pair:
+        trace_requests(pair.engine, provider)
+        await pair.finish(await pair.restore("cold", PROMPT), PROMPT, [1])
+        await pair.engine.wait_settled()
+        assert named(exporter, "cold").end_time <= time.time_ns()
 
 
 async def test_fallbacks_are_events_with_their_cause(make_pair, exporter, provider, monkeypatch) -> None:

@@ -62,7 +62,7 @@ async def test_workers_of_one_process_have_devices_of_their_own(start: Start, ca
     _, ports = await start(listen="127.0.0.1:0", dials=("localhost:7000", "127.0.0.1:1,[::1]:2"))
     assert ports
     assert not on_network(ports)
-    assert caplog.records == []
+    assert not [record for record in caplog.records if record.name.startswith("tidekv.transports")]
     for listen, options in (
         ("0.0.0.0:0", {}),
         ("", {"dials": ("127.0.0.1:7000,192.0.2.77:7000",)}),
@@ -71,7 +71,8 @@ async def test_workers_of_one_process_have_devices_of_their_own(start: Start, ca
         caplog.clear()
         _, ports = await start(listen=listen, **options)
         assert on_network(ports)
-        (record,) = caplog.records
+        # Of this logger only: on a busy machine others have something to say of late steps.
+        (record,) = [record for record in caplog.records if record.name.startswith("tidekv.transports")]
         assert "reads and writes the memory of this process without the secret" in record.getMessage()
     caplog.clear()
     _, ports = await start(listen="0.0.0.0:0", data_network="loopback")
