@@ -3,8 +3,8 @@
     curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Who are you?"}]}'
     curl localhost:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}'
 
-This process is the HTTP server and the decode worker. The prefill worker is a child of it, or runs elsewhere
-(`--prefill HOST:PORT`). SIGTERM drains: accepted requests are answered, new ones are refused with status 503.
+This process is the HTTP server and the decode worker. The prefill worker is a child of it, or one or several run
+elsewhere (`--prefill HOST:PORT`). SIGTERM drains: accepted requests are answered, new ones are refused with status 503.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ def main(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on. 0 uses any free port.")] = 8000,
     model: Annotated[str, typer.Option(help="Model directory. Empty uses a tiny Llama with random weights.")] = "",
-    prefill: Annotated[str, typer.Option(help="Address of a running prefill worker. Empty starts one.")] = "",
+    prefill: Annotated[
+        list[str], typer.Option(help="Address of a running prefill worker; repeat it for several. None starts one.")
+    ] = [],  # noqa: B006  # Typer makes a list of its own.
+    name: Annotated[
+        str, typer.Option(help="Name of this worker, unique among those of a prefill worker.")
+    ] = "decode-0",
     page_size: Annotated[int, typer.Option(help="Tokens per page, the same in both workers.")] = 16,
     device_pages: Annotated[int, typer.Option(help="Pages of device memory (L1).")] = 512,
     host_pages: Annotated[int, typer.Option(help="Pages of host memory (L2).")] = 1024,
@@ -34,6 +39,11 @@ def main(
     queue_max: Annotated[int, typer.Option(help="Maximum requests that wait for admission; others get 429.")] = 64,
     drain_timeout_s: Annotated[float, typer.Option(help="Seconds that SIGTERM waits for accepted requests.")] = 30.0,
     journal: Annotated[str, typer.Option(help="Write every event of the engine to this file.")] = "",
+    kv_events: Annotated[str, typer.Option(help="ZMQ endpoint at which routers hear what is cached here.")] = "",
+    kv_events_replay: Annotated[str, typer.Option(help="ZMQ endpoint for batches that a router has missed.")] = "",
+    routers: Annotated[
+        list[str], typer.Option("--router", help="Router that listens to the events; repeat it for several.")
+    ] = ["vllm-router"],  # noqa: B006  # As above.
 ) -> None:
     """Serve completions until SIGTERM or Ctrl-C."""
     options = ServiceOptions(**locals())

@@ -264,7 +264,7 @@ class DecodeWorker:
             request = DecodeRequest(
                 request_id=generation.request_id,
                 tokens=[*generation.prompt, *_known_output(generation, generation.output)],
-                prefill=self.prefill.address,
+                prefill=self.prefill.take_addresses(),
                 max_new_tokens=generation.max_tokens,
                 deadline_s=RESTORE_DEADLINE_S,
                 namespace=generation.namespace,

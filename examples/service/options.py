@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tidekv import InvalidConfig, open_storage
+from tidekv import InvalidConfig, KVEventsOptions, open_storage
 from tidekv.states.validation import checked
 
 PAGE_TOKENS_MAX = 1 << 16
@@ -22,7 +22,8 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     model: str
-    prefill: str
+    prefill: list[str]
+    name: str
     page_size: int
     device_pages: int
     host_pages: int
@@ -31,6 +32,23 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
     queue_max: int
     drain_timeout_s: float
     journal: str
+    kv_events: str
+    kv_events_replay: str
+    routers: list[str]
+
+    def events(self) -> KVEventsOptions:
+        """Return the options of KV events. Raises InvalidConfig."""
+        try:
+            return msgspec.convert(
+                {
+                    "endpoint": self.kv_events or None,
+                    "replay": self.kv_events_replay or None,
+                    "routers": self.routers,
+                },
+                KVEventsOptions,
+            )
+        except msgspec.ValidationError as error:
+            raise InvalidConfig(f"--kv-events, --kv-events-replay, --router: {error}") from None
 
     def check(self) -> None:
         """Raise InvalidConfig for an option that the service could not start with."""
@@ -39,6 +57,7 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("device_pages", "host_pages", "batch_max", "queue_max"):
             option = f"--{name.replace('_', '-')}"
             checked(getattr(self, name), Annotated[int, Meta(ge=1)], option, InvalidConfig)
+        self.events()
         if self.storage:
             open_storage(self.storage)  # Reads the URI; nothing is opened before the engine starts.
         directory = Path(self.journal).parent
@@ -58,6 +77,8 @@ class PrefillOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str = ""
     listen: str = "127.0.0.1:0"
+    name: str = "prefill-0"
+    """Unique among the workers that decode workers know."""
     num_pages: int = 1024
     page_size: int = 16
     ends_with_stdin: bool = False

@@ -11,6 +11,8 @@ import asyncio
 import os
 import signal
 import sys
+from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -46,7 +48,7 @@ async def serve(options: PrefillOptions) -> None:
         # `on_room` runs for each prompt that decode requests; see ModelPrefill.serve for the use of a room.
         async with PrefillPeer(
             device=pool,
-            transport=NixlTransport(name="prefill-0", secret=os.environ.get("TIDEKV_SECRET", "")),
+            transport=NixlTransport(name=options.name, secret=os.environ.get("TIDEKV_SECRET", "")),
             listen=options.listen,
             model=model.fingerprint,
             on_room=worker.serve,
@@ -64,6 +66,10 @@ class PrefillChild:
         self.starts = 0
         self.is_up = asyncio.Event()
         self._options = options
+
+    def take_addresses(self) -> tuple[str, ...]:
+        """Return the one address; see `DistantPrefill`."""
+        return (self.address,)
 
     async def run(self) -> None:
         """Start workers one after the other until cancelled, and then stop the last one."""
@@ -92,13 +98,19 @@ class PrefillChild:
 
 
 class DistantPrefill:
-    """A prefill worker that is started and supervised elsewhere."""
+    """One or several prefill workers that are started and supervised elsewhere."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self.address = ", ".join(addresses)
         self.pid = self.starts = 0
+        self._order = deque(addresses)
         self.is_up = asyncio.Event()
         self.is_up.set()
+
+    def take_addresses(self) -> tuple[str, ...]:
+        """Return the addresses in the order in which a request tries them; each request begins with another one."""
+        self._order.rotate(-1)
+        return tuple(self._order)
 
     async def run(self) -> None:
         """Return at once: there is nothing to supervise."""

@@ -77,14 +77,15 @@ async def serve(options: ServiceOptions, listener: socket.socket) -> None:
                 admission=AdmissionOptions(queue_max=options.queue_max),
                 metrics=MetricsOptions(listen="127.0.0.1:0"),
                 journal=JournalOptions(path=options.journal or None),
+                kv_events=options.events(),
             ),
             device=device,
             host=HostPool.allocate(served.layout, options.host_pages),
             storage=open_storage(options.storage) if options.storage else None,
             transport=NixlTransport(
-                name="decode-0",
+                name=options.name,
                 secret=os.environ.get("TIDEKV_SECRET", ""),
-                dials=[options.prefill] if options.prefill else None,  # A child's address comes from this program.
+                dials=options.prefill if options.prefill else None,  # A child's address comes from this program.
             ),
         )
         pool = PagedModel(served.llama, device)

@@ -1,0 +1,145 @@
+"""A fleet on one machine, by one command: `python -m examples.fleet`.
+
+    users ──▶ vllm-router ──▶ decode-0, decode-1, decode-2 ──▶ prefill-0, prefill-1
+                  ▲                    │         ▲
+                  └──── KV events ─────┘         └──▶ store (redis), shared
+
+Two prefill and three decode workers of `examples.service`, a shared store, and the published router vllm-router. Users
+hold conversations through OpenAI's client, while processes are killed and the decode workers restarted one after the
+other. The same is done once with the router's policy `round_robin` and once with `kv_aware`, which hears from tidekv's
+KV events who has which prefix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from examples.fleet.processes import Fleet, FleetOptions, Member, find_router
+from tidekv import InvalidConfig
+
+if TYPE_CHECKING:
+    from examples.fleet.report import Run
+
+POLICIES = ("round_robin", "kv_aware")
+DOWN_S = 2.0
+"""Seconds for which a killed process is missing."""
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    seconds: Annotated[float, typer.Option(help="Seconds of each of the two runs.", min=10)] = 120.0,
+    users: Annotated[int, typer.Option(help="Users who talk at the same time.", min=1)] = 15,
+    policy: Annotated[list[str], typer.Option(help="Policies of the router, one run each.")] = list(POLICIES),  # noqa: B006
+    kills: Annotated[bool, typer.Option(help="Kill one process of each kind, and restart the decode workers.")] = True,
+    store: Annotated[bool, typer.Option(help="Give the decode workers a shared store.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of the conversations.")] = 1,
+    router: Annotated[Path | None, typer.Option(help="The program vllm-router.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the hit rate over time into this .svg or .png.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Directory for what the processes print.")] = None,
+) -> None:
+    """Serve users by a fleet, kill parts of it, and compare the router's policies."""
+    console = Console()
+    # As Ctrl-C: what was started ends with this program.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        folder = logs or Path(tempfile.mkdtemp(prefix="fleet-"))
+        options = FleetOptions(router=find_router(router), logs=folder, store=store)
+        console.print(f"logs of the processes: {folder}", soft_wrap=True)
+        # After the checks: torch takes seconds to import.
+        from examples.fleet.report import draw, print_table
+
+        runs = [
+            asyncio.run(_run(console, options, name, seconds=seconds, users=users, seed=seed, kills=kills))
+            for name in policy
+        ]
+        print_table(console, runs)
+        if picture is not None:
+            draw(runs, picture)
+            console.print(f"picture: {picture}")
+        if json is not None:
+            json.write_bytes(msgspec.json.format(msgspec.json.encode(runs)))
+    except InvalidConfig as error:
+        raise SystemExit(f"examples.fleet: {error}") from None
+    if any(run.failed or run.wrong for run in runs):
+        raise SystemExit(1)
+
+
+async def _run(
+    console: Console, options: FleetOptions, policy: str, *, seconds: float, users: int, seed: int, kills: bool
+) -> Run:
+    from examples.fleet.load import Load, wrong_answers
+    from examples.fleet.report import Happening, run_of
+    from examples.service.model import load
+
+    happenings: list[Happening] = []
+    with Progress(console=console) as progress:
+        task = progress.add_task(f"{policy}: starting", total=seconds)
+        async with Fleet(options, policy) as fleet:
+            talk = Load(fleet.url, users, seed=seed)
+            start_s = time.monotonic()
+
+            def note(what: str, *, is_decode_killed: bool = False) -> None:
+                happenings.append(Happening(time.monotonic(), what, is_decode_killed))
+                progress.update(task, description=f"{policy}: {what}")
+
+            async with asyncio.TaskGroup() as tasks:
+                talking = tasks.create_task(talk.run())
+                clock = tasks.create_task(_tick(progress, task, start_s))
+                note("serving")
+                if kills:
+                    await _trouble(fleet, start_s, seconds, note)
+                await _until(start_s + seconds)
+                talk.stop()
+                await talking
+                clock.cancel()
+    model = load("", page_size=1)
+    wrong = sum(wrong_answers(model, conversation) for conversation in talk.conversations)
+    token_bytes = model.layout.page_bytes
+    return run_of(policy, talk.turns, happenings, wrong=wrong, token_bytes=token_bytes)
+
+
+async def _trouble(fleet: Fleet, start_s: float, seconds: float, note: Callable[..., None]) -> None:
+    """Kill one process of each kind, and then restart the decode workers one after the other, as an update does."""
+
+    async def lose(member: Member) -> None:
+        note(f"{member.name} killed", is_decode_killed=member in fleet.decodes)
+        await member.kill()
+        await asyncio.sleep(DOWN_S)
+        await member.start()
+
+    victims = [*([] if fleet.store is None else [fleet.store]), fleet.prefills[0], fleet.decodes[0]]
+    for share, member in zip((0.2, 0.35, 0.5), victims, strict=False):
+        await _until(start_s + share * seconds)
+        await lose(member)
+    await _until(start_s + 0.65 * seconds)
+    for member in fleet.decodes:
+        note(f"{member.name} restarts")
+        await member.stop()
+        await member.start()
+
+
+async def _tick(progress: Progress, task: TaskID, start_s: float) -> None:
+    while True:
+        progress.update(task, completed=time.monotonic() - start_s)
+        await asyncio.sleep(0.5)
+
+
+async def _until(at_s: float) -> None:
+    await asyncio.sleep(max(0.0, at_s - time.monotonic()))
+
+
+if __name__ == "__main__":
+    app()

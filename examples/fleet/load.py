@@ -1,0 +1,128 @@
+"""Users of a fleet, as OpenAI's client asks for them, and the check of every token that they got.
+
+Each user has one conversation after the other: a system prompt that several users share, then question and answer in
+turn. Its prompt is all of the conversation so far, so a worker that has its last turn needs only the new question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import httpx
+import torch
+from openai import APIError, AsyncOpenAI
+
+from examples.fleet.processes import MODEL
+from examples.service.model import ServedModel
+
+VOCABULARY = 256
+SYSTEM_TOKENS = 256
+SYSTEMS = 3
+QUESTION_TOKENS = (24, 64)
+ANSWER_TOKENS = 12
+TURNS = 12
+THINK_S = 0.2
+ANSWER_S = 60.0
+RETRIES = 4
+"""Of a request that is refused, as by a worker that drains: what OpenAI's client does by itself."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """One request and its outcome. Times are seconds of the monotonic clock."""
+
+    asked_at_s: float
+    prompt: list[int]
+    answer: list[int] = field(default_factory=list)
+    sources: dict[str, int] = field(default_factory=dict)
+    first_token_s: float = 0.0
+    """Seconds from the question to the first token, as the user sees it."""
+    ended_at_s: float = 0.0
+    error: str = ""
+
+
+class Load:
+    """Users who talk until they are told to stop."""
+
+    def __init__(self, url: str, users: int, *, seed: int) -> None:
+        self.conversations: list[list[Turn]] = []
+        self._client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=ANSWER_S, max_retries=RETRIES)
+        self._users = users
+        self._seed = seed
+        self._ends = asyncio.Event()
+
+    @property
+    def turns(self) -> list[Turn]:
+        """All turns so far."""
+        return [turn for conversation in self.conversations for turn in conversation]
+
+    async def run(self) -> None:
+        """Let all users talk until `stop`; then each ends its turn."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for user in range(self._users):
+                    tasks.create_task(self._talk(user))
+        finally:
+            await self._client.close()
+
+    def stop(self) -> None:
+        """Ask no more questions."""
+        self._ends.set()
+
+    async def _talk(self, user: int) -> None:
+        number = 0
+        while not self._ends.is_set():
+            dice = random.Random(f"{self._seed} {user} {number}")
+            system = random.Random(f"{self._seed} system {user % SYSTEMS}")
+            tokens = [system.randrange(VOCABULARY) for _ in range(SYSTEM_TOKENS)]
+            conversation: list[Turn] = []
+            self.conversations.append(conversation)
+            for _ in range(TURNS):
+                tokens += [dice.randrange(VOCABULARY) for _ in range(dice.randint(*QUESTION_TOKENS))]
+                conversation.append(turn := Turn(time.monotonic(), list(tokens)))
+                await self._ask(turn)
+                if turn.error or self._ends.is_set():
+                    break
+                tokens += turn.answer
+                await asyncio.sleep(THINK_S * dice.random() * 2)
+            number += 1
+
+    async def _ask(self, turn: Turn) -> None:
+        try:
+            stream = await self._client.completions.create(
+                model=MODEL,
+                prompt=turn.prompt,
+                max_tokens=ANSWER_TOKENS,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            async for part in stream:
+                turn.first_token_s = turn.first_token_s or time.monotonic() - turn.asked_at_s
+                for choice in part.choices:
+                    turn.answer += getattr(choice, "token_ids", [])
+                if part.usage is not None:
+                    turn.sources = getattr(part.usage, "sources", {})
+            if len(turn.answer) != ANSWER_TOKENS:
+                turn.error = f"the stream ended after {len(turn.answer)} of {ANSWER_TOKENS} tokens"
+        except (APIError, httpx.HTTPError) as error:  # The second is raised if a stream breaks off.
+            turn.error = f"{type(error).__name__}: {error}"
+        turn.ended_at_s = time.monotonic()
+
+
+@torch.inference_mode()
+def wrong_answers(model: ServedModel, conversation: Sequence[Turn]) -> int:
+    """Return how many answers differ from what the model says in this process, from an empty cache."""
+    answered = [turn for turn in conversation if turn.answer]
+    if not answered:
+        return 0
+    # The last prompt begins with all earlier ones and their answers.
+    text = answered[-1].prompt + answered[-1].answer
+    best = model.llama(torch.tensor([text])).logits[0].argmax(-1).tolist()
+    firsts = [len(turn.prompt) - 1 for turn in answered]
+    return sum(
+        best[first : first + len(turn.answer)] != turn.answer for first, turn in zip(firsts, answered, strict=True)
+    )
