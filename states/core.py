@@ -58,11 +58,11 @@ from tidekv.states.request.lending import Lending
 from tidekv.states.request.lent_ends import LentEnds
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.restore import Restore
-from tidekv.states.request.table import TRANSITIONS, build_machine, has_rows, takes
+from tidekv.states.request.table import Rules, build_machine, has_rows, takes
 from tidekv.states.storage.admission import StorageAdmission
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sized
 
     from tidekv.states.commands import Command
     from tidekv.states.settings import CoreSettings
@@ -133,15 +133,20 @@ class Core:
         """Request id and new state for each state change of the last step, in order."""
         self._arrivals = 0
         self._of_queues = tuple(
-            (getattr(self.state, consequence.due), consequence.rule)
+            (consequence.queue(self.state), consequence.rule)
             for consequence in CONSEQUENCES
-            if isinstance(consequence.due, str)
+            if consequence.queue is not None
         )
-        lent_ends = LentEnds(self.queue, self.restore, self.lending)
-        machine = build_machine((self.restore, self.lending, lent_ends, self.rooms, self.serving, self.actions))
-        self._triggers: dict[type[Event], Callable[[Request, Request, Event], bool]] = {
-            row.event: machine.events[row.event.__name__].trigger for row in TRANSITIONS
-        }
+        self._triggers = build_machine(
+            Rules(
+                restore=self.restore,
+                lending=self.lending,
+                lent_ends=LentEnds(self.queue, self.restore, self.lending),
+                rooms=self.rooms,
+                serving=self.serving,
+                actions=self.actions,
+            )
+        )
         self._takers: dict[type[Event], Callable[..., None]] = {
             events.RequestArrived: self._arrived,
             **dict.fromkeys((events.AbortRequested, events.RequestChanged, events.GrowthTaken), self._to_request),
@@ -225,8 +230,7 @@ class Core:
         request = Request(
             event,
             arrival=self._arrivals,
-            page_count=self.settings.pages_of(event.prompt_tokens),
-            full_pages=len(event.keys) // self.settings.key_bytes,
+            settings=self.settings,
         )
         self.lending.lend(request)
         self.state.request_arrived(request)
@@ -566,9 +570,11 @@ class Consequence:
     """One entry: run `rule` if it is due. The documentation's table shows `when` and the rule's docstring."""
 
     when: str
-    due: str | Callable[[Core], object]
-    """A queue of CoreState, by name, which must not be empty; or a condition. Queues come before all conditions."""
     rule: Callable[[Core], None]
+    queue: Callable[[CoreState], Sized] | None = None
+    """The work queue, which is one object for the life of a core, and must not be empty."""
+    is_due: Callable[[Core], object] | None = None
+    """The condition of a rule without a queue. Rules with queues come first."""
 
 
 def _may_put(core: Core) -> bool:
@@ -591,19 +597,19 @@ def _may_work_ahead(core: Core) -> bool:
 
 
 CONSEQUENCES = (
-    Consequence("A request has lost its pages to another writer", "preempted", Core.send_back),
-    Consequence("A load has failed", "failed_loads", Core.fill_failed),
-    Consequence("A shared transfer has progressed", "progressed_loads", Core.hand_over),
-    Consequence("A request may be able to move on", "dirty", Core.move_on),
-    Consequence("A put was deferred, and no fetch needs storage any more", _may_put, Core.put_waiting),
-    Consequence("Pages were freed, or can be", _may_admit, Core.reclaim_and_admit),
-    Consequence("Lent pages of an ended request may have no writer any more", _may_hand_back, Core.hand_back),
-    Consequence("Pages can be fetched or written ahead", _may_work_ahead, Core.work_ahead),
+    Consequence("A request has lost its pages to another writer", Core.send_back, lambda state: state.preempted),
+    Consequence("A load has failed", Core.fill_failed, lambda state: state.failed_loads),
+    Consequence("A shared transfer has progressed", Core.hand_over, lambda state: state.progressed_loads),
+    Consequence("A request may be able to move on", Core.move_on, lambda state: state.dirty),
+    Consequence("A put was deferred, and no fetch needs storage any more", Core.put_waiting, is_due=_may_put),
+    Consequence("Pages were freed, or can be", Core.reclaim_and_admit, is_due=_may_admit),
+    Consequence("Lent pages of an ended request may have no writer any more", Core.hand_back, is_due=_may_hand_back),
+    Consequence("Pages can be fetched or written ahead", Core.work_ahead, is_due=_may_work_ahead),
 )
 
 
 _OF_CONDITIONS = tuple(
-    (consequence.due, consequence.rule) for consequence in CONSEQUENCES if not isinstance(consequence.due, str)
+    (consequence.is_due, consequence.rule) for consequence in CONSEQUENCES if consequence.is_due is not None
 )
 
 

@@ -24,6 +24,7 @@ from tidekv.states.prefix.component_index import ComponentIndex
 from tidekv.states.prefix.index import PrefixIndex
 from tidekv.states.prefix.policies import POLICIES
 from tidekv.states.raises import raise_of
+from tidekv.states.records.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from tidekv.states.commands import Command
     from tidekv.states.events import Outcome
     from tidekv.states.raises import Raise
-    from tidekv.states.records.request import Load, Request
+    from tidekv.states.records.request import Load
     from tidekv.states.settings import CoreSettings
     from tidekv.states.storage_policy import StoragePolicy
 
@@ -345,7 +346,7 @@ class CoreState:
         _, _, waiting, op = entry
         if op:
             return self.operations.get(op) is waiting
-        return self.requests.get(getattr(waiting, "request_id", "")) is waiting
+        return isinstance(waiting, Request) and self.requests.get(waiting.request_id) is waiting
 
     # --- Room in the pools ---
 

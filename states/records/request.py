@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tidekv.states.prefix.component_index import ComponentReceipt
     from tidekv.states.prefix.index import Receipt
     from tidekv.states.prefix.node import Node
+    from tidekv.states.settings import CoreSettings
 
     RoomKey: TypeAlias = tuple[str, int]
 
@@ -120,7 +121,7 @@ class Request:
         "tokens_max",
     )
 
-    def __init__(self, event: RequestArrived, *, arrival: int, page_count: int, full_pages: int) -> None:
+    def __init__(self, event: RequestArrived, *, arrival: int, settings: CoreSettings) -> None:
         self.request_id = event.request_id
         self.serial = event.serial
         self.keys = event.keys
@@ -135,13 +136,14 @@ class Request:
         self.can_recompute = event.can_recompute
         self.arrived_at_s = event.at_s
         self.arrival = arrival
-        self.page_count = page_count
-        self.full_pages = full_pages
+        self.page_count = settings.pages_of(event.prompt_tokens)
+        self.full_pages = len(event.keys) // settings.key_bytes
         self.first_generation = event.generation
 
         self.state = State.PREALLOC
         self.generation = event.generation
-        self.attempts = Attempts()
+        attempts_max = len(event.prefills) * settings.attempts_per_prefill
+        self.attempts = Attempts(attempts_max, retries_late=settings.retries_late)
         self.admission = Admission()
         self.answer = StorageAnswer()
         self.fallbacks = Fallbacks()

@@ -435,9 +435,12 @@ class EarlyRecord:
 class Attempts:
     """Which of its prefills serves the present generation of a request."""
 
-    __slots__ = ("count", "first")
+    __slots__ = ("attempts_max", "count", "first", "retries_late")
 
-    def __init__(self) -> None:
+    def __init__(self, attempts_max: int, *, retries_late: bool) -> None:
+        self.attempts_max = attempts_max
+        self.retries_late = retries_late
+        """Whether a prefill that is only late is tried beyond `attempts_max`."""
         self.count = 0
         """Generations that ended by the loss of their prefill."""
         self.first = 0

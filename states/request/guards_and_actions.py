@@ -118,6 +118,28 @@ def is_first_raise(request: Request, event: TransitionRaised) -> bool:
     return request.raises_of(event.taking) <= 1
 
 
+def has_another_prefill(request: Request, event: PrefillLost) -> bool:
+    """Whether some prefill was tried less often than `attempts_per_prefill`, or may be tried once more.
+
+    Damaged pages are asked for once more than that: a prefill that sent them is well, and the next time the damage is
+    unlikely. A prefill that is only late is tried until the deadline, unless the caller can compute the rest.
+    """
+    return _has_attempts_left(request, event) or _may_be_late(request, event)
+
+
+def _has_attempts_left(request: Request, event: PrefillLost) -> bool:
+    attempts_max = request.attempts.attempts_max
+    if event.cause == PrefillCause.DAMAGED.value:
+        attempts_max += 1
+    return request.attempts.count + 1 < attempts_max
+
+
+def _may_be_late(request: Request, event: PrefillLost) -> bool:
+    # Not with lent pages, or a caller that computes: for them a prefill that is lost is not the end.
+    is_bounded = request.deadline_at_s < float("inf") and request.lent is None and not request.can_recompute
+    return request.attempts.retries_late and event.cause in LATE and is_bounded
+
+
 # --- Actions ---
 
 
@@ -143,7 +165,6 @@ class Actions:
         self._restore = restore
         self._backups = backups
         self._lending = lending
-        self._attempts_per_prefill = state.settings.attempts_per_prefill
 
     # --- The hand-over ---
 
@@ -174,26 +195,6 @@ class Actions:
 
     # --- Back to the queue ---
 
-    def has_another_prefill(self, request: Request, event: Event) -> bool:
-        """Whether some prefill was tried less often than `attempts_per_prefill`, or may be tried once more.
-
-        Damaged pages are asked for once more than that: a prefill that sent them is well, and the next time the damage
-        is unlikely. A prefill that is only late is tried until the deadline, unless the caller can compute the rest.
-        """
-        return self._has_attempts_left(request, event) or self._may_be_late(request, event)
-
-    def _has_attempts_left(self, request: Request, event: Event) -> bool:
-        attempts_max = len(request.prefills) * self._attempts_per_prefill
-        if isinstance(event, PrefillLost) and event.cause == PrefillCause.DAMAGED.value:
-            attempts_max += 1
-        return request.attempts.count + 1 < attempts_max
-
-    def _may_be_late(self, request: Request, event: Event) -> bool:
-        # Not with lent pages, or a caller that computes: for them a prefill that is lost is not the end.
-        is_bounded = request.deadline_at_s < float("inf") and request.lent is None and not request.can_recompute
-        is_late = isinstance(event, PrefillLost) and event.cause in LATE
-        return self._state.settings.retries_late and is_late and is_bounded
-
     def start_over(self, request: Request, event: PagesLost) -> None:
         """Give everything back and return to the queue in a new generation."""
         self._state.count("sent_back")
@@ -206,9 +207,9 @@ class Actions:
         self._state.count("prefill_retries")
         request.fallbacks.note(f"{event.cause}: {event.detail}")
         self._restore.leave(request, settled=event.settled)
-        if not self._has_attempts_left(request, event):
+        if not _has_attempts_left(request, event):
             # An overloaded worker gets its turns only if those who wait for it ask less often.
-            late = request.attempts.count + 1 - len(request.prefills) * self._attempts_per_prefill
+            late = request.attempts.count + 1 - request.attempts.attempts_max
             pause_s = min(RETRY_PAUSE_S * 2.0 ** min(late, 8), RETRY_PAUSE_MAX_S)
             request.admission.pause(self._state.now_s + pause_s)
             self._state.set_deadline(request, request.admission.retry_at_s)

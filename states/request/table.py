@@ -34,8 +34,8 @@ the same event and source are tried in order; the first whose guard (`only_if`) 
 raise runs in `before`, so an exception leaves the request in the state that it was in.
 
 Guards are functions of the request and the event. Actions are methods, called with the request and the event, of the
-object that does the work (`Restore`, `Serving`, `Rooms`), or of `Actions` if the work spans several of them.
-`build_machine` binds them to the objects of one core.
+object that does the work (`Restore`, `Serving`, `Rooms`), or of `Actions` if the work spans several of them. A row
+names its action as that of the `Rules` of a core, so a reader can follow it to the definition.
 
 The restore
 -----------
@@ -95,9 +95,9 @@ States are compared in this module, in `request`, `machine` and `guards_and_acti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from transitions import Machine
 
@@ -115,14 +115,28 @@ from tidekv.states.request.restore import Restore
 if TYPE_CHECKING:
     from tidekv.states.records.request import Request
 
-# Called with the request and the event. Methods are bound to the objects of a core by `build_machine`.
+# Called with the request and the event.
 Action: TypeAlias = Callable[..., None]
 Guard: TypeAlias = Callable[..., bool]
+Trigger: TypeAlias = "Callable[[Request, Request, Event], bool]"
+"""Fires an event at a request; returns whether a row was taken."""
 
 PREALLOC, MATCH, PREFETCH, LOCAL_RESTORE, TRANSFER, READY, FAILED = State
 WITH_ROOM = (PREFETCH, LOCAL_RESTORE, TRANSFER)
 RESTORING = (MATCH, *WITH_ROOM)
 LIVE = (PREALLOC, *RESTORING)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The objects of one core whose methods are actions."""
+
+    restore: Restore
+    lending: Lending
+    lent_ends: LentEnds
+    rooms: Rooms
+    serving: Serving
+    actions: Actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +146,17 @@ class Row:
     event: type[Event]
     source: tuple[State, ...]
     dest: State | None
-    before: Action | None = None
+    before: Callable[[Rules], Action] | None = None
+    """The action, of the object that does the work."""
     only_if: Guard | None = None
 
 
 TRANSITIONS = (
     # The restore.
-    Row(events.StorageDue, (PREALLOC,), None, before=Restore.ask_storage, only_if=guards.has_not_asked),
-    Row(events.RequestChanged, LIVE, None, before=Actions.change),
+    Row(events.StorageDue, (PREALLOC,), None, before=lambda of: of.restore.ask_storage, only_if=guards.has_not_asked),
+    Row(events.RequestChanged, LIVE, None, before=lambda of: of.actions.change),
     Row(events.Granted, (PREALLOC,), MATCH),
-    Row(events.PlanDue, (MATCH,), None, before=Restore.fix_plan, only_if=guards.can_plan),
+    Row(events.PlanDue, (MATCH,), None, before=lambda of: of.restore.fix_plan, only_if=guards.can_plan),
     Row(events.Progressed, (MATCH,), PREFETCH, only_if=guards.waits_for_storage),
     Row(events.Progressed, (MATCH,), LOCAL_RESTORE, only_if=guards.waits_for_copies),
     Row(events.Progressed, (MATCH,), TRANSFER, only_if=guards.is_planned),
@@ -151,72 +166,74 @@ TRANSITIONS = (
         events.Progressed,
         (TRANSFER,),
         FAILED,
-        before=Actions.fail_by_recompute,
+        before=lambda of: of.actions.fail_by_recompute,
         only_if=guards.has_failed_to_recompute,
     ),
-    Row(events.Progressed, (TRANSFER,), READY, before=Lending.commit, only_if=has_filled_lent_pages),
-    Row(events.Progressed, (TRANSFER,), READY, before=Restore.commit, only_if=guards.has_everything),
+    Row(events.Progressed, (TRANSFER,), READY, before=lambda of: of.lending.commit, only_if=has_filled_lent_pages),
+    Row(events.Progressed, (TRANSFER,), READY, before=lambda of: of.restore.commit, only_if=guards.has_everything),
     # The hand-over, which runs in parallel with the local restore.
-    Row(events.PromiseSent, WITH_ROOM, None, before=Rooms.note_writer),
-    Row(events.ChunkLanded, WITH_ROOM, None, before=Actions.land_chunk),
-    Row(events.AuxLanded, WITH_ROOM, None, before=Actions.land_aux),
+    Row(events.PromiseSent, WITH_ROOM, None, before=lambda of: of.rooms.note_writer),
+    Row(events.ChunkLanded, WITH_ROOM, None, before=lambda of: of.actions.land_chunk),
+    Row(events.AuxLanded, WITH_ROOM, None, before=lambda of: of.actions.land_aux),
     # Fallback: the same request on fewer tiers, or in a new generation.
-    Row(events.TransitionRaised, (PREALLOC,), None, before=Restore.give_grant_back, only_if=guards.is_first_raise),
+    Row(
+        events.TransitionRaised,
+        (PREALLOC,),
+        None,
+        before=lambda of: of.restore.give_grant_back,
+        only_if=guards.is_first_raise,
+    ),
     Row(
         events.TransitionRaised,
         (MATCH, PREFETCH, LOCAL_RESTORE),
         None,
-        before=Restore.fall_back,
+        before=lambda of: of.restore.fall_back,
         only_if=guards.has_tiers_left,
     ),
-    Row(events.TransitionRaised, (TRANSFER,), None, before=Restore.repeat, only_if=guards.is_first_raise),
-    Row(events.TransitionRaised, (READY,), None, before=Serving.repeat, only_if=guards.is_first_raise),
-    Row(events.PagesLost, RESTORING, PREALLOC, before=Actions.start_over),
+    Row(events.TransitionRaised, (TRANSFER,), None, before=lambda of: of.restore.repeat, only_if=guards.is_first_raise),
+    Row(events.TransitionRaised, (READY,), None, before=lambda of: of.serving.repeat, only_if=guards.is_first_raise),
+    Row(events.PagesLost, RESTORING, PREALLOC, before=lambda of: of.actions.start_over),
     Row(
         events.PrefillLost,
         WITH_ROOM,
         PREALLOC,
-        before=Actions.try_next_prefill,
-        only_if=Actions.has_another_prefill,
+        before=lambda of: of.actions.try_next_prefill,
+        only_if=guards.has_another_prefill,
     ),
-    Row(events.PrefillLost, WITH_ROOM, PREALLOC, before=Actions.ask_caller, only_if=guards.can_recompute),
+    Row(events.PrefillLost, WITH_ROOM, PREALLOC, before=lambda of: of.actions.ask_caller, only_if=guards.can_recompute),
     # Lent pages: what is in place so far goes back to the caller, which computes the rest.
-    Row(events.PrefillLost, WITH_ROOM, READY, before=LentEnds.end_without_prefill, only_if=fills_lent_pages),
-    Row(events.DeadlinePassed, LIVE, READY, before=LentEnds.end_at_deadline, only_if=fills_lent_pages),
+    Row(
+        events.PrefillLost,
+        WITH_ROOM,
+        READY,
+        before=lambda of: of.lent_ends.end_without_prefill,
+        only_if=fills_lent_pages,
+    ),
+    Row(events.DeadlinePassed, LIVE, READY, before=lambda of: of.lent_ends.end_at_deadline, only_if=fills_lent_pages),
     # Failure.
-    Row(events.TransitionRaised, (*LIVE, READY), FAILED, before=Actions.fail_by_raise),
-    Row(events.PrefillLost, WITH_ROOM, FAILED, before=Actions.fail_by_prefill),
-    Row(events.DeadlinePassed, LIVE, FAILED, before=Actions.fail_by_deadline),
-    Row(events.AbortRequested, LIVE, FAILED, before=Actions.fail_by_abort),
+    Row(events.TransitionRaised, (*LIVE, READY), FAILED, before=lambda of: of.actions.fail_by_raise),
+    Row(events.PrefillLost, WITH_ROOM, FAILED, before=lambda of: of.actions.fail_by_prefill),
+    Row(events.DeadlinePassed, LIVE, FAILED, before=lambda of: of.actions.fail_by_deadline),
+    Row(events.AbortRequested, LIVE, FAILED, before=lambda of: of.actions.fail_by_abort),
     # After the restore. The deadline is that of the restore, so it has no effect any more,
     # and neither has another one.
     Row(events.DeadlinePassed, (READY,), None),
     Row(events.RequestChanged, (READY,), None),
-    Row(events.GrowthTaken, (READY,), None, before=Serving.grow),
-    Row(events.FinishRequested, (READY,), None, before=Serving.finish),
-    Row(events.RetractRequested, (READY,), None, before=Serving.retract),
-    Row(events.AbortRequested, (READY,), None, before=Serving.drop),
+    Row(events.GrowthTaken, (READY,), None, before=lambda of: of.serving.grow),
+    Row(events.FinishRequested, (READY,), None, before=lambda of: of.serving.finish),
+    Row(events.RetractRequested, (READY,), None, before=lambda of: of.serving.retract),
+    Row(events.AbortRequested, (READY,), None, before=lambda of: of.serving.drop),
 )
 
 
-def build_machine(
-    rules: Iterable[object],
-) -> Machine:
-    """Build the machine that all requests of a core share. `rules` are the objects whose methods the rows name.
+def build_machine(rules: Rules) -> dict[type[Event], Trigger]:
+    """Build the machine that all requests of a core share; return the trigger of each event.
 
-    Requests are not registered as models. They are passed to each trigger instead:
-    `machine.events["Granted"].trigger(request, request, event)`. A trigger of the library costs about 7 µs, most of it
-    for features that this table does not use, so the core fires an event that it derives itself only if `takes`.
+    Requests are not registered as models. They are passed to each trigger instead. A trigger of the library costs about
+    7 µs, most of it for features that this table does not use, so the core fires an event that it derives itself only
+    if `takes`.
     """
-    owners = {type(rule).__name__: rule for rule in rules}
-
-    def bound(function: Callable[..., Any] | None) -> list[Callable[..., Any]]:  # Any: a guard's bool, or None.
-        if function is None:
-            return []
-        owner, _, name = function.__qualname__.rpartition(".")
-        return [_method(owners[owner], name) if owner else function]
-
-    return Machine(
+    machine = Machine(
         model=None,
         states=State,
         initial=PREALLOC,
@@ -225,19 +242,21 @@ def build_machine(
                 "trigger": row.event.__name__,
                 "source": list(row.source),
                 "dest": row.dest,
-                "before": bound(row.before),
-                "conditions": bound(row.only_if),
+                "before": [] if row.before is None else [_bound(row.before, rules)],
+                "conditions": [] if row.only_if is None else [row.only_if],
             }
             for row in TRANSITIONS
         ],
         auto_transitions=False,
         queued=False,
     )
+    # The library knows events by name.
+    return {row.event: machine.events[row.event.__name__].trigger for row in TRANSITIONS}
 
 
-def _method(owner: object, name: str) -> Callable[[Request, Event], Any]:  # Any: a guard's bool, or None.
-    """Bind a method by name. It is looked up per call, so that tests can replace it on the object."""
-    return lambda request, event: getattr(owner, name)(request, event)
+def _bound(before: Callable[[Rules], Action], rules: Rules) -> Action:
+    """Bind an action to the rules of a core, anew for each call, so that a test can replace it in its class."""
+    return lambda request, event: before(rules)(request, event)
 
 
 DERIVED = (events.StorageDue, events.PlanDue, events.Progressed)

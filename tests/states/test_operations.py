@@ -140,5 +140,5 @@ def test_the_consequences_are_in_words() -> None:
 
 
 def test_every_work_queue_comes_before_every_condition() -> None:
-    of_queues = [isinstance(consequence.due, str) for consequence in CONSEQUENCES]
+    of_queues = [consequence.queue is not None for consequence in CONSEQUENCES]
     assert of_queues == sorted(of_queues, reverse=True)

@@ -11,22 +11,23 @@ from typing import Any
 import pytest
 
 from simulation.rig import Rig
-from tidekv.states import commands, core, events
+from tests.support.rule_classes import CLASSES, OWNERS
+from tidekv.states import commands, events
 from tidekv.states.core_state import CoreState
-from tidekv.states.handover.rooms import Rooms
 from tidekv.states.records.request import Request, State
 from tidekv.states.request import table
-from tidekv.states.request.guards_and_actions import Actions
-from tidekv.states.request.lending import Lending
-from tidekv.states.request.lent_ends import LentEnds, fills_lent_pages, has_filled_lent_pages
-from tidekv.states.request.ready import Serving
-from tidekv.states.request.restore import Restore
+from tidekv.states.request.lent_ends import fills_lent_pages, has_filled_lent_pages
 from tidekv.states.request.table import TRANSITIONS, Row
 
 EIGHT = b"abcdefgh"
-OWNERS = {owner.__name__: owner for owner in (Actions, Lending, LentEnds, Restore, Rooms, Serving)}
 TWO_TIERS_TO_CUT = (State.MATCH, State.PREFETCH, State.LOCAL_RESTORE)
 Stimulus = Callable[[Rig], object]
+
+
+def function_of(row: Row, part: str) -> Any:
+    """The guard or the action that a row names."""
+    function = getattr(row, part)
+    return function(CLASSES) if part == "before" else function
 
 
 class Plant:
@@ -35,7 +36,7 @@ class Plant:
     def __init__(self, patch: pytest.MonkeyPatch, row: Row, part: str, state: State) -> None:
         self.left = self.raised = 0
         self.state = state
-        original: Any = getattr(row, part)
+        original: Any = function_of(row, part)
         owner, _, name = original.__qualname__.rpartition(".")
 
         def instead(*given: Any) -> Any:
@@ -46,13 +47,13 @@ class Plant:
                 raise ZeroDivisionError("planted")
             return original(*given)
 
+        instead.__name__ = name
         if owner:
             patch.setattr(OWNERS[owner], name, instead)
         else:
             instead.__qualname__ = name
             rows = tuple(replace(other, **{part: instead}) if other is row else other for other in TRANSITIONS)
             patch.setattr(table, "TRANSITIONS", rows)
-            patch.setattr(core, "TRANSITIONS", rows)
 
 
 def in_room(rig: Rig, state: State, **fields: object) -> None:
@@ -158,7 +159,7 @@ def retract(rig: Rig, state: State) -> Stimulus:
 
 
 def stimulus_of(row: Row, rig: Rig, state: State) -> Stimulus:
-    match row.before and row.before.__name__, row.only_if and row.only_if.__name__:
+    match row.before and function_of(row, "before").__name__, row.only_if and row.only_if.__name__:
         case "try_next_prefill", _:
             return lost_prefill(rig, state, prefill_count=2)
         case "ask_caller", _:
@@ -211,7 +212,7 @@ def ends(told: list[commands.Command]) -> list[tuple[str, str]]:
 
 
 PLACES = [
-    pytest.param(row, part, state, id=f"{state.value}-{row.event.__name__}-{getattr(row, part).__name__}-{number}")
+    pytest.param(row, part, state, id=f"{state.value}-{row.event.__name__}-{function_of(row, part).__name__}-{number}")
     for number, row in enumerate(TRANSITIONS)
     for part in ("only_if", "before")
     if getattr(row, part) is not None and row.event is not events.TransitionRaised

@@ -10,6 +10,7 @@ from transitions import Event as LibraryEvent
 from transitions import Machine, Transition
 
 from simulation.rig import Rig
+from tests.support.rule_classes import CLASSES
 from tidekv.states import commands, events
 from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import Event
@@ -184,7 +185,7 @@ def test_internal_events_are_of_the_table_and_never_journalled() -> None:
 def test_events_that_are_not_of_the_table_leave_a_request_where_it_is(state: State, kind: type[Event]) -> None:
     rig = Rig()
     rig.bring(state)
-    event = msgspec.structs.replace(make_event(kind, Request(ARRIVAL, arrival=0, page_count=1, full_pages=1)))
+    event = msgspec.structs.replace(make_event(kind, Request(ARRIVAL, arrival=0, settings=Rig().settings)))
     rig.core.step(event)
     rig.core.check()
     found = rig.core.request("a")
@@ -224,7 +225,8 @@ def test_every_live_state_can_fail_and_final_ones_have_no_way_out() -> None:
 
 def test_every_row_has_words() -> None:
     for row in TRANSITIONS:
-        for function in (row.before, row.only_if):
+        action = None if row.before is None else row.before(CLASSES)
+        for function in (action, row.only_if):
             assert function is None or function.__doc__
 
 
