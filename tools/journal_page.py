@@ -50,49 +50,42 @@ A turn in which one request arrives (`journal.tokens`; the line is one line):
 ```
 
 **Checksums.** Every line ends in `"sum"`: the XXH32 of the line without `,"sum":"…"`, in eight hexadecimal digits,
-seeded with the sum of the line before (0 for the first). A flipped bit, and a lost, repeated or moved line are
-reported at that line (`JournalDamaged`).
+seeded with the sum of the line before (0 for the first). A changed, lost, repeated or moved line is reported at that
+line (`JournalDamaged`).
 
 **Digests.** `digest` is XXH3-64, rolling: over the MessagePack of each step's moves, commands and evictions, and
 behind each turn over the numbers of each part of the state ({parts}, and each tier of each component). `checks` and
-`parts` hold 16 bits of it behind each of these. So a replay by changed rules stops at the first event from which
-something else follows, and `ReplayDiverged` names the event and what differs: "raises", "error", "moves",
-"commands", "evictions", or a part of the state. The end record has checksums of the final index, pools and
-requests, and every counter.
+`parts` hold 16 bits of it behind each of these. A replay by changed rules stops at the first event from which something
+else follows, and `ReplayDiverged` names the event and what differs: "raises", "error", "moves", "commands",
+"evictions", or a part of the state. The end record has checksums of the final index, pools and requests, and every
+counter.
 
-**Raises.** A rule that raises does not end a journal. The record names the rule, the exception and its traceback,
-and where in the core it raised: the replay raises at the same instruction and goes on. By the same code and the
-same version of Python the place is exact; by other code the replay may diverge there, in "raises". An exception
-that left `Core.step` stands in `errors`: a refused event, or the end of the engine.
+**Raises.** A rule that raises does not end a journal. The record names the rule, the exception and the place; the
+replay raises at the same instruction and goes on. By other code, or another version of Python, it may diverge there, in
+"raises". An exception that left `Core.step` stands in `errors`: a refused event, or the end of the engine.
 
-**Privacy.** `keys` are digests of {digest_bytes} bytes a page, in base64. They show which pages are equal, and
-nothing else: each is a SipHash of the page's tokens under the secret that Python draws at the start of a process
-and that is not written anywhere. If Python hashes in another way, or `PYTHONHASHSEED` gives the secret, it is
-BLAKE2b under a secret of the run. With `journal.tokens` keys are the tokens, packed as little-endian u32; with
-`bigram_keys` each page's key has the token behind the page as well. Namespaces of requests are digests under a secret
-of the run, too (with `journal.tokens` in clear): a vLLM request's `cache_salt` is part of one. Texts of errors are
-written as they are.
+**Privacy.** `keys` are digests of {digest_bytes} bytes a page, in base64, under a secret that is not written anywhere.
+They show which pages are equal, and nothing else. Namespaces (a vLLM request's `cache_salt` is part of one) are digests
+too. With `journal.tokens` keys are the tokens, packed as little-endian u32 (with `bigram_keys` and the token behind the
+page), and namespaces are in clear. Texts of errors are written as they are.
 
-**Files.** With `journal.segment_bytes` the journal goes on in `NAME.1`, `NAME.2`, …; with `journal.segments_max`
-the oldest are deleted, and the rest cannot be replayed: a replay needs the run from its start. An earlier run of
-the same name is moved to `NAME.previous`; so is a symbolic link, and what it names is not written to.
+**Files.** With `journal.segment_bytes` the journal goes on in `NAME.1`, `NAME.2`, …; with `journal.segments_max` the
+oldest are deleted, and the rest cannot be replayed. An earlier run of the same name is moved to `NAME.previous`; so is
+a symbolic link.
 
 **In the application's log.** With `journal.log` (`JournalOptions(log=True)`) the same lines are records of the logger
-`tidekv.journal`, by the application's structlog: its processors add what they add, its renderer writes JSON, other
-lines stand between, and the log is rotated as it always is. A record has `journal_run`, `journal_line` (counted from 0)
-and the line itself in `journal`. `tidekv replay LOG`, `explain LOG` and `timeline LOG` find them in `LOG` and in
-`LOG.*`, in any order; of several runs they read the newest, or that of `--run`. Each line keeps its checksum, so a
-record that a processor dropped or a sampler left out is reported as missing. A file is smaller and costs the engine
-less: take the log where only logs are collected.
+`tidekv.journal`, by the application's structlog. A record has `journal_run`, `journal_line` (counted from 0) and the
+line itself in `journal`. `tidekv replay LOG`, `explain LOG` and `timeline LOG` find them in `LOG` and in `LOG.*`, in
+any order; of several runs they read the newest, or that of `--run`. A record that a processor dropped is reported as
+missing. A file is smaller and costs the engine less: take the log where only logs are collected.
 
-**Stalls.** A turn has the stalls of the process's event loop that ended before it, as `[at_s, seconds, where]`. Nothing
-was seen meanwhile, so `explain`, `timeline` and spans name them instead of what the request waited for.
+**Stalls.** A turn has the stalls of the process's event loop that ended before it, as `[at_s, seconds, where]`.
+`explain`, `timeline` and spans name them instead of what the request waited for.
 
-**The end.** A run that was closed has an `end` line. After kill -9 it is missing, and the last line may be cut off:
-all lines before it are good, and at most the last {coalesce_s:g} s are missing. A journal that was cut later looks
-the same. So `replay`, `explain` and `timeline` take what is there, print where it ends on standard error and exit
-with code 2; with `--torn-ok` they exit with code 0 unless not one event is left. In front of a line that was changed or
-lost they show what is there as well, and always exit with code 2.
+**The end.** A run that was closed has an `end` line. After kill -9 it is missing, and the last line may be cut off: all
+lines before it are valid, and at most the last {coalesce_s:g} s are missing. `replay`, `explain` and `timeline` take
+what is there, print where it ends on standard error and exit with code 2; with `--torn-ok` they exit with code 0 unless
+not one event is left. At a line that was changed or lost they always exit with code 2.
 
 **A slow disk.** Writing never blocks the engine. Turns that the disk is too slow for are dropped, and a `gap` line
 counts them; a full disk ends the journal. Both are logged (`tidekv.journal`), and so is what closing the engine
