@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,7 +95,7 @@ class Servers:
         self.wait(self._is_reaped)
 
     def _is_reaped(self) -> bool:
-        self.mixin.process_decode_queue(SimpleNamespace(tree_cache=self.decode.tree_cache))
+        self.mixin.process_decode_queue(self.decode.scheduler)
         return not self.decode.tree_cache.locked
 
     def serve(
@@ -233,6 +234,25 @@ def test_a_flush_waits_for_copies_and_empties_host_memory(servers: Servers) -> N
     servers.commit(asked)
     servers.decode.tree_cache.reset()
     assert servers.serve(PROMPT, [1, 2, 3, 4, 5, 6], [20, 21, 22, 23, 24, 25], 12) == {"transfer": 22}
+
+
+@pytest.mark.parametrize("version", ["v2", None])
+def test_pages_of_other_weights_are_not_found_again(
+    version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugged: None
+) -> None:
+    monkeypatch.setenv("TIDEKV_SGLANG", SETTINGS[:-1] + f', "uri": "file:{tmp_path}?capacity=100MB"}}')
+    servers = Servers()
+    try:
+        assert servers.serve(PROMPT, [1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 4], 11) == {"transfer": 22}
+        module = sys.modules["sglang.srt.managers.scheduler_components.weight_updater"]
+        updater = module.SchedulerWeightUpdaterManager(servers.decode.scheduler)
+        received = SimpleNamespace(flush_cache=True, weight_version=version)
+        assert updater.flush_cache_after_weight_update(received, True, "") == (True, "")
+        found = servers.serve(PROMPT, [1, 2, 3, 4, 5, 6], [20, 21, 22, 23, 24, 25], 12)
+        assert found == {"transfer": 22}
+        assert "l2" in servers.serve(PROMPT, [1, 2, 3, 4, 5, 6], [30, 31, 32, 33, 34, 35], 13)
+    finally:
+        servers.close()
 
 
 @pytest.mark.parametrize("target", [hook.target for hook in HOOKS])

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.vllm_contract import BLOCK, Vllm, request_of, upon_contract
-from tidekv.engine.integrations.vllm import step_pacing
-from tidekv.engine.integrations.vllm.step_pacing import SWITCH_S, StepPacing
+from tidekv.engine.integrations import step_pacing
+from tidekv.engine.integrations.step_pacing import SWITCH_S, StepPacing
 
 LIMIT_S = 60.0
 

@@ -274,7 +274,8 @@ class DecodePreallocQueue:
         tree = sys.modules["sglang.srt.mem_cache.unified_radix_cache"].UnifiedRadixCache
         self.tree_cache = tree(self.req_to_token_pool)
         self.transfer_queue = SimpleNamespace(enable_deferred_kv_release=False, deferred_kv_release_timeout=30.0)
-        self.scheduler = SimpleNamespace(tree_cache=self.tree_cache)
+        idle = SimpleNamespace(is_empty=lambda: True)
+        self.scheduler = SimpleNamespace(tree_cache=self.tree_cache, running_batch=idle, waiting_queue=[])
         self.kv_manager = self._init_kv_manager()
 
     def _init_kv_manager(self):
@@ -290,6 +291,16 @@ class DecodePreallocQueue:
 class SchedulerDisaggregationDecodeMixin:
     def process_decode_queue(self):
         pass
+
+
+class SchedulerWeightUpdaterManager:
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def flush_cache_after_weight_update(self, recv_req, success, message):
+        if recv_req.flush_cache:
+            self.scheduler.tree_cache.reset()
+        return success, message
 
 
 def _factory():
@@ -318,6 +329,9 @@ def modules(*, without: str = "") -> Iterator[None]:
         },
         "sglang.srt.disaggregation.prefill": {"PrefillBootstrapQueue": _copy(PrefillBootstrapQueue)},
         "sglang.srt.mem_cache.unified_radix_cache": {"UnifiedRadixCache": _copy(UnifiedRadixCache)},
+        "sglang.srt.managers.scheduler_components.weight_updater": {
+            "SchedulerWeightUpdaterManager": _copy(SchedulerWeightUpdaterManager)
+        },
         "sglang.srt.arg_groups.choices": {"DISAGG_TRANSFER_BACKEND_CHOICES": ["nixl"]},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
     }

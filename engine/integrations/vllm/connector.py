@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tidekv.backends.storage.uri import split_uri
+from tidekv.engine.integrations.step_pacing import StepPacing
 from tidekv.engine.integrations.vllm.handover.jobs import HANDOVER_COUNTS
 from tidekv.engine.integrations.vllm.handover.scheduler import HandoverScheduler
 from tidekv.engine.integrations.vllm.handover.settings import read_handover
@@ -33,7 +34,6 @@ from tidekv.engine.integrations.vllm.jobs import COUNTS
 from tidekv.engine.integrations.vllm.log import log_with_vllm
 from tidekv.engine.integrations.vllm.roles import SchedulerRole, WorkerRole
 from tidekv.engine.integrations.vllm.settings import read_shared
-from tidekv.engine.integrations.vllm.step_pacing import StepPacing
 from tidekv.engine.integrations.vllm.storage_role import StorageScheduler, StorageWorker
 from tidekv.states.errors import InvalidRequest
 

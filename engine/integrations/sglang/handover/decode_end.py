@@ -28,6 +28,7 @@ from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.decode.lent_pages import Pages
 from tidekv.engine.decode.values import DecodeRequest, RestoredPages
 from tidekv.engine.integrations.sglang.handover.settings import BackendSettings
+from tidekv.engine.integrations.step_pacing import StepPacing
 from tidekv.engine.log import engine_log
 from tidekv.engine.thread.engine_thread import EngineThread, Failed, Offered, Outcome, RestoredInto
 from tidekv.states.errors import EngineClosed, PrefillCause, RequestFailed, TidekvError
@@ -143,6 +144,7 @@ class DecodeEnd:
         )
         self._in_flight: set[PromptRestore] = set()
         self._is_closed = False
+        self._pacing = StepPacing()
         self._offers = 0
         """Offers without an outcome; changed by SGLang's thread, and read by none other."""
         self._ended_offers: deque[Callable[[], None]] = deque()
@@ -207,10 +209,9 @@ class DecodeEnd:
                 return self.is_quiet(room)
         return all(restore.room != room for restore in self._in_flight)
 
-    @property
-    def is_transferring(self) -> bool:
-        """Whether a restore is under way."""
-        return bool(self._in_flight)
+    def pace(self, *, is_empty: bool) -> None:
+        """Leave the engine its turns at the end of a pass. `is_empty`: SGLang computes nothing in it."""
+        self._pacing.after_step(is_empty=is_empty, is_transferring=bool(self._in_flight or self._offers))
 
     # --- Offers ---
 
@@ -254,6 +255,7 @@ class DecodeEnd:
 
     def close(self) -> None:
         """Stop. Idempotent."""
+        self._pacing.close()
         self._engine.close()
 
     # --- Inside ---

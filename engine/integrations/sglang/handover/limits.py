@@ -26,6 +26,10 @@ def check_supported(args: Any, manager: Any) -> None:
         )
     if args.num_draft_entries:
         raise InvalidConfig("transfer backend tidekv: KV of a draft model is not handed over; serve without one")
+    if getattr(manager.server_args, "enable_memory_saver", False):
+        raise InvalidConfig(
+            "transfer backend tidekv: leave out --enable-memory-saver: memory that links and copies use is not released"
+        )
     if manager.defer_decode_allocation:
         raise InvalidConfig(
             "transfer backend tidekv: --disaggregation-decode-allocation-policy must be early: prefill computes before "

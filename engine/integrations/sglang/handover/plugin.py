@@ -12,7 +12,11 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple  # SGLang has no types.
 
 from tidekv.engine.integrations.sglang.handover.settings import BACKEND, VARIABLE, read_settings
-from tidekv.engine.integrations.sglang.handover.tree import flush_before_reset, offer_checkpoint
+from tidekv.engine.integrations.sglang.handover.tree import (
+    flush_before_reset,
+    offer_checkpoint,
+    rename_before_flush,
+)
 from tidekv.engine.log import engine_log
 from tidekv.states.errors import InvalidConfig
 
@@ -57,7 +61,7 @@ def reap(scheduler: Any) -> None:
     """Unlock what is copied, once a pass of the scheduler."""
     kept = getattr(scheduler.tree_cache, "tidekv", None)
     if kept is not None:
-        kept.reap()
+        kept.reap(is_empty=scheduler.running_batch.is_empty() and not scheduler.waiting_queue)
 
 
 HOOKS: Final = (
@@ -68,6 +72,12 @@ HOOKS: Final = (
     Hook("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender", "after", attach_request),
     Hook("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree", "after", offer_checkpoint),
     Hook("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.reset", "before", flush_before_reset),
+    Hook(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".flush_cache_after_weight_update",
+        "before",
+        rename_before_flush,
+    ),
 )
 
 

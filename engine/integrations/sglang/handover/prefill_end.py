@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+
 from tidekv.backends.device.pool import DevicePool
 from tidekv.engine.integrations.sglang.handover.settings import BackendSettings
+from tidekv.engine.integrations.step_pacing import StepPacing
 from tidekv.engine.log import engine_log
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.engine.thread.prefill_thread import HandedOver, PrefillThread
@@ -97,6 +100,9 @@ class PrefillEnd:
         self._unclaimed: frozenset[str] = frozenset()
         self._unclaimed_pages = 0
         self._counted_at_s = 0.0
+        self._pacing = StepPacing()
+        self._device = pool.device
+        self._is_on_gpu = pool.device.type == "cuda"
         self._thread.start()
 
     @property
@@ -117,11 +123,16 @@ class PrefillEnd:
         return sending
 
     def send(self, sending: Sending, pages: Sequence[int], *, is_last: bool) -> None:
-        """Hand over the next pages of a prompt. Does nothing if it has failed."""
+        """Hand over the next pages of a prompt. Does nothing if it has failed.
+
+        Waits for the streams of a GPU: NIXL reads pages without regard to them.
+        """
         start = sending.pages * self._page_size
         sending.pages += len(pages)
         if sending.failure:
             return
+        if self._is_on_gpu:
+            torch.cuda.synchronize(self._device)
         end = sending.prompt.prompt_tokens if is_last else None
         self._do(sending, lambda: self._thread.send(sending.name, list(pages), start_token=start, end_token=end))
 
@@ -133,6 +144,7 @@ class PrefillEnd:
 
     def poll(self, sending: Sending) -> None:
         """Take what has ended, for all hand-overs, and whether this one may be computed."""
+        self._pacing.after_step(is_empty=False, is_transferring=bool(self._live))
         if self._live:
             for ended in self._thread.poll():
                 other = self._live.pop(ended.request_id, None)
@@ -153,6 +165,7 @@ class PrefillEnd:
 
     def close(self) -> None:
         """End all hand-overs and stop. Idempotent."""
+        self._pacing.close()
         self._thread.close()
 
     def _do(self, sending: Sending, call: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any  # SGLang's tree and requests have no types.
+from uuid import uuid4
 
 from tidekv.engine.integrations.sglang.handover.decode_end import DecodeEnd
 from tidekv.engine.integrations.sglang.handover.requests import namespace_of, packed_tokens
@@ -40,9 +41,14 @@ class KeptTree:
             release=lambda: self._tree.unlock(lock),
         )
 
-    def reap(self) -> None:
-        """Unlock the nodes whose pages are copied."""
+    def reap(self, *, is_empty: bool) -> None:
+        """Unlock the nodes whose pages are copied, and leave the engine its turns. `is_empty`: nothing is computed."""
         self._decode.reap()
+        self._decode.pace(is_empty=is_empty)
+
+    def rename(self, weight_version: str | None) -> None:
+        """Name pages otherwise from now on: other weights give other KV for the same tokens."""
+        self.salt = uuid4().hex if weight_version is None else f"weights {weight_version}"
 
     def flush(self) -> None:
         """Empty the host memory before SGLang forgets its tree."""
@@ -64,3 +70,10 @@ def flush_before_reset(tree: Any) -> None:
     kept = getattr(tree, "tidekv", None)
     if kept is not None:
         kept.flush()
+
+
+def rename_before_flush(updater: Any, received: Any, *more: Any, **named: Any) -> None:
+    """Name pages otherwise. Runs before SGLang's `flush_cache_after_weight_update`, unless that keeps the cache."""
+    kept = getattr(getattr(updater.scheduler, "tree_cache", None), "tidekv", None)
+    if kept is not None and received.flush_cache:
+        kept.rename(received.weight_version)

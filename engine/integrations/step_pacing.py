@@ -1,9 +1,9 @@
-"""Turns for the connector's threads beside vLLM's step loop.
+"""Turns for an engine's threads beside a server's step loop.
 
-While a request waits for remote KV and nothing else runs, vLLM executes empty steps as fast as it can. Its thread then
-holds the interpreter lock for the whole switch interval of 5 ms, and each wake-up of a transfer's thread costs that
-much: 10.6 ms for a round trip at the median. With an interval of 0.2 ms it costs 0.11 ms, and 0.03 ms if the empty
-step sleeps, which also leaves the core to others.
+While a request waits for remote KV and nothing else runs, vLLM and SGLang execute empty steps as fast as they can. That
+thread then holds the interpreter lock for the whole switch interval of 5 ms, and each wake-up of a transfer's thread
+costs that much: 10.6 ms for a round trip at the median. With an interval of 0.2 ms it costs 0.11 ms, and 0.03 ms if the
+empty step sleeps, which also leaves the core to others.
 
 The interval belongs to the interpreter, and several workers can share one: it is restored when the last of them has
 no transfer under way.
