@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -9,6 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any  # Parsed YAML has no types.
 
+import msgspec
 import pytest
 import typer
 from packaging.requirements import Requirement
@@ -16,6 +19,8 @@ from packaging.utils import canonicalize_name
 
 from tidekv.engine.cli.main import app
 from tidekv.engine.config import gather
+from tidekv.engine.integrations.vllm.handover.settings import HandoverSettings
+from tidekv.transports.control.addresses import Dials
 from tools import image_requirements
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -85,6 +90,43 @@ def test_the_port_that_is_probed_is_the_one_that_is_listened_at() -> None:
     (container,) = prefill["spec"]["containers"]
     (port,) = container["ports"]
     assert f":{port['containerPort']:04X} " in container["readinessProbe"]["exec"]["command"][2]
+
+
+def vllm_servers() -> dict[str, dict[str, Any]]:
+    """The pod templates of vLLM's servers by name."""
+    yaml = pytest.importorskip("yaml")
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes-vllm.yaml").read_text()))
+    return {one["metadata"]["name"]: one["spec"]["template"] for one in documents if one["kind"] == "StatefulSet"}
+
+
+@pytest.mark.parametrize(("name", "role"), [("vllm-prefill", "kv_producer"), ("vllm-decode", "kv_consumer")])
+def test_servers_of_vllm_have_settings_that_the_connector_takes(name: str, role: str) -> None:
+    (container,) = vllm_servers()[name]["spec"]["containers"]
+    arguments = container["args"]
+    transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1].replace("$(POD_IP)", "10.1.2.3"))
+    assert transfer["kv_role"] == role
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    assert importlib.util.find_spec(transfer["kv_connector_module_path"]) is not None
+    handover = msgspec.convert(transfer["kv_connector_extra_config"]["handover"], HandoverSettings)
+    assert bool(handover.listen) is (role == "kv_producer")
+    if handover.dials:
+        assert Dials.parse(handover.dials).allows("10.1.2.3:7000")
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    paths = [handover.secret_file, *([handover.uri.removeprefix("file:")] if handover.uri else [])]
+    assert all(path and any(path.startswith(mount) for mount in mounts) for path in paths)
+
+
+@pytest.mark.parametrize("name", ["vllm-prefill", "vllm-decode"])
+def test_a_server_of_vllm_leaves_in_order_and_has_no_more_rights_than_it_needs(name: str) -> None:
+    spec = vllm_servers()[name]["spec"]
+    (container,) = spec["containers"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/health"
+    wait_s = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert wait_s < spec["terminationGracePeriodSeconds"]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
 @pytest.mark.parametrize("source", ["kubernetes.yaml", "worker.toml"])
