@@ -100,7 +100,11 @@ def test_options_of_the_configuration_exist(page: Path) -> None:
         assert match is None or match[1] in {*all_options(), *section_types()}, f"{page.name}: {code}"
     for name in re.findall(r"EngineConfig\((\w+)=", text):
         assert name in EngineConfig.__struct_fields__, f"{page.name}: {name}"
-    variables = {option.variable for option in all_options().values()} | {"TIDEKV_CONFIG", "TIDEKV_SECRET"}
+    variables = {option.variable for option in all_options().values()} | {
+        "TIDEKV_CONFIG",
+        "TIDEKV_SECRET",
+        "TIDEKV_SGLANG",
+    }
     for code in spans(text):
         if re.fullmatch(r"TIDEKV_[A-Z0-9_]+", code):
             assert code in variables or code == "TIDEKV_", f"{page.name}: {code}"

@@ -24,6 +24,8 @@ from tests.support.snippets import ROOT, snippet, snippets
 from tests.support.waits import LIMIT_S
 from tidekv import DecodeRequest, DevicePool, HostPool, KVLayout
 from tidekv.backends.copies.copier import PageCopier
+from tidekv.engine.integrations.sglang.handover.settings import BACKEND
+from tidekv.engine.integrations.sglang.handover.settings import read_settings as read_backend_settings
 from tidekv.engine.integrations.vllm.handover.settings import HandoverSettings
 from tidekv.engine.integrations.vllm.settings import read_settings
 
@@ -178,6 +180,17 @@ def test_the_client_of_a_pair_hands_prefills_parameters_to_decode(
     assert first["max_tokens"] == 1
     assert second["kv_transfer_params"] == {"tidekv": 7}
     assert first["prompt"] == second["prompt"]
+
+
+def test_servers_of_sglang_get_settings_that_are_read() -> None:
+    commands = snippet("docs/sglang.md", "TIDEKV_SGLANG").replace("\\\n", " ").split("\n\n")
+    assert len(commands) == 2
+    for command in commands:
+        environment, *words = shlex.split(command)
+        name, _, value = environment.partition("=")
+        read_backend_settings({name: value})
+        assert words[:2] == ["sglang", "serve"]
+        assert words[words.index("--disaggregation-transfer-backend") + 1] == BACKEND
 
 
 def test_the_extra_config_of_sglang_is_read() -> None:

@@ -91,6 +91,14 @@ NOT_RUN = {
         "It names other machines; tests/engine/ranks runs groups of ranks in processes.",
         f"{CHECKED}::test_an_engine_needs_what_the_page_of_ranks_gives_it",
     ),
+    ("docs/sglang.md", "TIDEKV_SGLANG"): (
+        "These are servers of SGLang; .ci/sglang starts them with these arguments.",
+        f"{CHECKED}::test_servers_of_sglang_get_settings_that_are_read",
+    ),
+    ("examples/fleet/README.md", "python3 dev.py setup"): (
+        "It downloads vLLM's router and serves for minutes; tests/service/test_fleet.py runs a smaller fleet.",
+        f"{CHECKED}::test_every_command_of_a_checkout_exists",
+    ),
     ("docs/sglang.md", "--enable"): (
         "These are arguments of SGLang's server, which has no build for this suite.",
         f"{CHECKED}::test_the_extra_config_of_sglang_is_read",
