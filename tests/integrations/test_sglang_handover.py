@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.sglang_contract import ASKED, PAGE, HookRegistry, KVPoll, KVTransferError, modules, request
+from tests.support.sglang_contract import (
+    ASKED,
+    PAGE,
+    RECOMPUTES,
+    SERVICES,
+    HookRegistry,
+    KVPoll,
+    KVTransferError,
+    modules,
+    request,
+)
 from tests.support.waits import LIMIT_S
 from tidekv.engine.integrations.sglang.handover.plugin import HOOKS, check_hooks, register
 from tidekv.engine.integrations.sglang.handover.settings import BackendSettings, read_settings
@@ -236,6 +247,31 @@ def test_a_flush_waits_for_copies_and_empties_host_memory(servers: Servers) -> N
     assert servers.serve(PROMPT, [1, 2, 3, 4, 5, 6], [20, 21, 22, 23, 24, 25], 12) == {"transfer": 22}
 
 
+def test_another_prefill_computes_the_prompt_of_one_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, plugged: None
+) -> None:
+    monkeypatch.setenv("TIDEKV_SGLANG", SETTINGS[:-1] + ', "prefills": ["127.0.0.1:7", "127.0.0.1:8998"]}')
+    servers = Servers()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = server.getsockname()[1]
+    SERVICES["127.0.0.1:6"] = [{"rank_ip": "127.0.0.1", "rank_port": closed}]
+    try:
+        asked = servers.ask(PROMPT, [9, 8, 7, 6, 5, 4], 5, bootstrap_addr="127.0.0.1:6")
+        servers.wait(lambda: asked.kv_receiver.poll() == KVPoll.Failed or bool(RECOMPUTES))
+        assert RECOMPUTES == [
+            {"input_ids": PROMPT, "bootstrap_room": 5, "bootstrap_host": "127.0.0.1", "bootstrap_port": 8998}
+        ]
+        servers.send(PROMPT, [1, 2, 3, 4, 5, 6], 5)
+        servers.commit(asked)
+        assert servers.pools[1].holds(PROMPT, [9, 8, 7, 6, 5, 4])
+        # Not with a first token that the request for another computation would not give.
+        asked = servers.ask(PROMPT, [19, 18, 17, 16, 15, 14], 6, grammar="json", bootstrap_addr="127.0.0.1:6")
+        servers.wait(lambda: asked.kv_receiver.poll() == KVPoll.Failed)
+        assert len(RECOMPUTES) == 1
+    finally:
+        servers.close()
+
+
 @pytest.mark.parametrize("version", ["v2", None])
 def test_pages_of_other_weights_are_not_found_again(
     version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugged: None
@@ -300,6 +336,7 @@ def test_without_settings_the_backend_has_a_name_and_no_hooks(monkeypatch: pytes
         ('{"host": "none"}', "host"),
         ('{"uri": "memory:"}', "memory"),
         ('{"dials": ["x"]}', "dials"),
+        ('{"dials": ["10.0.0.1:*"], "prefills": ["10.0.0.2:8998"]}', "prefills"),
         ('{"lease_s": 0}', "lease_s"),
     ],
 )

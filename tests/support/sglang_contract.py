@@ -12,12 +12,17 @@ import threading
 import types
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 
+OVER_SGLANG = {
+    f"tidekv.engine.integrations.sglang.handover.{name}" for name in ("backend", "manager", "receiver", "sender")
+}
+"""Modules that derive from SGLang's classes."""
 PAGE = 4
 LAYERS, HEADS, DIM = 2, 2, 8
 ROWS = 8
@@ -41,6 +46,8 @@ class KVTransferError(Exception):
 
 SERVICES: dict[str, list[dict[str, Any]]] = {}
 """What bootstrap services have registered, by address: in place of HTTP."""
+RECOMPUTES: list[dict[str, Any]] = []
+"""Prompts that decode has asked another prefill to compute."""
 ASKED: list[str] = []
 """Bootstrap services that were asked."""
 
@@ -61,7 +68,15 @@ class CommonKVManager:
             self.register_to_bootstrap()
 
     def register_to_bootstrap(self):
+        if SERVICES:
+            self.bootstrap_addr = "127.0.0.1:9000"
         SERVICES[self.bootstrap_addr] = [{"rank_ip": self.local_ip, "rank_port": self.rank_port}]
+
+    def _ensure_prefill_recompute_executor(self):
+        return ThreadPoolExecutor(1)
+
+    def submit_prefill_recompute(self, kv_receiver, payload):
+        RECOMPUTES.append(payload)
 
     def try_ensure_parallel_info(self, bootstrap_addr):
         ASKED.append(bootstrap_addr)
@@ -219,6 +234,7 @@ def request(tokens: list[int], room: int, **more: Any) -> SimpleNamespace:
     """A request, as both schedulers have it."""
     fields = {"extra_key": None, "cache_salt": None, "lora_id": None, "bootstrap_addr": CommonKVManager.bootstrap_addr}
     return SimpleNamespace(
+        build_rebootstrap_payload=lambda: {"input_ids": tokens, "bootstrap_room": room},
         rid=f"r{room}",
         origin_input_ids=array("q", tokens),
         output_ids=array("q"),
@@ -353,12 +369,13 @@ def modules(*, without: str = "") -> Iterator[None]:
         delattr(_owner(path), function)
     HookRegistry.hooks = []
     ASKED.clear()
+    RECOMPUTES.clear()
     SERVICES.clear()
     try:
         yield
     finally:
         for name in set(sys.modules) - set(before):
-            if name.startswith("sglang") or name.endswith("sglang.handover.backend"):
+            if name.startswith("sglang") or name in OVER_SGLANG:
                 del sys.modules[name]
 
 

@@ -52,11 +52,9 @@ GONE: Final = frozenset(
         PrefillCause.CONNECTION_REFUSED,
         PrefillCause.UNREACHABLE,
         PrefillCause.CLOSING,
-        PrefillCause.LOST,
-        PrefillCause.SILENT,
     }
 )
-"""Causes after which the address of a prefill is to be asked for again."""
+"""Causes after which a prefill does not have the prompt any more."""
 PAUSES_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Seconds before the tries after a failure; the last one for all further tries."""
 
@@ -92,7 +90,7 @@ class PromptRestore:
     is_in_flight: bool = False
     """The pages may be written to."""
     prefill_is_gone: bool = False
-    """Prefill's address is to be asked for again."""
+    """It failed because prefill does not have the prompt any more; another one may compute it."""
     outcome: Outcome | None = None
     """Set on the engine's thread, and taken by `poll`."""
     tries: int = 0
@@ -191,6 +189,11 @@ class DecodeEnd:
         elif restore.state is RestoreState.RUNNING and not restore.is_in_flight and self._clock() >= restore.retry_at_s:
             self._start(restore)
         return restore.state
+
+    def redirect(self, restore: PromptRestore, prefill: str) -> None:
+        """Go on with a failed restore at another prefill; what is in place stays."""
+        restore.prefill, restore.prefill_is_gone, restore.state = prefill, False, RestoreState.RUNNING
+        self._start(restore)
 
     def abort(self, restore: PromptRestore, cause: str) -> None:
         """Fail a restore. Its pages are SGLang's again once `is_in_flight` is false."""

@@ -46,3 +46,11 @@ def digest_of_prompt(request: Any, packed: bytes) -> PromptDigest:
     key, adapter = request.extra_key or "", request.lora_id or ""
     parts = [key.removesuffix(adapter), request.cache_salt or ""]
     return digest_of(packed, namespace_seed(json.dumps(parts) if any(parts) else ""))
+
+
+def can_recompute(request: Any) -> bool:
+    """Whether SGLang's request for a retracted prompt, which has tokens and sampling only, gives the same first token
+    and its row.
+    """
+    named = ("return_logprob", "grammar", "multimodal_inputs", "lora_id", "custom_logit_processor", "input_embeds")
+    return not any(getattr(request, name, None) for name in named)

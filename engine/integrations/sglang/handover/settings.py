@@ -11,7 +11,8 @@ from tidekv.backends.storage.options import read_extra_options
 from tidekv.engine.config.engine_config import PeerOptions
 from tidekv.engine.integrations.link_settings import LinkSettings
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.validation import Seconds, unknown
+from tidekv.states.validation import PlainText, Seconds, host_and_port, unknown
+from tidekv.transports.control.addresses import Dials
 
 VARIABLE: Final = "TIDEKV_SGLANG"
 BACKEND: Final = "tidekv"
@@ -25,6 +26,10 @@ class BackendSettings(LinkSettings, frozen=True, kw_only=True, forbid_unknown_fi
 
     where: ClassVar[str] = VARIABLE
 
+    prefills: tuple[PlainText, ...] = ()
+    """Bootstrap services, host:port, of prefill servers that decode asks to compute a prompt whose own prefill is gone,
+    one after the other.
+    """
     restore_timeout_s: Seconds = 300.0
     """Maximum seconds in which decode gets a prompt, prefill's computation included; then the request fails."""
     promise_timeout_s: Seconds = 300.0
@@ -33,6 +38,14 @@ class BackendSettings(LinkSettings, frozen=True, kw_only=True, forbid_unknown_fi
     """Seconds for which either end waits for an end that gives no sign of life: prefill with the pages of a prompt,
     decode with half of them for a prefill that was silent.
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        dials = Dials.parse(self.dials)
+        for address in self.prefills:
+            host_and_port(address, "prefills", InvalidConfig)
+            if not dials.allows(address):
+                raise InvalidConfig(f"prefills: {address} is not in dials")
 
     @property
     def peer(self) -> PeerOptions:

@@ -1,0 +1,117 @@
+"""The manager of SGLang's transfer backend: one in each scheduler, with the end that this scheduler is."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any  # SGLang has no types.
+
+from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from tidekv.engine.integrations.sglang.handover.decode_end import DecodeEnd
+from tidekv.engine.integrations.sglang.handover.limits import check_decode, check_supported, unequal
+from tidekv.engine.integrations.sglang.handover.pools import MetadataRows, wrap_pool
+from tidekv.engine.integrations.sglang.handover.prefill_end import PrefillEnd
+from tidekv.engine.integrations.sglang.handover.settings import read_settings
+from tidekv.engine.integrations.sglang.handover.tree import KeptTree
+from tidekv.states.errors import InvalidConfig
+from tidekv.transports.control.addresses import Dials, parse_address
+
+
+class TidekvManager(CommonKVManager):  # type: ignore[misc]  # SGLang has no types.
+    """The end that a scheduler is: `decode` or `prefill` is set once `open` has run."""
+
+    supports_deferred_decode_kv_release = True
+
+    def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
+        """Check everything, and start nothing. Raises InvalidConfig for what cannot be handed over."""
+        self.settings = read_settings(os.environ)
+        self.decode: DecodeEnd | None = None
+        self.prefill: PrefillEnd | None = None
+        self.rows = MetadataRows(args.aux_data_ptrs, args.aux_item_lens)
+        self.dials = Dials.parse(self.settings.dials)
+        self.refusals: dict[str, str] = {}
+        """By bootstrap address, why its prefill cannot serve this decode."""
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        check_supported(args, self)
+        if disaggregation_mode == DisaggregationMode.DECODE and not self.settings.dials:
+            raise InvalidConfig(
+                f'{self.settings.where} needs "dials", the addresses of bootstrap services and prefill workers that '
+                'decode may connect to, such as ["127.0.0.1:*"]'
+            )
+
+    def register_to_bootstrap(self) -> None:
+        """Register, once the address is known: SGLang's constructor calls this too early."""
+        if self.prefill is not None:
+            super().register_to_bootstrap()
+
+    def open_decode(self, queue: Any) -> None:
+        """Start the decode end over the pools of SGLang's queue."""
+        pool = wrap_pool(queue.token_to_kv_pool)
+        check_decode(queue)
+        # Pages of an aborted request are held until nothing writes to them, however long that takes.
+        self.enable_deferred_decode_kv_release = True
+        queue.transfer_queue.enable_deferred_kv_release = True
+        queue.transfer_queue.deferred_kv_release_timeout = math.inf
+        self.decode = DecodeEnd(
+            pool,
+            self.settings,
+            model=self._model(),
+            name=f"sglang-decode-{self.attn_tp_rank}",
+            row_bytes=self.rows.bytes,
+        )
+        self.queue = queue
+        self.tree = KeptTree(self.decode, queue.tree_cache)
+
+    def open_prefill(self, queue: Any) -> None:
+        """Start the prefill end over the pools of SGLang's queue, and register it."""
+        host, port = parse_address(self.settings.listen or f"{self.local_ip}:0")
+        self.prefill = PrefillEnd(
+            wrap_pool(queue.token_to_kv_pool),
+            self.settings,
+            listen=f"{host}:{port + self.attn_tp_rank if port else 0}",
+            model=self._model(),
+            name=f"sglang-prefill-{self.attn_tp_rank}",
+        )
+        _, self.rank_port = parse_address(self.prefill.address)
+        self.register_to_bootstrap()
+
+    def allows(self, bootstrap_addr: str) -> bool:
+        """Whether decode may connect to a bootstrap service, which a client's request names."""
+        return self.dials.allows_all(bootstrap_addr)
+
+    def forget_prefill(self, bootstrap_addr: str) -> None:
+        """Ask for the addresses of a prefill again before the next request."""
+        with self.connection_lock:
+            self.prefill_info_table.pop(bootstrap_addr, None)
+            for key in [key for key in self.connection_pool if key.startswith(f"{bootstrap_addr}_")]:
+                del self.connection_pool[key]
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Ask a bootstrap service that may be dialled for its prefill. A prefill that does not fit is refused."""
+        if not self.allows(bootstrap_addr):
+            return False
+        try:
+            is_known = bool(super().try_ensure_parallel_info(bootstrap_addr))
+            self.refusals.pop(bootstrap_addr, None)
+            if is_known and (words := unequal(self.prefill_info_table[bootstrap_addr], self)):
+                self.refusals[bootstrap_addr] = words
+        except Exception as error:
+            # SGLang raises for another page size or dtype, which would end this server.
+            self.refusals[bootstrap_addr] = str(error)
+            return False
+        return is_known
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Whether nothing writes to the pages of an aborted request any more."""
+        return self.decode is None or self.decode.is_quiet(bootstrap_room)
+
+    def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
+        """Return False: prefill's digest covers pages that decode had. tidekv has `engine.page_checksums`."""
+        return False
+
+    def _model(self) -> str:
+        name = self.settings.model or str(self.server_args.served_model_name or self.server_args.model_path)
+        # With latent attention all ranks hold the same; else each holds its own heads.
+        return name if self.attn_tp_size == 1 or self.is_mla_backend else f"{name}, rank {self.attn_tp_rank}"
