@@ -54,10 +54,11 @@ from tidekv.states.records.request import Request, State
 from tidekv.states.request.admission_queue import Queue
 from tidekv.states.request.early_ready import EarlyReady
 from tidekv.states.request.guards_and_actions import Actions
+from tidekv.states.request.landing import Landing
 from tidekv.states.request.lending import Lending
 from tidekv.states.request.lent_ends import LentEnds
 from tidekv.states.request.ready import Serving
-from tidekv.states.request.restore import Restore
+from tidekv.states.request.restore import PlanSources, Restore
 from tidekv.states.request.table import Rules, build_machine, has_rows, takes
 from tidekv.states.storage.admission import StorageAdmission
 
@@ -108,27 +109,20 @@ class Core:
         self.early = EarlyReady(self.state, self.rooms)
         self.restore = Restore(
             self.state,
-            self.storage,
-            self.rooms,
-            self.loads,
-            self.shared_transfers,
-            self.lookahead,
-            self.component_pages,
+            PlanSources(
+                storage=self.storage,
+                rooms=self.rooms,
+                loads=self.loads,
+                shared_transfers=self.shared_transfers,
+                lookahead=self.lookahead,
+                component_pages=self.component_pages,
+            ),
             self.backups,
             self.lending,
             self.early,
         )
         self.serving = Serving(self.state, self.restore, self.backups)
-        self.actions = Actions(
-            self.state,
-            self.queue,
-            self.rooms,
-            self.loads,
-            self.shared_transfers,
-            self.restore,
-            self.backups,
-            self.lending,
-        )
+        self.actions = Actions(self.state, self.queue, self.restore, self.backups, self.lending)
         self.moves: list[tuple[str, State]] = []
         """Request id and new state for each state change of the last step, in order."""
         self._arrivals = 0
@@ -143,6 +137,7 @@ class Core:
                 lending=self.lending,
                 lent_ends=LentEnds(self.queue, self.restore, self.lending),
                 rooms=self.rooms,
+                landing=Landing(self.state, self.rooms, self.loads, self.shared_transfers),
                 serving=self.serving,
                 actions=self.actions,
             )

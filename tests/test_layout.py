@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -477,33 +478,56 @@ def fields_of(kind: ast.ClassDef) -> set[str]:
     return {target.attr for target in targets_in(kind) if last_name(target.value) == "self"}
 
 
-def holders_of(name: str, trees: Iterable[ast.AST]) -> set[str]:
-    """The names of variables and fields that are annotated with this class, made by it, or assigned one of the two."""
-    names: set[str] = set()
-    assigned: list[tuple[str, ast.AST | None]] = []
-    for node in (node for tree in trees for node in ast.walk(tree)):
+class Names(NamedTuple):
+    """What a module says about names of variables and fields."""
+
+    annotated: list[tuple[str, set[str]]]
+    """With the classes of the annotation."""
+    made: list[tuple[str, str]]
+    """With the class, or function, that is called."""
+    copied: list[tuple[str, str]]
+    """With the name of the value."""
+    targets: list[ast.Attribute]
+
+
+def names_of(tree: ast.AST) -> Names:
+    """Read a module once."""
+    found = Names([], [], [], targets_in(tree))
+    for node in ast.walk(tree):
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
-            if any(last_name(part) == name for part in ast.walk(node.annotation)):
-                names.add(node.arg if isinstance(node, ast.arg) else last_name(node.target))
+            name = node.arg if isinstance(node, ast.arg) else last_name(node.target)
+            found.annotated.append((name, {last_name(part) for part in ast.walk(node.annotation)}))
         elif isinstance(node, ast.Assign):
-            assigned += [(last_name(target), node.value) for target in node.targets]
-    names |= {to for to, value in assigned if isinstance(value, ast.Call) and last_name(value.func) == name}
-    return names | {to for to, value in assigned if last_name(value) in names} - {""}
+            for target in node.targets:
+                if isinstance(node.value, ast.Call):
+                    found.made.append((last_name(target), last_name(node.value.func)))
+                else:
+                    found.copied.append((last_name(target), last_name(node.value)))
+    return found
+
+
+def holders_of(name: str, modules: Iterable[Names]) -> set[str]:
+    """The names of variables and fields that are annotated with this class, made by it, or assigned one of the two."""
+    modules = list(modules)
+    names = {to for module in modules for to, classes in module.annotated if name in classes}
+    names |= {to for module in modules for to, kind in module.made if kind == name}
+    return names | {to for module in modules for to, value in module.copied if value in names} - {""}
 
 
 def foreign_assignments(owners: dict[str, tuple[str, ...]], sources: dict[str, str]) -> list[str]:
     """Where a field of a record is assigned outside of the module of the record."""
     trees = {module: ast.parse(source) for module, source in sources.items()}
+    modules = {module: names_of(tree) for module, tree in trees.items()}
     found = []
     for owner, names in owners.items():
         kinds = {node.name: node for node in ast.walk(trees[owner]) if isinstance(node, ast.ClassDef)}
         for name in names:
-            fields, holders = fields_of(kinds[name]), holders_of(name, trees.values())
+            fields, holders = fields_of(kinds[name]), holders_of(name, modules.values())
             found += [
                 f"{module}:{target.lineno} assigns {name}.{target.attr}"
-                for module, tree in trees.items()
+                for module, said in modules.items()
                 if module != owner
-                for target in targets_in(tree)
+                for target in said.targets
                 if target.attr in fields and last_name(target.value) in holders
             ]
     return found
@@ -561,7 +585,6 @@ SHARED_NAMES = {
 """Class names that more than one module still has. The list may only shrink."""
 PARAMETERS_MAX = 7
 LONG_CONSTRUCTORS = {
-    "Actions": 8,
     "ConversationRun": 10,
     "DecodeEngine": 8,
     "EngineThread": 9,
@@ -576,7 +599,6 @@ LONG_CONSTRUCTORS = {
     "RankChannel": 9,
     "Receiver": 19,
     "Recorder": 8,
-    "Restore": 10,
     "Runtime": 8,
     "SendContext": 13,
     "Sender": 21,

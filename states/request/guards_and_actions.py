@@ -4,7 +4,7 @@ Guards read the request and change nothing. If an action raises, the request sta
 `TransitionRaised`.
 
 Most rows of the table name a method of the object that does the work, for example `Restore.fix_plan`. `Actions` has the
-others: a landed chunk concerns rooms and loads, and a request that fails or returns to the queue leaves all of them.
+others: a request that fails or returns to the queue leaves rooms, loads and caches.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import (
         AbortRequested,
-        AuxLanded,
-        ChunkLanded,
         DeadlinePassed,
         Event,
         PagesLost,
@@ -30,9 +28,6 @@ if TYPE_CHECKING:
         RequestChanged,
         TransitionRaised,
     )
-    from tidekv.states.handover.rooms import Rooms
-    from tidekv.states.loads.loads import Loads
-    from tidekv.states.loads.shared_transfers import SharedTransfers
     from tidekv.states.records.request import Request
     from tidekv.states.request.admission_queue import Queue
     from tidekv.states.request.lending import Lending
@@ -150,48 +145,15 @@ class Actions:
         self,
         state: CoreState,
         queue: Queue,
-        rooms: Rooms,
-        loads: Loads,
-        shared_transfers: SharedTransfers,
         restore: Restore,
         backups: Backups,
         lending: Lending,
     ) -> None:
         self._state = state
         self._queue = queue
-        self._rooms = rooms
-        self._loads = loads
-        self._shared_transfers = shared_transfers
         self._restore = restore
         self._backups = backups
         self._lending = lending
-
-    # --- The hand-over ---
-
-    def land_chunk(self, request: Request, event: ChunkLanded) -> None:
-        """Note pages that have landed; they may complete a load that other requests wait for as well."""
-        assert request.room is not None
-        load = self._rooms.load_filled_by(request.room, event)
-        if load is not None:
-            # Before the chunk is noted: if this raises, the room's cursors are unchanged and the chunk is not lost.
-            self._loads.filled(load)
-        self._rooms.land(request.room, event)
-        self._note_landed(request)
-        self._shared_transfers.note_landed(request)
-        self._loads.divide_again(request)
-
-    def land_aux(self, request: Request, event: AuxLanded) -> None:
-        """Note that the first token has arrived from one rank."""
-        assert request.room is not None
-        self._rooms.land_aux(request.room, event.rank)
-        self._note_landed(request)
-        self._shared_transfers.note_landed(request)
-        self._loads.divide_again(request)
-
-    def _note_landed(self, request: Request) -> None:
-        # Guards, sharers of component pages and early READY ask whether the room is complete, and nothing else of it.
-        if request.room is not None and request.room.is_complete:
-            self._state.request_changed(request)
 
     # --- Back to the queue ---
 

@@ -15,6 +15,7 @@ Any step may raise. `grant` and `commit` leave what they took in fields of the r
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyComponent, Fallback, Recompute, ReportReady
@@ -100,32 +101,46 @@ class LateRecomputation:
         self._state.pages_were_freed()
 
 
+@dataclass(frozen=True, slots=True)
+class PlanSources:
+    """What brings the pages of a plan."""
+
+    storage: StorageAdmission
+    rooms: Rooms
+    loads: Loads
+    shared_transfers: SharedTransfers
+    lookahead: LookAhead
+    component_pages: ComponentRestore | None
+
+
 class Restore:
     """Actions of the request machine from PREALLOC to READY, and the grant."""
 
     def __init__(
         self,
         state: CoreState,
-        storage: StorageAdmission,
-        rooms: Rooms,
-        loads: Loads,
-        shared: SharedTransfers,
-        lookahead: LookAhead,
-        component_pages: ComponentRestore | None,
+        sources: PlanSources,
         backups: Backups,
         lending: Lending,
         early: EarlyReady,
     ) -> None:
         self._state = state
-        self._storage = storage
         self._early = early
         self._lending = lending
-        self._shared = shared
-        self._lookahead = lookahead
-        self._fetches = PlanFetches(state, storage, rooms, loads, lookahead, Adoption(state, storage, loads))
-        self._rooms = rooms
-        self._loads = loads
-        self._component_pages = component_pages
+        self._storage = sources.storage
+        self._shared = sources.shared_transfers
+        self._lookahead = sources.lookahead
+        self._rooms = sources.rooms
+        self._loads = sources.loads
+        self._component_pages = sources.component_pages
+        self._fetches = PlanFetches(
+            state,
+            sources.storage,
+            sources.rooms,
+            sources.loads,
+            sources.lookahead,
+            Adoption(state, sources.storage, sources.loads),
+        )
         self._backups = backups
         self._insertions = 0
         """Number of insertions so far. `grant` skips a request that did not fit if nothing was inserted since."""

@@ -107,6 +107,7 @@ from tidekv.states.handover.rooms import Rooms
 from tidekv.states.records.request import State
 from tidekv.states.request import guards_and_actions as guards
 from tidekv.states.request.guards_and_actions import Actions
+from tidekv.states.request.landing import Landing
 from tidekv.states.request.lending import Lending
 from tidekv.states.request.lent_ends import LentEnds, fills_lent_pages, has_filled_lent_pages
 from tidekv.states.request.ready import Serving
@@ -135,6 +136,7 @@ class Rules:
     lending: Lending
     lent_ends: LentEnds
     rooms: Rooms
+    landing: Landing
     serving: Serving
     actions: Actions
 
@@ -173,8 +175,8 @@ TRANSITIONS = (
     Row(events.Progressed, (TRANSFER,), READY, before=lambda of: of.restore.commit, only_if=guards.has_everything),
     # The hand-over, which runs in parallel with the local restore.
     Row(events.PromiseSent, WITH_ROOM, None, before=lambda of: of.rooms.note_writer),
-    Row(events.ChunkLanded, WITH_ROOM, None, before=lambda of: of.actions.land_chunk),
-    Row(events.AuxLanded, WITH_ROOM, None, before=lambda of: of.actions.land_aux),
+    Row(events.ChunkLanded, WITH_ROOM, None, before=lambda of: of.landing.land_chunk),
+    Row(events.AuxLanded, WITH_ROOM, None, before=lambda of: of.landing.land_aux),
     # Fallback: the same request on fewer tiers, or in a new generation.
     Row(
         events.TransitionRaised,

@@ -6,6 +6,7 @@ from typing import Any
 
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.request.guards_and_actions import Actions
+from tidekv.states.request.landing import Landing
 from tidekv.states.request.lending import Lending
 from tidekv.states.request.lent_ends import LentEnds
 from tidekv.states.request.ready import Serving
@@ -17,6 +18,7 @@ KINDS: dict[str, Any] = {
     "lending": Lending,
     "lent_ends": LentEnds,
     "rooms": Rooms,
+    "landing": Landing,
     "serving": Serving,
     "actions": Actions,
 }
