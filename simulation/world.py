@@ -154,6 +154,7 @@ class World:
             commands.ReportDropped: self._nothing,
             commands.ReportRetracted: self._retracted,
             commands.ReportFlushed: self._nothing,
+            commands.ReportHinted: self._nothing,
             commands.ForgetTokens: self._forget_tokens,
         }
 

@@ -336,6 +336,16 @@ class ReportFlushed(Command, frozen=True, kw_only=True):
     spared: dict[str, int]
 
 
+class ReportHinted(Command, frozen=True, kw_only=True):
+    """Report the outcome of a hint: "accepted", "clipped" (for fewer pages), "deferred" (in use), "missing" or
+    "rejected", and the number of pages it concerns.
+    """
+
+    call: int
+    outcome: str
+    pages: int
+
+
 class ForgetTokens(Command, frozen=True, kw_only=True):
     """Drop the tokens of request `serial`: no operation needs them any more."""
 

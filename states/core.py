@@ -44,6 +44,7 @@ from tidekv.states.core_state import CoreState
 from tidekv.states.errors import BrokenInvariant, IllegalEvent, PrefillCause
 from tidekv.states.events import Event
 from tidekv.states.handover.rooms import Rooms
+from tidekv.states.hints import Hints
 from tidekv.states.inspect.invariants import audit_core
 from tidekv.states.inspect.statistics import count_core, operations_in_flight
 from tidekv.states.loads.loads import Loads
@@ -106,6 +107,7 @@ class Core:
         self.write_back = WriteBack(self.state, self.storage, self.backups)
         component_storage = None if self.component_pages is None else self.component_pages.storage
         self.lookahead = LookAhead(self.state, self.storage, component_storage)
+        self.hints = Hints(self.state, self.storage, lambda: self.lookahead.pages)
         self.early = EarlyReady(self.state, self.rooms)
         self.restore = Restore(
             self.state,
@@ -149,6 +151,7 @@ class Core:
             events.RetractedDropped: self._retracted_dropped,
             events.PagesOffered: self._pages_offered,
             events.FlushRequested: self._flush_requested,
+            events.HintReceived: self._hint_received,
             events.StorageChanged: self.storage.changed,
             events.PolicyChanged: self.storage.policy_changed,
             events.ClockAdvanced: self._time_passed,
@@ -249,7 +252,12 @@ class Core:
             raise IllegalEvent(f"offer {event.offer} of pages without keys, or to a core with device pages of its own")
         self.offers.begin(event)
 
+    def _hint_received(self, event: events.HintReceived) -> None:
+        self.state.run_guarded(partial(self.hints.take, event), recover=partial(self.hints.refuse, event))
+
     def _flush_requested(self, event: events.FlushRequested) -> None:
+        if "l2" in event.tiers:
+            self.state.run_guarded(partial(self.hints.flushed, event.namespace))
         self.state.run_guarded(partial(self.serving.flush, event))
 
     def _operation_ended(self, event: events.Outcome) -> None:

@@ -155,6 +155,23 @@ class FlushRequested(Event, frozen=True, kw_only=True):
     namespace: str | None = None
 
 
+class HintReceived(Event, frozen=True, kw_only=True):
+    """An orchestrator advises something about a prefix: "prefetch", "demote", "pin", "unpin" or "retain".
+
+    `keys` name its full pages. `tier` is the lowest tier that a demotion goes to: "host" or "storage". A pin, and the
+    reads of a prefetch, end `ttl_s` later. All pins together hold `pages_max` host pages at most. ReportHinted returns
+    `call`.
+    """
+
+    call: int
+    action: str
+    namespace: str
+    keys: bytes
+    tier: str = "host"
+    ttl_s: float = 0.0
+    pages_max: int = 0
+
+
 class StorageChanged(Event, frozen=True, kw_only=True):
     """A storage engine was attached or detached.
 
@@ -413,6 +430,7 @@ AnyEvent = (
     | RetractedDropped
     | PagesOffered
     | FlushRequested
+    | HintReceived
     | StorageChanged
     | PolicyChanged
     | ClockAdvanced

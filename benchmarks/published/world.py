@@ -103,6 +103,7 @@ class World:
             commands.GiveReserve: _nothing,
             commands.ReportFinished: _nothing,
             commands.ReportFlushed: _nothing,
+            commands.ReportHinted: _nothing,
             commands.ForgetTokens: self._forget,
         }
         if speeds.storage_bytes_per_s:

@@ -172,6 +172,15 @@ class MetricsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=T
             host_and_port(self.listen, "listen", InvalidConfig, any_port=True)
 
 
+class HintOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds of KV hints: see `DecodeEngine.hint`."""
+
+    pin_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25
+    """Share of host memory that all pins together may hold; 0 refuses pins."""
+    ttl_s_max: Seconds = 600.0
+    """Maximum time of a pin, and of a prefetch; longer ones are shortened to it."""
+
+
 class StatusOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP server that routers and orchestrators ask for health, load, and where a prompt is."""
 
@@ -307,6 +316,8 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The journal."""
     metrics: MetricsOptions = MetricsOptions()
     """Metrics."""
+    hints: HintOptions = HintOptions()
+    """KV hints."""
     status: StatusOptions = StatusOptions()
     """The status server."""
     kv_events: KVEventsOptions = KVEventsOptions()

@@ -15,9 +15,11 @@ from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.decode.arrivals import Arrivals
 from tidekv.engine.decode.component_pages import component_pages_left
 from tidekv.engine.decode.growth import Growth, kept_tokens, pack_output
+from tidekv.engine.decode.hints import HintCalls, HintOutcome, take_of_request
 from tidekv.engine.decode.lent_calls import LentCalls
 from tidekv.engine.decode.look_up import look_up
 from tidekv.engine.decode.runtime import Runtime
+from tidekv.engine.decode.status_server import StatusServer
 from tidekv.engine.decode.storage_swap import CLEAR_S, check_storage
 from tidekv.engine.decode.stored_namespace import delete_stored
 from tidekv.engine.decode.values import (
@@ -92,6 +94,7 @@ class DecodeEngine:
             recompute=recompute,
             ranks=ranks,
         )
+        self._runtime.make_status = StatusServer
         self.layout = device.layout
         self._calls = self._runtime.calls
 
@@ -103,6 +106,7 @@ class DecodeEngine:
         self._calls.on_grown = self._growth.note
         self._arrivals = Arrivals(self._runtime)
         self._lending = LentCalls(self._runtime, self._arrivals)
+        self._hints = HintCalls(self._runtime, self._arrivals)
         return self
 
     @property
@@ -129,6 +133,12 @@ class DecodeEngine:
 
     async def _submit(self, request: DecodeRequest, packed: bytes) -> ReadyRequest:
         self._arrivals.check_reachable(request, packed)
+        if request.session:
+            self._hints.sessions.note(
+                request.session, self._arrivals.namespace(request.namespace, request.lora_name), packed
+            )
+        if request.kv_hints is not None:
+            await take_of_request(self._hints, request.kv_hints)
         self._arrivals.check_room(request, packed)
         serial, outcome = self._arrivals.post(request, packed)
         try:
@@ -435,6 +445,16 @@ class DecodeEngine:
                 spared = self._runtime.executor.pages_being_put
             answer["dropped"]["l3"], answer["spared"]["l3"] = dropped, spared
         return answer
+
+    async def hint(self, envelope: object) -> list[HintOutcome]:
+        """Act on an envelope of KV hints (`docs/hints.md`); returns an outcome for each action, in order.
+
+        `envelope` is a mapping, or a struct that msgspec converts. Hints never change an answer: they bring pages to
+        host memory, hold them there for a time, drop copies that a lower tier has too, or count a prefix as used. With
+        ranks, call it on the first one. Raises InvalidRequest for what is no envelope, EngineClosed.
+        """
+        self._runtime.check_open()
+        return await self._hints.take(envelope)
 
     async def attach_storage(
         self, storage: str | Storage, options: Mapping[str, object] | None = None, *, timeout_s: float | None = None

@@ -101,6 +101,7 @@ class PendingCalls:
         self._tokens_left: dict[int, Prompt] = {}
         self._ends: dict[str, asyncio.Future[int]] = {}
         self._flushes: dict[int, asyncio.Future[FlushAnswer]] = {}
+        self._hints: dict[int, asyncio.Future[tuple[str, int]]] = {}
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self.lent = LentPages()
         """The caller's device pages that calls are lent, or read."""
@@ -118,6 +119,7 @@ class PendingCalls:
             commands.ReportFinished: self._tell_finished,
             commands.ReportRetracted: self._tell_retracted,
             commands.ReportFlushed: self._tell_flushed,
+            commands.ReportHinted: self._tell_hinted,
             commands.ForgetTokens: self._forget_tokens,
         }
 
@@ -253,10 +255,12 @@ class PendingCalls:
 
     def fail_flushes(self, error: Exception) -> None:
         """Fail all flushes: a rank is lost, which had to agree to them."""
-        for done in self._flushes.values():
+        waiting: list[asyncio.Future[Any]] = [*self._flushes.values(), *self._hints.values()]
+        for done in waiting:
             if not done.done():
                 done.set_exception(error)
         self._flushes.clear()
+        self._hints.clear()
 
     def expect_offer(self, offer: int, pages: PageIds) -> asyncio.Future[OfferedPages]:
         """Return a future for the answer to an offer, which reads these pages; `unexpect_offer` takes it back."""
@@ -272,6 +276,17 @@ class PendingCalls:
         done: asyncio.Future[FlushAnswer] = asyncio.get_running_loop().create_future()
         self._flushes[call] = done
         return done
+
+    def expect_hint(self, call: int) -> asyncio.Future[tuple[str, int]]:
+        """Return a future for the outcome of a hint: its word, and the number of pages."""
+        self._check_not_ended()
+        done: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+        self._hints[call] = done
+        return done
+
+    def unexpect_hint(self, call: int) -> None:
+        """Undo `expect_hint`, if the event was not posted."""
+        self._hints.pop(call, None)
 
     async def wait_until(self, holds: Callable[[], bool]) -> None:
         """Wait until a condition holds after a drain. Unbounded: the caller sets the deadline, or knows that the core's
@@ -308,7 +323,12 @@ class PendingCalls:
         self._ended = words
         futures: list[asyncio.Future[Any]]  # Any: of every kind of call.
         futures = [live.outcome for live in self._live.values()]
-        futures += [*self._ends.values(), *self._flushes.values(), *(waiter for _, waiter in self._waiters)]
+        futures += [
+            *self._ends.values(),
+            *self._flushes.values(),
+            *self._hints.values(),
+            *(waiter for _, waiter in self._waiters),
+        ]
         futures += self.lent.end_all()
         for future in futures:
             if not future.done():
@@ -322,6 +342,7 @@ class PendingCalls:
         self._left_early.clear()
         self._ends.clear()
         self._flushes.clear()
+        self._hints.clear()
         self._waiters.clear()
         self._tokens_left.clear()
 
@@ -554,6 +575,12 @@ class PendingCalls:
         done = self._flushes.pop(command.call, None)
         if done is not None and not done.done():
             done.set_result({"dropped": command.dropped, "spared": command.spared})
+
+    def _tell_hinted(self, command: commands.ReportHinted) -> None:
+        # As with a flush, other ranks have no call.
+        done = self._hints.pop(command.call, None)
+        if done is not None and not done.done():
+            done.set_result((command.outcome, command.pages))
 
     def _forget_tokens(self, command: commands.ForgetTokens) -> None:
         self._tokens_left.pop(command.serial, None)

@@ -185,10 +185,12 @@ class RankDriver:
         """
         if self._phase is RankPhase.CLOSED:
             return
-        if isinstance(event, events.FlushRequested | events.PolicyChanged | events.RequestChanged):
+        if isinstance(
+            event, events.FlushRequested | events.HintReceived | events.PolicyChanged | events.RequestChanged
+        ):
             if self._group.rank != LEADER:
                 raise InvalidRequest(
-                    f"flush, change_policy and change_request are for all ranks: call them on rank {LEADER} only"
+                    f"flush, hint, change_policy and change_request are for all ranks: call them on rank {LEADER} only"
                 )
             self.check()
         if isinstance(event, events.RequestArrived):

@@ -28,7 +28,6 @@ from tidekv.engine.decode.executor import Executor
 from tidekv.engine.decode.load import LoadReader
 from tidekv.engine.decode.pending_calls import PendingCalls
 from tidekv.engine.decode.rank_driver import RankDriver
-from tidekv.engine.decode.status_server import StatusServer
 from tidekv.engine.decode.storage_swap import StorageInUse, check_storage
 from tidekv.engine.decode.stored_sweep import StoredPagesSweep
 from tidekv.engine.journal import Journal
@@ -68,6 +67,15 @@ SETTLE_SHARE = 0.6
 """Share of `close_deadline_s` for requests, storage calls and ranks to end; the rest is for closing the parts."""
 STOP_MIN_S = 2.0
 """Minimum seconds for closing the parts."""
+
+
+class Server(Protocol):
+    """A server on a thread of its own."""
+
+    address: str
+
+    def close(self) -> None:
+        """Stop serving, and wait for the thread."""
 
 
 class Runtime:
@@ -150,7 +158,9 @@ class Runtime:
         self._fold: MetricsFold | None = None
         self.journal: Journal | None = None
         self.metrics: MetricsServer | None = None
-        self.status: StatusServer | None = None
+        self.status: Server | None = None
+        self.make_status: Callable[[Runtime], Server] | None = None
+        """Makes the status server, if one is configured."""
         self.load: LoadPublisher | None = None
         self.kv_events: KVEventPublisher | None = None
         self.kv_event_watcher: KVEventWatcher | None = None
@@ -289,7 +299,8 @@ class Runtime:
         if self.rank_group is not None and self.rank_group.rank:
             return
         if self.config.status.listen is not None:
-            self.status = StatusServer(self)
+            assert self.make_status is not None, "the engine sets it"
+            self.status = self.make_status(self)
         events = self.config.kv_events
         if events.load is not None:
             if not events.allow_network and is_on_network(events.load):

@@ -54,6 +54,12 @@ class DecodeRequest:
     """Name of the LoRA adapter that computes the request; KV of another one, or of none, never matches."""
     cache: bool = True
     """False inserts nothing in the cache (warm-up, hidden tokens)."""
+    session: PlainText = ""
+    """Name of the conversation, by which later hints may mean this prompt. Empty: it is not remembered."""
+    kv_hints: Any = None
+    """KV hints that came with the request, as for `DecodeEngine.hint`. They are acted on before the request; what is
+    malformed in them is counted, and changes nothing.
+    """
     send_prompt: bool = False
     """Send the tokens to prefill with the promise; needed if no router brings them there."""
     prompt_digest: PromptDigest | None = None

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from tidekv.engine.doctor.event_stream import EXAMPLES_MAX, FENCE, EventIndex, Fault, Prompt
+from tidekv.engine.doctor.event_stream import EXAMPLES_MAX, FENCE, EventIndex, Fault, PublishedPrompt
 from tidekv.engine.doctor.finding import Finding
 from tidekv.states.errors import InvalidConfig
 
@@ -140,7 +140,7 @@ class _EventCheck:
 
     # --- The engine's own answer ---
 
-    def _compare(self, prompts: Sequence[Prompt]) -> str:
+    def _compare(self, prompts: Sequence[PublishedPrompt]) -> str:
         """Note prompts whose reach differs for longer than a page takes to move. Returns a sentence for the finding."""
         ends_s = time.monotonic() + SETTLE_S
         differing: list[str] = []
@@ -163,7 +163,7 @@ class _EventCheck:
         compared = f"{len(prompts) - hidden} prompts compared by tier"
         return f"{compared}; {hidden} have salts that are published as digests" if hidden else compared
 
-    def _truth(self, prompts: Sequence[Prompt]) -> list[tuple[int, int, int]]:
+    def _truth(self, prompts: Sequence[PublishedPrompt]) -> list[tuple[int, int, int]]:
         """Ask the engine: reach on the device, in memory, and in any tier, in tokens of full pages."""
         by_names: dict[tuple[str, str], list[int]] = {}
         for at, prompt in enumerate(prompts):

@@ -31,7 +31,7 @@ NEEDED: Final = {
 }  # fmt: skip
 
 
-class Prompt(NamedTuple):
+class PublishedPrompt(NamedTuple):
     """A cached prompt as the stream tells it: its tokens, its names, and how far each tier reaches, in tokens."""
 
     tokens: tuple[int, ...]
@@ -89,7 +89,7 @@ class EventIndex:
         mine = {name: page.media for name, page in self.pages.items() if page.media}
         return mine == {name: page.media for name, page in other.pages.items() if page.media}
 
-    def prompts(self, count: int) -> list[Prompt]:
+    def prompts(self, count: int) -> list[PublishedPrompt]:
         """Return up to `count` prompts that end with a page after which none is known, the longest ones first."""
         parents = {page.parent for page in self.pages.values() if page.media}
         found = []
@@ -98,12 +98,12 @@ class EventIndex:
                 found.append(prompt)
         return sorted(found, key=lambda prompt: -len(prompt.tokens))[:count]
 
-    def reach(self, prompt: Prompt) -> tuple[int, int, int] | None:
+    def reach(self, prompt: PublishedPrompt) -> tuple[int, int, int] | None:
         """Return how far the tiers reach now for a prompt that was known before, or None if it is not known."""
         again = self._prompt(prompt.end)
         return None if again is None else again.reach
 
-    def _prompt(self, name: int) -> Prompt | None:
+    def _prompt(self, name: int) -> PublishedPrompt | None:
         chain: list[_Page] = []
         at: int | None = name
         while at is not None:
@@ -125,7 +125,7 @@ class EventIndex:
         if chain[-1].next_token is not None:
             tokens_of.append(chain[-1].next_token)
         first = chain[0]
-        return Prompt(tuple(tokens_of), first.salt, first.lora_name, (reach[0], reach[1], reach[2]), name)
+        return PublishedPrompt(tuple(tokens_of), first.salt, first.lora_name, (reach[0], reach[1], reach[2]), name)
 
     def _apply(self, where: str, event: Mapping[str, Any]) -> None:
         kind = event["type"]

@@ -24,6 +24,7 @@ from tidekv.states.events import (
     Event,
     FinishRequested,
     FlushRequested,
+    HintReceived,
     PagesOffered,
     RequestArrived,
     RetractRequested,
@@ -200,7 +201,24 @@ class FlushRecord(msgspec.Struct, frozen=True, array_like=True, tag="FlushReques
         return FlushRequested(**msgspec.structs.asdict(self))
 
 
-WITH_KEYS = (RequestArrived, FinishRequested, RetractRequested, PagesOffered, FlushRequested)
+class HintRecord(msgspec.Struct, frozen=True, array_like=True, tag="HintReceived"):
+    """A `HintReceived`. `keys` and `namespace` are those of the journal."""
+
+    at_s: float
+    call: int
+    action: str
+    namespace: str
+    keys: bytes
+    tier: str
+    ttl_s: float
+    pages_max: int
+
+    def event(self) -> HintReceived:
+        """Return the event."""
+        return HintReceived(**msgspec.structs.asdict(self))
+
+
+WITH_KEYS = (RequestArrived, FinishRequested, RetractRequested, PagesOffered, FlushRequested, HintReceived)
 """Events with page keys or a namespace. The journal has records of its own for them."""
 
 
@@ -210,7 +228,9 @@ def event_types() -> tuple[type[Event], ...]:
 
 
 if TYPE_CHECKING:
-    EventRecord: TypeAlias = Event | ArrivalRecord | FinishRecord | RetractRecord | OfferRecord | FlushRecord
+    EventRecord: TypeAlias = (
+        Event | ArrivalRecord | FinishRecord | RetractRecord | OfferRecord | FlushRecord | HintRecord
+    )
 else:
     EventRecord = Union[  # The members are computed.
         (
@@ -219,6 +239,7 @@ else:
             RetractRecord,
             OfferRecord,
             FlushRecord,
+            HintRecord,
             *(kind for kind in event_types() if kind not in WITH_KEYS),
         )
     ]

@@ -22,6 +22,7 @@ from tidekv.engine.journal.format import (
     FinishRecord,
     FlushRecord,
     GapLine,
+    HintRecord,
     OfferRecord,
     RetractRecord,
     RunLine,
@@ -36,7 +37,15 @@ from tidekv.engine.journal.format import (
 from tidekv.engine.journal.pages import DIGEST_BYTES, PageDigests
 from tidekv.engine.journal.raises import raise_record
 from tidekv.states.errors import IllegalEvent
-from tidekv.states.events import Event, FinishRequested, FlushRequested, PagesOffered, RequestArrived, RetractRequested
+from tidekv.states.events import (
+    Event,
+    FinishRequested,
+    FlushRequested,
+    HintReceived,
+    PagesOffered,
+    RequestArrived,
+    RetractRequested,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -237,6 +246,11 @@ class Recorder:
         namespace = event.namespace if event.namespace is None else self._namespace(event.namespace)
         return FlushRecord(event.at_s, event.call, event.tiers, namespace)
 
+    def _hint(self, event: HintReceived) -> HintRecord:
+        written = event.keys if self._digests is None else self._digests.of(event.keys)
+        fields = {**msgspec.structs.asdict(event), "keys": written, "namespace": self._namespace(event.namespace)}
+        return HintRecord(**fields)
+
     def _namespace(self, namespace: str) -> str:
         return namespace if self._digests is None else self._digests.of_namespace(namespace)
 
@@ -257,11 +271,12 @@ class Recorder:
         self._arrived_max = ARRIVED_MIN + 2 * len(self._arrived)
 
 
-Keyed: TypeAlias = "ArrivalRecord | FinishRecord | RetractRecord | OfferRecord | FlushRecord"
+Keyed: TypeAlias = "ArrivalRecord | FinishRecord | RetractRecord | OfferRecord | FlushRecord | HintRecord"
 WITH_KEYS: dict[type[Event], Callable[[Recorder, Any], Keyed]] = {
     RequestArrived: Recorder._arrival,
     FinishRequested: Recorder._finish,
     RetractRequested: Recorder._retract,
     PagesOffered: Recorder._offer,
     FlushRequested: Recorder._flush,
+    HintReceived: Recorder._hint,
 }

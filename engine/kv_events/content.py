@@ -62,6 +62,8 @@ FULL_ATTENTION: Final = Group("full_attention")
 class _Chain(NamedTuple):
     """The namespace of pages."""
 
+    namespace: str
+
     seed: bytes
     names: PageNames
 
@@ -151,6 +153,8 @@ class KVContent:
         self._chains: dict[str, _Chain] = {}
         self._pages: dict[bytes, _Page] = {}
         """By digest, in an order in which a page follows its parent."""
+        self._by_name: dict[int, _Page] = {}
+        """The same by published hash; of two with the same hash, one."""
         self._nodes: dict[int, _KnownNode] = {}
         self._forgotten: OrderedDict[_Page, None] = OrderedDict()
         """Pages that have left the tree and are in storage, or before one that is; forgotten first, first."""
@@ -229,6 +233,18 @@ class KVContent:
         digests = self._digests(keys[: (have + 1) * self._key_bytes], self._chain(namespace).seed)
         return self.lost(digests[have:])
 
+    def keys_of(self, hashes: Sequence[int]) -> tuple[str, bytes]:
+        """Return the namespace and the keys of a prompt's first pages, by their hashes, as far as these are a chain."""
+        keys: list[bytes] = []
+        before: _Page | None = None
+        for name in hashes:
+            page = self._by_name.get(name)
+            if page is None or page.parent is not before:
+                break
+            keys.append(page.key)
+            before = page
+        return "" if before is None else before.chain.namespace, b"".join(keys)
+
     def digests_in_storage(self, first: int, page_count: int) -> tuple[list[bytes], bool]:
         """Return the digests of those of `page_count` pages that are believed to be in storage, from a position of all
         pages on, and whether pages follow.
@@ -306,6 +322,8 @@ class KVContent:
             if self._pages.get(at.digest) is not at:
                 return
             del self._pages[at.digest]
+            if self._by_name.get(at.name) is at:
+                del self._by_name[at.name]
             self._forgotten.pop(at, None)
             self._lost.pop(at, None)
             if at.parent is not None:
@@ -331,6 +349,7 @@ class KVContent:
             if page is None:
                 key = node.edge[at * width : (at + 1) * width]
                 page = self._pages[digest] = _Page(digest, key, above, chain)
+                self._by_name[page.name] = page
                 if above is not None:
                     above.add(page)
             pages.append(page)
@@ -343,7 +362,7 @@ class KVContent:
             if len(self._chains) >= CHAINS_MAX:
                 # Pages keep the chains that they need; these are only found faster.
                 self._chains.clear()
-            chain = self._chains[namespace] = _Chain(self._seed(namespace), self._wording.of(namespace))
+            chain = self._chains[namespace] = _Chain(namespace, self._seed(namespace), self._wording.of(namespace))
         return chain
 
     def _seed(self, namespace: str) -> bytes:

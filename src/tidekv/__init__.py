@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from tidekv.engine.config.engine_config import (
         AdmissionOptions,
         EngineConfig,
+        HintOptions,
         JournalOptions,
         KVEventsOptions,
         MetricsOptions,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     )
     from tidekv.engine.decode.component_pages import LeftComponents, ReadyComponent, StateRecords, WindowPages
     from tidekv.engine.decode.decode_engine import DecodeEngine
+    from tidekv.engine.decode.hints import HintOutcome
     from tidekv.engine.decode.values import (
         DecodeRequest,
         EngineStatistics,
@@ -116,6 +118,8 @@ __all__ = [
     "Fallback",
     "Finished",
     "HandedOver",
+    "HintOptions",
+    "HintOutcome",
     "HostPool",
     "IllegalEvent",
     "InvalidConfig",
@@ -206,6 +210,8 @@ _LATER = {
     "Fallback": "tidekv.states.commands",
     "Finished": "tidekv.engine.thread.engine_thread",
     "HandedOver": "tidekv.engine.thread.prefill_thread",
+    "HintOptions": "tidekv.engine.config.engine_config",
+    "HintOutcome": "tidekv.engine.decode.hints",
     "HostPool": "tidekv.backends.host.pool",
     "JournalOptions": "tidekv.engine.config.engine_config",
     "KVEventsOptions": "tidekv.engine.config.engine_config",

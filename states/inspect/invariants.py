@@ -23,6 +23,7 @@ from tidekv.states.components.request_components import ComponentCopy
 from tidekv.states.components.shared_ends import SharedEndCopy, SharedEndWatch
 from tidekv.states.components.storage import ComponentRead, StoredComponentCopy
 from tidekv.states.errors import BrokenInvariant
+from tidekv.states.hints import HintPin
 from tidekv.states.loads.loads import LoadCopy, LoadFetch
 from tidekv.states.loads.look_ahead import AheadRead
 from tidekv.states.loads.shared_transfers import ShareWatch
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from tidekv.states.backup.offers import Offers
     from tidekv.states.core_state import CoreState
     from tidekv.states.handover.rooms import Rooms
+    from tidekv.states.hints import Hints
     from tidekv.states.loads.loads import Loads
     from tidekv.states.loads.look_ahead import LookAhead
     from tidekv.states.prefix.node import Node, Receipt
@@ -59,6 +61,7 @@ class Parts(Protocol):
     rooms: Rooms
     loads: Loads
     lookahead: LookAhead
+    hints: Hints
     backups: Backups
     lending: Lending
     offers: Offers
@@ -339,6 +342,7 @@ def _check_receipts(core: Parts, loads: dict[Load, None]) -> None:
     for holder in (*loads, *core.backups):
         receipts += (holder.lock, holder.pin)
     receipts += (offer.pin for offer in core.offers)
+    receipts += (pin.receipt for pin in core.hints.pins)
     for component_pages in _component_pages_of(core):
         receipts += [part.full for part in (component_pages.lock, component_pages.pin) if part is not None]
     for owner in core.state.operations.values():
@@ -420,6 +424,8 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
             run = owner.run
             _require(run in runs and run.op == op, "an operation belongs to a read ahead that does not refer to it")
             _require(not run.is_landed, "a read ahead has landed, but its operation is in flight")
+        elif isinstance(owner, HintPin):
+            _require(owner in core.hints.pins and owner.op == op, "an operation belongs to a pin that is over")
         elif isinstance(owner, SharedEndWatch):
             is_live = owner.sharer.filler is not None and owner.sharer.request is not None
             _require(is_live, "a request is watched that waits for no other")

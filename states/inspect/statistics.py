@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 
 def operations_in_flight(core: Parts) -> int:
-    """Number of operations in flight, without the one of the circuit breaker and queries that no request waits for."""
-    return len(core.state.operations) - core.storage.is_open - len(core.storage.queries_left)
+    """Number of operations in flight, without that of the circuit breaker, queries without a request, and pins."""
+    idle = core.storage.is_open + len(core.storage.queries_left) + len(core.hints.pins)
+    return len(core.state.operations) - idle
 
 
 def count_core(core: Parts) -> dict[str, int]:
@@ -46,6 +47,7 @@ def count_core(core: Parts) -> dict[str, int]:
         "rooms_draining": core.rooms.draining_rooms,
         "requests_returning": len(core.lending.returning),
         "requests_running": core.running,
+        "hint_pinned_pages": core.hints.pinned_pages,
         "requests_retracted": core.backups.retracted_requests,
         **state.counters,
     }
