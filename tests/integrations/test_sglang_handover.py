@@ -346,6 +346,22 @@ def test_wrong_settings_are_refused_by_name(text: str, words: str) -> None:
     assert "TIDEKV_SGLANG" in str(raised.value)
 
 
+def test_each_rank_has_a_port_for_its_metrics_and_a_file_for_its_journal(tmp_path: Path) -> None:
+    def settings(engine: str) -> BackendSettings:
+        return read_settings({"TIDEKV_SGLANG": f'{{"engine": {engine}}}'})
+
+    metrics = settings('{"metrics": {"listen": "127.0.0.1:9400"}}')
+    assert [metrics.engine_of(rank, 2).metrics.listen for rank in (0, 1)] == ["127.0.0.1:9400", "127.0.0.1:9401"]
+    assert metrics.engine_of(0, 1).metrics.listen == "127.0.0.1:9400"
+    assert settings('{"metrics": {"listen": "127.0.0.1:0"}}').engine_of(1, 2).metrics.listen == "127.0.0.1:0"
+    one_file = settings(f'{{"journal": {{"path": "{tmp_path}/journal"}}}}')
+    assert one_file.engine_of(0, 1).journal.path == f"{tmp_path}/journal"
+    with pytest.raises(InvalidConfig, match=r"journal\.path.*2 ranks"):
+        one_file.engine_of(0, 2)
+    with pytest.raises(InvalidConfig, match="kv_events"):
+        settings('{"kv_events": {"endpoint": "tcp://127.0.0.1:5557"}}').engine_of(0, 2)
+
+
 def test_a_silent_prefill_is_waited_for_by_half_of_the_lease() -> None:
     peer = BackendSettings(lease_s=30.0).peer
     assert (peer.lease_s, peer.silence_s, peer.heartbeat_s) == (30.0, 15.0, 0.5)

@@ -113,6 +113,8 @@ class DecodeEnd:
         model: str,
         name: str,
         row_bytes: int,
+        rank: int = 0,
+        ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start. Raises what `DecodeEngine` raises as it starts."""
@@ -120,13 +122,7 @@ class DecodeEnd:
         self._settings = settings
         self._row_bytes = row_bytes
         self._clock = clock
-        config = msgspec.structs.replace(
-            settings.engine,
-            model=model,
-            device="lent",
-            default_deadline_s=settings.restore_timeout_s,
-            peer=settings.peer,
-        )
+        config = msgspec.structs.replace(settings.engine_of(rank, ranks), model=model, device="lent")
         self._settle_s = config.copy_deadline_s + config.close_deadline_s
         self._engine = EngineThread(
             config,

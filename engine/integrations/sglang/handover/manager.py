@@ -60,6 +60,8 @@ class TidekvManager(CommonKVManager):  # type: ignore[misc]  # SGLang has no typ
             model=self._model(),
             name=f"sglang-decode-{self.attn_tp_rank}",
             row_bytes=self.rows.bytes,
+            rank=self.attn_tp_rank,
+            ranks=self.attn_tp_size,
         )
         self.queue = queue
         self.tree = KeptTree(self.decode, queue.tree_cache)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar, Final
 
 import msgspec
 
 from tidekv.backends.storage.options import read_extra_options
-from tidekv.engine.config.engine_config import PeerOptions
+from tidekv.engine.config.engine_config import EngineConfig, MetricsOptions, PeerOptions
 from tidekv.engine.integrations.link_settings import LinkSettings
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.validation import PlainText, Seconds, host_and_port, unknown
-from tidekv.transports.control.addresses import Dials
+from tidekv.transports.control.addresses import Dials, format_address, parse_address
 
 VARIABLE: Final = "TIDEKV_SGLANG"
 BACKEND: Final = "tidekv"
@@ -54,6 +55,28 @@ class BackendSettings(LinkSettings, frozen=True, kw_only=True, forbid_unknown_fi
             return self.engine.peer
         silence_s = self.lease_s / 2
         return PeerOptions(lease_s=self.lease_s, silence_s=silence_s, heartbeat_s=min(0.5, silence_s / 2))
+
+    def engine_of(self, rank: int, ranks: int) -> EngineConfig:
+        """Return the engine's options for one of several tensor-parallel ranks, each of which has an engine of its own.
+
+        Raises InvalidConfig, which names the option, for what ranks cannot share.
+        """
+        engine = msgspec.structs.replace(self.engine, peer=self.peer, default_deadline_s=self.restore_timeout_s)
+        if ranks == 1:
+            return engine
+        if engine.journal.path is not None and not Path(engine.journal.path).is_dir():
+            raise InvalidConfig(
+                f"{VARIABLE}: engine.journal.path: {engine.journal.path} must be a directory that exists: each of "
+                f"{ranks} ranks writes a file of its own"
+            )
+        if engine.kv_events.endpoint is not None:
+            raise InvalidConfig(f"{VARIABLE}: engine.kv_events: {ranks} ranks would publish at one endpoint")
+        listen = engine.metrics.listen
+        if listen is None:
+            return engine
+        host, port = parse_address(listen)
+        metrics = MetricsOptions(listen=format_address(host, port + rank if port else 0))
+        return msgspec.structs.replace(engine, metrics=metrics)
 
 
 def read_settings(environment: Mapping[str, str]) -> BackendSettings:
