@@ -45,9 +45,9 @@ prefetch = "timeout"
 listen = "127.0.0.1:9464"
 ```
 
-`tidekv config show` prints every option with its value and source. `tidekv config check` lists every mistake with its
+`tidekv config show` prints every option with its value and source. `tidekv config check` lists every error with its
 place and exits with code 2 if there is one. `tidekv config schema` prints the JSON Schema, for completion in editors. A
-command does not start with a mistake in its configuration. An embedder passes an `EngineConfig`, whose groups are the
+command does not start with an error in its configuration. An embedder passes an `EngineConfig`, whose groups are the
 tables of `[engine]`:
 
 ```python
@@ -71,7 +71,7 @@ config = loaded.configuration.engine  # An EngineConfig.
 
 In variables and `--set`, lists are separated by commas and tables are JSON objects. Variables that Kubernetes creates
 for a Service (`TIDEKV_…_SERVICE_HOST`, `TIDEKV_…_PORT`) are ignored; any other `TIDEKV_` variable that names no option
-is a mistake.
+is an error.
 
 ## Sizes of pools
 
