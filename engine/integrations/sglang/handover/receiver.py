@@ -103,7 +103,8 @@ class TidekvReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang has no t
         with self._mgr.failure_lock:
             recorded = self._mgr.failure_records.pop(self.bootstrap_room, None)
         self.clear()
-        cause = self._cause or recorded
+        # Recorded: that another prefill could not be asked, which SGLang reports as an abort.
+        cause = recorded or self._cause
         raise KVTransferError(
             self.bootstrap_room, cause or "a request failed on another rank", is_from_another_rank=not cause
         )
