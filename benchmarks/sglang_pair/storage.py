@@ -41,7 +41,7 @@ class StorageFolder:
     def mount(self) -> None:
         """Give the folder a size. Raises InvalidConfig where that is not allowed."""
         self.path.mkdir(parents=True, exist_ok=True)
-        command = ["mount", "-t", "tmpfs", "-o", f"size={TMPFS_MB}m", "tmpfs", str(self.path)]
+        command = ["mount", "-t", "tmpfs", "-o", f"size={TMPFS_MB}m,mode=0700", "tmpfs", str(self.path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise InvalidConfig(f"fill needs the right to mount a tmpfs: {done.stderr.strip()}")

@@ -71,3 +71,16 @@ async def test_hicache_serves_right_tokens_from_our_damaged_store(tmp_path: Path
     assert figures["answers"] == 9
     assert not figures["wrong"]
     assert not figures["lost"], "SGLang answers HTTP 500, since it has promised the pages; the client asks again"
+
+
+async def test_a_pair_survives_a_kill_a_flush_and_aborts(tmp_path: Path) -> None:
+    events = ("--prefill", 2, "--at", "1:kill:prefill-0", "--at", "2:reset:decode-0", "--aborts", 0.2, "--parallel", 2)
+    (figures,) = await figures_of(tmp_path / "figures", "--cache", "tidekv", *SMALL, *events)
+    check_served(figures)
+
+
+@pytest.mark.parametrize("fault", ["flush", "memory", "freeze", "damage", "hang"])
+async def test_no_fault_reaches_a_client(tmp_path: Path, fault: str) -> None:
+    arguments = ("faults", "--cache", "tidekv", "--fault", fault, "--conversations", 4, "--turns", 3)
+    (figures,) = await figures_of(tmp_path / "figures", *arguments)
+    check_served(figures)
