@@ -9,7 +9,6 @@ payload is none; only an envelope that is none is an error of the caller.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from tidekv.states.validation import PlainText, Seconds, short
 if TYPE_CHECKING:
     from tidekv.engine.decode.arrivals import Arrivals
     from tidekv.engine.decode.runtime import Runtime
-    from tidekv.engine.kv_events.content import KVContent
 
 VERSIONS: Final = ("0.1", "1.0")
 """Versions of the envelope."""
@@ -42,7 +40,6 @@ ACTIONS_MAX: Final = 64
 SESSIONS_MAX: Final = 1024
 SESSION_BYTES_MAX: Final = 64 << 20
 """Maximum bytes of the prompts that are remembered by session."""
-RESOLVE_S: Final = 1.0
 PREFETCH_S: Final = 30.0
 """Time of a prefetch that names none."""
 
@@ -225,22 +222,11 @@ class HintCalls:
         watcher = self._runtime.kv_event_watcher
         if watcher is None:
             raise InvalidRequest("block_hashes are those of KV events, which are disabled: set kv_events.endpoint")
-        loop = asyncio.get_running_loop()
-        found: asyncio.Future[tuple[str, bytes]] = loop.create_future()
-
-        def delivered(keys: tuple[str, bytes]) -> None:
-            if not found.done():
-                found.set_result(keys)
-
-        def take(content: KVContent) -> None:
-            loop.call_soon_threadsafe(delivered, content.keys_of(hashes))
-
-        watcher.look(take)
         try:
-            async with asyncio.timeout(RESOLVE_S):
-                return await found
+            (found,) = await watcher.keys_of([hashes])
         except TimeoutError:
-            raise InvalidRequest(f"block_hashes could not be resolved within {RESOLVE_S:g} s") from None
+            raise InvalidRequest("block_hashes could not be resolved in time: KV events are behind") from None
+        return found
 
 
 async def take_of_request(calls: HintCalls, hints: Mapping[str, object]) -> None:

@@ -50,9 +50,12 @@ OPEN_PATHS: Final = ("/health", "/ready")
 
 
 class ProbeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Prompts as token ids, all of one namespace and adapter."""
+    """Prompts as token ids, all of one namespace and adapter; or, for a probe, as lists of their pages' hashes in KV
+    events, which name both.
+    """
 
-    prompts: Annotated[list[list[int]], Meta(max_length=PROMPTS_MAX)]
+    prompts: Annotated[list[list[int]], Meta(max_length=PROMPTS_MAX)] = []
+    block_hashes: Annotated[list[list[int]], Meta(max_length=PROMPTS_MAX)] = []
     namespace: PlainText = ""
     lora_name: PlainText = ""
 
@@ -178,12 +181,14 @@ class StatusServer:
 
     async def _probe(self, request: HttpRequest) -> HttpResponse:
         asked = msgspec.json.decode(request.body, type=ProbeRequest)
+        if bool(asked.prompts) == bool(asked.block_hashes):
+            raise InvalidRequest("give one of prompts and block_hashes")
         namespace, prompts = self._packed(asked)
-        keys = [self._runtime.prompt_keys.page_keys.of(packed) for packed in prompts]
+        targets = [(namespace, self._runtime.prompt_keys.page_keys.of(packed)) for packed in prompts]
 
         async def probe() -> list[tuple[int, int]]:
             found = []
-            for at, each in enumerate(keys):
+            for at, (namespace, each) in enumerate(targets or await self._of_hashes(asked.block_hashes)):
                 if at % AT_ONCE == AT_ONCE - 1:
                     await asyncio.sleep(0)
                 found.append(self._runtime.core.state.index.probe_prefix(namespace, each, with_pending=False))
@@ -193,8 +198,17 @@ class StatusServer:
         found = await self._on_loop(probe())
         return _json([{"l1": device * page_size, "l2": host * page_size} for device, host in found])
 
+    async def _of_hashes(self, prompts: list[list[int]]) -> list[tuple[str, bytes]]:
+        """Return namespace and keys of prompts by their hashes. Raises InvalidRequest. Call it on the engine's loop."""
+        watcher = self._runtime.kv_event_watcher
+        if watcher is None:
+            raise InvalidRequest("block_hashes are those of KV events, which are disabled: set kv_events.endpoint")
+        return await watcher.keys_of(prompts)
+
     async def _look_up(self, request: HttpRequest) -> HttpResponse:
         asked = msgspec.json.decode(request.body, type=LookUpRequest)
+        if not asked.prompts or asked.block_hashes:
+            raise InvalidRequest("give prompts, as token ids")
         namespace, prompts = self._packed(asked)
         timeout_s = min(asked.timeout_s, LOOP_S / 2)
 

@@ -13,6 +13,7 @@ of a window under the hash of the full page at its position, a record under that
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, Protocol
@@ -27,6 +28,8 @@ from tidekv.states.prefix.index import PrefixIndex
 from tidekv.states.prefix.node import Node
 from tidekv.states.settings import CoreSettings
 
+ANSWER_S: Final = 1.0
+"""Maximum wait for the sending thread."""
 KINDS: Final = {"window": "sliding_window", "state": "mamba"}
 """Kinds of components, as the events name them."""
 
@@ -103,6 +106,24 @@ class KVEventWatcher:
         """Publish that storage has dropped these pages, as far as they are known."""
         if digests and self._outlet.has_room:
             self._publish(partial(self._content.lost, digests))
+
+    async def keys_of(self, prompts: Sequence[Sequence[int]]) -> list[tuple[str, bytes]]:
+        """Return namespace and keys of prompts by the published hashes of their first pages, as far as these follow one
+        another. Raises TimeoutError if the sending thread does not answer in time.
+        """
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[list[tuple[str, bytes]]] = loop.create_future()
+
+        def delivered(keys: list[tuple[str, bytes]]) -> None:
+            if not found.done():
+                found.set_result(keys)
+
+        def take(content: KVContent) -> None:
+            loop.call_soon_threadsafe(delivered, [content.keys_of(hashes) for hashes in prompts])
+
+        self.look(take)
+        async with asyncio.timeout(ANSWER_S):
+            return await found
 
     def look(self, take: Callable[[KVContent], None]) -> None:
         """Call `take` with the content, in the sending thread. It must change nothing, and not keep it."""

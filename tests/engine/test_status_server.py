@@ -13,8 +13,10 @@ import pytest
 from tests.support.configs import engine_config
 from tests.support.loopback_pair import PAGE, loopback_pair
 from tests.support.waits import LIMIT_S
+from tidekv.backends.keys.chain import page_digests
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.kv_events.load_publisher import LoadStat
+from tidekv.engine.kv_events.messages import hash_of
 from tidekv.states.errors import InvalidConfig
 
 
@@ -87,6 +89,22 @@ async def test_a_hundred_prompts_are_probed_at_once_and_answered_as_probe_prefix
             assert status == 200
             assert found == [pair.engine.probe_prefix(prompt, **names) for prompt in prompts]
         assert {"l1": 2 * PAGE, "l2": PAGE} in (await ask(address, "POST", "/probe", {"prompts": prompts}))[1]
+
+
+async def test_prompts_are_probed_by_the_hashes_of_their_pages_too() -> None:
+    pytest.importorskip("zmq")
+    config = engine_config(status_listen="127.0.0.1:0", kv_events_endpoint="tcp://127.0.0.1:*")
+    async with loopback_pair(config) as pair:
+        await pair.serve(range(4 * PAGE), namespace="tenant")
+        packed = b"".join(token.to_bytes(4, "little") for token in range(4 * PAGE))
+        hashes = [hash_of(digest) for digest in page_digests(packed, PAGE, namespace="tenant")]
+        asked = {"block_hashes": [hashes, hashes[:2], [7], []]}
+        status, found = await ask(pair.engine.status_address, "POST", "/probe", asked)
+        assert status == 200
+        assert [each["l1"] for each in found] == [4 * PAGE, 2 * PAGE, 0, 0]
+        assert (await ask(pair.engine.status_address, "POST", "/look_up", asked))[0] == 400
+        both = {"prompts": [[1]], "block_hashes": [[1]]}
+        assert (await ask(pair.engine.status_address, "POST", "/probe", both))[0] == 400
 
 
 async def test_a_prompt_is_looked_up_in_every_tier_with_what_prefill_would_send(tmp_path: Path) -> None:
