@@ -23,6 +23,7 @@ from tests.support.snippets import ROOT, snippet, snippets
 from tests.support.waits import LIMIT_S
 from tidekv import DecodeRequest, DevicePool, KVLayout, LoopbackTransport, PrefillPeer, Room
 from tidekv.backends.storage.uri import ENTRY_POINT_GROUP
+from tidekv.testing import loopback_pair
 from tidekv.transports.loopback import LoopbackNetwork
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=16)
@@ -37,6 +38,7 @@ RUN = {
     ("docs/deployment.md", "tidekv doctor"): f"{HERE}::test_commands_run",
     ("docs/embedding.md", ""): "tests/service/test_embedding_guide.py::guide",
     ("docs/gpu.md", "copy ="): f"{CHECKED}::test_a_forward_pass_follows_the_layers_of_a_copy",
+    ("docs/hints.md", "outcomes ="): f"{HERE}::test_a_hint_is_answered",
     ("docs/how-it-works.md", ""): "tests/site/test_site.py::test_diagrams_are_in_the_page_light_and_dark",
     ("docs/journal.md", "{"): f"{HERE}::test_the_line_of_a_journal_is_one",
     ("docs/observability.md", "tidekv run"): f"{HERE}::test_commands_run",
@@ -238,6 +240,15 @@ async def test_spans_are_made() -> None:
     parent = spans["tidekv.restore"].parent
     assert parent is not None
     assert parent.span_id == spans["completion"].context.span_id
+
+
+async def test_a_hint_is_answered() -> None:
+    names: dict[str, Any] = {}
+    body = "".join(f"    {line}\n" for line in snippet("docs/hints.md", "outcomes =").splitlines())
+    exec(compile(f"async def hint(engine):\n{body}    return outcomes\n", "hints.md", "exec"), names)
+    async with loopback_pair() as pair:
+        (outcome,) = await names["hint"](pair.engine)
+    assert (outcome.action_id, outcome.outcome) == ("a-1", "missing")
 
 
 def test_storage_is_opened(tmp_path: Path) -> None:
