@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.sglang_contract import (
     ASKED,
@@ -21,12 +22,14 @@ from tests.support.sglang_contract import (
     HookRegistry,
     KVPoll,
     KVTransferError,
+    UnifiedRadixCache,
     modules,
     request,
 )
 from tests.support.waits import LIMIT_S
 from tidekv.engine.integrations.sglang.handover.plugin import HOOKS, check_hooks, register
 from tidekv.engine.integrations.sglang.handover.settings import BackendSettings, read_settings
+from tidekv.engine.integrations.sglang.handover.tree import KeptTree
 from tidekv.states.errors import InvalidConfig
 
 pytestmark = pytest.mark.nixl
@@ -270,6 +273,26 @@ def test_another_prefill_computes_the_prompt_of_one_that_is_gone(
         assert len(RECOMPUTES) == 1
     finally:
         servers.close()
+
+
+def test_a_copy_that_outlives_a_flush_unlocks_nothing_in_the_new_tree() -> None:
+    released: list[Callable[[], None]] = []
+    decode = SimpleNamespace(offer=lambda *args, release, **more: released.append(release), flush=lambda: None)
+    pool = SimpleNamespace(req_to_token=torch.zeros((8, 24), dtype=torch.int32))
+    tree = UnifiedRadixCache(pool)
+    kept = KeptTree(decode, tree)  # type: ignore[arg-type]  # The part of the decode end that it calls.
+    served = request(PROMPT, 5)
+    tree.checkpoint_into_tree(served, up_to=len(PROMPT))
+    kept.offer(served)
+    kept.flush()
+    tree.locked.clear()
+    released[0]()  # Raises if it unlocks.
+    later = request(PROMPT, 6)
+    tree.checkpoint_into_tree(later, up_to=len(PROMPT))
+    kept.offer(later)
+    assert tree.locked == ["node of 6"]
+    released[1]()
+    assert tree.locked == []
 
 
 @pytest.mark.parametrize("version", ["v2", None])

@@ -61,7 +61,10 @@ def reap(scheduler: Any) -> None:
     """Unlock what is copied, once a pass of the scheduler."""
     kept = getattr(scheduler.tree_cache, "tidekv", None)
     if kept is not None:
-        kept.reap(is_empty=scheduler.running_batch.is_empty() and not scheduler.waiting_queue)
+        try:
+            kept.reap(is_empty=scheduler.running_batch.is_empty() and not scheduler.waiting_queue)
+        except Exception:
+            LOG.exception("what is copied was not unlocked")
 
 
 HOOKS: Final = (

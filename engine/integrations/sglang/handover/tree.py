@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any  # SGLang's tree and requests have no types.
 from uuid import uuid4
 
@@ -20,6 +21,7 @@ class KeptTree:
     def __init__(self, decode: DecodeEnd, tree: Any) -> None:
         self.salt = ""
         """What the names of pages have besides the request's own namespace."""
+        self._resets = 0
         self._decode = decode
         self._tree = tree
         tree.tidekv = self
@@ -32,14 +34,15 @@ class KeptTree:
             return
         setattr(request, OFFERED, end)
         table = self._tree.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
-        lock = self._tree.lock(request.last_node)
-        self._decode.offer(
-            packed_tokens(request, end),
-            table[start:end:page_size].cpu().numpy() // page_size,
-            start_token=start,
-            namespace=namespace_of(request, self.salt),
-            release=lambda: self._tree.unlock(lock),
-        )
+        packed, pages = packed_tokens(request, end), table[start:end:page_size].cpu().numpy() // page_size
+        release = partial(self._release, self._tree.lock(request.last_node), self._resets)
+        try:
+            self._decode.offer(
+                packed, pages, start_token=start, namespace=namespace_of(request, self.salt), release=release
+            )
+        except BaseException:
+            release()
+            raise
 
     def reap(self, *, is_empty: bool) -> None:
         """Unlock the nodes whose pages are copied, and leave the engine its turns. `is_empty`: nothing is computed."""
@@ -51,8 +54,14 @@ class KeptTree:
         self.salt = uuid4().hex if weight_version is None else f"weights {weight_version}"
 
     def flush(self) -> None:
-        """Empty the host memory before SGLang forgets its tree."""
+        """Empty the host memory before SGLang forgets its tree, and with it all locks."""
         self._decode.flush()
+        self._resets += 1
+
+    def _release(self, lock: Any, resets: int) -> None:
+        # A copy that hangs is not waited for without end: its node may be gone with the tree.
+        if resets == self._resets:
+            self._tree.unlock(lock)
 
 
 def offer_checkpoint(result: None, tree: Any, request: Any, **more: Any) -> None:
@@ -69,7 +78,10 @@ def flush_before_reset(tree: Any) -> None:
     """Flush the host memory. Runs before SGLang's `UnifiedRadixCache.reset`."""
     kept = getattr(tree, "tidekv", None)
     if kept is not None:
-        kept.flush()
+        try:
+            kept.flush()
+        except Exception:
+            LOG.exception("host memory was not flushed")
 
 
 def rename_before_flush(updater: Any, received: Any, *more: Any, **named: Any) -> None:
