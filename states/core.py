@@ -423,7 +423,7 @@ class Core:
         self.fire(request, events.PagesLost(at_s=self.state.now_s, cause=cause))
 
     def fill_failed(self) -> None:
-        """Let a sharer of the load extend into its pages; without sharers, give the load up."""
+        """Let a waiter of the load extend into its pages; without waiters, give the load up."""
         load, _ = _pop_first(self.state.failed_loads)
         filler = self.loads.filler_of(load)
         if filler is None:
@@ -439,7 +439,7 @@ class Core:
             self._raised(filler, None, "fill")
 
     def hand_over(self) -> None:
-        """End the load up to the last landed page that another request waits for."""
+        """End the load up to the last received page that another request waits for."""
         load, _ = _pop_first(self.state.progressed_loads)
         self.state.run_guarded(partial(self.shared_transfers.take_landed, load))
 
@@ -471,7 +471,7 @@ class Core:
             self._fire_due(request, events.StorageDue(at_s=at_s))
 
     def put_waiting(self) -> None:
-        """Start the first waiting put; full pages go before component pages."""
+        """Start the first waiting write to storage; full pages go before component pages."""
         if self.backups.waiting:
             self.backups.put_now(next(iter(self.backups.waiting)))
             return
@@ -544,11 +544,11 @@ class Core:
         self.state.pages_were_freed()
 
     def hand_back(self) -> None:
-        """Hand lent pages without a writer back to the embedder, with the outcomes of their requests."""
+        """Return lent pages without a writer to the embedder, with the outcomes of their requests."""
         self.state.run_guarded(self.lending.hand_back)
 
     def work_ahead(self) -> None:
-        """Release look-ahead of planned requests, fetch ahead for waiting ones, back up pages next to be evicted."""
+        """Release prefetches of planned requests, prefetch for waiting ones, back up pages next to be evicted."""
         state = self.state
         while state.ahead_over:
             request, _ = state.ahead_over.popitem()
@@ -604,7 +604,7 @@ CONSEQUENCES = (
     Consequence("A load has failed", Core.fill_failed, lambda state: state.failed_loads),
     Consequence("A shared transfer has progressed", Core.hand_over, lambda state: state.progressed_loads),
     Consequence("A request may be able to move on", Core.move_on, lambda state: state.dirty),
-    Consequence("A put was deferred, and no fetch needs storage any more", Core.put_waiting, is_due=_may_put),
+    Consequence("A write was deferred, and no fetch needs storage any more", Core.put_waiting, is_due=_may_put),
     Consequence("Pages were freed, or can be", Core.reclaim_and_admit, is_due=_may_admit),
     Consequence("Lent pages of an ended request may have no writer any more", Core.hand_back, is_due=_may_hand_back),
     Consequence("Pages can be fetched or written ahead", Core.work_ahead, is_due=_may_work_ahead),
