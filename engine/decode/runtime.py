@@ -288,7 +288,7 @@ class Runtime:
         if self.kv_events is not None:
             self.executor.on_missing = self._note_missing
             sweep = StoredPagesSweep(lambda: self.storage_in_use.current, lambda: self.kv_event_watcher)
-            self.group.spawn(sweep.run(), "sweep of stored pages")
+            self.group.spawn(sweep.run(), "sweep of stored pages", is_endless=True)
         self._start_status()
         if self.ranks is not None:
             await self.ranks.start()
@@ -310,7 +310,7 @@ class Runtime:
                 )
             reader, rank = LoadReader(), events.data_parallel_rank
             self.load = LoadPublisher(events.load, lambda: reader.read(self.core).as_message(rank))
-            self.group.spawn(self.load.run(), "load messages")
+            self.group.spawn(self.load.run(), "load messages", is_endless=True)
 
     def _start_copiers(self) -> None:
         """Start one copier for each pair of pools, on two shared lanes; none without host pages and components."""
@@ -674,6 +674,7 @@ class EffectGroup:
         self._group: asyncio.TaskGroup | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
+        self._endless: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Start the supervisor; when this returns, effects can be spawned."""
@@ -682,8 +683,8 @@ class EffectGroup:
         self._supervisor = asyncio.create_task(self._run(ready), name="tidekv effects", context=self._context)
         await ready.wait()
 
-    def spawn(self, effect: Awaitable[None], name: str) -> None:
-        """Run an effect."""
+    def spawn(self, effect: Awaitable[None], name: str, *, is_endless: bool = False) -> None:
+        """Run an effect. An endless one runs until `close`, which does not wait for its end."""
 
         async def run() -> None:
             try:
@@ -694,7 +695,9 @@ class EffectGroup:
                 raise
 
         assert self._group is not None, "effects are spawned after start and before close"
-        self._group.create_task(run(), name=f"tidekv {name}", context=self._context.copy())
+        task = self._group.create_task(run(), name=f"tidekv {name}", context=self._context.copy())
+        if is_endless:
+            self._endless.append(task)
 
     async def close(self, *, timeout_s: float) -> bool:
         """Wait for running effects; after `timeout_s` cancel them and wait as long again. False if some still run.
@@ -704,6 +707,8 @@ class EffectGroup:
         if self._supervisor is None:
             return True
         self._ended.set()
+        for task in self._endless:
+            task.cancel()
         for patience_is_over in (False, True):
             if patience_is_over:
                 self._supervisor.cancel()

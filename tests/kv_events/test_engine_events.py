@@ -116,3 +116,17 @@ def test_wrong_settings_are_named() -> None:
         engine_config(kv_events_kept_batches=0)
     with pytest.raises(InvalidConfig, match=r"kv_events\.replay needs kv_events\.endpoint"):
         engine_config(kv_events_replay="tcp://*:5558")
+
+
+@pytest.mark.nixl
+async def test_an_engine_that_publishes_does_not_wait_for_its_endless_tasks_as_it_closes(tmp_path: Path) -> None:
+    config = engine_config(
+        close_deadline_s=100 * LIMIT_S,
+        kv_events_endpoint=f"ipc://{tmp_path}/events",
+        kv_events_load=f"ipc://{tmp_path}/load",
+    )
+    engine = DecodeEngine(
+        config, device=DevicePool.allocate(LAYOUT, 4), transport=NixlTransport(name="decode-0", dials=["127.0.0.1:*"])
+    )
+    async with asyncio.timeout(LIMIT_S / 2), engine:
+        pass
