@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from tidekv.engine.config.engine_config import DeviceMode
     from tidekv.engine.decode.component_pages import LeftComponents
     from tidekv.engine.decode.lent_pages import Pages
+    from tidekv.engine.kv_events.watcher import ServerEvents
     from tidekv.engine.ranks.group import RankGroup
     from tidekv.states.core import Core
     from tidekv.transports.base import Transport
@@ -97,6 +98,13 @@ class DecodeEngine:
         self._runtime.make_status = StatusServer
         self.layout = device.layout
         self._calls = self._runtime.calls
+
+    def publish_to(self, server_events: ServerEvents) -> None:
+        """Give KV events to a server that publishes events itself. Call it before the engine is entered.
+
+        Raises InvalidConfig if `config.kv_events` names an endpoint.
+        """
+        self._runtime.publish_to(server_events)
 
     async def __aenter__(self) -> Self:
         """Start all parts. If one raises, stop all and raise its error; EngineClosed if entered before."""

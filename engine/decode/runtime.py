@@ -35,7 +35,7 @@ from tidekv.engine.kv_events.content import KVContent
 from tidekv.engine.kv_events.load_publisher import LoadPublisher
 from tidekv.engine.kv_events.names import Wording
 from tidekv.engine.kv_events.publisher import KVEventPublisher, is_on_network
-from tidekv.engine.kv_events.watcher import KVEventWatcher, groups_of
+from tidekv.engine.kv_events.watcher import KVEventWatcher, ServerEvents, groups_of
 from tidekv.engine.log import CoreLog, engine_log, own_context, run_in
 from tidekv.engine.metrics import MetricsCollector, MetricsFold, MetricsServer
 from tidekv.engine.poller import PollerThread
@@ -164,6 +164,7 @@ class Runtime:
         self.load: LoadPublisher | None = None
         self.kv_events: KVEventPublisher | None = None
         self.kv_event_watcher: KVEventWatcher | None = None
+        self._server_events: ServerEvents | None = None
         self.is_open = False
         self.is_draining = False
         self.broken: BaseException | None = None
@@ -176,6 +177,16 @@ class Runtime:
         self.identity = msgspec.structs.replace(identity, bigram_keys=config.bigram_keys)
         self.group: EffectGroup | None = None
         self.storage_in_use = StorageInUse(self, storage)
+
+    def publish_to(self, server_events: ServerEvents) -> None:
+        """See `DecodeEngine.publish_to`."""
+        checked(server_events, ServerEvents, "server_events", InvalidConfig)
+        if self.config.kv_events.endpoint is not None:
+            raise InvalidConfig(
+                "kv_events.endpoint would publish beside the server's own events, and routers would count two workers: "
+                "leave one of them out"
+            )
+        self._server_events = server_events
 
     async def start(self) -> None:
         """Start all parts. If one raises, stop all and raise its error. Raises EngineClosed the second time."""
@@ -285,7 +296,7 @@ class Runtime:
             query_timeout_s=config.storage.query_deadline_s,
         )
         await self.storage_in_use.register_first()
-        if self.kv_events is not None:
+        if self.kv_event_watcher is not None:
             self.executor.on_missing = self._note_missing
             sweep = StoredPagesSweep(lambda: self.storage_in_use.current, lambda: self.kv_event_watcher)
             self.group.spawn(sweep.run(), "sweep of stored pages", is_endless=True)
@@ -347,6 +358,9 @@ class Runtime:
                 stored_pages_max=options.stored_pages,
             )
             self.kv_event_watcher = KVEventWatcher(self.core, self.kv_events, content, components=options.components)
+            watchers.append(self.kv_event_watcher)
+        elif self._server_events is not None:
+            self.kv_event_watcher = KVEventWatcher(self.core, *self._server_events)
             watchers.append(self.kv_event_watcher)
         self.driver = Driver(
             self.core,

@@ -8,6 +8,9 @@ Pages that the index forgets stay published in STORAGE until storage drops them,
 than `stored_pages_max` are remembered: then those forgotten first go.
 
 Additions come before removals, and pages after the page before them, so a page that moves down a tier is never missing.
+
+Within a server that publishes events itself, pages have the names that it gives them (`ServerNames`), and a page
+without a name is held back. The device is the server's to publish, and so is the end of everything: `AllBlocksCleared`.
 """
 
 from __future__ import annotations
@@ -22,8 +25,17 @@ import numpy as np
 
 from tidekv.backends.keys.chain import namespace_seed
 from tidekv.backends.keys.page_keys import PageKeys
-from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium, hash_of
+from tidekv.engine.kv_events.messages import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    Medium,
+    hash_of,
+)
 from tidekv.engine.kv_events.names import PageNames, Wording
+from tidekv.engine.kv_events.server_names import ServerName, ServerNames
 
 MEDIA: Final[tuple[Medium, ...]] = ("GPU", "CPU", "STORAGE")
 ON_DEVICE, IN_STORAGE = 1, 4
@@ -76,9 +88,12 @@ class _Page:
 
     __slots__ = ("chain", "children", "depth", "digest", "held", "is_in_tree", "key", "name", "parent", "shown")
 
-    def __init__(self, digest: bytes, key: bytes, parent: _Page | None, chain: _Chain) -> None:
+    def __init__(
+        self, digest: bytes, key: bytes, parent: _Page | None, chain: _Chain, name: int | ServerName | None
+    ) -> None:
         self.digest = digest
-        self.name = hash_of(digest)
+        self.name = name
+        """A number, unless a server names pages; None until it has."""
         self.key = key
         self.parent = parent
         self.chain = chain
@@ -87,6 +102,12 @@ class _Page:
         """One child, or several. Most pages have one, and a dict would be the largest part of a page."""
         self.held = self.shown = 0
         self.is_in_tree = False
+
+    @property
+    def hashes(self) -> tuple[BlockHash, ...]:
+        """What the events call it: one hash, or those of the server's blocks."""
+        assert self.name is not None, "only pages with a name are published"
+        return (self.name,) if isinstance(self.name, int) else self.name.hashes
 
     def add(self, child: _Page) -> None:
         """Note a new child."""
@@ -129,7 +150,7 @@ class KVContent:
 
     `key_bytes` is the width of a page's key in bytes, and `bigrams` how it is built (see `PageKeys`). `groups` are the
     published components, from group 1 on; salted pages are the group behind them. Without `tokens`, `token_ids` is
-    empty.
+    empty. With ServerNames as `wording`, a server names the pages, see `name`.
     """
 
     def __init__(
@@ -140,7 +161,7 @@ class KVContent:
         bigrams: bool = False,
         groups: Sequence[Group] = (),
         tokens: bool = True,
-        wording: Wording | None = None,
+        wording: Wording | ServerNames | None = None,
         stored_pages_max: int = STORED_PAGES_MAX,
     ) -> None:
         self._has_tokens = tokens
@@ -148,7 +169,8 @@ class KVContent:
         self._salted_group = len(groups) + 1
         self._page_keys = PageKeys(page_size, bigrams=bigrams)
         self._key_bytes = key_bytes
-        self._wording = wording or Wording(bigrams=bigrams)
+        self._names = wording if isinstance(wording, ServerNames) else None
+        self._wording = wording if isinstance(wording, Wording) else Wording(bigrams=bigrams)
         self._stored_pages_max = stored_pages_max
         self._chains: dict[str, _Chain] = {}
         self._pages: dict[bytes, _Page] = {}
@@ -167,7 +189,8 @@ class KVContent:
 
     def begin(self, nodes: Sequence[Seen]) -> list[KVEvent]:
         """Return events that clear a consumer's knowledge of an earlier engine at this address, and list all nodes."""
-        return [AllBlocksCleared(), *self.changes(nodes)]
+        changes = self.changes(nodes, are_all=True)
+        return changes if self._names is not None else [AllBlocksCleared(), *changes]
 
     def changes(self, nodes: Sequence[Seen], *, are_all: bool = False, has_left_storage: bool = False) -> list[KVEvent]:
         """Return the events for nodes that have changed. All other nodes must be unchanged since the last call, or gone
@@ -192,6 +215,8 @@ class KVContent:
             self._renewed = max(self._renewed, node.renewed)
             self._nodes[node.node_id] = _KnownNode(pages, is_marked)
             held = sum(1 << MEDIA.index(medium) for medium in node.media)
+            if self._names is not None:
+                held &= ~ON_DEVICE
             for page in pages:
                 # A page may be in storage although its node is not marked. Only a mark that goes says it is not.
                 page.held = held if page in marked else held | page.held & IN_STORAGE
@@ -245,6 +270,33 @@ class KVContent:
             before = page
         return "" if before is None else before.chain.namespace, b"".join(keys)
 
+    def name(self, namespace: str, tokens: bytes, names: Sequence[ServerName]) -> list[KVEvent]:
+        """Name the first pages of a prompt as the server does. Returns the events for those that waited for a name."""
+        assert self._names is not None, "a server names pages"
+        touched: dict[_Page, None] = {}
+        for digest, name in zip(self._digests(tokens, self._chain(namespace).seed), names, strict=False):
+            self._names.put(digest, name)
+            page = self._pages.get(digest)
+            if page is not None and page.name is None:
+                page.name = name
+                touched[page] = None
+        return self._settled(touched)
+
+    def forget_names(self) -> list[KVEvent]:
+        """Return the events that withdraw all pages. Each one is held back until the server names it anew."""
+        assert self._names is not None, "a server names pages"
+        self._names.clear()
+        events = self._removed((page, page.shown) for page in self._pages.values())
+        for page in self._pages.values():
+            page.shown, page.name = 0, None
+        return events
+
+    def again(self) -> list[KVEvent]:
+        """Return the events that publish everything again: the server has told its listeners that nothing is left."""
+        for page in self._pages.values():
+            page.shown = 0
+        return self._settled(dict.fromkeys(self._pages.values()))
+
     def digests_in_storage(self, first: int, page_count: int) -> tuple[list[bytes], bool]:
         """Return the digests of those of `page_count` pages that are believed to be in storage, from a position of all
         pages on, and whether pages follow.
@@ -282,20 +334,14 @@ class KVContent:
                 for child in page.each_child():
                     heapq.heappush(heap, (child.depth, next(order), child))
         events: list[KVEvent] = list(self._stored((page, page.shown & ~was) for page, was in before.items()))
-        gone: dict[tuple[int, int | None], list[int]] = {}
-        for page, was in before.items():
-            for bit in _bits(was & ~page.shown):
-                gone.setdefault((bit, self._group_of(bit, page.chain)), []).append(page.name)
-        for (bit, group), names in sorted(gone.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
-            events.extend(
-                BlockRemoved(names[first : first + EVENT_PAGES_MAX], _medium_of(bit), group)
-                for first in range(0, len(names), EVENT_PAGES_MAX)
-            )
+        events += self._removed((page, was & ~page.shown) for page, was in before.items())
         for page in touched:
             self._drop(page)
         return events
 
     def _to_show(self, page: _Page) -> int:
+        if page.name is None:
+            return 0
         full = page.held & _FULL
         if page.parent is not None:
             if not page.parent.shown & _FULL:
@@ -322,7 +368,7 @@ class KVContent:
             if self._pages.get(at.digest) is not at:
                 return
             del self._pages[at.digest]
-            if self._by_name.get(at.name) is at:
+            if isinstance(at.name, int) and self._by_name.get(at.name) is at:
                 del self._by_name[at.name]
             self._forgotten.pop(at, None)
             self._lost.pop(at, None)
@@ -348,8 +394,10 @@ class KVContent:
             page = self._pages.get(digest)
             if page is None:
                 key = node.edge[at * width : (at + 1) * width]
-                page = self._pages[digest] = _Page(digest, key, above, chain)
-                self._by_name[page.name] = page
+                name = hash_of(digest) if self._names is None else self._names.find(digest)
+                page = self._pages[digest] = _Page(digest, key, above, chain, name)
+                if isinstance(name, int):
+                    self._by_name[name] = page
                 if above is not None:
                     above.add(page)
             pages.append(page)
@@ -373,6 +421,18 @@ class KVContent:
 
     # --- Events ---
 
+    def _removed(self, pages: Iterable[tuple[_Page, int]]) -> list[KVEvent]:
+        """Return events for pages that are gone from these places."""
+        gone: dict[tuple[int, int | None], list[BlockHash]] = {}
+        for page, bits in pages:
+            for bit in _bits(bits):
+                gone.setdefault((bit, self._group_of(bit, page.chain)), []).extend(page.hashes)
+        return [
+            BlockRemoved(names[first : first + EVENT_PAGES_MAX], _medium_of(bit), group)
+            for (bit, group), names in sorted(gone.items(), key=lambda item: (item[0][0], item[0][1] or 0))
+            for first in range(0, len(names), EVENT_PAGES_MAX)
+        ]
+
     def _stored(self, pages: Iterable[tuple[_Page, int]]) -> Iterator[BlockStored]:
         """Yield an event for each run of pages. A run begins behind pages that are published, or in an earlier run."""
         runs: Runs = []
@@ -390,12 +450,14 @@ class KVContent:
 
     def _event(self, bit: int, run: list[_Page]) -> BlockStored:
         first, names = run[0], run[0].chain.names
+        if self._names is not None:
+            return self._servers_event(self._names, bit, run)
         group = self._group_of(bit, first.chain)
         is_component = bit >= len(MEDIA)
         spec = self._groups[group] if is_component and group is not None else FULL_ATTENTION
         return BlockStored(
-            block_hashes=[page.name for page in run],
-            parent_block_hash=None if first.parent is None else first.parent.name,
+            block_hashes=[one for page in run for one in page.hashes],
+            parent_block_hash=None if first.parent is None else first.parent.hashes[-1],
             token_ids=self._tokens_of(b"".join([page.key for page in run])),
             block_size=self._page_keys.page_size,
             lora_id=None,
@@ -412,7 +474,27 @@ class KVContent:
             cache_salt=names.cache_salt,
         )
 
+    def _servers_event(self, names: ServerNames, bit: int, run: list[_Page]) -> BlockStored:
+        """Return the event as the server would publish it of its device."""
+        first, hashes = run[0], [one for page in run for one in page.hashes]
+        assert isinstance(first.name, ServerName), "the server names pages"
+        words = first.name.words
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=None if first.parent is None else first.parent.hashes[-1],
+            token_ids=self._tokens_of(b"".join([page.key for page in run])),
+            block_size=names.block_size,
+            lora_id=words.lora_id,
+            medium=_medium_of(bit),
+            lora_name=words.lora_name,
+            extra_keys=words.extra_keys(len(hashes), is_first=first.parent is None),
+            group_idx=0,
+            kv_cache_spec_kind=names.kind,
+        )
+
     def _group_of(self, bit: int, chain: _Chain) -> int | None:
+        if self._names is not None:
+            return 0
         if bit >= len(MEDIA):
             return (bit - len(MEDIA)) // 2 + 1
         if chain.names.is_salted:

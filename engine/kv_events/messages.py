@@ -1,7 +1,8 @@
 """Messages of vLLM's KV events, as bytes.
 
 A batch is an array: [time, events, data-parallel rank]. Its events are maps with the name of the kind under "type", as
-vLLM and SGLang write them. A page is named by its hash only: the first eight bytes of its storage key, unsigned.
+vLLM and SGLang write them. A page is named by its hash only: the first eight bytes of its storage key, unsigned. Within
+a server that has an event stream of its own, its blocks keep the hashes that this stream gives them (`server_names`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 Medium: TypeAlias = Literal["GPU", "CPU", "STORAGE"]
+BlockHash: TypeAlias = int | bytes
+"""tidekv's own hashes are numbers. A server may be set to publish whole digests."""
 HASH_BYTES: Final = 8
 BATCH_EVENTS_MAX: Final = 4096
 """Maximum events of a batch. vllm-router refuses more, and batches of more than 16 MiB."""
@@ -29,14 +32,14 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     routers that read it. The last three fields are of workers that publish components, and of salted pages.
     """
 
-    block_hashes: list[int]
-    parent_block_hash: int | None
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
     token_ids: list[int] | list[tuple[int, int]]
     block_size: int
     lora_id: int | None
     medium: Medium
     lora_name: str | None
-    extra_keys: list[tuple[str] | None] | None = None
+    extra_keys: list[tuple[str, ...] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -46,7 +49,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Pages that are no longer in a medium."""
 
-    block_hashes: list[int]
+    block_hashes: list[BlockHash]
     medium: Medium
     group_idx: int | None = None
 
@@ -104,19 +107,23 @@ def _encoded(events: Iterable[KVEvent]) -> Iterator[bytes]:
 def _split(event: KVEvent, middle: int) -> tuple[KVEvent, KVEvent]:
     """Return the event of the pages before the middle, and that of the others, whose parent is the last one before."""
     assert not isinstance(event, AllBlocksCleared), "it names no pages"
-    hashes = event.block_hashes
-    first = msgspec.structs.replace(event, block_hashes=hashes[:middle])
-    rest = msgspec.structs.replace(event, block_hashes=hashes[middle:])
+    end = len(event.block_hashes)
     if isinstance(event, BlockRemoved):
-        return first, rest
-    tokens, keys = event.token_ids, event.extra_keys
-    at = middle * event.block_size
-    return (
-        msgspec.structs.replace(first, token_ids=tokens[:at], extra_keys=keys and keys[:middle]),
-        msgspec.structs.replace(
-            rest,
-            token_ids=tokens[at:],
-            extra_keys=keys and keys[middle:],
-            parent_block_hash=hashes[middle - 1],
-        ),
+        hashes = event.block_hashes
+        return (
+            msgspec.structs.replace(event, block_hashes=hashes[:middle]),
+            msgspec.structs.replace(event, block_hashes=hashes[middle:]),
+        )
+    return stored_part(event, 0, middle), stored_part(event, middle, end)
+
+
+def stored_part(event: BlockStored, first: int, end: int) -> BlockStored:
+    """Return the event of these blocks, whose parent is the last one before them."""
+    size, keys = event.block_size, event.extra_keys
+    return msgspec.structs.replace(
+        event,
+        block_hashes=event.block_hashes[first:end],
+        parent_block_hash=event.block_hashes[first - 1] if first else event.parent_block_hash,
+        token_ids=event.token_ids[first * size : end * size],
+        extra_keys=keys and keys[first:end],
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from tidekv.engine.kv_events.content import Group, KVContent, Seen
 from tidekv.engine.kv_events.messages import KVEvent, Medium
@@ -64,6 +64,13 @@ class Outlet(Protocol):
 
         `whole` makes the events of all that is published after them, for subscribers that begin there.
         """
+
+
+class ServerEvents(NamedTuple):
+    """The outlet of an engine's events within a server that publishes its own, and the content they are made of."""
+
+    outlet: Outlet
+    content: KVContent
 
 
 class KVEventWatcher:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from tidekv.engine.decode.component_pages import LeftComponents
     from tidekv.engine.decode.lent_pages import Pages
     from tidekv.engine.decode.values import ReadyRequest, Recompute
+    from tidekv.engine.kv_events.watcher import ServerEvents
     from tidekv.engine.ranks.group import RankGroup
     from tidekv.transports.base import Transport
 
@@ -116,6 +117,10 @@ class EngineThread:
         self._loop = EngineLoop(self._engine, name=name, on_end=self._end)
         self._is_draining = False
         self._callbacks_raised = 0
+
+    def publish_to(self, server_events: ServerEvents) -> None:
+        """Give KV events to a server that publishes events itself. Call it before `start`; raises as `DecodeEngine`."""
+        self._engine.publish_to(server_events)
 
     def start(self) -> None:
         """Start thread and engine. Raises what `DecodeEngine` raises as it starts, with everything stopped again."""

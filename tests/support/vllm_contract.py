@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any  # vLLM's objects are not typed here.
 
+import msgspec
 import prometheus_client
 import torch
 
@@ -49,6 +50,78 @@ class KVConnectorStats:
 class KVConnectorPromMetrics:
     def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
         self._counter_cls = metric_types[prometheus_client.Counter]
+
+
+class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    pass
+
+
+class BlockStored(KVCacheEvent):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+
+
+class BlockRemoved(KVCacheEvent):
+    block_hashes: list[int | bytes]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(KVCacheEvent):
+    pass
+
+
+class KVConnectorKVEvents(ABC):
+    """Events of one worker; vLLM joins those of all, as `joined_events` does."""
+
+    @abstractmethod
+    def add_events(self, events): ...
+
+    @abstractmethod
+    def aggregate(self): ...
+
+    @abstractmethod
+    def increment_workers(self, count=1): ...
+
+    @abstractmethod
+    def get_all_events(self): ...
+
+    @abstractmethod
+    def get_number_of_workers(self): ...
+
+    @abstractmethod
+    def clear_events(self): ...
+
+
+def joined_events(of_workers: Sequence[Any]) -> Any:
+    """What the scheduler's side gets of the events of all workers, by vLLM's aggregator."""
+    joined = None
+    for one in of_workers:
+        if joined is None:
+            joined = one
+        elif one:
+            assert isinstance(joined, type(one))
+            joined.add_events(one.get_all_events())
+            joined.increment_workers(1)
+    return joined or None
+
+
+def maybe_convert_block_hash(hash_bytes: bytes) -> int:
+    return int.from_bytes(hash_bytes, byteorder="big") & ((1 << 64) - 1)
 
 
 class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name.
@@ -115,6 +188,13 @@ CONTRACT: dict[str, dict[str, object]] = {
         "KVConnectorPromMetrics": KVConnectorPromMetrics,
         "KVConnectorStats": KVConnectorStats,
     },
+    "vllm.distributed.kv_events": {
+        "AllBlocksCleared": AllBlocksCleared,
+        "BlockRemoved": BlockRemoved,
+        "BlockStored": BlockStored,
+        "KVConnectorKVEvents": KVConnectorKVEvents,
+    },
+    "vllm.v1.core.kv_cache_utils": {"maybe_convert_block_hash": maybe_convert_block_hash},
     "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": CacheHitSource},
     "vllm._custom_ops": {"cpu_attn_reshape_and_cache": cpu_attn_reshape_and_cache},
     "vllm.v1.attention.backends.cpu_attn": {"_get_attn_isa": lambda dtype, block_size, head_size, kv_dtype: "vec"},
@@ -192,6 +272,8 @@ def configs_of(uri: str, *, spec: Any = None, groups: int = 1, backend: str = "F
         kv_transfer_config=SimpleNamespace(**{k: changes.pop(k, v) for k, v in transfer.items()}),
         parallel_config=SimpleNamespace(**{k: changes.pop(k, v) for k, v in parallel.items()}),
         speculative_config=changes.pop("speculative", None),
+        kv_events_config=changes.pop("kv_events", None),
+        cache_config=SimpleNamespace(enable_prefix_caching=changes.pop("prefix_caching", True)),
         model_config=SimpleNamespace(model="its/name"),
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(NAMES, layer)),
     )
@@ -239,7 +321,9 @@ class Vllm:
         sending, loaded = self.worker.get_finished(set())
         invalid = self.worker.get_block_ids_with_load_errors()
         self.worker.clear_connector_metadata()
-        self.scheduler.update_connector_output(SimpleNamespace(finished_recving=loaded, invalid_block_ids=invalid))
+        self.scheduler.update_connector_output(
+            SimpleNamespace(finished_recving=loaded, invalid_block_ids=invalid, kv_cache_events=None)
+        )
         self.invalid |= invalid
         for side in (self.worker, self.scheduler):
             stats = side.get_kv_connector_stats()

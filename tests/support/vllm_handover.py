@@ -12,7 +12,18 @@ from typing import Any  # vLLM's objects are not typed here.
 
 import torch
 
-from tests.support.vllm_contract import BLOCK, BLOCKS, DIM, HEADS, LAYERS, NAMES, KVConnectorRole, configs_of
+from tests.support.vllm_contract import (
+    BLOCK,
+    BLOCKS,
+    DIM,
+    HEADS,
+    LAYERS,
+    NAMES,
+    AllBlocksCleared,
+    KVConnectorRole,
+    configs_of,
+    joined_events,
+)
 from tests.support.waits import LIMIT_S
 
 PAUSE_S = 0.002
@@ -77,8 +88,10 @@ class HandoverVllm:
         is_head_first: bool = True,
         tensor_parallel: int = 1,
         heads: int = HEADS,
+        events: bool = False,
         **handover: Any,
     ):
+        """`events`: vLLM publishes KV events; those of the connector are in `published`, by step."""
         self.role = role
         self.heads = heads
         ranks = tensor_parallel
@@ -102,6 +115,7 @@ class HandoverVllm:
                 is_kv_consumer=receives,
                 rank=rank,
                 tensor_parallel_size=ranks,
+                kv_events=SimpleNamespace(enable_kv_cache_events=True) if events else None,
             )
             configs[0].kv_transfer_config.kv_role, configs[0].kv_transfer_config.engine_id = role, f"vllm-{seed}"
             all_configs.append(configs)
@@ -117,6 +131,9 @@ class HandoverVllm:
         self.invalid: set[int] = set()
         self.counts: dict[str, int] = {}
         self.preempted: set[str] = set()
+        self.published: list[list[Any]] = []
+        self.pool = SimpleNamespace(kv_event_queue=[])
+        """vLLM's own blocks, as far as their events go."""
         self.scheduler = module.TidekvConnector(all_configs[0][0], KVConnectorRole.SCHEDULER, all_configs[0][1])
         self.workers = [module.TidekvConnector(one, KVConnectorRole.WORKER, other) for one, other in all_configs]
         addresses = {}
@@ -124,6 +141,7 @@ class HandoverVllm:
             worker.register_kv_caches(dict(reversed(list(zip(NAMES, self.caches_by_rank[rank], strict=True)))))
             if (address := worker.get_handshake_metadata()) is not None:
                 addresses[rank] = pickle.loads(pickle.dumps(address))
+        self.scheduler.bind_gpu_block_pool(self.pool)
         if addresses:
             self.scheduler.set_xfer_handshake_metadata(addresses)
         self._ended: Counter[tuple[str, str]] = Counter()
@@ -174,7 +192,7 @@ class HandoverVllm:
         self.preempted = set()
         # From one process to another.
         metadata = pickle.dumps(self.scheduler.build_connector_meta(output))
-        freed, loaded, invalid = set[str](), set[str](), set[int]()
+        freed, loaded, invalid, events = set[str](), set[str](), set[int](), []
         for rank, worker in enumerate(self.workers):
             worker.handle_preemptions(pickle.loads(metadata))
             worker.bind_connector_metadata(pickle.loads(metadata))
@@ -186,6 +204,7 @@ class HandoverVllm:
             freed |= self._by_all("freed", freed_here)
             loaded |= self._by_all("loaded", loaded_here)
             invalid |= worker.get_block_ids_with_load_errors()
+            events.append(pickle.loads(pickle.dumps(worker.get_kv_connector_kv_cache_events())))
             worker.clear_connector_metadata()
             stats = worker.get_kv_connector_stats()
             for name, count in stats.reduce().items() if stats is not None else ():
@@ -193,8 +212,17 @@ class HandoverVllm:
         for name, count in scheduled.items():
             self.requests[name].num_computed_tokens += count
         self.scheduler.update_connector_output(
-            SimpleNamespace(finished_recving=loaded, finished_sending=freed, invalid_block_ids=invalid)
+            SimpleNamespace(
+                finished_recving=loaded,
+                finished_sending=freed,
+                invalid_block_ids=invalid,
+                kv_cache_events=joined_events(events),
+            )
         )
+        assert self.scheduler.get_kv_connector_stats() is None, "the workers count"
+        own, self.pool.kv_event_queue = self.pool.kv_event_queue, []
+        if batch := [*own, *self.scheduler.take_events()]:
+            self.published.append(batch)
         self.freed += freed
         self.loaded += loaded
         self.invalid |= invalid
@@ -232,6 +260,10 @@ class HandoverVllm:
             assert time.monotonic() < until_s, "it did not happen"
             self.step()
             time.sleep(PAUSE_S)
+
+    def clear(self) -> None:
+        """vLLM's own prefix cache is reset, and the connector is not."""
+        self.pool.kv_event_queue.append(AllBlocksCleared())
 
     def holds(self, name: str, tokens: Sequence[int], *, first: int = 0) -> bool:
         """Whether the blocks of a request have the KV of these tokens, from token `first` on."""

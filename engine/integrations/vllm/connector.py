@@ -11,10 +11,11 @@ memory: its block manager assigns blocks, and the connector reports which of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final  # vLLM's objects are not typed here: type checks go without vLLM.
 
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -22,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tidekv.backends.storage.uri import split_uri
@@ -31,10 +33,12 @@ from tidekv.engine.integrations.vllm.handover.scheduler import HandoverScheduler
 from tidekv.engine.integrations.vllm.handover.settings import read_handover
 from tidekv.engine.integrations.vllm.handover.worker import HandoverWorker
 from tidekv.engine.integrations.vllm.jobs import COUNTS
+from tidekv.engine.integrations.vllm.kv_events import BlockNaming, PublishedBlocks, RankReport
 from tidekv.engine.integrations.vllm.log import log_with_vllm
 from tidekv.engine.integrations.vllm.roles import SchedulerRole, WorkerRole
 from tidekv.engine.integrations.vllm.settings import read_shared
 from tidekv.engine.integrations.vllm.storage_role import StorageScheduler, StorageWorker
+from tidekv.engine.kv_events import messages
 from tidekv.states.errors import InvalidRequest
 
 ALL_COUNTS = {**COUNTS, **HANDOVER_COUNTS}
@@ -61,6 +65,36 @@ class TidekvAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # As a
     """The address at which a prefill worker listens, from the worker to the scheduler."""
 
     address: str
+
+
+class TidekvKVEvents(KVConnectorKVEvents):  # type: ignore[misc]  # As above.
+    """What ranks have gained and lost in a step. vLLM joins those of all workers."""
+
+    def __init__(self, reports: list[RankReport]) -> None:
+        self._reports = reports
+
+    def add_events(self, events: list[RankReport]) -> None:
+        """Add the reports of another worker."""
+        self._reports += events
+
+    def aggregate(self) -> TidekvKVEvents:
+        """Return all: the scheduler's side counts by rank, over all steps, since ranks report at different times."""
+        return self
+
+    def increment_workers(self, count: int = 1) -> None:
+        """Do nothing: each report names its rank."""
+
+    def get_all_events(self) -> list[RankReport]:
+        """Return the reports."""
+        return self._reports
+
+    def get_number_of_workers(self) -> int:
+        """Return the number of ranks that report."""
+        return len({report.rank for report in self._reports})
+
+    def clear_events(self) -> None:
+        """Remove all reports."""
+        self._reports = []
 
 
 @dataclass
@@ -137,12 +171,21 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         """Whether anything was under way when the last step asked what has ended."""
         self._handover_scheduler: HandoverScheduler | None = None
         self._handover_worker: HandoverWorker | None = None
+        self._published: PublishedBlocks | None = None
+        """On the scheduler's side, if vLLM publishes KV events."""
+        self._reports: list[RankReport] = []
+        self._block_pool: Any = None
+        self._must_publish_again = False
         is_scheduler = role == KVConnectorRole.SCHEDULER
         if "handover" in vllm_config.kv_transfer_config.kv_connector_extra_config:
             handover = read_handover(vllm_config, kv_cache_config)
             self._must_deliver = handover.sends
             if is_scheduler:
-                self._scheduler = self._handover_scheduler = HandoverScheduler(handover)
+                naming = None
+                if handover.events is not None:
+                    self._published = PublishedBlocks(handover.ranks)
+                    naming = BlockNaming(maybe_convert_block_hash, hashes_per_block=handover.events.hashes_per_block)
+                self._scheduler = self._handover_scheduler = HandoverScheduler(handover, naming)
             else:
                 self._worker = self._handover_worker = HandoverWorker(handover, vllm_config)
             return
@@ -182,8 +225,10 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Process the loads that ended, and the blocks that failed."""
+        """Process the loads that ended, the blocks that failed, and what workers report for KV events."""
         self._scheduler_side().heard(connector_output)
+        if self._published is not None and connector_output.kv_cache_events is not None:
+            self._reports += connector_output.kv_cache_events.get_all_events()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """End a request. True if vLLM must hold its blocks until a worker reports that they are free."""
@@ -193,6 +238,20 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         """Take the addresses of the prefill workers, by rank."""
         if self._handover_scheduler is not None:
             self._handover_scheduler.listening({rank: one.address for rank, one in metadata.items()})
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take vLLM's own blocks, whose events are published before those of the connector."""
+        self._block_pool = gpu_block_pool
+
+    def take_events(self) -> Iterable[Any]:
+        """Return what host memory and storage of all workers have gained and lost, for vLLM's own publisher."""
+        if self._published is None:
+            return ()
+        if self._must_publish_again:
+            self._must_publish_again = False
+            self._published.clear()
+        reports, self._reports = self._reports, []
+        return [_vllms(event) for event in self._published.take(reports)]
 
     def reset_cache(self) -> bool:
         """Make pages saved so far unfindable for this instance. They stay in storage for others."""
@@ -257,6 +316,11 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         )
         return freed or None, loaded or None
 
+    def get_kv_connector_kv_cache_events(self) -> TidekvKVEvents | None:
+        """Return what this worker's host memory and storage have gained and lost; None if nothing."""
+        reports = [] if self._handover_worker is None else self._handover_worker.take_events()
+        return TidekvKVEvents(reports) if reports else None
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return blocks with garbage, of the loads that `get_finished` returned last, for vLLM to recompute."""
         worker = self._worker_side()
@@ -267,6 +331,7 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
     def get_kv_connector_stats(self) -> TidekvStats | None:
         """Return the counts since the last call."""
         side = self._scheduler or self._worker
+        self._look_for_clearing()
         counts = side.take_counts() if side is not None else {}
         return TidekvStats(data=counts) if any(counts.values()) else None
 
@@ -291,6 +356,18 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         finally:
             self._pacing.close()
 
+    def _look_for_clearing(self) -> None:
+        """Notice that vLLM is about to tell listeners that nothing is left, as after a reset of its own cache alone.
+
+        Then the connector lists again what it has. The block pool's events are asked for when vLLM collects statistics:
+        that is in each step just before it takes these events.
+        """
+        if self._published is None or self._block_pool is None or self._handover_scheduler is None:
+            return
+        if any(isinstance(event, AllBlocksCleared) for event in self._block_pool.kv_event_queue):
+            self._must_publish_again = True
+            self._handover_scheduler.publish_again()
+
     def _scheduler_side(self) -> SchedulerRole:
         if self._scheduler is None:
             raise InvalidRequest("this connector belongs to a worker; only the scheduler's has this call")
@@ -300,3 +377,22 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         if self._worker is None:
             raise InvalidRequest("this connector belongs to the scheduler; only a worker's has this call")
         return self._worker
+
+
+def _vllms(event: messages.KVEvent) -> Any:
+    """Return vLLM's own message."""
+    assert not isinstance(event, messages.AllBlocksCleared), "only vLLM says that"
+    if isinstance(event, messages.BlockRemoved):
+        return BlockRemoved(block_hashes=event.block_hashes, medium=event.medium, group_idx=event.group_idx)
+    return BlockStored(
+        block_hashes=event.block_hashes,
+        parent_block_hash=event.parent_block_hash,
+        token_ids=event.token_ids,
+        block_size=event.block_size,
+        lora_id=event.lora_id,
+        medium=event.medium,
+        lora_name=event.lora_name,
+        extra_keys=event.extra_keys,
+        group_idx=event.group_idx,
+        kv_cache_spec_kind=event.kv_cache_spec_kind,
+    )

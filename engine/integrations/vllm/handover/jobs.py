@@ -6,10 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from tidekv.engine.kv_events.messages import BlockHash
 from tidekv.states.handover.prompt_digest import PromptDigest
 
 PREFILL_FIRST: Final = "prefill-first:"
 """Prefix of rooms that prefill names: decode asks for one only after prefill has computed its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNames:
+    """What vLLM's KV events call the blocks of a prompt, from the first one on. Only with KV events."""
+
+    hashes: tuple[BlockHash, ...]
+    lora_id: int | None
+    lora_name: str | None
+    salt: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,7 @@ class RestoreJob:
     blocks: tuple[int, ...]
     have_tokens: int
     namespace: str
+    names: BlockNames | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +66,7 @@ class OfferJob:
     tokens: bytes = field(repr=False)
     blocks: tuple[int, ...]
     namespace: str
+    names: BlockNames | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +89,8 @@ class HandoverJobs:
     `aborted`: requests whose restore is not needed any more. `preempted`: requests whose blocks are given to others
     with this step. `held`: prompts that have finished and whose blocks vLLM holds until the worker reports them; True
     if all of their blocks were sent. `is_short`: a request waits for blocks, so held ones that no decode worker
-    asks for are released.
+    asks for are released. `is_reset`: what was kept so far is not found any more. `publishes_again`: vLLM has told the
+    listeners of its KV events that nothing is left.
     """
 
     restores: list[RestoreJob] = field(default_factory=list)
@@ -87,6 +101,8 @@ class HandoverJobs:
     preempted: list[str] = field(default_factory=list)
     held: dict[str, bool] = field(default_factory=dict)
     is_short: bool = False
+    is_reset: bool = False
+    publishes_again: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -100,6 +116,8 @@ class HandoverJobs:
             or self.preempted
             or self.held
             or self.is_short
+            or self.is_reset
+            or self.publishes_again
         )
 
 

@@ -21,14 +21,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from secrets import token_hex
-from typing import Any  # vLLM's requests are not typed here: tests and type checks go without vLLM.
+from typing import TYPE_CHECKING, Any  # vLLM's requests are not typed here: tests and type checks go without vLLM.
 from uuid import uuid4
 
 from tidekv.backends.keys.chain import namespace_seed, pack_tokens
 from tidekv.engine.integrations.vllm.handover.jobs import (
     PREFILL_FIRST,
+    BlockNames,
     DeclineJob,
     HandoverJobs,
     OfferJob,
@@ -41,6 +42,9 @@ from tidekv.engine.log import engine_log
 from tidekv.states.handover.prompt_digest import PromptDigest, digest_of
 from tidekv.states.validation import short
 from tidekv.transports.control.addresses import Dials
+
+if TYPE_CHECKING:
+    from tidekv.engine.integrations.vllm.kv_events import BlockNaming
 
 LOG = engine_log("tidekv.vllm")
 ROOM_BYTES = 16
@@ -121,8 +125,17 @@ class DecodeScheduler:
     What it does not claim it declines, so that prefill does not hold the blocks until its own limit.
     """
 
-    def __init__(self, block_size: int, dials: Dials, ranks: int = 1, recompute_threshold: int = 0) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        dials: Dials,
+        ranks: int = 1,
+        recompute_threshold: int = 0,
+        naming: BlockNaming | None = None,
+    ) -> None:
+        """`naming`: only if vLLM publishes KV events."""
         self._block_size = block_size
+        self._naming = naming
         self._dials = dials
         self._recompute_threshold = recompute_threshold
         self._ranks = ranks
@@ -201,6 +214,7 @@ class DecodeScheduler:
                 blocks=tuple(blocks),
                 have_tokens=self._computed[request_id],
                 namespace=namespace_of(request, self._reset_salt),
+                names=self._names_of(request, int(request.num_prompt_tokens) // self._block_size),
             )
         )
 
@@ -218,6 +232,16 @@ class DecodeScheduler:
     def reset(self) -> None:
         """Name pages otherwise from now on, until this process ends."""
         self._reset_salt = uuid4().hex
+        if self._naming is not None:
+            # Jobs that are planned already fill pages of the old names, which are not to be published.
+            jobs = self._jobs
+            jobs.is_reset = True
+            jobs.restores = [replace(job, names=None) for job in jobs.restores]
+            jobs.offers = [replace(job, names=None) for job in jobs.offers]
+
+    def publish_again(self) -> None:
+        """Have the workers publish all blocks again."""
+        self._jobs.publishes_again = True
 
     def finished(self, request: Any, blocks: Sequence[int]) -> bool:
         """End a request. True: its full blocks are offered, and vLLM holds them.
@@ -244,9 +268,18 @@ class DecodeScheduler:
             return False
         tokens = pack_tokens(request.all_token_ids[: full * size])
         self._jobs.offers.append(
-            OfferJob(request_id, tokens, tuple(blocks[:full]), namespace_of(request, self._reset_salt))
+            OfferJob(
+                request_id,
+                tokens,
+                tuple(blocks[:full]),
+                namespace_of(request, self._reset_salt),
+                self._names_of(request, full),
+            )
         )
         return True
+
+    def _names_of(self, request: Any, blocks: int) -> BlockNames | None:
+        return None if self._naming is None else self._naming.of(request, blocks)
 
     def _decline(self, request: Any, *, is_short: bool = False) -> None:
         params = request.kv_transfer_params
@@ -372,9 +405,12 @@ class PrefillScheduler:
 class HandoverScheduler:
     """Both ends: `SchedulerRole` for a vLLM that sends prompts, receives them, or both."""
 
-    def __init__(self, handover: Handover) -> None:
+    def __init__(self, handover: Handover, naming: BlockNaming | None = None) -> None:
+        """`naming`: only if vLLM publishes KV events."""
         self._decode = (
-            DecodeScheduler(handover.block_size, handover.dials, handover.ranks, handover.settings.recompute_threshold)
+            DecodeScheduler(
+                handover.block_size, handover.dials, handover.ranks, handover.settings.recompute_threshold, naming
+            )
             if handover.receives
             else None
         )
@@ -434,6 +470,11 @@ class HandoverScheduler:
         """Make pages kept so far unfindable for this instance; storage keeps them for others."""
         if self._decode is not None:
             self._decode.reset()
+
+    def publish_again(self) -> None:
+        """Have the workers publish all that is kept once more: vLLM's listeners were told that nothing is left."""
+        if self._decode is not None:
+            self._decode.publish_again()
 
     def close(self) -> None:
         """Do nothing: the scheduler's side owns no resources."""

@@ -23,6 +23,8 @@ from tidekv.transports.control.addresses import Dials
 
 WHERE: Final = f"{HINT}.handover"
 LAST_PORT: Final = 65_535
+EVENT_KINDS: Final = {"FullAttentionSpec": "full_attention", "MLAAttentionSpec": "mla_attention"}
+"""vLLM's name, in its KV events, of what a group of layers keeps."""
 
 
 class HandoverSettings(LinkSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,12 +47,21 @@ class HandoverSettings(LinkSettings, frozen=True, kw_only=True, forbid_unknown_f
 
 
 @dataclass(frozen=True, slots=True)
+class BlockEvents:
+    """vLLM's KV events: its name of what the group of layers keeps, and hashes of a request for each block."""
+
+    kind: str
+    hashes_per_block: int
+
+
+@dataclass(frozen=True, slots=True)
 class Handover:
     """The common part of both sides: the settings, the shape of vLLM's blocks, and the ends that this vLLM is.
 
     `rank`, `ranks`: the rank and the number of ranks; ranks of both ends hand over in pairs. A worker is as many ranks
     as it has `parts`: `of_parts` returns them, and `rank` is the first one of the worker. `replica`: the data-parallel
-    engine. `sends`: it computes prompts for others. `receives`: it decodes prompts that others computed.
+    engine. `sends`: it computes prompts for others. `receives`: it decodes prompts that others computed. `events`: None
+    unless vLLM publishes KV events.
     """
 
     settings: HandoverSettings
@@ -65,6 +76,7 @@ class Handover:
     replica: int
     sends: bool
     receives: bool
+    events: BlockEvents | None
 
     def of_parts(self) -> list[Handover]:
         """Return the ranks of this worker."""
@@ -149,7 +161,23 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
         replica=int(parallel.data_parallel_index),
         sends=sends,
         receives=receives,
+        events=_read_events(settings, vllm_config, kv_cache_config) if receives else None,
     )
+
+
+def _read_events(settings: HandoverSettings, vllm_config: Any, kv_cache_config: Any) -> BlockEvents | None:
+    events = vllm_config.kv_events_config
+    if events is None or not events.enable_kv_cache_events:
+        return None
+    if settings.engine.kv_events.endpoint is not None:
+        raise InvalidConfig(
+            f"{WHERE}.engine.kv_events.endpoint would publish beside vLLM's own KV events (--kv-events-config), and "
+            "routers would count two workers: leave one of them out"
+        )
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    block_size = int(spec.block_size)
+    hashed = getattr(kv_cache_config, "hash_block_size", None) or block_size
+    return BlockEvents(EVENT_KINDS[type(spec).__name__], block_size // int(hashed))
 
 
 def _read_settings(extra_config: dict[str, object]) -> HandoverSettings:

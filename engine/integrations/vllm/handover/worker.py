@@ -33,6 +33,7 @@ from tidekv.engine.integrations.vllm.handover.jobs import (
     SendJob,
 )
 from tidekv.engine.integrations.vllm.handover.settings import Handover
+from tidekv.engine.integrations.vllm.kv_events import EventFeed, RankReport
 from tidekv.engine.integrations.vllm.settings import CPU_BACKEND, backends_of
 from tidekv.engine.log import engine_log
 from tidekv.engine.prefill.prefill_peer import PrefillPeer, Room
@@ -189,6 +190,7 @@ class DecodeWorker:
             # A prompt that prefill preempted is sent again in a second room.
             peer=msgspec.structs.replace(settings.engine.peer, attempts=max(2, settings.engine.peer.attempts)),
         )
+        self._events = None if handover.events is None else EventFeed(handover, kind=handover.events.kind)
         self._engine = EngineThread(
             config,
             device=pool,
@@ -201,6 +203,8 @@ class DecodeWorker:
                 dials=settings.dials,
             ),
         )
+        if self._events is not None:
+            self._engine.publish_to(self._events.server_events)
         self._counts = counts
         self._jobs: dict[int, RestoreJob | OfferJob] = {}
         """Calls of the engine that have no outcome yet, by ticket."""
@@ -215,6 +219,8 @@ class DecodeWorker:
 
     def restore(self, job: RestoreJob) -> None:
         """Start a restore. Its end is returned by `take_finished` exactly once."""
+        if self._events is not None:
+            self._events.name(job.namespace, job.tokens, job.names)
         try:
             request = DecodeRequest(
                 request_id=job.room,
@@ -231,6 +237,8 @@ class DecodeWorker:
 
     def offer(self, job: OfferJob) -> None:
         """Start copying blocks to host memory. Its end is returned by `take_finished` exactly once."""
+        if self._events is not None:
+            self._events.name(job.namespace, job.tokens, job.names)
         try:
             self._jobs[self._engine.offer(job.tokens, job.blocks, namespace=job.namespace)] = job
         except TidekvError as error:
@@ -268,9 +276,26 @@ class DecodeWorker:
         invalid, self._invalid = self._invalid, set()
         return invalid
 
+    def change_events(self, jobs: HandoverJobs) -> None:
+        """Withdraw what is not found any more, and publish again what listeners were told to forget."""
+        if self._events is None:
+            return
+        if jobs.is_reset:
+            self._events.forget()
+        if jobs.publishes_again:
+            self._events.again()
+
+    def take_events(self) -> RankReport | None:
+        """Return what is new of the KV events; None without any."""
+        return None if self._events is None else self._events.take()
+
     def close(self) -> None:
         """Abort what is under way and stop. Idempotent."""
-        self._engine.close()
+        try:
+            self._engine.close()
+        finally:
+            if self._events is not None:
+                self._events.close()
 
     def _poll(self) -> None:
         try:
@@ -404,6 +429,7 @@ class HandoverWorker:
         for prefill in self._prefills:
             prefill.before_forward(jobs)
         for decode in self._decodes:
+            decode.change_events(jobs)
             for request_id in jobs.aborted:
                 decode.abort(request_id)
             for job in jobs.declined:
@@ -447,6 +473,10 @@ class HandoverWorker:
         for decode in self._decodes:
             invalid |= decode.take_invalid_blocks()
         return invalid
+
+    def take_events(self) -> list[RankReport]:
+        """Return what is new of the KV events, by rank."""
+        return [report for decode in self._decodes if (report := decode.take_events()) is not None]
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call, by the names of `HANDOVER_COUNTS`."""
