@@ -174,6 +174,8 @@ class HintCalls:
         if payload.max_bytes is not None:
             count = payload.max_bytes // self._runtime.host.memory.page_bytes
             keys = keys[: count * settings.key_bytes]
+            if not keys:
+                return HintOutcome(action.action_id, "clipped")
         asked_ms = payload.ttl_ms if kind == "pin" else payload.deadline_ms
         if kind == "pin" and asked_ms is None:
             return rejected("a pin needs ttl_ms")

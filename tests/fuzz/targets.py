@@ -14,8 +14,11 @@ from typing import Any, get_args
 import msgspec
 
 from tests.transports.test_wire import GOLDEN, HELLO, ROOM
+from tidekv.backends.keys.namespaces import join_namespaces
+from tidekv.engine.decode.hints import HintCalls
 from tidekv.engine.integrations.vllm.handover.jobs import HandoverJobs
 from tidekv.engine.integrations.vllm.handover.scheduler import DecodeScheduler, PrefillScheduler
+from tidekv.states import events
 from tidekv.states.errors import InvalidRequest, RemoteProtocolError, TidekvError
 from tidekv.states.ranks.agreement import Opening
 from tidekv.transports import frames, wire
@@ -47,6 +50,8 @@ RANK_MESSAGES: tuple[ranks.RankMessage, ...] = (
     ranks.Lost(1, 1, "gone"),
     ranks.Refused("no"),
 )
+HINT_KINDS = ("prefetch", "demote", "pin", "unpin", "retain", "fetch")
+HINT_S_MAX = 60.0
 DECODERS = (
     wire.FROM_DECODE.first,
     wire.FROM_DECODE.later,
@@ -238,6 +243,58 @@ def fuzz_dials(source: Random) -> None:
         assert str(error).isprintable(), error
         return
     dials.allows_all(mutated(source.choice((entry, text)).encode(), source).decode("latin-1"))
+
+
+async def _take_hints(envelope: object) -> list[events.HintReceived]:
+    """Give an envelope to calls of an engine that answers each fact at once; returns the facts."""
+    posted: list[events.HintReceived] = []
+
+    def expect(call: int) -> asyncio.Future[tuple[str, int]]:
+        done: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+        done.set_result(("accepted", 1))
+        return done
+
+    page_keys = SimpleNamespace(of=lambda packed: packed[: len(packed) // 16 * 16])
+    runtime: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            vocabulary=1000, device="owned", namespace="", hints=SimpleNamespace(pin_share=0.25, ttl_s_max=HINT_S_MAX)
+        ),
+        host=SimpleNamespace(memory=SimpleNamespace(page_bytes=64)),
+        core=SimpleNamespace(settings=SimpleNamespace(host_pages=100, key_bytes=16, page_size=4)),
+        calls=SimpleNamespace(expect_hint=expect, unexpect_hint=lambda call: None),
+        front=SimpleNamespace(post=posted.append, clock=lambda: 1.0),
+        prompt_keys=SimpleNamespace(page_keys=page_keys),
+        kv_event_watcher=None,
+    )
+    arrivals: Any = SimpleNamespace(
+        next_serial=lambda: 1, namespace=lambda name, lora_name="": join_namespaces("", name, lora_name)
+    )
+    calls = HintCalls(runtime, arrivals)
+    calls.sessions.note("s", "", bytes(64))
+    try:
+        outcomes = await calls.take(envelope)
+    except InvalidRequest as error:
+        assert str(error).isprintable(), error
+        return posted
+    assert all(one.cause.isprintable() and len(one.cause) < 1000 for one in outcomes), outcomes
+    assert len(posted) == sum(one.outcome == "accepted" for one in outcomes)
+    return posted
+
+
+def fuzz_hints(source: Random) -> None:
+    """Envelopes of KV hints: what is accepted is a fact that the core can take, within the limits of the engine."""
+    prefix = source.choice(({"token_ids": list(range(9))}, {"session": "s", "range": [0, 8]}, {"block_hashes": [1, 2]}))
+    payload = prefix | {"namespace": "n", "lora_name": "", "ttl_ms": 1000, "max_bytes": 1 << 20, "priority": 1}
+    action = {"action_id": "a", "action_type": f"kv.{source.choice(HINT_KINDS)}", "action_version": "1.0"}
+    actions = [changed(action | {"payload": changed(payload, source)}, source) for _ in range(source.randint(1, 3))]
+    envelope = changed({"protocol_version": "1.0", "message_id": "m", "actions": actions}, source)
+    for fact in asyncio.run(_take_hints(envelope)):
+        assert fact.tier in ("host", "storage"), fact
+        assert 0 < fact.ttl_s <= HINT_S_MAX, fact
+        assert fact.pages_max == 25, fact
+        assert fact.keys, fact
+        assert len(fact.keys) % 16 == 0, fact
+        assert msgspec.json.decode(msgspec.json.encode(fact.namespace)) == fact.namespace
 
 
 def _try(read: Callable[[bytes], object], raw: bytes) -> None:
