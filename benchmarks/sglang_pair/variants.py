@@ -24,6 +24,8 @@ ENTRY_POINTS: Final = {
     "benchmark_quiet": "benchmarks.sglang_pair.plugin:be_quiet",
     "benchmark_watch": "benchmarks.sglang_pair.plugin:watch",
     "benchmark_hang": "benchmarks.sglang_pair.plugin:hang_on_request",
+    # As in pyproject.toml. What an editable installation wrote about this checkout may be older than its plugin.
+    "tidekv": "tidekv.engine.integrations.sglang.handover.plugin:register",
 }
 HICACHE_STORE: Final = {
     "backend_name": "tidekv",

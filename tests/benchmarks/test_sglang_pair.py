@@ -11,6 +11,7 @@ import json
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,10 +34,10 @@ from benchmarks.sglang_pair import storage as storage_module
 from benchmarks.sglang_pair.client import Client, PrefillAndDecode
 from benchmarks.sglang_pair.faults import FAULTS
 from benchmarks.sglang_pair.host_copies import transfer_kv_all_layer_direct_lf_pf, transfer_kv_per_layer_direct_pf_lf
-from benchmarks.sglang_pair.server import ServerOptions
+from benchmarks.sglang_pair.server import ROOT, ServerOptions
 from benchmarks.sglang_pair.storage import PAUSED, StorageFolder, open_paused
 from benchmarks.sglang_pair.table import faults_table, tiers_table
-from benchmarks.sglang_pair.variants import VARIANTS, Place
+from benchmarks.sglang_pair.variants import ENTRY_POINTS, VARIANTS, Place
 from tests.support.waits import expected as happens
 
 OPTIONS = ServerOptions(model=Path("tiny"), tokens=4096)
@@ -180,8 +181,12 @@ def test_a_variant_configures_both_roles(name: str, tmp_path: Path) -> None:
         )
         assert server.environment()["SGLANG_PLUGINS"] == ",".join(server.plugins)
     found = (tmp_path / "plugins" / "tidekv_benchmark-1.dist-info" / "entry_points.txt").read_text()
-    # The backend is a plugin of the distribution tidekv.
-    assert all(plugin in found for plugin in server.plugins if plugin != "tidekv")
+    assert all(f"\n{plugin} = " in found for plugin in server.plugins)
+
+
+def test_the_plugin_of_tidekv_is_the_one_that_an_installation_has() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["sglang.srt.plugins"] == {"tidekv": ENTRY_POINTS["tidekv"]}
 
 
 def test_the_backend_tidekv_gets_its_settings_at_both_ends(tmp_path: Path) -> None:
