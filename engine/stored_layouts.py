@@ -28,6 +28,7 @@ from tidekv.backends.page_layout import Layout, PageLayout
 from tidekv.backends.storage.label import Label, label_of
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.handover.head_slices import stage_of
+from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity
 from tidekv.transports.components import pages_of
 from tidekv.transports.slices import Cut, cuts_of, groups_of, partition, record_cuts_of, total_of
@@ -96,6 +97,11 @@ class RankLayout(msgspec.Struct, frozen=True):
 
     def _component(self, name: str) -> ComponentIdentity:
         return next(each for each in self.identity.components if each.name == name)
+
+
+def layout_at(place: RankPlace, identity: Identity) -> RankLayout:
+    """Return the layout of a rank whose pages have this identity."""
+    return RankLayout(identity, place.rank, place.ranks, place.stages, place.kv_heads_total)
 
 
 class Source(NamedTuple):

@@ -18,6 +18,7 @@ import msgspec
 
 from tidekv.states.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
 from tidekv.states.handover.prompt_digest import DIGEST_BYTES
+from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import FULL, Identity, PageIds, PoolMemory
 from tidekv.transports import frames
 from tidekv.transports.aux_values import AUX_BYTES_MAX
@@ -128,6 +129,18 @@ class Hello(Message, frozen=True, tag="hello"):
     contexts: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 1
     stripe_pages: Count = 0
     liveness_key: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+
+    @property
+    def place(self) -> RankPlace:
+        """Place of the sender's rank."""
+        return RankPlace(
+            rank=self.rank,
+            ranks=self.ranks,
+            stages=self.stages,
+            kv_heads_total=self.kv_heads_total,
+            contexts=self.contexts,
+            stripe_pages=self.stripe_pages,
+        )
 
     @property
     def context(self) -> int:

@@ -127,7 +127,7 @@ class Arrivals:
             can_recompute=runtime.calls.last_resort is not None,
             lent_pages=() if lent_pages is None else tuple(lent_pages),
             held_pages=held_pages,
-            early=request.early and lent_pages is None,
+            early=request.early,
             # With bigrams, the KV of the prompt's end depends on the first token of the answer.
             rest=packed[len(keys) :] if runtime.core.settings.components and not page_keys.bigrams else b"",
             # The last token that is generated has no KV.

@@ -31,9 +31,13 @@ class LentCalls:
 
     def check(self, request: DecodeRequest, packed: bytes, pages: Pages, have_tokens: int) -> tuple[PageIds, int]:
         """Return the pages of a prompt, and how many of them hold it already. Raises InvalidRequest."""
+        tokens, where = len(packed) // TOKEN_BYTES, f"request {request.request_id!r}"
+        if request.early:
+            raise InvalidRequest(
+                f"{where}: restore_into returns when all layers are in place, so it takes no early=True"
+            )
         self._arrivals.check_reachable(request, packed)
         settings = self._runtime.core.settings
-        tokens, where = len(packed) // TOKEN_BYTES, f"request {request.request_id!r}"
         lent = checked_pages(pages, pool_pages=settings.device_pages, where=where)
         needed = settings.pages_of(tokens)
         if len(lent) != needed:

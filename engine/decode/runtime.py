@@ -269,7 +269,7 @@ class Runtime:
             heartbeat_s=config.peer.heartbeat_s,
             missed_s=config.peer.silence_s,
             late_s=config.peer.late_s,
-            **place_of(self.rank_group),
+            place=place_of(self.rank_group),
             group=lambda: "" if self.ranks is None else self.ranks.group_name,
             component_memory=component_memory,
             hashing=self.checksum_thread if config.page_checksums else None,

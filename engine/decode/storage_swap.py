@@ -18,7 +18,7 @@ from tidekv.backends.storage.label import set_label
 from tidekv.engine.converted_storage import ConvertedStorage
 from tidekv.engine.log import engine_log, own_context
 from tidekv.engine.ranks.group import place_of
-from tidekv.engine.stored_layouts import RankLayout, other_layouts
+from tidekv.engine.stored_layouts import RankLayout, layout_at, other_layouts
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
 from tidekv.states.validation import short
@@ -259,7 +259,7 @@ class StorageInUse:
         """Open a storage for full pages, and one for each component."""
         parts = self._runtime
         assert parts.host is not None
-        layout = RankLayout(parts.identity, **place_of(parts.rank_group))
+        layout = layout_at(place_of(parts.rank_group), parts.identity)
         full: Storage = storage
         component_pages: dict[str, Storage] = {}
         try:

@@ -27,6 +27,7 @@ from tidekv.engine.prompts import PromptDigest
 from tidekv.engine.staging import make_staging
 from tidekv.engine.watchdog import Watchdog
 from tidekv.states.errors import EngineClosed, InvalidConfig, PrefillCause, TidekvError
+from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import Identity, PoolMemory
 from tidekv.states.validation import Count, PositiveCount, Seconds, Text, checked, host_and_port, short
 from tidekv.transports.base import Poller, Transport
@@ -196,6 +197,14 @@ class PrefillPeer:
         self._tasks = OwnedTasks(f"prefill peer {transport.instance}", instance=transport.instance)
         self._stack = AsyncExitStack()
         self._was_entered = False
+        place = RankPlace(
+            rank=rank,
+            ranks=ranks,
+            stages=stages,
+            kv_heads_total=kv_heads_total,
+            contexts=contexts,
+            stripe_pages=stripe_pages,
+        )
         self._store: PromptStore | None = None
         if storage is not None:
             self._store = PromptStore(
@@ -206,10 +215,7 @@ class PrefillPeer:
                 components=components,
                 settings=store_settings,
                 bigram_keys=bigram_keys,
-                rank=rank,
-                ranks=ranks,
-                stages=stages,
-                kv_heads_total=kv_heads_total,
+                place=place,
             )
         # Decode workers may require checksums of pages; those in GPU memory would have to be copied to be hashed.
         memories = (device.memory, *(pools.device.memory for pools in components))
@@ -227,12 +233,7 @@ class PrefillPeer:
             on_written=self._write_s.observe,
             on_busy=self._watchdog.set_busy,
             lease_s=lease_s,
-            rank=rank,
-            ranks=ranks,
-            kv_heads_total=kv_heads_total,
-            stages=stages,
-            contexts=contexts,
-            stripe_pages=stripe_pages,
+            place=place,
             settings=settings,
             hashing=self._checksum_thread,
             staging=None if self._staging is None else self._staging.staging,

@@ -36,8 +36,9 @@ from tidekv.backends.page_layout import same_pages
 from tidekv.backends.storage.base import Siblings, prefix_of, touch
 from tidekv.backends.storage.label import set_label
 from tidekv.engine.log import engine_log
-from tidekv.engine.stored_layouts import RankLayout
+from tidekv.engine.stored_layouts import layout_at
 from tidekv.states.errors import InvalidConfig, StorageFailed, TidekvError
+from tidekv.states.handover.rank_place import SOLE, RankPlace
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
 from tidekv.states.types import page_ids
@@ -133,10 +134,7 @@ class PromptStore:
         components: Sequence[ComponentPools] = (),
         settings: PromptStoreSettings | None = None,
         bigram_keys: bool = False,
-        rank: int = 0,
-        ranks: int = 1,
-        stages: int = 1,
-        kv_heads_total: int = 0,
+        place: RankPlace = SOLE,
     ) -> None:
         """Check the arguments and open nothing. Raises InvalidConfig.
 
@@ -162,7 +160,7 @@ class PromptStore:
         }
         self._prompt_keys = PromptKeys(PageKeys(device.layout.page_size, bigrams=bigram_keys))
         identity = with_components(device.layout.identity(model), components)
-        self._layout = RankLayout(identity, rank, ranks, stages, kv_heads_total)
+        self._layout = layout_at(place, identity)
         self._changed = asyncio.Event()
         self._tasks = OwnedTasks("prompt store")
         self._breaker = CircuitBreaker()

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.handover.head_slices import check_stages
+from tidekv.states.handover.rank_place import SOLE, RankPlace
 from tidekv.states.ranks.votes import RANKS_MAX
 from tidekv.states.validation import Count, PositiveCount, Seconds, Text, check_fields, host_and_port
 from tidekv.transports.ranks.channel import RankChannel
@@ -92,20 +93,11 @@ def open_channel(group: RankGroup, owner: RankOwner, *, settings: bytes) -> Rank
     )
 
 
-class Place(TypedDict):
-    """Return a rank's place for the hand-over."""
-
-    rank: int
-    ranks: int
-    stages: int
-    kv_heads_total: int
-
-
-def place_of(group: RankGroup | None) -> Place:
+def place_of(group: RankGroup | None) -> RankPlace:
     """Return the place of a rank; without a group, that of a single rank."""
     if group is None:
-        return Place(rank=0, ranks=1, stages=1, kv_heads_total=0)
-    return Place(rank=group.rank, ranks=group.ranks, stages=group.stages, kv_heads_total=group.kv_heads_total)
+        return SOLE
+    return RankPlace(rank=group.rank, ranks=group.ranks, stages=group.stages, kv_heads_total=group.kv_heads_total)
 
 
 def settings_digest(settings: CoreSettings, identity: Identity, *, stages: int = 1) -> bytes:

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 import msgspec
 
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.handover.rank_place import RankPlace
 
 
 class ContextPart(msgspec.Struct, frozen=True):
@@ -47,8 +48,9 @@ class ContextPart(msgspec.Struct, frozen=True):
 EVERY_PAGE = ContextPart()
 
 
-def part_of(rank: int, *, ranks: int, contexts: int, stripe_pages: int) -> ContextPart:
+def part_of(place: RankPlace) -> ContextPart:
     """The part of a rank; ranks are counted context by context. Raises InvalidConfig unless they divide evenly."""
+    ranks, contexts, stripe_pages = place.ranks, place.contexts, place.stripe_pages
     if contexts < 1 or ranks % contexts or stripe_pages < 0:
         raise InvalidConfig(
             f"{ranks} ranks cannot make up {contexts} context-parallel parts of as many ranks each, in stripes of"
@@ -56,4 +58,4 @@ def part_of(rank: int, *, ranks: int, contexts: int, stripe_pages: int) -> Conte
         )
     if contexts == 1:
         return EVERY_PAGE
-    return ContextPart(rank // (ranks // contexts), contexts, stripe_pages)
+    return ContextPart(place.rank // (ranks // contexts), contexts, stripe_pages)

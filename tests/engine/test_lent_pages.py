@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -158,6 +159,14 @@ async def test_an_abort_waits_for_the_writer(make_pair, way: str) -> None:
         assert aborting is None or await aborting
         await pair.assert_nothing_held()
         assert (await restore(pair)).is_complete
+
+
+async def test_a_caller_that_would_begin_early_is_refused_by_name(make_pair) -> None:
+    async with make_pair(device="lent") as pair:
+        request = dataclasses.replace(pair.request("r1", PROMPT), early=True)
+        with pytest.raises(InvalidRequest, match="when all layers are in place"):
+            await pair.engine.restore_into(request, PAGES)
+        await pair.assert_nothing_held()
 
 
 async def test_calls_of_the_other_mode_and_wrong_pages_are_refused_by_name(make_pair) -> None:

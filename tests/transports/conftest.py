@@ -13,6 +13,7 @@ import pytest
 from tests.support.prompts import DIGEST, PROMPT, PromptDigest
 from tests.support.waits import LIMIT_S
 from tidekv.states import events
+from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity, PoolMemory, Segment, page_ids
 from tidekv.transports import wire
 from tidekv.transports.control import handshake
@@ -111,6 +112,7 @@ class Decode:
         } | settings
         self.receiver = Receiver(
             self.transport,
+            place=take_place(fields),
             deliver_aux=lambda *aux: self.aux.append(aux),
             **fields,
         )
@@ -159,6 +161,11 @@ class Decode:
         )
 
 
+def take_place(fields: dict[str, Any]) -> RankPlace:
+    """Remove the fields of a rank's place."""
+    return RankPlace(**{name: fields.pop(name) for name in RankPlace.__struct_fields__ if name in fields})
+
+
 class Prefill:
     """A prefill worker with a pool full of bytes."""
 
@@ -181,7 +188,7 @@ class Prefill:
             "identity": identity(heads=heads, components=tuple(components)),
             "clock": time.monotonic,
         } | settings
-        self.sender = Sender(self.transport, **fields)
+        self.sender = Sender(self.transport, place=take_place(fields), **fields)
 
     async def start(self, address: str = "prefill:0") -> None:
         await self.transport.start(poller=NoPoller())

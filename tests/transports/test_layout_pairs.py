@@ -24,6 +24,7 @@ from tidekv.backends.component_pools import with_components
 from tidekv.backends.copies.slice_moves import SliceCopier
 from tidekv.states import events
 from tidekv.states.component_specs import ComponentPages
+from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import PoolMemory, Segment, page_ids
 from tidekv.transports.decode.receiver import Receiver
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
@@ -150,15 +151,19 @@ async def hand_over(
                 "component_memory": memory,
                 "identity": with_components(pools.device.layout.identity("m"), pools.components),
                 "clock": time.monotonic,
-                "rank": number,
-                "ranks": count * contexts if end == "prefill" else count,
-                "stages": place.pp,
-                "kv_heads_total": model.kv_heads_total,
+                "place": RankPlace(
+                    rank=number,
+                    ranks=count * contexts if end == "prefill" else count,
+                    stages=place.pp,
+                    kv_heads_total=model.kv_heads_total,
+                    contexts=contexts if end == "prefill" else 1,
+                    stripe_pages=stripe_pages if end == "prefill" else 0,
+                ),
                 "hashing": hashing,
                 "staging": Staging(ring, copier) if staging_bytes else None,
             }
             if end == "prefill":
-                rank.end = Sender(transport, contexts=contexts, stripe_pages=stripe_pages, **common)
+                rank.end = Sender(transport, **common)
                 await rank.end.start("prefill:0")
             else:
                 rank.end = Receiver(

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from tidekv.states.errors import InvalidConfig, PeerMismatch, RemoteProtocolError
+from tidekv.states.handover.rank_place import SOLE, RankPlace
 from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity, PoolMemory
 from tidekv.transports import base, components, process, slices, wire
 
@@ -27,16 +28,11 @@ def make_hello(
     memory: PoolMemory,
     identity: Identity,
     lease_s: float,
-    rank: int = 0,
-    ranks: int = 1,
-    kv_heads_total: int = 0,
-    stages: int = 1,
+    place: RankPlace = SOLE,
     component_memory: Mapping[str, PoolMemory] | None = None,
     heartbeat_s: float = 0.0,
     checksums: Literal["none", "required", "offered"] = "none",
     staging: PoolMemory | None = None,
-    contexts: int = 1,
-    stripe_pages: int = 0,
     liveness_key: bytes = b"",
 ) -> wire.Hello:
     """Return our Hello. `memory`, that of components and `staging` must be registered with the transport already.
@@ -48,20 +44,20 @@ def make_hello(
         version=wire.VERSION,
         instance=transport.instance,
         identity=identity,
-        rank=rank,
-        ranks=ranks,
+        rank=place.rank,
+        ranks=place.ranks,
         metadata=transport.metadata(),
         memory=memory,
         process=process.this_process(),
         lease_s=lease_s,
-        kv_heads_total=kv_heads_total,
-        stages=stages,
+        kv_heads_total=place.kv_heads_total,
+        stages=place.stages,
         components=dict(component_memory or {}),
         heartbeat_s=heartbeat_s,
         checksums=checksums,
         staging=staging,
-        contexts=contexts,
-        stripe_pages=stripe_pages,
+        contexts=place.contexts,
+        stripe_pages=place.stripe_pages,
         liveness_key=liveness_key,
     )
 

@@ -75,9 +75,7 @@ class DecodeRoom:
                 rank_link.number, self.writers = self.writers, self.writers + 1
                 hello = rank_link.link.theirs
                 assert hello is not None, "a room is promised once all its links are open"
-                rank_link.destinations.part = part_of(
-                    hello.rank, ranks=hello.ranks, contexts=hello.contexts, stripe_pages=hello.stripe_pages
-                )
+                rank_link.destinations.part = part_of(hello.place)
             else:
                 # No pages, and no further ones: ranks that write nothing are asked for nothing.
                 rank_link.waiting = [

@@ -42,6 +42,7 @@ from tidekv.states.errors import (
     TidekvError,
 )
 from tidekv.states.handover.head_slices import check_stages, partition_of
+from tidekv.states.handover.rank_place import SOLE, RankPlace
 from tidekv.states.types import FULL, Identity, PageIds, PoolMemory
 from tidekv.transports import base, components, wire
 from tidekv.transports.aux_values import decode_aux
@@ -99,10 +100,7 @@ class Receiver:
         heartbeat_s: float = 0.5,
         missed_s: float = 2.0,
         late_s: float = 30.0,
-        rank: int = 0,
-        ranks: int = 1,
-        kv_heads_total: int = 0,
-        stages: int = 1,
+        place: RankPlace = SOLE,
         group: Callable[[], str] = lambda: "",
         component_memory: Mapping[str, PoolMemory] | None = None,
         hashing: base.Hashing | None = None,
@@ -134,9 +132,7 @@ class Receiver:
         self._beats_max = math.ceil(missed_s / heartbeat_s)
         self._late_beats_max = math.ceil(late_s / heartbeat_s)
         self._vocabulary = vocabulary
-        self._rank = rank
-        self._ranks = ranks
-        place = {"rank": rank, "ranks": ranks, "kv_heads_total": kv_heads_total, "stages": stages}
+        self._place = place
         make = partial(handshake.make_hello, transport, memory=memory, component_memory=component_memory)
         self._make_hello = partial(
             make,
@@ -145,10 +141,11 @@ class Receiver:
             heartbeat_s=heartbeat_s,
             checksums="none" if hashing is None else "required",
             staging=None if staging is None else staging.ring.memory,
-            **place,
+            place=place,
         )
-        check_stages(ranks=ranks, stages=stages)
-        partition_of(ranks=ranks // stages, heads=identity.kv_heads, kind=identity.kind, total=kv_heads_total)
+        check_stages(ranks=place.ranks, stages=place.stages)
+        width = place.ranks // place.stages
+        partition_of(ranks=width, heads=identity.kv_heads, kind=identity.kind, total=place.kv_heads_total)
         self._exchanges: dict[PrefillLink[RankLink], dict[str, base.Exchange]] = {}
         """What the prefill rank of each open link writes here."""
         self._group = group
@@ -215,11 +212,11 @@ class Receiver:
             decode_prefix_len=promised_tokens,
             pages=wire.pack_pages(pages),
             prompt_digest=prompt_digest,
-            rank=self._rank,
-            ranks=self._ranks,
+            rank=self._place.rank,
+            ranks=self._place.ranks,
             group=self._group(),
             # All ranks of an instance have the same tokens: rank 0 sends them.
-            tokens=tokens if self._rank == 0 else None,
+            tokens=tokens if self._place.rank == 0 else None,
             key_seed=key_seed,
             component_pages=packed_components(component_pages),
         )
@@ -565,7 +562,7 @@ class Receiver:
                 written.setdefault(_hello_of(rank_link).context, []).append(exchange)
             # Each context writes pages of its own, so the ranks of each hold all heads and layers of ours.
             if missing := next(filter(None, (components.missing_of(self._ours, of) for of in written.values())), ""):
-                raise PeerMismatch(field=f"ranks ({missing})", ours=self._ranks, theirs=len(exchanges))
+                raise PeerMismatch(field=f"ranks ({missing})", ours=self._place.ranks, theirs=len(exchanges))
             wire.check_name(room.key.request_id)
         except TidekvError as error:
             self._fail_unsent(room.rank_links[0], cause_of(error).words(str(error)))

@@ -34,6 +34,7 @@ from tidekv.states.errors import (
 )
 from tidekv.states.handover.context_parts import part_of
 from tidekv.states.handover.prompt_digest import PromptDigest
+from tidekv.states.handover.rank_place import SOLE, RankPlace
 from tidekv.states.handover.room_claims import RoomClaims
 from tidekv.states.types import Identity, PoolMemory
 from tidekv.transports import base, wire
@@ -93,12 +94,7 @@ class Sender:
         on_finish: Callable[[Room], None] = lambda room: None,
         on_written: Callable[[float], None] = lambda seconds: None,
         lease_s: float = 10.0,
-        rank: int = 0,
-        ranks: int = 1,
-        kv_heads_total: int = 0,
-        stages: int = 1,
-        contexts: int = 1,
-        stripe_pages: int = 0,
+        place: RankPlace = SOLE,
         rooms_max: int = 4096,
         settings: RoomSettings | None = None,
         component_memory: Mapping[str, PoolMemory] | None = None,
@@ -129,12 +125,7 @@ class Sender:
         self._on_room = on_room
         self._on_busy = on_busy
         self._lease_s = lease_s
-        self._rank = rank
-        self._ranks = ranks
-        self._kv_heads_total = kv_heads_total
-        self._stages = stages
-        self._contexts = contexts
-        self._stripe_pages = stripe_pages
+        self._place = place
         self._rooms_max = rooms_max
         self._hashing = hashing
         self._staging = staging
@@ -144,8 +135,8 @@ class Sender:
             memory=memory,
             component_memory=self._component_memory,
             page_size=identity.page_size,
-            rank=rank,
-            part=part_of(rank, ranks=ranks, contexts=contexts, stripe_pages=stripe_pages),
+            rank=place.rank,
+            part=part_of(place),
             clock=clock,
             settings=settings or RoomSettings(),
             tasks=self._tasks,
@@ -277,12 +268,7 @@ class Sender:
             memory=self._memory,
             identity=self._identity,
             lease_s=self._lease_s,
-            rank=self._rank,
-            ranks=self._ranks,
-            kv_heads_total=self._kv_heads_total,
-            stages=self._stages,
-            contexts=self._contexts,
-            stripe_pages=self._stripe_pages,
+            place=self._place,
             component_memory=self._component_memory,
             checksums="none" if self._hashing is None else "offered",
             liveness_key=b"" if self._listener is None else self._listener.liveness_key,
@@ -418,7 +404,7 @@ class Sender:
             case wire.Abort(room=key):
                 # Its promise may still wait unread on a broken link: it must not open the room after this Drained.
                 self._remember_generation(key)
-                self._send(peer, wire.Drained(room=key, rank=self._rank))
+                self._send(peer, wire.Drained(room=key, rank=self._place.rank))
             case wire.Extend():
                 cause = "prefill has no such room: it has ended, or was never promised here"
                 self._send(peer, wire.Refused(room=message.room, span=message.span, cause=cause))
@@ -562,7 +548,7 @@ class Sender:
         peer.release(promise.room)
         text = PrefillCause.PROTOCOL_ERROR.words(cause)
         self._send(peer, wire.Failed(room=promise.room, cause=wire.brief(text)))
-        self._send(peer, wire.Drained(room=promise.room, rank=self._rank))
+        self._send(peer, wire.Drained(room=promise.room, rank=self._place.rank))
 
     def _drop(self, room: Room) -> None:
         """Forget a room that has ended."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tidekv.states.component_specs import ComponentPages
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 from tidekv.states.handover.context_parts import EVERY_PAGE, ContextPart, part_of
+from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.handover.sender import SenderRoom
 from tidekv.states.types import page_ids
 
@@ -17,7 +18,10 @@ SIZE = 4
 
 @given(contexts=st.integers(1, 9), stripe_pages=st.integers(0, 4), page_count=st.integers(0, 60))
 def test_each_page_is_held_by_one_context(contexts: int, stripe_pages: int, page_count: int) -> None:
-    parts = [part_of(rank, ranks=contexts, contexts=contexts, stripe_pages=stripe_pages) for rank in range(contexts)]
+    parts = [
+        part_of(RankPlace(rank=rank, ranks=contexts, contexts=contexts, stripe_pages=stripe_pages))
+        for rank in range(contexts)
+    ]
     holders = [[at for at, part in enumerate(parts) if part.holds(page, page_count)] for page in range(page_count)]
     assert all(len(of) == 1 for of in holders)
     flat = [of[0] for of in holders]
@@ -29,12 +33,12 @@ def test_each_page_is_held_by_one_context(contexts: int, stripe_pages: int, page
 
 
 def test_ranks_are_counted_context_by_context() -> None:
-    parts = [part_of(rank, ranks=6, contexts=3, stripe_pages=2) for rank in range(6)]
+    parts = [part_of(RankPlace(rank=rank, ranks=6, contexts=3, stripe_pages=2)) for rank in range(6)]
     assert [part.context for part in parts] == [0, 0, 1, 1, 2, 2]
-    assert part_of(1, ranks=2, contexts=1, stripe_pages=0) is EVERY_PAGE
+    assert part_of(RankPlace(rank=1, ranks=2, contexts=1, stripe_pages=0)) is EVERY_PAGE
     for contexts, stripe_pages in ((0, 0), (4, 0), (2, -1)):
         with pytest.raises(InvalidConfig, match="context-parallel"):
-            part_of(0, ranks=6, contexts=contexts, stripe_pages=stripe_pages)
+            part_of(RankPlace(rank=0, ranks=6, contexts=contexts, stripe_pages=stripe_pages))
 
 
 @given(data=st.data())
