@@ -201,6 +201,7 @@ class WorkerPages:
         layout, settings = shared.layout, shared.settings
         # Saves use at most half of the pages, so loads find free ones even if storage accepts writes slowly.
         count = max(2, settings.host_bytes // layout.page_bytes)
+        self.host_pages = count
         self._host = HostPool.allocate(layout, count, pin=blocks.device.type == "cuda")
         self._cache = HostCache(count)
         self._saving_max = count // 2

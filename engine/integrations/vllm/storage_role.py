@@ -14,6 +14,7 @@ from tidekv.engine.integrations.vllm.lookup import PrefixLookup
 from tidekv.engine.integrations.vllm.pages import WorkerPages
 from tidekv.engine.integrations.vllm.scheduler import SchedulerSide
 from tidekv.engine.integrations.vllm.settings import CPU_BACKEND, Shared, backends_of, check_backends
+from tidekv.engine.integrations.vllm.start_report import report_tiers
 from tidekv.states.errors import InvalidRequest
 
 
@@ -108,6 +109,14 @@ class StorageWorker:
         )
         storage = open_storage(shared.settings.uri, shared.settings.options)
         self.pages = WorkerPages(storage, blocks=blocks, shared=shared)
+        if self._vllm_config.parallel_config.rank == 0:
+            report_tiers(
+                self._vllm_config,
+                model=shared.model,
+                l2_tokens=self.pages.host_pages * shared.layout.page_size,
+                uri=shared.settings.uri,
+                no_loads="" if shared.loads else "kv_role kv_producer saves and loads nothing",
+            )
 
     def before_forward(self, jobs: StorageJobs) -> None:
         """Do nothing: saves have read their blocks when `after_forward` returns."""

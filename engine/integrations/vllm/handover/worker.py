@@ -35,6 +35,7 @@ from tidekv.engine.integrations.vllm.handover.jobs import (
 from tidekv.engine.integrations.vllm.handover.settings import Handover
 from tidekv.engine.integrations.vllm.kv_events import EventFeed, RankReport
 from tidekv.engine.integrations.vllm.settings import CPU_BACKEND, backends_of
+from tidekv.engine.integrations.vllm.start_report import report_tiers
 from tidekv.engine.log import engine_log
 from tidekv.engine.prefill.prefill_peer import PrefillPeer, Room
 from tidekv.engine.thread.engine_thread import EngineThread, Failed, Offered, RestoredInto
@@ -194,7 +195,7 @@ class DecodeWorker:
         self._engine = EngineThread(
             config,
             device=pool,
-            host=HostPool.allocate(layout, max(1, settings.host_bytes // handover.parts // layout.page_bytes)),
+            host=HostPool.allocate(layout, _host_pages(handover, pool)),
             storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
             transport=NixlTransport(
                 name=f"{handover.name}-decode",
@@ -370,6 +371,11 @@ class DecodeWorker:
         self._freed.add(job.request_id)
 
 
+def _host_pages(handover: Handover, pool: DevicePool) -> int:
+    """Return the number of host pages of one rank."""
+    return max(1, handover.settings.host_bytes // handover.parts // pool.layout.page_bytes)
+
+
 def _is_end_of_engine(error: Exception) -> bool:
     """Whether a call failed because the engine ends: only then its pages may still be written to."""
     return isinstance(error, EngineClosed) or (isinstance(error, RequestFailed) and error.cause == "engine closed")
@@ -423,6 +429,14 @@ class HandoverWorker:
             if handover.receives:
                 self._decodes.append(DecodeWorker(pool, order, rank, self._counts))
                 self._ends.append(self._decodes[-1])
+        if handover.rank == 0:
+            report_tiers(
+                self._vllm_config,
+                model=handover.model,
+                l2_tokens=_host_pages(handover, pool) * handover.block_size,
+                uri=handover.settings.uri,
+                no_loads="" if handover.receives else "a prefill worker only sends; decode has these tiers",
+            )
 
     def before_forward(self, jobs: HandoverJobs) -> None:
         """End what reads blocks that this step may overwrite, and restores that are not needed any more."""
