@@ -56,9 +56,9 @@ class DecodeRequest:
     """False inserts nothing in the cache (warm-up, hidden tokens)."""
     session: PlainText = ""
     """Name of the conversation, by which later hints may mean this prompt. Empty: it is not remembered."""
-    kv_hints: Any = None
-    """KV hints that came with the request, as for `DecodeEngine.hint`. They are acted on before the request; what is
-    malformed in them is counted, and changes nothing.
+    kv_hints: Mapping[str, object] | None = None
+    """KV hints that came with the request, as a mapping (see `DecodeEngine.hint`). They are acted on before it;
+    what is malformed in them is counted, and changes nothing.
     """
     send_prompt: bool = False
     """Send the tokens to prefill with the promise; needed if no router brings them there."""

@@ -148,7 +148,7 @@ async def test_what_is_no_envelope_is_refused_and_with_a_request_it_is_counted(w
     async with loopback_pair(engine_config()) as pair:
         with pytest.raises(InvalidRequest, match="no envelope of KV hints"):
             await pair.engine.hint(what)
-        await pair.serve(PROMPT, kv_hints={"bad": 1} if what is None else what)
+        await pair.serve(PROMPT, kv_hints=what if isinstance(what, dict) else {"bad": 1})
         assert pair.engine._hints.counts["other", "rejected"] == 1
 
 
