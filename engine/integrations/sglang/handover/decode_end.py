@@ -25,6 +25,7 @@ import msgspec
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.storage.uri import open_storage
+from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.decode.lent_pages import Pages
 from tidekv.engine.decode.values import DecodeRequest, RestoredPages
 from tidekv.engine.integrations.sglang.handover.settings import BackendSettings
@@ -110,19 +111,17 @@ class DecodeEnd:
         pool: DevicePool,
         settings: BackendSettings,
         *,
-        model: str,
+        config: EngineConfig,
         name: str,
         row_bytes: int,
-        rank: int = 0,
-        ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start. Raises what `DecodeEngine` raises as it starts."""
+        """Start. `config`: that of this rank's engine. Raises what `DecodeEngine` raises as it starts."""
         layout = pool.layout
         self._settings = settings
         self._row_bytes = row_bytes
         self._clock = clock
-        config = msgspec.structs.replace(settings.engine_of(rank, ranks), model=model, device="lent")
+        config = msgspec.structs.replace(config, device="lent")
         self._settle_s = config.copy_deadline_s + config.close_deadline_s
         self._engine = EngineThread(
             config,

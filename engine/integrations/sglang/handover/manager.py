@@ -6,6 +6,7 @@ import math
 import os
 from typing import Any  # SGLang has no types.
 
+import msgspec
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
@@ -57,11 +58,11 @@ class TidekvManager(CommonKVManager):  # type: ignore[misc]  # SGLang has no typ
         self.decode = DecodeEnd(
             pool,
             self.settings,
-            model=self._model(),
+            config=msgspec.structs.replace(
+                self.settings.engine_of(self.attn_tp_rank, self.attn_tp_size), model=self._model()
+            ),
             name=f"sglang-decode-{self.attn_tp_rank}",
             row_bytes=self.rows.bytes,
-            rank=self.attn_tp_rank,
-            ranks=self.attn_tp_size,
         )
         self.queue = queue
         self.tree = KeptTree(self.decode, queue.tree_cache)
