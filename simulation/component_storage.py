@@ -91,6 +91,8 @@ class SimulatedComponentStorage:
     def _land(self, command: commands.FetchComponent, wanted: list[int]) -> None:
         world, faults = self._world, self._world.faults
         good, error = self._kept.read(wanted)
+        if world.component_pages.is_lost(command.component, faults.hits, is_over=faults.is_over):
+            good = 0
         pool = world.component_pages.pools["host", command.component]
         pool.end_write(command.host_pages, f"fetch {command.op}", [*wanted[:good], *([0] * (len(wanted) - good))])
         world.component_pages.counts["components_fetched"] += good == len(wanted)

@@ -17,10 +17,11 @@ from tidekv.states.component_specs import Component, ComponentPages, ComponentTa
 from tidekv.states.components.shared_ends import SharedEndCopy
 from tidekv.states.events import ComponentLeft
 from tidekv.states.pages.page_pool import PageState
+from tidekv.states.records.request import LOST_CAUSES, State
 from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from simulation.memory import Contents
     from tidekv.states import commands
@@ -56,6 +57,8 @@ class SimulatedComponents:
         self._contents = contents
         self.components = {component.name: component for component in core.settings.components}
         self.pools: dict[tuple[TierName, str], SimulatedPool] = {}
+        self._lost: set[str] = set()
+        """Components of which host and storage deliver nothing any more."""
         self.counts: Counter[str] = Counter()
         """Counts of operations, for tests that check what a run exercised."""
         if core.state.components is not None:
@@ -90,7 +93,28 @@ class SimulatedComponents:
                 tags[name].append(self._contents.tag(f"{name} of {namespace} at {len(tokens)}", tokens))
         return tags
 
+    # --- Tiers that are lost for one component ---
+
+    def is_lost(self, component: str, hits: Callable[[str], bool], *, is_over: bool) -> bool:
+        """Whether host and storage deliver nothing of a component any more. `is_over`: faults have ended."""
+        if hits("component_tier_is_lost"):
+            self._lost.add(component)
+        self.counts["component_sources_lost"] += (is_lost := component in self._lost and not is_over)
+        return is_lost
+
     # --- Checks of commands ---
+
+    def check_extend(self, command: commands.SendExtend) -> None:
+        """Raise a Violation unless an extend asks for pages that its request owns."""
+        self.counts["components_extended"] += 1
+        self._require(command.component, command.pages, (PageState.OWNED, PageState.DRAINING), "an extend")
+
+    def check_moves(self, core: Core) -> None:
+        """Raise a Violation if a request starts over because a source of component pages has failed."""
+        for request_id, state in core.moves:
+            request = core.request(request_id)
+            if state is State.PREALLOC and request is not None and request.fallbacks.last_error in LOST_CAUSES.values():
+                raise Violation(f"{request} starts over, since {request.fallbacks.last_error}")
 
     def check_promise(self, component_pages: tuple[ComponentPages, ...] | None, prompt_tokens: int) -> None:
         """Raise a Violation unless a promise requests the end of what the prompt needs of a component, or nothing."""

@@ -97,6 +97,7 @@ FAULTS: dict[str, str] = {
     "rule_raises": "a rule of the core raises somewhere in its middle",
     # Behind the others, which are drawn in order: their rates stay what they were.
     "peer_is_silent": "prefill takes promises and answers aborts, but sends nothing until it is restarted",
+    "component_tier_is_lost": "host memory and storage deliver nothing of one component any more",
     "same_id_elsewhere": "another decode worker has a room of the same id, for another prompt, at the same prefill",
 }
 """Kinds of faults by name, with a description."""

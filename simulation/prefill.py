@@ -16,10 +16,11 @@ from tidekv.states import commands, events
 from tidekv.states.errors import PrefillCause
 from tidekv.states.handover.prompt_digest import digest_of
 from tidekv.states.handover.room_claims import RoomClaims
-from tidekv.states.types import PageIds, page_ids
+from tidekv.states.types import FULL, PageIds, page_ids
 
 if TYPE_CHECKING:
     from simulation.components import Tags
+    from simulation.memory import SimulatedPool
     from tidekv.states.component_specs import ComponentPages
 
 DETECTION_S = 0.2
@@ -138,6 +139,8 @@ class ServedRoom:
         self.component_pages = prompt.component_pages
         self.frames = frames
         self.spans: dict[int, tuple[int, PageIds]] = {}
+        self.component_of: dict[int, str] = {}
+        """Component of the spans that are not of full pages."""
         self.slices: dict[int, int] = {}
         """Number of ranks that have written a page of a span."""
         self.cursors: dict[tuple[int, int], int] = {}
@@ -245,7 +248,8 @@ class Peer:
         room = life.rooms.get((command.request_id, command.generation))
         if life.is_dead or life.is_cut_off or life.is_silent or room is None or room.has_stopped:
             return
-        if self._world.faults.hits("extend_is_refused"):
+        world = self._world
+        if world.faults.hits("extend_is_refused"):
             self._tell(
                 room,
                 0,
@@ -254,6 +258,9 @@ class Peer:
                 ),
             )
             return
+        if command.component != FULL:
+            room.component_of[command.span] = command.component
+            world.component_pages.check_extend(command)
         self._serve(room, command.span, command.first, command.pages)
 
     def abort(self, key: RoomKey, life: Incarnation) -> None:
@@ -311,7 +318,8 @@ class Peer:
         count = random.randint(1, left)
         last = count == left and random.random() < 0.7
         ours = pages[cursor - first : cursor - first + count]
-        world.device.begin_write(ours, room.who)
+        pool, _ = self._target(room, span)
+        pool.begin_write(ours, room.who)
         room.in_flight[rank] += 1
         room.life.in_flight += 1
         slow = 0.4 if world.faults.hits("write_is_slow") else 0.0
@@ -319,18 +327,26 @@ class Peer:
         if count < left or not last:
             world.schedule.after(world.delay(), self._post, room, span, rank, cursor + count)
 
+    def _target(self, room: ServedRoom, span: int) -> tuple[SimulatedPool, list[int]]:
+        """The pool that a span is written to, and the tags of the prompt's pages there."""
+        component = room.component_of.get(span, FULL)
+        if component == FULL:
+            return self._world.device, room.tags
+        return self._world.component_pages.pools["device", component], room.component_pages[component]
+
     def _land(self, room: ServedRoom, span: int, rank: int, cursor: int, pages: PageIds, last: bool) -> None:
         world, life = self._world, room.life
+        pool, of_prompt = self._target(room, span)
         if world.faults.hits("sent_page_is_flipped"):
             room.flipped.add((span, rank, cursor + self._random.randrange(len(pages))))
         for at in range(len(pages)):
             key = span << 32 | cursor + at
             slices = room.slices[key] = room.slices.get(key, 0) + 1
             # A page is whole once every rank has written its slice.
-            tags = [room.tags[cursor + at]] if slices == life.ranks else None
-            world.device.end_write(pages[at : at + 1], room.who, tags)
+            tags = [of_prompt[cursor + at]] if slices == life.ranks else None
+            pool.end_write(pages[at : at + 1], room.who, tags)
             if any((span, each, cursor + at) in room.flipped for each in range(life.ranks)):
-                world.device.flipped.add(pages[at])
+                pool.flipped.add(pages[at])
         room.in_flight[rank] -= 1
         life.in_flight -= 1
         if life.is_dead:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from simulation.prefill import Prompt, computed_by_name
 from tidekv.states import commands, events
+from tidekv.states.types import FULL
 
 if TYPE_CHECKING:
     from simulation.components import Tags
@@ -102,7 +103,7 @@ class RankRooms:
                 rank.after(rank.delay(), self._write_component, room, tail)
         self._write_span(room, 0, len(room.tags) - len(pages), pages)
         for extend in room.waiting:
-            self._write_span(room, extend.span, extend.first, extend.pages)
+            self._write_span(room, extend.span, extend.first, extend.pages, extend.component)
         rank.after(rank.delay() * 3, self._send_aux, room)
         if rank.hits("room_fails"):
             rank.after(rank.delay(), self._fail, room)
@@ -125,23 +126,27 @@ class RankRooms:
         if not room.is_over and not room.is_aborted:
             self._rank.receive(event)
 
-    def _write_span(self, room: WrittenRoom, span: int, first: int, pages: PageIds) -> None:
+    def _write_span(self, room: WrittenRoom, span: int, first: int, pages: PageIds, component: str = FULL) -> None:
         """Write a span in one or two chunks, each landing after a while."""
         rank = self._rank
         cut = rank.random.randint(0, len(pages)) if len(pages) > 1 else len(pages)
-        self._write(room, span, first, pages, 0, cut)
+        self._write(room, span, first, pages, 0, cut, component)
 
-    def _write(self, room: WrittenRoom, span: int, first: int, pages: PageIds, at: int, end: int) -> None:
+    def _write(
+        self, room: WrittenRoom, span: int, first: int, pages: PageIds, at: int, end: int, component: str
+    ) -> None:
         if room.is_over or room.is_aborted:
             return
         rank, who = self._rank, f"room {room.key}"
-        chunk = pages[at:end]
-        rank.device.begin_write(chunk, who)
+        chunk, is_full = pages[at:end], component == FULL
+        pool = rank.device if is_full else rank.component_pages.pools["device", component]
+        tags = room.tags if is_full else room.component_pages[component]
+        pool.begin_write(chunk, who)
         room.writing += 1
 
         def land() -> None:
             room.writing -= 1
-            rank.device.end_write(chunk, who, room.tags[first + at : first + end])
+            pool.end_write(chunk, who, tags[first + at : first + end])
             if room.is_aborted:
                 self._drain(room)
                 return
@@ -160,7 +165,7 @@ class RankRooms:
                 return
             self._say(room, chunk_landed)
             if end < len(pages):
-                self._write(room, span, first, pages, end, len(pages))
+                self._write(room, span, first, pages, end, len(pages), component)
 
         rank.after(rank.delay(), land)
 
@@ -191,7 +196,7 @@ class RankRooms:
         if room is None or room.is_over:
             return
         if room.is_sent:
-            self._write_span(room, command.span, command.first, command.pages)
+            self._write_span(room, command.span, command.first, command.pages, command.component)
         else:
             room.waiting.append(command)
 

@@ -246,6 +246,9 @@ class SimulatedCopies:
 
         def end() -> None:
             error = "injected" if faults.hits(f"{name}_fails") else ""
+            if isinstance(command, commands.CopyComponent) and command.source == "host":
+                is_lost = world.component_pages.is_lost(command.component, faults.hits, is_over=faults.is_over)
+                error = "the tier is lost" if is_lost else error
             intact = source.intact(source_pages) if self.verifies and not error else None
             error = error if intact is None else "a checksum differs"
             source.end_read(source_pages, who, found)

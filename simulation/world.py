@@ -339,6 +339,7 @@ class World:
             if account.free + account.owned + account.cached + account.draining != account.total:
                 raise Violation(f"pool {account.name} does not add up")
         self.component_pages.check_sums()
+        self.component_pages.check_moves(self.core)
         if not any(isinstance(wish, commands.SendAbort) for wish in wishes):
             # A room left in the same step may have pages in the quarantine that it extended into.
             self._check_quota({request_id for request_id, state in self.core.moves if state is State.MATCH})

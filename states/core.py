@@ -99,7 +99,11 @@ class Core:
         self.loads = Loads(self.state, self.storage, self.rooms, placement)
         self.shared_transfers = SharedTransfers(self.state, self.loads)
         components = self.state.components
-        self.component_pages = None if components is None else ComponentRestore(self.state, self.storage, components)
+        self.component_pages = (
+            None
+            if components is None
+            else ComponentRestore(self.state, self.storage, components, self.rooms.extend_component)
+        )
         self.component_backups = None if components is None else ComponentBackups(self.state, self.storage, components)
         self.backups = Backups(self.state, self.storage, self.component_backups)
         self.offers = Offers(self.state, self.backups)
@@ -422,6 +426,19 @@ class Core:
         request, cause = _pop_first(self.state.preempted)
         self.fire(request, events.PagesLost(at_s=self.state.now_s, cause=cause))
 
+    def ask_for_component_pages(self) -> None:
+        """Ask prefill, by an extend, for the component pages of a request that have lost their source."""
+        request, _ = _pop_first(self.state.unserved)
+        assert self.component_pages is not None
+        try:
+            self.component_pages.missing.ask(request)
+        except BrokenInvariant:
+            raise
+        except Exception:
+            # Its fallback may leave the room; until then the pages are still missing.
+            self.state.component_pages_were_lost(request)
+            self._raised(request, None, "ask_for_component_pages")
+
     def fill_failed(self) -> None:
         """Let a waiter of the load extend into its pages; without waiters, give the load up."""
         load, _ = _pop_first(self.state.failed_loads)
@@ -601,6 +618,9 @@ def _may_work_ahead(core: Core) -> bool:
 
 CONSEQUENCES = (
     Consequence("A request has lost its pages to another writer", Core.send_back, lambda state: state.preempted),
+    Consequence(
+        "Component pages have lost their source", Core.ask_for_component_pages, lambda state: state.unserved
+    ),
     Consequence("A load has failed", Core.fill_failed, lambda state: state.failed_loads),
     Consequence("A shared transfer has progressed", Core.hand_over, lambda state: state.progressed_loads),
     Consequence("A request may be able to move on", Core.move_on, lambda state: state.dirty),

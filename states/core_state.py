@@ -149,6 +149,8 @@ class CoreState:
         # Work queues: work that a rule leaves for other rules of the same step. Dictionaries serve as ordered sets.
         self.preempted: dict[Request, str] = {}
         """Requests that lost their pages to another writer, with the cause. They return to the admission queue."""
+        self.unserved: dict[Request, None] = {}
+        """Requests whose component pages have lost their source, to be asked of prefill."""
         self.failed_loads: dict[Load, None] = {}
         """Failed loads, into which a sharer extends; without sharers, they are given up."""
         self.progressed_loads: dict[Load, None] = {}
@@ -238,6 +240,10 @@ class CoreState:
     def pages_were_lost(self, request: Request, cause: str) -> None:
         """Note that something may still write to pages of a request, which starts over. The first cause counts."""
         self.preempted.setdefault(request, cause)
+
+    def component_pages_were_lost(self, request: Request) -> None:
+        """Note that component pages of a request have lost their source, and are to be asked of prefill."""
+        self.unserved[request] = None
 
     def load_failed(self, load: Load) -> None:
         """Note that a load has lost its source, or may have found a sharer that can extend into it."""

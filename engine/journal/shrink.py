@@ -25,7 +25,7 @@ from tidekv.states.commands import Command, Operation, ReportReady
 from tidekv.states.component_specs import ComponentTable
 from tidekv.states.components.look_ahead import ComponentAheadRead
 from tidekv.states.components.request_components import ComponentCopy
-from tidekv.states.components.storage import ComponentRead, StoredComponentCopy
+from tidekv.states.components.storage import ComponentRead
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent, InvalidRequest, ReplayDiverged
 from tidekv.states.events import ComponentLeft, Event, FinishRequested, RetractRequested
@@ -116,7 +116,7 @@ def _requests_of(operation: object) -> tuple[str, ...]:
     if isinstance(operation, Backup):
         return (operation.request_id,)
     request = None
-    if isinstance(operation, ComponentRead | StoredComponentCopy):
+    if isinstance(operation, ComponentRead):
         request = operation.fetch.component_pages.request
     elif isinstance(operation, ComponentCopy):
         request = operation.component_pages.request

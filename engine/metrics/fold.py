@@ -202,8 +202,8 @@ class MetricsFold:
         request = self.core.request(command.request_id)
         room = None if request is None else request.room
         assert self._event is not None
-        load = None if room is None or room.generation != command.generation else room.spans[command.span].load
-        self.cuts[extend_cause(load, self._event)] += 1
+        span = None if room is None or room.generation != command.generation else room.spans[command.span]
+        self.cuts[extend_cause(span, self._event)] += 1
 
     def _ready(self, command: commands.ReportReady) -> None:
         self._landed.pop(command.request_id, None)

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from tidekv.states import events
 from tidekv.states.commands import FALLBACKS
-from tidekv.states.records.request import DECLINED, LOAD_CAUSES
+from tidekv.states.records.request import DECLINED, LOAD_CAUSES, LOST_CAUSES
 from tidekv.states.storage_policy import POLICY_FIELDS
 
 if TYPE_CHECKING:
     from tidekv.engine.trace.request_trace import Work
     from tidekv.states.core import Core
-    from tidekv.states.records.request import Load, Request
+    from tidekv.states.records.request import Request, Span
     from tidekv.states.storage_policy import StoragePolicy
 
 CONSEQUENCES = {
@@ -20,9 +20,9 @@ CONSEQUENCES = {
     "fetch": "the pages were asked of prefill by an extend",
     "ahead": "the plan goes by what has landed ahead of it",
     "copy": "the pages were asked of prefill by an extend",
-    "tail": "the request starts over, and trusts less of what is cached of components",
-    "tail fetch": "the request starts over, and trusts storage no longer",
-    "shared tail": "the request starts over, and asks its own prefill",
+    "tail": "the pages were asked of prefill by an extend",
+    "tail fetch": "the pages were asked of prefill by an extend",
+    "shared tail": "the pages were asked of its own prefill by an extend",
     "late copy": "the pages were given up, since the copy may still write to them",
     "backup": "the pages are not kept in host memory",
     "late backup": "the device pages stay locked until it has ended",
@@ -55,6 +55,7 @@ NAMES = {
 UNANSWERED = "storage had not answered, and waiting longer would have cost more than it could gain"
 EXTENDED = {
     **LOAD_CAUSES,
+    **LOST_CAUSES,
     "fetch_failed": "the fetch from storage failed",
     "start_raised": "starting the fetch or the copy raised",
     "other": "it could not be restored here",
@@ -159,17 +160,17 @@ def policy_words(before: StoragePolicy, after: StoragePolicy) -> str:
     return f"the storage policy was changed: {', '.join(changed) or 'to what it was'}"
 
 
-def extend_cause(load: Load | None, event: events.Event) -> str:
-    """Return why the step of `event` asks prefill for pages of a load: the name, which is a metric's label.
+def extend_cause(span: Span | None, event: events.Event) -> str:
+    """Return why the step of `event` asks prefill for the pages of a span: the name, which is a metric's label.
 
-    One of `LOAD_CAUSES`, or a more exact cause from the event: "fetch_failed", "start_raised".
+    One of `LOAD_CAUSES` or `LOST_CAUSES`, or a more exact cause from the event: "fetch_failed", "start_raised".
     """
-    cause = "other" if load is None else load.cause or "other"
-    if isinstance(event, events.CommandRaised) and cause in ("fetch_short", "copy_failed"):
+    cause = "" if span is None else span.cause or ("" if span.load is None else span.load.cause)
+    if isinstance(event, events.CommandRaised) and cause.endswith(("fetch_short", "copy_failed")):
         return "start_raised"
     if isinstance(event, events.PagesFetched) and event.error and cause == "fetch_short":
         return "fetch_failed"
-    return cause
+    return cause or "other"
 
 
 def in_one_line(trouble: str) -> str:

@@ -181,7 +181,8 @@ def _span_words(work: Work) -> str:
     what = "the delta" if work.span == 0 else f"extend {work.span}"
     what += f", since {work.cause}" if work.cause else ""
     first = f", the first after {_ms(work.chunks[0][0] - work.begun_at_s)}" if work.chunks else ""
-    return f"Prefill delivered {work.good} of pages {_pages(work)} ({what}) in {len(work.chunks)} chunks{first}"
+    of = f" of {work.component}" if work.component else ""
+    return f"Prefill delivered {work.good} of pages {_pages(work)}{of} ({what}) in {len(work.chunks)} chunks{first}"
 
 
 def _waste(trace: RequestTrace) -> list[str]:

@@ -29,14 +29,15 @@ from tidekv.engine.trace.request_trace import PlanTrace, RequestTrace, Stall, Wo
 from tidekv.states import commands, events
 from tidekv.states.backup.backups import STORE_DEADLINE_S, Backup
 from tidekv.states.components.look_ahead import ComponentAheadRead
+from tidekv.states.components.missing import LateComponentCopy
 from tidekv.states.components.request_components import ComponentCopy
 from tidekv.states.components.shared_ends import SharedEndCopy
-from tidekv.states.components.storage import ComponentRead, StoredComponentCopy
 from tidekv.states.loads.loads import LoadCopy, LoadFetch
 from tidekv.states.loads.look_ahead import AheadRead
 from tidekv.states.records.request import Stage, State
 from tidekv.states.storage.admission import LateFetch
 from tidekv.states.storage_policy import StoragePolicy, policy_of
+from tidekv.states.types import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -97,7 +98,14 @@ def _filler_of(request: Request | None) -> str:
     return "" if filler is None else filler.request_id
 
 
-UNTOLD_CAUSES = ("rule_raised", "transfer_done", "sender_left", "sender_slow")
+UNTOLD_CAUSES = (
+    "rule_raised",
+    "transfer_done",
+    "sender_left",
+    "sender_slow",
+    "end_sender_left",
+    "end_sender_slow",
+)
 """Causes of an extend that no outcome reported before."""
 
 
@@ -255,14 +263,14 @@ class RequestTraces:
             owner = core.state.operations.get(op)
             if work.trouble:
                 continue
-            if isinstance(owner, Backup | ComponentCopy | StoredComponentCopy | SharedEndCopy):
+            if isinstance(owner, Backup | ComponentCopy | SharedEndCopy):
                 wait_s = STORE_DEADLINE_S if work.kind == "store" else core.settings.copy_deadline_s
                 if work.begun_at_s + wait_s > at_s:
                     continue
             elif owner is None and work.kind == "query":
                 work.ended_at_s = at_s
                 del self._open[op]
-            elif not isinstance(owner, LateFetch) and not (
+            elif not isinstance(owner, LateFetch | LateComponentCopy) and not (
                 isinstance(owner, LoadCopy) and owner.load.stage is Stage.RECLAIMING
             ):
                 continue
@@ -390,11 +398,7 @@ class RequestTraces:
         if isinstance(owner, SharedEndCopy):
             self._copy_shared_end(command, owner, at_s)
             return
-        component_pages = None
-        if isinstance(owner, ComponentRead | StoredComponentCopy):
-            component_pages = owner.fetch.component_pages
-        elif isinstance(owner, ComponentCopy):
-            component_pages = owner.component_pages
+        component_pages = owner.component_pages if isinstance(owner, ComponentCopy) else None
         if component_pages is not None and component_pages.request is not None:
             first = component_pages.firsts[command.component]
             work = Work("tail", first, len(command.target_pages), at_s, component=command.component)
@@ -441,11 +445,15 @@ class RequestTraces:
         self._span(request_trace, command.generation, command.span, command.first, len(command.pages), at_s)
         request = core.request(command.request_id)
         room = None if request is None else request.room
-        load = None if room is None else room.spans[command.span].load
-        if load is None:
+        span = None if room is None else room.spans[command.span]
+        if span is None:
             return
-        request_trace.works[-1].cause = EXTENDED[extend_cause(load, self._event)]
-        if load.cause in UNTOLD_CAUSES:
+        request_trace.works[-1].component = "" if command.component == FULL else command.component
+        request_trace.works[-1].cause = EXTENDED[extend_cause(span, self._event)]
+        load = span.load
+        if span.cause in UNTOLD_CAUSES:
+            request_trace.fall_back(at_s, EXTENDED[span.cause], CONSEQUENCES["tail"])
+        elif load is not None and load.cause in UNTOLD_CAUSES:
             for sharer in load.sharers:
                 if sharer.request_id in self._live:
                     self._live[sharer.request_id].fall_back(at_s, EXTENDED[load.cause], CONSEQUENCES["fetch"])

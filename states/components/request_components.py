@@ -29,9 +29,8 @@ A request owns its pages until one of the following:
   them when the last copy ends. Pages that prefill may still write to go to the quarantine of the room
   (`tidekv.states.handover.rooms`) before that. A recomputation in flight takes over everything instead, until it ends.
 
-What a component gets from its caches is complete or of no use, since prefill cannot be asked for its tail again. If a
-fetch from storage fails (`tidekv.states.components.storage`), the request starts over without component pages from
-storage; if a copy fails, without host copies of components, and after another failure without any copies.
+What a source does not deliver is asked of prefill by an extend (`tidekv.states.components.missing`), and the request
+goes on.
 
 A caller that recomputes needs a page at which the full KV and every component can continue: the longest such boundary
 on the device that is not the end of the prompt. It reads the component pages of that boundary, which stay the index's
@@ -45,9 +44,10 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyComponent
 from tidekv.states.component_specs import ComponentPages, ComponentTable
+from tidekv.states.components.missing import MissingPages
 from tidekv.states.components.shared_ends import SharedEnds
 from tidekv.states.components.snapshots import Snapshots
-from tidekv.states.components.storage import WITHOUT_COMPONENTS, WITHOUT_HOST, ComponentStorage, gap, preempt
+from tidekv.states.components.storage import ComponentStorage, gap
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.events import CopyEnded
 from tidekv.states.records.request import ComponentFetch, Request, RequestComponents
@@ -55,6 +55,7 @@ from tidekv.states.rollback import Rollback
 from tidekv.states.types import PageIds, page_ids, without
 
 if TYPE_CHECKING:
+    from tidekv.states.components.missing import Extend
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import ComponentLeft, Outcome
     from tidekv.states.prefix.component_index import ComponentIndex, ComponentReceipt
@@ -64,38 +65,55 @@ if TYPE_CHECKING:
 
 
 class ComponentCopy:
-    """Operation: a copy into a request's component pages."""
+    """Operation: a copy into a request's pages of one component, at `positions`.
 
-    __slots__ = ("_rules", "component_pages")
+    `fetch` owns the host pages that it reads, if they are not the index's.
+    """
 
-    def __init__(self, rules: ComponentRestore, component_pages: RequestComponents) -> None:
+    __slots__ = ("_rules", "component", "component_pages", "fetch", "is_counted", "op", "positions")
+
+    def __init__(
+        self,
+        rules: ComponentRestore,
+        component_pages: RequestComponents,
+        component: str,
+        positions: PageIds,
+        fetch: ComponentFetch | None = None,
+    ) -> None:
         self._rules = rules
         self.component_pages = component_pages
+        self.component = component
+        self.positions = positions
+        self.fetch = fetch
+        self.op = 0
+        self.is_counted = False
+        """Whether it was counted as late."""
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Count the copy as ended; after an error the request starts over."""
+        """Count the copy as ended; after an error its pages are asked of prefill."""
         if isinstance(event, CopyEnded) and event.intact is not None:
             self._rules.note_damaged(self.component_pages)
-        self._rules.copied(self.component_pages, error)
+        self._rules.copied(self, error)
 
     def late(self) -> None:
-        """Let the request start over with other pages."""
-        self._rules.is_late(self.component_pages)
+        """Ask prefill for the pages, into fresh ones."""
+        self._rules.is_late(self)
 
     def abandon(self) -> None:
-        """Give the component pages back."""
-        self._rules.give_up(self.component_pages)
+        """Let the request move on; if it has left, give its component pages back."""
+        self._rules.settle(self.component_pages)
 
 
 class ComponentRestore:
     """Reserves, copies and gives back the component pages of requests."""
 
-    def __init__(self, state: CoreState, storage: StorageAdmission, index: ComponentIndex) -> None:
+    def __init__(self, state: CoreState, storage: StorageAdmission, index: ComponentIndex, extend: Extend) -> None:
         self._state = state
         self._index = index
-        self.storage = ComponentStorage(state, storage, index, self.copy_of)
+        self.missing = MissingPages(state, index, extend, self.settle)
+        self.storage = ComponentStorage(state, storage, index, self.missing, self._copy_fetched)
         self.snapshots = Snapshots(state.settings.snapshots, index, page_size=state.settings.page_size)
-        self.shared_ends = SharedEnds(state, self.settle)
+        self.shared_ends = SharedEnds(state, self.missing, self.settle)
 
     # --- The grant ---
 
@@ -107,11 +125,7 @@ class ComponentRestore:
             return self._index.index.match(request.namespace, keys)
         # The last token is always computed: it leads to the first token of the output.
         pages = (request.prompt_tokens - 1) // settings.page_size
-        keys = (
-            b""
-            if request.fallbacks.component_limit >= WITHOUT_COMPONENTS
-            else request.keys[: pages * settings.key_bytes]
-        )
+        keys = b"" if request.recompute.computes_all else request.keys[: pages * settings.key_bytes]
         # Without pages that a load has yet to fill: this request has no room to extend into a load that fails.
         return self._index.match(request.namespace, keys, use_host=False, with_pending=False)
 
@@ -128,7 +142,7 @@ class ComponentRestore:
                 self._state.run_guarded(partial(self._index.unlock, lock))
                 if self._has_room(wanted):
                     # The pages in the way are those just locked, so waiting might never end.
-                    request.fallbacks.limit_components(WITHOUT_COMPONENTS)
+                    request.recompute.compute_all()
                     self._state.pages_were_freed()
             return False
         component_pages = request.hold_components()
@@ -179,7 +193,7 @@ class ComponentRestore:
 
     @staticmethod
     def _uses_host(request: Request) -> bool:
-        return request.fallbacks.component_limit < WITHOUT_HOST and request.restore_limit < 2
+        return request.restore_limit < 2
 
     def _choose(
         self,
@@ -195,7 +209,7 @@ class ComponentRestore:
         """Choose the sources of one component. If `is_filled`, another room brings what prefill would send."""
         first, is_shared = component_pages.firsts[name], self._index.components[name].is_shared
         device, host = self._index.sources(name, host_node, first)
-        if request.fallbacks.component_limit >= WITHOUT_COMPONENTS or (request.recompute.is_chosen and not is_shared):
+        if request.recompute.is_chosen and not is_shared:
             # A caller that recomputes writes the record of the prompt's end.
             device = {}
         if not self._uses_host(request):
@@ -257,19 +271,35 @@ class ComponentRestore:
     ) -> None:
         if not sources:
             return
-        op = self._state.start_operation(self.copy_of(component_pages), deadline_s=self._state.settings.copy_deadline_s)
-        undo.callback(self._state.operations.pop, op)
+        copy = ComponentCopy(self, component_pages, name, page_ids(sources))
+        self._start(copy, source, page_ids(sources.values()), page_ids(targets[at] for at in sources), undo)
         component_pages.copies += 1
-        self._state.emit(
+
+    def _start(
+        self, copy: ComponentCopy, source: TierName, source_pages: PageIds, target_pages: PageIds, undo: Rollback
+    ) -> None:
+        """Start a copy to device pages. `undo` reverts it."""
+        state = self._state
+        copy.op = state.start_operation(copy, deadline_s=state.settings.copy_deadline_s)
+        undo.callback(state.operations.pop, copy.op)
+        state.emit(
             CopyComponent(
-                op=op,
-                component=name,
+                op=copy.op,
+                component=copy.component,
                 source=source,
-                source_pages=page_ids(sources.values()),
+                source_pages=source_pages,
                 target="device",
-                target_pages=page_ids(targets[at] for at in sources),
+                target_pages=target_pages,
             )
         )
+
+    def _copy_fetched(self, fetch: ComponentFetch) -> int:
+        """Start the copy of what a fetch has brought to the device; returns its operation."""
+        copy = ComponentCopy(self, fetch.component_pages, fetch.component, fetch.positions, fetch)
+        with Rollback() as undo:
+            self._start(copy, "host", fetch.host_pages, fetch.device_pages, undo)
+            undo.keep()
+        return copy.op
 
     def _forget_plan(
         self, component_pages: RequestComponents, own: dict[str, PageIds], lock: ComponentReceipt | None
@@ -301,19 +331,18 @@ class ComponentRestore:
 
     # --- Copies ---
 
-    def copy_of(self, component_pages: RequestComponents) -> ComponentCopy:
-        """The operation of a copy into these component pages."""
-        return ComponentCopy(self, component_pages)
+    def copied(self, copy: ComponentCopy, error: str) -> None:
+        """Record the end of a copy. After an error its pages are asked of prefill.
 
-    def copied(self, component_pages: RequestComponents, error: str) -> None:
-        """Record the end of a copy. After an error the request starts over.
-
-        If the request has left, the end of the last copy frees everything.
+        If the request has left, the end of the last copy frees everything. After a raise, `settle` continues.
         """
+        component_pages = copy.component_pages
+        if copy.fetch is not None:
+            self._state.run_guarded(partial(self.storage.copied, copy.fetch))
         component_pages.copies -= 1
         if error:
             self._state.count("copies_failed")
-            preempt(self._state, component_pages, WITHOUT_HOST, "a copy of a component failed")
+            self.missing.lost(component_pages, copy.component, copy.positions, "component_copy_failed")
         self.settle(component_pages)
 
     def settle(self, component_pages: RequestComponents) -> None:
@@ -328,10 +357,24 @@ class ComponentRestore:
         self._state.count("l2_damaged")
         component_pages.is_damaged = True
 
-    def is_late(self, component_pages: RequestComponents) -> None:
-        """Let the request start over with other pages, because a copy did not end in time."""
-        self._state.count("copies_late")
-        preempt(self._state, component_pages, WITHOUT_HOST, "a copy of a component did not end in time")
+    def is_late(self, copy: ComponentCopy) -> None:
+        """Ask prefill for the pages of a copy that did not end in time, into fresh ones. Can be called again."""
+        if not copy.is_counted:
+            copy.is_counted = True
+            self._state.count("copies_late")
+        held, fetch = copy.component_pages, copy.fetch
+        if held.request is None:
+            # It keeps its pages until the copy ends.
+            return
+        waiting = [(held, copy.positions)]
+        host_pages = None if fetch is None else fetch.host_pages
+        is_over = self.missing.late(
+            copy, copy.op, copy.component, waiting, "component_copy_late", host_pages=host_pages
+        )
+        if is_over and fetch is not None:
+            # The late copy has its host pages now.
+            fetch.host_pages = page_ids()
+            held.fetches.pop(fetch, None)
 
     # --- Ready, kept, left ---
 
@@ -411,6 +454,7 @@ class ComponentRestore:
         """Give everything back; if copies into the pages are in flight, when the last one ends."""
         if request.component_pages is None:
             return
+        request.component_pages.missing = {}
         self.shared_ends.leave(request.component_pages)
         self.storage.abandon_fetches(request.component_pages)
         if not request.component_pages.copies:

@@ -16,15 +16,14 @@ The filler is READY when the copies have ended, since its model is about to writ
 on, no further request joins it, so that it does not wait for requests that arrive later. If it leaves while copies are
 under way, its component pages outlive it, as they do with copies to them.
 
-A sharer does not fail with the filler. It starts over in a new generation, because prefill cannot be asked for
-component pages by extend:
+A sharer does not fail with the filler. It asks its own prefill, by an extend (`tidekv.states.components.missing`):
 
-- if the filler leaves before its end is in place (aborted, failed, moved to the next prefill). The first sharer that is
-  planned again is the next filler;
+- if the filler leaves before its end is in place (aborted, failed, moved to the next prefill). The oldest sharer is the
+  next filler, and the others wait for it;
 - if the filler's transfer stalls. A sharer that waits for nothing else waits at most `share_wait_s` while nothing
   lands. Then nothing joins that filler any more, and the sharer is the next one;
-- if its copy fails or is late. It then asks its own prefill. After a late copy, which may still read, the filler starts
-  over as well.
+- if its copy fails or is late. After a late copy, which may still read the pages that the model of the filler is about
+  to write to, the filler gets fresh pages as well, and asks its prefill for them.
 """
 
 from __future__ import annotations
@@ -34,39 +33,49 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tidekv.states.commands import CopyComponent
 from tidekv.states.rollback import Rollback
+from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tidekv.states.components.missing import MissingPages
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.records.request import Request, RequestComponents
+    from tidekv.states.types import PageIds
 
 End: TypeAlias = "tuple[str, int, bytes, bytes]"
 """Namespace, number of tokens, key of the last full page, and the tokens behind it. The other keys are compared."""
-
-FILLER_LEFT = "the request that was to share its component pages has left"
-FILLER_SLOW = "the transfer of another request, which was to bring its component pages, stalled for too long"
-COPY_FAILED = "the copy of the component pages of another request failed"
-COPY_LATE = "the copy of the component pages of another request did not end in time"
 
 
 class SharedEndCopy:
     """Operation: a copy of one component's pages from the filler to a sharer. Both wait for it."""
 
-    __slots__ = ("_shared", "filler", "sharer")
+    __slots__ = ("_shared", "component", "filler", "is_counted", "op", "positions", "sharer")
 
-    def __init__(self, shared: SharedEnds, filler: RequestComponents, sharer: RequestComponents) -> None:
+    def __init__(
+        self,
+        shared: SharedEnds,
+        filler: RequestComponents,
+        sharer: RequestComponents,
+        component: str,
+        positions: PageIds,
+    ) -> None:
         self._shared = shared
         self.filler = filler
         self.sharer = sharer
+        self.component = component
+        self.positions = positions
+        self.op = 0
+        self.is_counted = False
+        """Whether it was counted as late."""
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Count the copy as ended; after an error the sharer starts over."""
+        """Count the copy as ended; after an error the sharer asks its own prefill."""
         self._shared.copied(self, error)
 
     def late(self) -> None:
-        """Let both start over with other pages: the copy may still read those of one and write those of the other."""
+        """Give both fresh pages: the copy may still read those of one and write those of the other."""
         self._shared.copy_is_late(self)
 
     def abandon(self) -> None:
@@ -99,11 +108,12 @@ class SharedEndWatch:
 class SharedEnds:
     """Fillers and sharers of one core."""
 
-    def __init__(self, state: CoreState, settle: Callable[[RequestComponents], None]) -> None:
+    def __init__(self, state: CoreState, missing: MissingPages, settle: Callable[[RequestComponents], None]) -> None:
         """`settle` is called with component pages of which a copy has ended: it lets their request move on, or frees
         them if the request has left and nothing else is in flight.
         """
         self._state = state
+        self._missing = missing
         self._settle = settle
         self._fillers: dict[End, RequestComponents] = {}
         self.watches: dict[RequestComponents, int] = {}
@@ -114,7 +124,7 @@ class SharedEnds:
     def filler_for(self, request: Request) -> RequestComponents | None:
         """The component pages of a request that prefill sends the same end, if `request` can share them."""
         end = self._end_of(request)
-        if end is None or not request.fallbacks.shares_end:
+        if end is None:
             return None
         filler = self._fillers.get(end)
         # The key of the last page does not tell what precedes it.
@@ -133,9 +143,13 @@ class SharedEnds:
 
     def offer(self, request: Request, component_pages: RequestComponents, undo: Rollback) -> None:
         """Offer what the room of `request` is to bring to later requests with the same end. `undo` reverts it."""
+        undo.callback(self._close, component_pages)
+        self._open(request, component_pages)
+
+    def _open(self, request: Request, component_pages: RequestComponents) -> None:
+        """Let later requests with the same end join, if it can be shared."""
         end = self._end_of(request)
         if end is not None:
-            undo.callback(self._close, component_pages)
             component_pages.end = end
             self._fillers[end] = component_pages
 
@@ -175,8 +189,8 @@ class SharedEnds:
             # No remote writer is left, and the pages stay until the copies have ended.
             filler.remote = {}
         for sharer in list(filler.sharers):
-            send_back = partial(self._send_back, sharer, COPY_FAILED)
-            self._state.run_guarded(partial(self._copy, filler, sharer), recover=send_back)
+            ask = partial(self._ask_itself, sharer, "end_copy_failed")
+            self._state.run_guarded(partial(self._copy, filler, sharer), recover=ask)
 
     def _copy(self, filler: RequestComponents, sharer: RequestComponents) -> None:
         state, pages = self._state, 0
@@ -185,8 +199,9 @@ class SharedEnds:
             for name, first in sharer.received.items():
                 at = first - filler.firsts[name]
                 source, target = filler.tables[name][at:], sharer.tables[name][at:]
-                copy = SharedEndCopy(self, filler, sharer)
-                op = state.start_operation(copy, deadline_s=state.settings.copy_deadline_s)
+                positions = page_ids(range(first, first + len(source)))
+                copy = SharedEndCopy(self, filler, sharer, name, positions)
+                op = copy.op = state.start_operation(copy, deadline_s=state.settings.copy_deadline_s)
                 undo.callback(self._uncount, copy, op)
                 filler.copies += 1
                 sharer.copies += 1
@@ -211,10 +226,10 @@ class SharedEnds:
         self._state.end_operation(op)
 
     def copied(self, copy: SharedEndCopy, error: str) -> None:
-        """Record the end of a copy. After an error the sharer starts over. After a raise, `settle` continues."""
+        """Record the end of a copy. After an error the sharer asks its prefill. After a raise, `settle` continues."""
         if error:
             self._state.count("copies_failed")
-            self._send_back(copy.sharer, COPY_FAILED)
+            self._missing.lost(copy.sharer, copy.component, copy.positions, "end_copy_failed")
         copy.filler.copies -= 1
         copy.sharer.copies -= 1
         self.settle(copy)
@@ -225,21 +240,34 @@ class SharedEnds:
         self._settle(copy.sharer)
 
     def copy_is_late(self, copy: SharedEndCopy) -> None:
-        """Let both requests of a copy start over. Their component pages stay until it ends."""
-        self._state.count("copies_late")
-        self._send_back(copy.sharer, COPY_LATE)
-        if copy.filler.request is not None:
-            self._state.pages_were_lost(copy.filler.request, COPY_LATE)
+        """Give both requests of a copy fresh pages. The old ones stay until it ends. Can be called again."""
+        if not copy.is_counted:
+            copy.is_counted = True
+            self._state.count("copies_late")
+        waiting = [(copy.filler, copy.positions), (copy.sharer, copy.positions)]
+        if any(held.request is not None for held, _ in waiting):
+            self._missing.late(copy, copy.op, copy.component, waiting, "end_copy_late")
 
     # --- The ends ---
 
     def leave(self, component_pages: RequestComponents) -> None:
-        """Detach component pages whose request is READY or about to leave. Sharers that still wait start over."""
+        """Detach component pages whose request is READY or about to leave. The oldest sharer that still waits asks its
+        own prefill, and the others wait for it.
+        """
         self._close(component_pages)
         self._part(component_pages)
-        for sharer in list(component_pages.sharers):
-            self._state.count("shared_ends_passed_on")
-            self._send_back(sharer, FILLER_LEFT, shares_again=True)
+        if not component_pages.sharers:
+            return
+        first, *others = component_pages.sharers
+        self._state.count("shared_ends_passed_on")
+        self._ask_itself(first, "end_sender_left")
+        for other in others:
+            self._part(other)
+            other.filler = first
+            first.sharers[other] = None
+            if other.request is not None:
+                # It watches its new filler from now on.
+                self._state.request_changed(other.request)
 
     def _close(self, filler: RequestComponents) -> None:
         """Let no further request join."""
@@ -254,13 +282,15 @@ class SharedEnds:
             sharer.filler = None
         self._state.operations.pop(self.watches.pop(sharer, 0), None)
 
-    def _send_back(self, sharer: RequestComponents, cause: str, *, shares_again: bool = False) -> None:
-        """Let a sharer start over; unless `shares_again`, it then asks prefill for its component pages itself."""
+    def _ask_itself(self, sharer: RequestComponents, cause: str) -> None:
+        """Let a sharer ask its own prefill for what its filler was to bring, and be the next filler."""
         self._part(sharer)
-        if sharer.request is not None:
-            if not shares_again:
-                sharer.request.fallbacks.share_no_end()
-            self._state.pages_were_lost(sharer.request, cause)
+        request, received = sharer.request, sharer.received
+        if request is not None and received:
+            sharer.received = {}
+            for name, first in received.items():
+                self._missing.lost(sharer, name, range(first, request.page_count), cause)
+            self._open(request, sharer)
 
     # --- The filler is slow ---
 
@@ -271,7 +301,7 @@ class SharedEnds:
             return
         if request.room is None or not request.room.is_complete or request.loads or sharer.copies:
             return
-        # At most half of the remaining time, so that there is time to start over.
+        # At most half of the remaining time, so that there is time to ask its own prefill.
         left_s = request.deadline_at_s - self._state.now_s
         self._watch(sharer, min(self._state.settings.share_wait_s, max(left_s / 2, 0.0)))
 
@@ -293,7 +323,7 @@ class SharedEnds:
             return
         self._state.count("shared_ends_passed_on")
         self._close(sharer.filler)
-        self._send_back(sharer, FILLER_SLOW, shares_again=True)
+        self._ask_itself(sharer, "end_sender_slow")
 
 
 def _landed(filler: RequestComponents) -> tuple[int, ...]:

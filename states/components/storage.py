@@ -5,10 +5,10 @@ query of storage asks for the component pages that the end of the prompt needs a
 the full pages. They are used whether or not the full pages come from storage, too. They are read into host pages that
 belong to this request only, and are copied from there to the request's device pages:
 
-    FETCHING ──all pages──▶ COPYING ──▶ over: the host pages are free
+    FETCHING ──good pages──▶ COPYING ──▶ over: the host pages are free
         │ short, late           │ error
         ▼                       ▼
-      the request starts over, without storage    (without host copies of components)
+      prefill is asked for what is not good (`tidekv.states.components.missing`)
 
 A fetch may have begun before the plan, as a look-ahead read (`tidekv.states.components.look_ahead`).
 
@@ -16,16 +16,14 @@ Ownership: the `ComponentFetch` owns the host pages in every stage; the request'
 pages. A fetch that is late, or whose request leaves, hands its host pages to a `LateFetch` operation, which frees them
 when the read ends. A copy in flight keeps its host pages and its device pages until it ends.
 
-Unlike full pages, component pages cannot be requested from prefill later (*extend*). Therefore every fetch policy waits
-for them until their deadline.
+Component pages are few, so every fetch policy waits for them until their deadline, even if the transfer is done.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import CopyComponent, FetchComponent
+from tidekv.states.commands import FetchComponent
 from tidekv.states.records.request import (
     ComponentAhead,
     ComponentFetch,
@@ -40,21 +38,11 @@ from tidekv.states.types import PageIds, page_ids
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tidekv.states.components.missing import MissingPages
     from tidekv.states.core_state import CoreState, Operation
     from tidekv.states.events import Outcome, StoredComponent
     from tidekv.states.prefix.component_index import ComponentIndex
     from tidekv.states.storage.admission import StorageAdmission
-
-WITHOUT_STORAGE, WITHOUT_HOST, WITHOUT_COMPONENTS = 1, 2, 3
-"""Values of a request's `component_limit`: no component pages from storage, none from the host either, none at all."""
-
-
-def preempt(state: CoreState, component_pages: RequestComponents, limit: int, cause: str) -> None:
-    """Let the request of these pages start over with other pages and with fewer sources, because a source failed."""
-    request = component_pages.request
-    if request is not None and request not in state.preempted:
-        request.fallbacks.limit_components(limit)
-        state.pages_were_lost(request, cause)
 
 
 class ComponentRead:
@@ -68,44 +56,17 @@ class ComponentRead:
         self.fetch = fetch
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Start the copy to the device if all pages are good."""
+        """Start the copy of the good pages to the device; the rest is asked of prefill."""
         self._component_pages.fetched(self.fetch, self._storage.fetch_ended(event))
 
     def late(self) -> None:
-        """Let the request start over; the read continues without it."""
+        """Ask prefill for the pages; the read continues without the request."""
         self._storage.call_is_late()
         self._component_pages.is_late(self.fetch)
 
     def abandon(self) -> None:
-        """Let the request start over."""
+        """Ask prefill for the pages."""
         self._component_pages.failed(self.fetch)
-
-
-class StoredComponentCopy:
-    """Operation: a copy of component pages that storage has delivered, from the host to the device."""
-
-    __slots__ = ("_component_pages", "_copy", "_state", "fetch")
-
-    def __init__(
-        self, state: CoreState, component_pages: ComponentStorage, copy: Operation, fetch: ComponentFetch
-    ) -> None:
-        self._state = state
-        self._component_pages = component_pages
-        self._copy = copy
-        self.fetch = fetch
-
-    def ended(self, event: Outcome, error: str) -> None:
-        """Free the host pages, and end the copy like any other copy of the request."""
-        self._state.run_guarded(partial(self._component_pages.copied, self.fetch))
-        self._copy.ended(event, error)
-
-    def late(self) -> None:
-        """Handle lateness like that of any other copy of the request."""
-        self._copy.late()
-
-    def abandon(self) -> None:
-        """End the copy like any other copy of the request."""
-        self._copy.abandon()
 
 
 class ComponentStorage:
@@ -116,12 +77,14 @@ class ComponentStorage:
         state: CoreState,
         storage: StorageAdmission,
         index: ComponentIndex,
-        copy_of: Callable[[RequestComponents], Operation],
+        missing: MissingPages,
+        copy_in: Callable[[ComponentFetch], int],
     ) -> None:
-        """`copy_of` returns the operation of a copy into a request's component pages."""
+        """`copy_in` starts the copy of a fetch's pages to the device, and returns its operation."""
         self._state = state
         self._storage = storage
-        self._copy_of = copy_of
+        self._missing = missing
+        self._copy_in = copy_in
         self._index = index
 
     # --- The query ---
@@ -132,7 +95,7 @@ class ComponentStorage:
         A window is worth a query from `prefetch_threshold_tokens` on, a snapshot always. The end of a prompt has a
         snapshot in storage only if it is the end of a page.
         """
-        if request.fallbacks.component_limit or not self._storage.keeps_components:
+        if not self._storage.keeps_components:
             return {}
         page_size = self._state.settings.page_size
         wanted: dict[str, int] = {}
@@ -168,7 +131,7 @@ class ComponentStorage:
 
     def stored(self, request: Request, name: str, first: int) -> set[int]:
         """The positions from `first` on at which storage has pages of a component that the plan may fetch."""
-        if request.restore_limit or request.fallbacks.component_limit or not self._storage.keeps_components:
+        if request.restore_limit or not self._storage.keeps_components:
             return set()
         answers = (entry for entry in request.answer.components if entry.component == name)
         return positions_in(next(answers, None), first, request.full_pages)
@@ -259,63 +222,51 @@ class ComponentStorage:
     # --- Outcomes ---
 
     def fetched(self, fetch: ComponentFetch, good: int) -> None:
-        """Start the copy to the device if the fetch delivered all pages; otherwise the request starts over.
+        """Start the copy of the first `good` pages, which are verified; the others are asked of prefill.
 
-        The first `good` pages are verified. A part of a boundary's pages is of no use. After a raise, `failed` ends the
-        fetch.
+        After a raise, `failed` ends the fetch.
         """
         state = self._state
         count = len(fetch.positions)
         if good < count:
             state.count("l3_pages_short", count - max(good, 0))
-            self.failed(fetch)
-            return
-        self._storage.note_throughput(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
+            if good < 1:
+                self.failed(fetch)
+                return
+            self._cut(fetch, good)
+        else:
+            self._storage.note_throughput(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
         self._begin_copy(fetch)
         self._storage.fetch_over(fetch)
         request = fetch.component_pages.request
         assert request is not None, "a leaving request gives up its fetches"
         state.request_changed(request)
 
+    def _cut(self, fetch: ComponentFetch, good: int) -> None:
+        """Reduce a fetch that has ended to its first `good` pages."""
+        self._index.give_back({fetch.component: fetch.host_pages[good:]}, "host")
+        self._missing.lost(fetch.component_pages, fetch.component, fetch.positions[good:], "component_fetch_short")
+        fetch.positions, fetch.host_pages = fetch.positions[:good], fetch.host_pages[:good]
+        fetch.device_pages = fetch.device_pages[:good]
+
     def _begin_copy(self, fetch: ComponentFetch) -> None:
         """Start the copy of a fetch's pages, all of which are good, to the device."""
-        state = self._state
-        with Rollback() as undo:
-            copy = StoredComponentCopy(state, self, self._copy_of(fetch.component_pages), fetch)
-            op = state.start_operation(copy, deadline_s=state.settings.copy_deadline_s)
-            undo.callback(state.operations.pop, op)
-            state.emit(
-                CopyComponent(
-                    op=op,
-                    component=fetch.component,
-                    source="host",
-                    source_pages=fetch.host_pages,
-                    target="device",
-                    target_pages=fetch.device_pages,
-                )
-            )
-            undo.keep()
-        fetch.op = op
+        fetch.op = self._copy_in(fetch)
         fetch.stage = ComponentStage.COPYING
 
     def failed(self, fetch: ComponentFetch) -> None:
-        """Free the host pages and let the request start over: nothing writes to them. Safe to call again."""
+        """Free the host pages, and ask prefill for the pages: nothing writes to them. Safe to call again."""
         self._storage.fetch_over(fetch)
         self.copied(fetch)
         fetch.component_pages.copies -= 1
-        preempt(self._state, fetch.component_pages, WITHOUT_STORAGE, "storage did not deliver all pages of a component")
+        self._missing.lost(fetch.component_pages, fetch.component, fetch.positions, "component_fetch_short")
 
     def is_late(self, fetch: ComponentFetch) -> None:
-        """Let the request start over; a `LateFetch` owns the host pages until the read ends."""
+        """Ask prefill for the pages; a `LateFetch` owns the host pages until the read ends."""
         self._state.count("l3_fetches_late")
         self._storage.note_throughput(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
         self._give_up(fetch)
-        preempt(
-            self._state,
-            fetch.component_pages,
-            WITHOUT_STORAGE,
-            "storage did not deliver the pages of a component in time",
-        )
+        self._missing.lost(fetch.component_pages, fetch.component, fetch.positions, "component_fetch_late")
 
     def copied(self, fetch: ComponentFetch) -> None:
         """Free the host pages after the copy to the device, or without a copy. Safe to call again after a raise."""

@@ -3,8 +3,9 @@
 A *room* is one hand-over of one generation of a request. A *span* is a run of prompt pages that the room requests: span
 0 is the part that was not promised, each *extend* adds another. Ownership of the pages under remote write:
 
-    live room                       the request owns those of span 0 (`held.own`, `RequestComponents.remote`); the tree
-                                    holds those of later spans, in nodes under a load
+    live room                       the request owns those of span 0 (`held.own`, `RequestComponents.remote`), and
+                                    those of later spans of components; the tree holds those of later spans of full
+                                    pages, in nodes under a load
     received                        the same: the writers have finished
     left, no writer can be active   the request's pages become free at once, and the loads are reclaimed
     left, the caller may use them   quarantine, as below: a caller that has begun early (`ReportEarly`) may write to the
@@ -26,7 +27,7 @@ from tidekv.states.commands import SendAbort, SendExtend, SendPromise, SendRecei
 from tidekv.states.records.request import Load, Request, RoomRecord, Span
 from tidekv.states.storage.source_split import SourceLoad
 from tidekv.states.storage.throughput import ThroughputEstimator
-from tidekv.states.types import PageIds, page_ids
+from tidekv.states.types import FULL, PageIds, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,7 +90,8 @@ class Rooms:
     @property
     def source_load(self) -> SourceLoad:
         """Measured speed of prefill, and the number of pages under way from there."""
-        missing = sum(span.pages_missing(room.ranks) for room in self._live.values() for span in room.spans)
+        spans = ((room, span) for room in self._live.values() for span in room.spans if span.component == FULL)
+        missing = sum(span.pages_missing(room.ranks) for room, span in spans)
         return SourceLoad(self._throughput.page_s, missing)
 
     @property
@@ -150,6 +152,24 @@ class Rooms:
             )
         )
         room.spans.append(self._span(load.first, load.page_count, load))
+        self._state.count("extends")
+
+    def extend_component(self, room: RoomRecord, component: str, first: int, pages: PageIds) -> None:
+        """Make prefill write the pages of a component at positions [first, first + len(pages)). No local writer is
+        left.
+        """
+        self._state.emit(
+            SendExtend(
+                request_id=room.request.request_id,
+                generation=room.generation,
+                span=len(room.spans),
+                first=first,
+                pages=pages,
+                component=component,
+            )
+        )
+        held = room.request.component_pages
+        room.spans.append(Span(first, len(pages), None, component=component, cause="" if held is None else held.cause))
         self._state.count("extends")
 
     def _span(self, first: int, count: int, load: Load | None) -> Span:

@@ -19,9 +19,10 @@ from tidekv.states.backup.backups import Backup
 from tidekv.states.backup.offers import Offer
 from tidekv.states.components.backups import ComponentBackup, ComponentPut
 from tidekv.states.components.look_ahead import ComponentAheadRead
+from tidekv.states.components.missing import LateComponentCopy
 from tidekv.states.components.request_components import ComponentCopy
 from tidekv.states.components.shared_ends import SharedEndCopy, SharedEndWatch
-from tidekv.states.components.storage import ComponentRead, StoredComponentCopy
+from tidekv.states.components.storage import ComponentRead
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.hints import HintPin
 from tidekv.states.loads.loads import LoadCopy, LoadFetch
@@ -98,6 +99,7 @@ def audit_core(core: Parts) -> None:
         not (
             state.dirty
             or state.preempted
+            or state.unserved
             or state.failed_loads
             or state.reclaimable_loads
             or state.ahead_over
@@ -240,8 +242,10 @@ def _component_pages_of(core: Parts) -> list[RequestComponents]:
     for owner in core.state.operations.values():
         if isinstance(owner, ComponentCopy | LateRecomputation):
             component_pages[owner.component_pages] = None
-        elif isinstance(owner, ComponentRead | StoredComponentCopy):
+        elif isinstance(owner, ComponentRead):
             component_pages[owner.fetch.component_pages] = None
+        elif isinstance(owner, LateComponentCopy):
+            component_pages.update(dict.fromkeys(owner.left))
         elif isinstance(owner, SharedEndCopy):
             component_pages[owner.filler] = component_pages[owner.sharer] = None
     return [held for held in component_pages if held is not None]
@@ -254,20 +258,20 @@ def _check_components(core: Parts) -> None:
     components.check()
     operations = core.state.operations.values()
     copies = Counter(owner.component_pages for owner in operations if isinstance(owner, ComponentCopy))
-    copies += Counter(
-        owner.fetch.component_pages for owner in operations if isinstance(owner, ComponentRead | StoredComponentCopy)
-    )
+    copies += Counter(owner.fetch.component_pages for owner in operations if isinstance(owner, ComponentRead))
     fetches = {
-        op: one.fetch
-        for op, one in core.state.operations.items()
-        if isinstance(one, ComponentRead | StoredComponentCopy)
+        op: one.fetch for op, one in core.state.operations.items() if isinstance(one, ComponentRead | ComponentCopy)
     }
+    late_copies = [owner for owner in operations if isinstance(owner, LateComponentCopy)]
     for owner in operations:
         if isinstance(owner, SharedEndCopy):
             copies.update((owner.filler, owner.sharer))
+        elif isinstance(owner, LateComponentCopy):
+            copies.update(owner.left)
     late = [owner for owner in operations if isinstance(owner, LateFetch)]
     for held in _component_pages_of(core):
         _check_shared_end(core, held)
+        _require(not held.missing, f"component pages of {held.request} are missing, and were not asked of prefill")
         _require(held.copies == copies[held], f"{held.request} waits for {held.copies} copies of component pages")
         _require(
             all(fetches.get(fetch.op) is fetch for fetch in held.fetches), "a component fetch waits for no operation"
@@ -286,6 +290,9 @@ def _check_components(core: Parts) -> None:
             on_host += backup.fresh if backup.component == name else page_ids()
         for read in _component_reads_of(core):
             on_host += read.host_pages if read.component == name else page_ids()
+        for late_copy in late_copies:
+            owned += late_copy.device_pages if late_copy.component == name else page_ids()
+            on_host += late_copy.host_pages if late_copy.component == name else page_ids()
         for late_fetch in late:
             on_host += late_fetch.host_pages if late_fetch.component == name else page_ids()
         _check_pages(components.device[name].account, owned, draining)
@@ -346,7 +353,7 @@ def _check_receipts(core: Parts, loads: dict[Load, None]) -> None:
     for component_pages in _component_pages_of(core):
         receipts += [part.full for part in (component_pages.lock, component_pages.pin) if part is not None]
     for owner in core.state.operations.values():
-        if isinstance(owner, ComponentBackup):
+        if isinstance(owner, ComponentBackup | LateComponentCopy):
             receipts += [part.full for part in (owner.lock, owner.pin) if part is not None]
         elif isinstance(owner, ComponentPut) and owner.pin is not None:
             receipts.append(owner.pin.full)

@@ -31,7 +31,7 @@ from tidekv.states.records.request_parts import (
     Sources,
     StorageAnswer,
 )
-from tidekv.states.types import PageIds, page_ids, without
+from tidekv.states.types import FULL, PageIds, page_ids, without
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -351,6 +351,17 @@ class Stage(enum.Enum):
     RECLAIMING = "RECLAIMING"
 
 
+LOST_CAUSES = {
+    "component_fetch_short": "storage did not deliver all pages of a component",
+    "component_fetch_late": "storage did not deliver the pages of a component in time",
+    "component_copy_failed": "a copy of a component failed",
+    "component_copy_late": "a copy of a component did not end in time",
+    "end_sender_left": "the request that was to share its component pages has left",
+    "end_sender_slow": "the transfer of another request, which was to bring its component pages, stalled for too long",
+    "end_copy_failed": "the copy of the component pages of another request failed",
+    "end_copy_late": "the copy of the component pages of another request did not end in time",
+}
+"""Reasons why prefill was asked for component pages again, by name. No decision depends on them."""
 LOAD_CAUSES = {
     "fetch_short": "the fetch from storage failed or returned fewer pages",
     "fetch_late": "the fetch from storage missed its deadline",
@@ -461,13 +472,28 @@ class Load:
 
 
 class Span:
-    """Pages [first, first + count) of the prompt that a room asked for. The cursor of each rank only grows."""
+    """Pages of a component at positions [first, first + count) of the prompt that a room asked for. The cursor of each
+    rank only grows.
 
-    __slots__ = ("asked_at_s", "count", "cursors", "ended", "first", "load", "queued_pages")
+    The component pages of a promise have no span here: span 0 ends after they have landed.
+    """
+
+    __slots__ = ("asked_at_s", "cause", "component", "count", "cursors", "ended", "first", "load", "queued_pages")
 
     def __init__(
-        self, first: int, count: int, load: Load | None, *, asked_at_s: float = 0.0, queued_pages: int = 0
+        self,
+        first: int,
+        count: int,
+        load: Load | None,
+        *,
+        asked_at_s: float = 0.0,
+        queued_pages: int = 0,
+        component: str = FULL,
+        cause: str = "",
     ) -> None:
+        self.component = component
+        self.cause = cause
+        """Key of `LOST_CAUSES`, of a component."""
         self.asked_at_s = asked_at_s
         """When it was asked for."""
         self.queued_pages = queued_pages
@@ -641,6 +667,7 @@ class RequestComponents:
     """The component pages of one request. Outlives the request while copies into these pages are under way."""
 
     __slots__ = (
+        "cause",
         "copies",
         "end",
         "fetches",
@@ -651,6 +678,7 @@ class RequestComponents:
         "joining",
         "kept",
         "lock",
+        "missing",
         "own",
         "pin",
         "received",
@@ -692,6 +720,10 @@ class RequestComponents:
         """By component, how many leading pages of its table join the index when the request becomes ready."""
         self.remote: dict[str, PageIds] = {}
         """By component, the pages of `own` that prefill may write to."""
+        self.missing: dict[str, set[int]] = {}
+        """By component, positions that have lost their source and are not asked of prefill yet."""
+        self.cause = ""
+        """Key of `LOST_CAUSES`: why the last ones have."""
         self.snapshots: dict[str, list[Snapshot]] = {}
         """By state, the snapshots that a recomputing caller takes, until READY."""
         self.hits: dict[str, str] = {}

@@ -312,7 +312,7 @@ class Holdings:
 class Fallbacks:
     """What a request gave up, and the exceptions that made it do so."""
 
-    __slots__ = ("component_limit", "last_error", "made", "raised", "raises", "shares_end")
+    __slots__ = ("last_error", "made", "raised", "raises")
 
     def __init__(self) -> None:
         self.raised = 0
@@ -321,12 +321,6 @@ class Fallbacks:
         """The same by step: the state and the event. A step that succeeds is removed."""
         self.made: tuple[Fallback, ...] = ()
         """What the request gave up because rules raised, in order."""
-        self.component_limit = 0
-        """Cached components that it may use: 0 all, 1 none from storage, 2 neither from storage nor by a copy from the
-        host, 3 none.
-        """
-        self.shares_end = True
-        """Whether another request with the same prompt may bring its component pages. False after that went wrong."""
         self.last_error = ""
         """Cause of the last fallback, as text for reports. No decision depends on it."""
 
@@ -356,23 +350,19 @@ class Fallbacks:
         """Whether the request gave up `what`, one of `FALLBACKS`, because a rule raised."""
         return any(fallback.gave_up == what for fallback in self.made)
 
-    def limit_components(self, limit: int) -> None:
-        """Use fewer cached components from now on: one level less, or this one if it is lower."""
-        self.component_limit = max(self.component_limit + 1, limit)
-
-    def share_no_end(self) -> None:
-        """Ask prefill for the component pages, also where another request could bring them."""
-        self.shares_end = False
-
 
 class RecomputeRecord:
     """The computation of the rest of a prompt by the caller."""
 
-    __slots__ = ("error", "is_chosen", "is_done", "op")
+    __slots__ = ("computes_all", "error", "is_chosen", "is_done", "op")
 
     def __init__(self) -> None:
         self.is_chosen = False
         """Whether no prefill is left and the caller computes the pages that are not on the device."""
+        self.computes_all = False
+        """Whether it computes from the first page on, since the pools of components have no room for pages to continue
+        from beside its own.
+        """
         self.op = 0
         """The computation under way; 0 if there is none."""
         self.is_done = False
@@ -383,6 +373,10 @@ class RecomputeRecord:
     def choose(self) -> None:
         """Let the caller compute from the next plan on."""
         self.is_chosen = True
+
+    def compute_all(self) -> None:
+        """Let the caller compute from the first page on."""
+        self.computes_all = True
 
     def begin(self, op: int) -> None:
         """Note the computation that was begun."""

@@ -504,6 +504,7 @@ class Restore:
         self._discharge(request)
         self._storage.leave_query(request)
         state.preempted.pop(request, None)
+        state.unserved.pop(request, None)
         request.forget_plan()
         state.pages_were_freed()
 

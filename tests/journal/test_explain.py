@@ -147,6 +147,7 @@ FAULT_ROWS = {
     "component_copy_raises": "component_copy_raises",
     "component_copy_is_late": "component_copy_is_late",
     "component_copy_is_stuck": "component_copy_is_late",
+    "component_tier_is_lost": "component_fetch_fails",
     "connect_fails": "promise_cannot_be_sent",
     "room_is_refused": "prefill refuses in TRANSFER, and there is another",
     "extend_is_refused": "extend_is_refused",

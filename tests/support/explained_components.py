@@ -8,13 +8,14 @@ from typing import Any
 from tidekv.engine.trace import causes
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
-from tidekv.states.components.shared_ends import COPY_LATE, FILLER_LEFT, FILLER_SLOW
+from tidekv.states.records.request import LOST_CAUSES
 
 Play = Any  # A core played by hand by the fixture `play`; tests cannot import its class.
 CASES: dict[str, tuple[Callable[[Play], None], tuple[str, ...], tuple[str, ...]]] = {}
 """By name: what is injected, words about request r1, and counters of the core that the injection moves."""
 COMPONENTS = (Component(name="window", kind="window", window_tokens=4, device_pages=12, host_pages=8),)
-BACK = "the request went back to the queue, for other pages"
+AGAIN = "of pages [2, 4) of window (extend 1, since "
+"""Prefill was asked for the window by an extend."""
 
 
 def says(*words: str, counts: str = "") -> Callable[[Callable[[Play], None]], Callable[[Play], None]]:
@@ -60,19 +61,19 @@ def window_in_storage(play: Play, *ranges: tuple[int, int]) -> commands.FetchCom
     return fetch
 
 
-@says("the copy of a component failed: CopyFailed: bus error", causes.CONSEQUENCES["tail"], BACK, "READY")
+@says("the copy of a component failed: CopyFailed: bus error", causes.CONSEQUENCES["tail"], AGAIN, "READY")
 def component_copy_fails(play: Play) -> None:
     play.take(events.CopyEnded, op=window_on_the_host(play).op, error="CopyFailed: bus error")
     play.bring_everything("r1")
 
 
-@says("starting the copy of a component raised: RuntimeError: no thread", causes.CONSEQUENCES["tail"], BACK, "READY")
+@says("starting the copy of a component raised: RuntimeError: no thread", causes.CONSEQUENCES["tail"], AGAIN, "READY")
 def component_copy_raises(play: Play) -> None:
     play.take(events.CommandRaised, op=window_on_the_host(play).op, detail="RuntimeError: no thread")
     play.bring_everything("r1")
 
 
-@says(causes.LATE["tail"], BACK, "READY", counts="copies_late sent_back")
+@says(causes.LATE["tail"], AGAIN, "READY", counts="copies_late extends")
 def component_copy_is_late(play: Play) -> None:
     copy = window_on_the_host(play)
     play.take(events.CopyEnded, op=play.last(commands.CopyToDevice).op)
@@ -90,8 +91,8 @@ def window_comes_from_storage(play: Play) -> None:
 
 
 @says(
-    "the fetch of a component from storage failed: disk on fire", causes.CONSEQUENCES["tail fetch"], BACK, "READY",
-    counts="l3_pages_short sent_back",
+    "the fetch of a component from storage failed: disk on fire", causes.CONSEQUENCES["tail fetch"], AGAIN, "READY",
+    counts="l3_pages_short extends",
 )  # fmt: skip
 def component_fetch_fails(play: Play) -> None:
     play.take(events.PagesFetched, op=window_in_storage(play).op, good=0, error="disk on fire")
@@ -99,21 +100,22 @@ def component_fetch_fails(play: Play) -> None:
     play.bring_everything("r1")
 
 
-@says("starting the fetch of a component from storage raised: OSError: no file left", BACK, "READY")
+@says("starting the fetch of a component from storage raised: OSError: no file left", AGAIN, "READY")
 def component_fetch_raises(play: Play) -> None:
     play.take(events.CommandRaised, op=window_in_storage(play).op, detail="OSError: no file left")
     play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
     play.bring_everything("r1")
 
 
-@says("storage brought 1 of 2 pages", "lost or corrupt", BACK, "READY")
+@says("storage brought 1 of 2 pages", "lost or corrupt", "of pages [3, 4) of window (extend 1, since ", "READY")
 def component_fetch_is_short(play: Play) -> None:
     play.take(events.PagesFetched, op=window_in_storage(play).op, good=1)
+    play.take(events.CopyEnded, op=play.last(commands.CopyComponent).op)
     play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
     play.bring_everything("r1")
 
 
-@says(causes.LATE["tail fetch"], causes.CONSEQUENCES["tail fetch"], BACK, "READY", counts="l3_fetches_late")
+@says(causes.LATE["tail fetch"], causes.CONSEQUENCES["tail fetch"], AGAIN, "READY", counts="l3_fetches_late")
 def component_fetch_is_late(play: Play) -> None:
     fetch = window_in_storage(play)
     play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
@@ -170,14 +172,14 @@ def window_is_copied_from_the_same_prompt(play: Play) -> None:
     play.bring_everything("r1")
 
 
-@says(FROM_R0, FILLER_LEFT, BACK, "READY", counts="shared_ends_passed_on")
+@says(FROM_R0, LOST_CAUSES["end_sender_left"], AGAIN, "READY", counts="shared_ends_passed_on")
 def filler_leaves(play: Play) -> None:
     same_end(play)
     play.take(events.AbortRequested, request_id="r0")
     play.bring_everything("r1")
 
 
-@says(FROM_R0, FILLER_SLOW, BACK, "READY", counts="shared_ends_passed_on")
+@says(FROM_R0, LOST_CAUSES["end_sender_slow"], AGAIN, "READY", counts="shared_ends_passed_on")
 def filler_is_slow(play: Play) -> None:
     same_end(play)
     land(play, "r0", token=False)
@@ -186,19 +188,19 @@ def filler_is_slow(play: Play) -> None:
     play.bring_everything("r1")
 
 
-@says("the copy of another request's component pages failed: CopyFailed: bus error", BACK, "READY")
+@says("the copy of another request's component pages failed: CopyFailed: bus error", AGAIN, "READY")
 def copy_of_the_same_end_fails(play: Play) -> None:
     play.take(events.CopyEnded, op=copy_of_the_window(play).op, error="CopyFailed: bus error")
     play.bring_everything("r1")
 
 
-@says("starting the copy of another request's component pages raised: RuntimeError: no thread", BACK, "READY")
+@says("starting the copy of another request's component pages raised: RuntimeError: no thread", AGAIN, "READY")
 def copy_of_the_same_end_raises(play: Play) -> None:
     play.take(events.CommandRaised, op=copy_of_the_window(play).op, detail="RuntimeError: no thread")
     play.bring_everything("r1")
 
 
-@says(causes.LATE["shared tail"], causes.CONSEQUENCES["shared tail"], COPY_LATE, BACK, "READY")
+@says(causes.LATE["shared tail"], causes.CONSEQUENCES["shared tail"], LOST_CAUSES["end_copy_late"], AGAIN, "READY")
 def copy_of_the_same_end_is_late(play: Play) -> None:
     copy = copy_of_the_window(play)
     play.wait_for_clock()

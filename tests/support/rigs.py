@@ -19,6 +19,18 @@ def tails_of(promise: commands.SendPromise) -> dict[str, tuple[int, int]]:
     return {asked_for.component: (asked_for.first, len(asked_for.pages)) for asked_for in promise.component_pages}
 
 
+def extended(rig: Rig) -> dict[str, tuple[int, int]]:
+    """Return the first position and the number of pages that the extends since the last call request of each
+    component, each of one run; prefill serves them.
+    """
+    extends = rig.take_all(commands.SendExtend)
+    found = {extend.component: (extend.first, len(extend.pages)) for extend in extends}
+    assert len(found) == len(extends), extends
+    for extend in extends:
+        rig.chunk(extend)
+    return found
+
+
 def planned(rig: Rig) -> list[str]:
     """Requests that were let in since the last call, in order."""
     return [promise.request_id for promise in rig.take_all(commands.SendPromise)]

@@ -22,7 +22,7 @@ from tests.support.component_stories import (
     tail,
     window,
 )
-from tests.support.rigs import tails_of
+from tests.support.rigs import extended, tails_of
 from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant
 
@@ -183,23 +183,28 @@ def test_remains_of_another_load_in_the_way_leave_only_the_full_pages_to_prefill
 
 
 @pytest.mark.parametrize("good", [0, 2, -1])
-def test_a_short_fetch_of_component_pages_sends_the_request_back_without_storage(good: int) -> None:
+def test_what_a_short_fetch_of_component_pages_does_not_bring_is_asked_of_prefill(good: int) -> None:
     rig = rig_with()
     only_in_storage(rig)
     of_window, of_state = fetching(rig)
-    rig.take(commands.SendPromise)
-    rig.fetched(of_window, good, error="no such record" if good < 1 else "")
-    assert rig.core.statistics()["l3_pages_short"] == 3 - max(good, 0)
-    # The full pages are under way, and no component page is asked for.
     promise = rig.take(commands.SendPromise)
-    assert promise.generation == 1 and promise.promised_tokens == 8
-    assert tails_of(promise) == {"window": (5, 3), "state": (7, 1)}
-    # What is still being read keeps its host pages, and no device pages.
-    assert pages(rig, "window") == (0, 0) and pages(rig, "state") == (1, 0)
-    assert rig.core.statistics()["state_device_owned"] == 1
+    rig.serve(promise)
+    rig.fetched(of_window, good, error="no such record" if good < 1 else "")
+    good = max(good, 0)
+    assert rig.core.statistics()["l3_pages_short"] == 3 - good
+    assert extended(rig) == {"window": (5 + good, 3 - good)}
+    # What came is copied, and only its host pages are held.
+    copies = rig.take_all(commands.CopyComponent)
+    assert sum(len(copy.source_pages) for copy in copies) == good == pages(rig, "window")[0]
     rig.fetched(of_state)
-    assert pages(rig, "state") == (0, 0)
-    settle_all(rig)
+    for copy in (*copies, *rig.take_all(commands.CopyComponent)):
+        rig.copied(copy)
+    rig.fetched(rig.take(commands.FetchPages))
+    rig.copied(rig.take(commands.CopyToDevice))
+    ready = rig.take(commands.ReportReady)
+    assert ready.generation == 0 and pages(rig, "window") == pages(rig, "state") == (0, 0)
+    finish(rig, ready, PROMPT)
+    settle(rig)
 
 
 def test_a_late_fetch_of_component_pages_keeps_its_host_pages_until_it_ends() -> None:
@@ -210,34 +215,33 @@ def test_a_late_fetch_of_component_pages_keeps_its_host_pages_until_it_ends() ->
     rig.copied(rig.take(commands.CopyToDevice))
     rig.fetched(of_state)
     rig.copied(rig.take(commands.CopyComponent))
-    rig.take(commands.SendPromise)
+    rig.serve(rig.take(commands.SendPromise))
     rig.wait_until(rig.now_s + 3.0)
     assert rig.core.statistics()["l3_fetches_late"] == 1 and pages(rig, "window") == (3, 0)
-    promise = rig.take(commands.SendPromise)
-    assert promise.generation == 1 and promise.promised_tokens == 8
-    assert tails_of(promise) == {"window": (5, 3), "state": (7, 1)}
-    rig.serve(promise)
-    rig.take(commands.ReportReady)
+    assert extended(rig) == {"window": (5, 3)}
+    assert rig.take(commands.ReportReady).generation == 0
     rig.fetched(of_window)
     assert pages(rig, "window") == (0, 0)
 
 
-def test_a_copy_from_the_host_pages_that_fails_or_is_late_costs_the_host_as_well() -> None:
-    for is_late in (False, True):
-        rig = rig_with(prefetch_base_s=100.0)
-        only_in_storage(rig)
-        of_window, of_state = fetching(rig)
-        rig.fetched(of_window)
-        copy = rig.take(commands.CopyComponent)
-        rig.take(commands.SendPromise)
-        if is_late:
-            rig.wait_until(rig.now_s + 40.0)
-            # Until the copy has ended its pages stay taken, on the device and on the host.
-            assert pages(rig, "window") == (3, 0)
-        rig.copied(copy, error="bus error")
-        assert rig.request("a").fallbacks.component_limit == 2 and pages(rig, "window") == (0, 0)
-        rig.fetched(of_state)
-        settle_all(rig)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_a_copy_of_fetched_pages_does_not_bring_is_asked_of_prefill(is_late: bool) -> None:
+    rig = rig_with(prefetch_base_s=100.0)
+    only_in_storage(rig)
+    of_window, of_state = fetching(rig)
+    rig.fetched(of_window)
+    copy = rig.take(commands.CopyComponent)
+    rig.serve(rig.take(commands.SendPromise))
+    if is_late:
+        rig.wait_until(rig.now_s + 40.0)
+        assert extended(rig) == {"window": (5, 3)}
+        # Until the copy has ended its pages stay taken, on the device and on the host.
+        assert pages(rig, "window") == (3, 0)
+    rig.copied(copy, error="bus error")
+    assert extended(rig) == ({} if is_late else {"window": (5, 3)})
+    assert pages(rig, "window") == (0, 0) and rig.core.statistics()["sent_back"] == 0
+    rig.fetched(of_state)
+    settle_all(rig)
 
 
 def settle_all(rig: Rig) -> None:
@@ -273,10 +277,8 @@ def test_failures_with_component_pages_open_the_breaker_too() -> None:
     of_window, of_state = fetching(rig)
     rig.fetched(of_state, 0, error="down")
     assert not rig.core.statistics()["l3_breaker_open"]
-    # Nothing waits for the other fetch any more, so its end does not count for the breaker.
     rig.fetched(of_window, 0, error="down")
-    assert not rig.core.statistics()["l3_breaker_open"]
-    rig.fetched(rig.take(commands.FetchPages), 0, error="down")
+    assert rig.core.statistics()["l3_breaker_open"]
     assert pages(rig, "window") == (0, 0)
 
 

@@ -8,7 +8,16 @@ import pytest
 
 from simulation.rig import Rig, ids
 from tests.support import component_stories
-from tests.support.component_stories import PROMPT, cached, device_pages, finish, raise_at_promises, state, window
+from tests.support.component_stories import (
+    PROMPT,
+    cached,
+    device_pages,
+    finish,
+    raise_at_promises,
+    settle,
+    state,
+    window,
+)
 from tidekv.states import commands, events
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.settings import CoreSettings
@@ -191,47 +200,106 @@ def test_two_that_load_one_window_at_once_end_up_with_one() -> None:
     assert device_pages(rig, "window")["owned"] == 8
 
 
-def test_after_a_failed_copy_a_request_starts_over_without_host_copies_of_components() -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_after_a_failed_copy_its_pages_are_asked_of_prefill_by_an_extend(raises: bool) -> None:
     rig = rig_with()
     cached(rig, PROMPT)
     rig.flush("l1")
     rig.arrive("c", PROMPT)
-    copy, other = rig.take_all(commands.CopyComponent)
-    assert copy.source == other.source == "host"
-    rig.take(commands.SendPromise)
-    rig.copied(copy, error="bus error")
+    of_window, of_state = rig.take_all(commands.CopyComponent)
+    assert of_window.source == of_state.source == "host"
     promise = rig.take(commands.SendPromise)
-    assert promise.promised_tokens == 8 and promise.generation == 1 and not rig.take_all(commands.CopyComponent)
-    assert component_pages_of(promise) == {"window": (5, 3), "state": (7, 1)}
-    rig.drained(rig.take(commands.SendAbort))
-    rig.copied(rig.take(commands.CopyToDevice))
     rig.serve(promise)
-    rig.take(commands.ReportReady)
-    rig.copied(other, error="bus error")
-    assert rig.core.statistics()["window_device_owned"] == 4
+    if raises:
+        rig.step(events.CommandRaised, op=of_window.op, detail="RuntimeError: no stream")
+    else:
+        rig.copied(of_window, error="bus error")
+    extend = rig.take(commands.SendExtend)
+    assert (extend.component, extend.span, extend.first) == ("window", 1, 5)
+    # Into the pages that the copy had: nothing writes to them any more.
+    assert extend.pages == of_window.target_pages
+    rig.copied(of_state)
+    rig.copied(rig.take(commands.CopyToDevice))
+    assert rig.state("c") == "TRANSFER"
+    rig.chunk(extend)
+    ready = rig.take(commands.ReportReady)
+    assert ready.generation == 0 and not rig.take_all(commands.SendPromise)
+    # What prefill has brought joins the index as what the host has would have done.
+    assert device_pages(rig, "window")["cached"] == 3
+    finish(rig, ready, PROMPT)
+    settle(rig)
 
 
-def test_pages_of_a_late_copy_are_kept_until_it_ends() -> None:
+def test_pages_of_a_late_copy_stay_with_it_and_prefill_brings_others() -> None:
+    rig = rig_with(state(device=3))
+    cached(rig, PROMPT)
+    rig.arrive("b", PROMPT)
+    clone = rig.take(commands.CopyComponent)
+    rig.serve(rig.take(commands.SendPromise))
+    rig.wait_until(rig.now_s + 40.0)
+    extend = rig.take(commands.SendExtend)
+    assert (extend.component, extend.first) == ("state", 7) and set(extend.pages).isdisjoint(clone.target_pages)
+    # The record that is still written to, and the one that prefill writes; the source is locked.
+    assert device_pages(rig, "state")["owned"] == 2 and rig.core.statistics()["copies_late"] == 1
+    rig.chunk(extend)
+    ready = rig.take(commands.ReportReady)
+    assert ready.component_pages is not None and ready.component_pages[0].pages == extend.pages
+    finish(rig, ready, PROMPT)
+    rig.settle()
+    assert device_pages(rig, "state")["owned"] == 1
+    rig.copied(clone)
+    settle(rig)
+
+
+@pytest.mark.parametrize("error", ["", "bus error"])
+def test_a_late_copy_is_waited_for_if_there_is_no_other_page(error: str) -> None:
     rig = rig_with(state(device=2))
     cached(rig, PROMPT)
     rig.arrive("b", PROMPT)
     clone = rig.take(commands.CopyComponent)
-    rig.take(commands.SendPromise)
-    rig.wait_until(rig.now_s + 40.0)
-    abort = rig.take(commands.SendAbort)
-    # The one record is still written to, the other still read: "b" waits.
-    assert rig.state("b") == "PREALLOC" and device_pages(rig, "state")["owned"] == 1
-    rig.drained(abort)
-    rig.copied(clone)
-    # From now on it does without the host; the record on the device is copied once more, and late again.
-    again = rig.take(commands.CopyComponent)
-    rig.wait_until(rig.now_s + 40.0)
+    rig.serve(rig.take(commands.SendPromise))
+    for _ in range(3):
+        rig.wait_until(rig.now_s + 40.0)
+    assert rig.core.statistics()["copies_late"] == 1 and not rig.take_all(commands.SendExtend)
+    assert rig.state("b") == "LOCAL_RESTORE"
+    rig.copied(clone, error=error)
+    if error:
+        extend = rig.take(commands.SendExtend)
+        assert extend.pages == clone.target_pages
+        rig.chunk(extend)
+    assert rig.take(commands.ReportReady).generation == 0
+
+
+def test_a_request_that_leaves_after_an_extend_keeps_its_pages_until_prefill_has_drained() -> None:
+    rig = rig_with(window())
+    cached(rig, PROMPT)
+    rig.flush("l1")
+    rig.arrive("b", PROMPT)
+    copy = rig.take(commands.CopyComponent)
+    rig.promised(rig.take(commands.SendPromise))
+    rig.copied(copy, error="bus error")
+    rig.take(commands.SendExtend)
+    rig.abort("b")
+    assert device_pages(rig, "window")["draining"] == 3
     rig.drained(rig.take(commands.SendAbort))
-    rig.take(commands.SendPromise)
-    rig.copied(again)
-    promise = rig.take(commands.SendPromise)
-    assert promise.promised_tokens == 8 and component_pages_of(promise) == {"state": (7, 1)} and not rig.pending
-    assert rig.core.statistics()["copies_late"] == 2
+    assert device_pages(rig, "window")["draining"] == 0
+    settle(rig)
+
+
+def test_an_extend_that_is_refused_sends_the_request_to_the_next_prefill() -> None:
+    rig = rig_with(window())
+    cached(rig, PROMPT)
+    rig.flush("l1")
+    rig.arrive("b", PROMPT, prefill_count=2)
+    copy = rig.take(commands.CopyComponent)
+    rig.promised(rig.take(commands.SendPromise))
+    rig.copied(copy, error="bus error")
+    extend = rig.take(commands.SendExtend)
+    rig.step(events.RoomRefused, request_id="b", generation=0, span=extend.span, cause="it had a full hit")
+    rig.drained(rig.take(commands.SendAbort))
+    rig.copied(rig.take(commands.CopyToDevice))
+    rig.wait_until(rig.now_s + 0.1)
+    assert rig.take(commands.SendPromise).generation == 1
 
 
 def test_a_request_that_is_aborted_leaves_its_pages_to_the_copy_and_to_prefill() -> None:

@@ -13,7 +13,8 @@ from simulation.rig import Rig
 from tests.support.component_stories import cached, device_pages, raise_at_promises, state, window
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
-from tidekv.states.components.shared_ends import COPY_FAILED, COPY_LATE, FILLER_LEFT, FILLER_SLOW, SharedEndCopy
+from tidekv.states.components.shared_ends import SharedEndCopy
+from tidekv.states.records.request import LOST_CAUSES
 
 PROMPT = b"abcdefghi"
 """Four full pages of two tokens, and a partial one."""
@@ -195,7 +196,7 @@ ENDS: dict[str, Callable[[Rig], object]] = {
 
 @pytest.mark.parametrize("has_landed", [False, True], ids=["before its pages land", "after a part of them"])
 @pytest.mark.parametrize("end", ENDS)
-def test_if_the_filler_leaves_the_next_one_asks_for_everything(end: str, has_landed: bool) -> None:
+def test_if_the_filler_leaves_the_oldest_sharer_is_the_next_one(end: str, has_landed: bool) -> None:
     rig = rig_of(share_wait_s=100.0)
     promises = arrive(rig, "a", deadline_at_s=1.0) | arrive(rig, "b", "c")
     if has_landed or end == "is lost":
@@ -205,15 +206,12 @@ def test_if_the_filler_leaves_the_next_one_asks_for_everything(end: str, has_lan
         rig.serve(promises[name], writer="prefill.2")
     ENDS[end](rig)
     rig.take(commands.ReportFailed)
-    again = {promise.request_id: promise for promise in rig.take_all(commands.SendPromise)}
-    assert [(name, promise.generation > 0, asked(promise)) for name, promise in again.items()] == [
-        ("b", True, AT_THE_END),
-        ("c", True, {"window": 0, "state": 0}),
-    ]
-    assert rig.core.statistics()["shared_ends_passed_on"] == 2
-    assert rig.request("b").fallbacks.last_error == FILLER_LEFT
-    for promise in again.values():
-        rig.pending.append(promise)
+    extends = [extend for extend in rig.take_all(commands.SendExtend) if extend.component != "full"]
+    assert [(extend.request_id, extend.generation) for extend in extends] == [("b", 0)] * 2
+    assert {extend.component: len(extend.pages) for extend in extends} == AT_THE_END
+    assert rig.core.statistics()["shared_ends_passed_on"] == 1
+    assert rig.request("b").fallbacks.last_error == LOST_CAUSES["end_sender_left"]
+    rig.pending += extends
     told = rig.settle()
     assert {one.request_id for one in told if isinstance(one, commands.ReportReady)} == {"b", "c"}
     finish_all(rig)
@@ -224,10 +222,12 @@ def test_a_filler_that_moves_to_the_next_prefill_leaves_its_sharers_to_another_o
     arrive(rig, "a", prefill_count=2)
     arrive(rig, "b")
     fails(rig)
-    again = {promise.request_id: promise for promise in rig.take_all(commands.SendPromise)}
-    # Whichever is planned first is the filler; each end is asked for once.
-    assert sorted(sum(asked(promise).values()) for promise in again.values()) == [0, 4]
-    rig.pending += again.values()
+    # The sharer asks for the end, and the request that left joins it.
+    extends = rig.take_all(commands.SendExtend)
+    assert {extend.component: len(extend.pages) for extend in extends if extend.component != "full"} == AT_THE_END
+    promise = rig.take(commands.SendPromise)
+    assert (promise.request_id, sum(asked(promise).values())) == ("a", 0)
+    rig.pending += [*extends, promise]
     finish_all(rig)
 
 
@@ -281,22 +281,26 @@ def test_after_a_failed_copy_the_sharer_asks_its_own_prefill(raises: bool) -> No
     else:
         rig.copied(copy, error="bus error")
     assert rig.take(commands.ReportReady).request_id == "a"
-    assert rig.request("b").fallbacks.last_error == COPY_FAILED
-    promise = rig.take(commands.SendPromise)
-    assert asked(promise) == {"state": 1}
-    rig.pending.append(promise)
+    assert rig.request("b").fallbacks.last_error == LOST_CAUSES["end_copy_failed"]
+    extend = rig.take(commands.SendExtend)
+    assert (extend.request_id, extend.component, extend.pages) == ("b", "state", copy.target_pages)
+    rig.pending.append(extend)
     finish_all(rig)
 
 
-def test_after_a_late_copy_both_start_over_and_their_pages_stay_until_it_ends() -> None:
+def test_after_a_late_copy_both_get_fresh_pages_and_the_old_ones_stay_until_it_ends() -> None:
     rig = rig_of(state(), copy_deadline_s=1.0)
     promises = arrive(rig, "a", "b")
     rig.serve(promises["a"])
     copy = rig.take(commands.CopyComponent)
     rig.wait_until(1.0)
-    assert rig.request("a").fallbacks.last_error == rig.request("b").fallbacks.last_error == COPY_LATE
-    again = {promise.request_id: asked(promise) for promise in rig.take_all(commands.SendPromise)}
-    assert again == {"a": {"state": 1}, "b": {"state": 1}}
+    assert (
+        rig.request("a").fallbacks.last_error == rig.request("b").fallbacks.last_error == LOST_CAUSES["end_copy_late"]
+    )
+    extends = rig.take_all(commands.SendExtend)
+    assert [(extend.request_id, extend.component) for extend in extends] == [("a", "state"), ("b", "state")]
+    assert not {*copy.source_pages, *copy.target_pages} & {page for extend in extends for page in extend.pages}
+    rig.pending += extends
     assert device_pages(rig, "state")["owned"] == 4
     rig.copied(copy)
     assert device_pages(rig, "state")["owned"] == 2
@@ -313,10 +317,13 @@ def test_a_sharer_waits_for_a_stalled_filler_for_a_while_only() -> None:
     rig.wait_until(0.4)
     assert rig.state("b") == "TRANSFER"
     rig.wait_until(0.5)
-    assert rig.request("b").fallbacks.last_error == FILLER_SLOW and rig.core.statistics()["shared_ends_passed_on"] == 1
-    promise = rig.take(commands.SendPromise)
-    assert asked(promise) == AT_THE_END and promise.promised_tokens == 8
-    rig.serve(promise)
+    assert rig.request("b").fallbacks.last_error == LOST_CAUSES["end_sender_slow"]
+    assert rig.core.statistics()["shared_ends_passed_on"] == 1
+    extends = rig.take_all(commands.SendExtend)
+    assert {extend.component: len(extend.pages) for extend in extends} == AT_THE_END
+    for extend in extends:
+        assert extend.request_id == "b"
+        rig.chunk(extend)
     # The filler goes on: nothing is waited for any more.
     rig.chunk(promises["a"], first=4, count=1)
     rig.aux(promises["a"])

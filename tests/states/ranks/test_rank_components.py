@@ -68,7 +68,7 @@ def take_copies(ranks) -> list[commands.CopyComponent]:
 
 
 @pytest.mark.parametrize("at_rank", [0, 1, 2])
-def test_a_copy_that_fails_on_one_rank_sends_the_request_back_on_all(ranks, at_rank: int) -> None:
+def test_after_a_copy_that_fails_on_one_rank_all_ask_their_prefill_for_its_pages(ranks, at_rank: int) -> None:
     ranks.receive(events.FlushRequested, ranks=[0], call=1, tiers=("l1",))
     ranks.turn()
     ranks.arrive("b", PROMPT)
@@ -81,10 +81,8 @@ def test_a_copy_that_fails_on_one_rank_sends_the_request_back_on_all(ranks, at_r
         ranks.receive(events.CopyEnded, ranks=[rank], op=window.op, error="bus error" if rank == at_rank else "")
     ranks.turn()
     assert events.CopyEnded(at_s=0.0, op=window.op, error=f"failed on rank {at_rank}") in ranks.taken
-    # It starts over on all ranks, and requests the window and the record from prefill.
-    promise = ranks.take(commands.SendPromise)
-    assert (promise.generation, promise.promised_tokens, len(promise.pages)) == (1, 4, 0)
-    assert [len(tail.pages) for tail in promise.component_pages] == [2, 1]
+    extend = ranks.take(commands.SendExtend)
+    assert (extend.generation, extend.component, extend.pages) == (0, "window", window.target_pages)
     ranks.turn()
 
 
