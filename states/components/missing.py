@@ -154,17 +154,17 @@ class MissingPages:
         return page_ids(at for at in positions if table[at - first] in own)
 
     @staticmethod
-    def _exchange(held: RequestComponents, component: str, positions: PageIds, fresh: PageIds) -> PageIds:
+    def _exchange(component_pages: RequestComponents, component: str, positions: PageIds, fresh: PageIds) -> PageIds:
         """Give a request fresh pages at these positions; returns the old ones, which the caller owns."""
-        first, table = held.firsts[component], held.tables[component][:]
+        first, table = component_pages.firsts[component], component_pages.tables[component][:]
         old = page_ids(table[at - first] for at in positions)
         for at, page in zip(positions, fresh, strict=True):
             table[at - first] = page
-        held.tables[component] = table
+        component_pages.tables[component] = table
         # Each at the place of the old one: the record of a state comes before the spare ones.
         instead = dict(zip(old, fresh, strict=True))
-        held.own[component] = page_ids(instead.get(page, page) for page in held.own[component])
-        held.remote[component] = without(held.remote.get(component, page_ids()), old)
+        component_pages.own[component] = page_ids(instead.get(page, page) for page in component_pages.own[component])
+        component_pages.remote[component] = without(component_pages.remote.get(component, page_ids()), old)
         return old
 
     def copy_ended(self, copy: LateComponentCopy) -> None:

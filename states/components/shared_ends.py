@@ -21,7 +21,7 @@ A sharer does not fail with the filler. It asks its own prefill, by an extend (`
 - if the filler leaves before its end is in place (aborted, failed, moved to the next prefill). The oldest sharer is the
   next filler, and the others wait for it;
 - if the filler's transfer stalls. A sharer that waits for nothing else waits at most `share_wait_s` while nothing
-  lands. Then nothing joins that filler any more, and the sharer is the next one;
+  lands. Then nothing joins that filler any more, and the sharer is the next one, for all that waited;
 - if its copy fails or is late. After a late copy, which may still read the pages that the model of the filler is about
   to write to, the filler gets fresh pages as well, and asks its prefill for them.
 """
@@ -256,12 +256,15 @@ class SharedEnds:
         """
         self._close(component_pages)
         self._part(component_pages)
-        if not component_pages.sharers:
+        for first in component_pages.sharers:
+            self._pass_on(component_pages, first, "end_sender_left")
             return
-        first, *others = component_pages.sharers
+
+    def _pass_on(self, filler: RequestComponents, first: RequestComponents, cause: str) -> None:
+        """Let a sharer ask its own prefill instead of the filler, and the other sharers wait for that."""
         self._state.count("shared_ends_passed_on")
-        self._ask_itself(first, "end_sender_left")
-        for other in others:
+        self._ask_itself(first, cause)
+        for other in list(filler.sharers):
             self._part(other)
             other.filler = first
             first.sharers[other] = None
@@ -321,9 +324,9 @@ class SharedEnds:
         if _landed(sharer.filler) != watch.landed:
             self._watch(sharer, self._state.settings.share_wait_s)
             return
-        self._state.count("shared_ends_passed_on")
-        self._close(sharer.filler)
-        self._ask_itself(sharer, "end_sender_slow")
+        filler = sharer.filler
+        self._close(filler)
+        self._pass_on(filler, sharer, "end_sender_slow")
 
 
 def _landed(filler: RequestComponents) -> tuple[int, ...]:

@@ -27,6 +27,8 @@ class Sending:
         self.tags = tags
         self.cursors = {0: len(tags) - len(promise.pages)}
         self.spans = {0: (self.cursors[0], promise.pages)}
+        self.components: dict[int, str] = {}
+        """Component of each further span."""
         self.in_flight: list[tuple[int, int, PageIds]] = []
         self.said_aux = False
         self.is_aborted = False
@@ -109,6 +111,7 @@ class CoreMachine(RuleBasedStateMachine):
                     room = self.room((wish.request_id, wish.generation))
                     room.spans[wish.span] = (wish.first, wish.pages)
                     room.cursors[wish.span] = wish.first
+                    room.components[wish.span] = wish.component
                 case commands.SendAbort():
                     self.room((wish.request_id, wish.generation)).is_aborted = True
                 case commands.SendReceived():
@@ -258,8 +261,12 @@ class CoreMachine(RuleBasedStateMachine):
             self.chunk(room, span, cursor, 0, last=True)
             return
         ours = rest[:count]
-        self.device.begin_write(ours, room.key)
+        self.target(room, span)[0].begin_write(ours, room.key)
         room.in_flight.append((span, cursor, ours))
+
+    def target(self, room: Sending, span: int) -> tuple[SimulatedPool, list[int]]:
+        """The pool that a span is written to, and the tags of the prompt's pages there."""
+        return self.device, room.tags
 
     @precondition(lambda self: any(room.in_flight for room in self.sendings))
     @rule(pick=PICKS)
@@ -267,7 +274,8 @@ class CoreMachine(RuleBasedStateMachine):
         flying = [(room, flight) for room in self.sendings for flight in room.in_flight]
         room, (span, cursor, pages) = flying[pick % len(flying)]
         room.in_flight.remove((span, cursor, pages))
-        self.device.end_write(pages, room.key, room.tags[cursor : cursor + len(pages)])
+        pool, tags = self.target(room, span)
+        pool.end_write(pages, room.key, tags[cursor : cursor + len(pages)])
         if span in room.cursors:
             room.cursors[span] = cursor + len(pages)
         self.chunk(room, span, cursor, len(pages), last=False)

@@ -10,7 +10,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from simulation.memory import Contents, SimulatedPool
 from simulation.rig import Rig
-from tests.support.core_machine import CoreMachine
+from tests.support.core_machine import CoreMachine, Sending
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
 from tidekv.states.pages.page_pool import PageState
@@ -168,6 +168,12 @@ class ComponentsMachine(CoreMachine):
             elif isinstance(wish, commands.ReportReady):
                 self.expect_components(wish, self.prompts[wish.request_id])
         super().obey()
+
+    def target(self, room: Sending, span: int) -> tuple[SimulatedPool, list[int]]:
+        component = room.components.get(span, "full")
+        if component == "full":
+            return super().target(room, span)
+        return self.pools["device", component], self.component_tags(component, self.prompts[room.key[0]])
 
     def expect_components(self, ready: commands.ReportReady, tokens: bytes) -> None:
         for table in ready.component_pages:

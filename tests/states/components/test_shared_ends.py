@@ -206,12 +206,13 @@ def test_if_the_filler_leaves_the_oldest_sharer_is_the_next_one(end: str, has_la
         rig.serve(promises[name], writer="prefill.2")
     ENDS[end](rig)
     rig.take(commands.ReportFailed)
-    extends = [extend for extend in rig.take_all(commands.SendExtend) if extend.component != "full"]
+    extends = rig.take_all(commands.SendExtend)
+    rig.pending += extends
+    extends = [extend for extend in extends if extend.component != "full"]
     assert [(extend.request_id, extend.generation) for extend in extends] == [("b", 0)] * 2
     assert {extend.component: len(extend.pages) for extend in extends} == AT_THE_END
     assert rig.core.statistics()["shared_ends_passed_on"] == 1
     assert rig.request("b").fallbacks.last_error == LOST_CAUSES["end_sender_left"]
-    rig.pending += extends
     told = rig.settle()
     assert {one.request_id for one in told if isinstance(one, commands.ReportReady)} == {"b", "c"}
     finish_all(rig)
@@ -384,6 +385,8 @@ class Play:
         self.prompts = {str(number): prompt for number, prompt in enumerate(prompts)}
         self.rooms: dict[str, commands.SendPromise] = {}
         """By request, the promise that no prefill has served."""
+        self.extends: dict[str, list[commands.SendExtend]] = {}
+        """By request, extends of component pages that no prefill has served."""
         self.sent = Counter[str]()
         for name, prompt in self.prompts.items():
             rig.arrive(name, prompt)
@@ -393,31 +396,42 @@ class Play:
         for abort in self.rig.take_all(commands.SendAbort):
             self.rig.drained(abort)
         for extend in self.rig.take_all(commands.SendExtend):
-            self.rig.chunk(extend)
+            if extend.component == "full":
+                self.rig.chunk(extend)
+            else:
+                self.extends.setdefault(extend.request_id, []).append(extend)
+                self.sent[extend.component] += len(extend.pages)
         for promise in self.rig.take_all(commands.SendPromise):
             self.rooms[promise.request_id] = promise
             self.sent.update(asked(promise))
             self.rig.promised(promise, f"prefill of {promise.request_id}")
 
     def serve(self, name: str) -> None:
-        promise = self.rooms.pop(name)
-        self.rig.chunk(promise)
-        self.rig.aux(promise)
+        for extend in self.extends.pop(name, []):
+            self.rig.chunk(extend)
+        if (promise := self.rooms.pop(name, None)) is not None:
+            self.rig.chunk(promise)
+            self.rig.aux(promise)
 
     def run(self) -> None:
-        while fillers := [name for name, promise in self.rooms.items() if sum(asked(promise).values())]:
-            self.play(min(fillers, key=int))
+        while fillers := {*self.extends, *(name for name in self.rooms if sum(asked(self.rooms[name]).values()))}:
+            # What stalls while another one is played would be passed on as well.
+            self.play(min(self.extends or fillers, key=int))
             self.take_promises()
         for name in list(self.rooms):
             self.serve(name)
         assert not self.rig.take_all(commands.CopyComponent)
 
     def play(self, name: str) -> None:
-        rig, promise, fault = self.rig, self.rooms[name], self.faults[name]
+        rig, fault = self.rig, self.faults[name]
         self.faults[name] = "none"
-        room = {"request_id": name, "generation": promise.generation}
+        promise = self.rooms.get(name)
+        request = rig.core.request(name)
+        assert request is not None
+        room = {"request_id": name, "generation": request.generation}
         if fault in ("abort", "refuse", "lose"):
-            del self.rooms[name]
+            self.rooms.pop(name, None)
+            self.extends.pop(name, None)
         if fault == "abort":
             rig.abort(name)
         elif fault == "refuse":
@@ -426,7 +440,8 @@ class Play:
             rig.step(events.WriterLost, writer=f"prefill of {name}", cause="silence")
         elif fault == "stall":
             # The first token is late, and the sharers have everything else.
-            rig.chunk(promise)
+            if promise is not None:
+                rig.chunk(promise)
             for other in [other for other in self.rooms if other != name and self.is_equal(other, name)]:
                 if not sum(asked(self.rooms[other]).values()):
                     self.serve(other)
