@@ -67,10 +67,11 @@ REQUIRED: dict[str, dict[str, str]] = {
         "copy_out_fails": "The host pages are given back unpublished; device pages are unchanged; the request ends.",
         "copy_out_raises": "As a copy that failed.",
         "copy_out_is_late": "Counted. Source and destination stay owned until it ends.",
-        "component_copy_fails": "To the device: the request starts over and loads none from the host; after another "
-        "failure it begins with the first page. To the host: its pages are given back.",
+        "component_copy_fails": "To the device: prefill sends the pages after an extend. To the host: its pages are "
+        "given back.",
         "component_copy_raises": "As a copy that failed: nothing was started, so nothing writes there.",
-        "component_copy_is_late": "The request starts over on other pages; those of the copy are owned until it ends.",
+        "component_copy_is_late": "Prefill sends the pages to fresh ones after an extend; those of the copy are owned "
+        "until it ends. Without fresh pages the copy is waited for.",
         "component_copy_is_stuck": "As late: the pages that it writes have no other owner, however late it ends.",
         "outcome_repeats": "The repetition is counted as late and changes nothing.",
     },
@@ -84,6 +85,7 @@ REQUIRED: dict[str, dict[str, str]] = {
         "room_fails": "The next prefill or FAILED at once; the pages are in quarantine until every writer has drained.",
         "room_fails_settled": "The next prefill or FAILED; the pages are free at once.",
         "write_is_slow": "The request waits in TRANSFER, up to its own deadline; others are not delayed.",
+        "component_tier_is_lost": "Prefill sends the pages of that component after an extend; no request starts over.",
         "component_write_is_slow": "As any write: the last chunk of span 0 arrives after it; if the request ends, "
         "its pages are in the quarantine.",
         "aux_is_slow": "All pages have arrived and the request still waits, because the first token belongs to it.",

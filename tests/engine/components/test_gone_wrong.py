@@ -38,8 +38,8 @@ async def test_a_window_that_cannot_be_loaded_is_asked_of_prefill(worker, monkey
         await made.engine.flush(("l1",))
         monkeypatch.setattr(made.engine._runtime.component_copiers["window"], "to_device", fault)
         sources = await made.answer("r2", [*KEPT, 1], [])
-        # Only the window: the full pages are copied, or were copied before the request started over.
-        assert sources["transfer"] == 1 and made.core()["sent_back"] == 1
+        # Only the window: the full pages are copied, and the request does not start over.
+        assert sources["transfer"] == 1 and (made.core()["extends"], made.core()["sent_back"]) == (1, 0)
         monkeypatch.undo()
         assert made.core()["copies_failed"] == 1
         made.expect_nothing_held()
@@ -53,11 +53,14 @@ async def test_a_bit_flipped_in_host_memory_of_a_component_is_found(worker, dama
         assert made.pages(damaged, "host")["cached"]
         next(pools for pools in made.components if pools.name == damaged).host.array[:, 3] ^= 8
         sources = await made.answer("r2", prompt, [], leaves=False)
-        assert sources.get("transfer", 0) == len(prompt) - len(KEPT) and made.core()["sent_back"] == 1
+        assert sources.get("transfer", 0) == len(prompt) - len(KEPT) and (
+            made.core()["extends"],
+            made.core()["sent_back"],
+        ) == (1, 0)
         assert made.core()["l2_damaged"] == 1
-        # The damaged pages have left host memory, but for the page of the window that the prompt's end does not need; a
-        # request that leaves pages of the component brings new ones.
-        assert made.pages(damaged, "host")["cached"] == (damaged == "window")
+        # The damaged pages have left host memory. Those of the window that prefill brought have joined the cache, and
+        # were backed up.
+        assert made.pages(damaged, "host")["cached"] == (3 if damaged == "window" else 0)
         made.expect_nothing_held()
 
 
@@ -67,7 +70,7 @@ async def test_a_record_that_cannot_be_cloned_is_asked_of_prefill(worker, monkey
         await made.answer("r1", PROMPT, OUTPUT)
         monkeypatch.setattr(made.engine._runtime.component_copiers["state"], "clone", fault)
         ready = await made.restore("r2", KEPT)
-        assert ready.sources["l1"] == len(KEPT) and made.core()["sent_back"] > 0
+        assert ready.sources["l1"] == len(KEPT) and (made.core()["extends"], made.core()["sent_back"]) == (1, 0)
         await made.engine.finish(ready)
         monkeypatch.undo()
         await made.engine.wait_settled()
@@ -203,4 +206,7 @@ async def test_the_journal_of_a_run_with_components_replays_and_is_told(worker, 
     assert "asked prefill for 6 pages, 3 pages of window, 1 pages of state." in told["r1"]
     assert "Copied pages [7, 8) of state of the cache to a page of its own, in" in told["r2"]
     assert "of window from host to device, in" in told["r3"] and "of state from host to device, in" in told["r3"]
-    assert "the copy of a component failed: CopyFailed: the bus is gone; the request starts over" in told["r4"]
+    assert (
+        "the copy of a component failed: CopyFailed: the bus is gone; the pages were asked of prefill by an extend"
+        in told["r4"]
+    )

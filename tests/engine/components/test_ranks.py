@@ -151,7 +151,7 @@ async def test_a_window_that_one_rank_cannot_load_is_asked_of_prefill_by_all(mon
         await members[0].engine.flush(("l1",))
         monkeypatch.setattr(members[1].engine._runtime.component_copiers["window"], "to_device", fail)
         assert "transfer" not in await on_all(members, "r2", PROMPT)
-        assert all(member.engine.statistics()["core"]["sent_back"] == 1 for member in members)
+        assert all(member.engine.statistics()["core"]["extends"] == 1 for member in members)
         assert await on_all(members, "r3", PROMPT) == {"l1": len(PROMPT)}
 
 
@@ -205,7 +205,7 @@ async def test_a_record_that_one_rank_cannot_read_any_more_is_asked_of_prefill_b
         await members[0].engine.flush(("l1", "l2"))
         monkeypatch.setattr(component_pages_of(members[0])["window"], "get_into", get_nothing)
         assert "transfer" not in await on_all(members, "r2", PROMPT)
-        assert all(member.engine.statistics()["core"]["sent_back"] == 1 for member in members)
+        assert all(member.engine.statistics()["core"]["extends"] == 1 for member in members)
 
 
 async def test_storage_that_is_attached_later_is_used_when_every_rank_has_it() -> None:
