@@ -618,9 +618,7 @@ def _may_work_ahead(core: Core) -> bool:
 
 CONSEQUENCES = (
     Consequence("A request has lost its pages to another writer", Core.send_back, lambda state: state.preempted),
-    Consequence(
-        "Component pages have lost their source", Core.ask_for_component_pages, lambda state: state.unserved
-    ),
+    Consequence("Component pages have lost their source", Core.ask_for_component_pages, lambda state: state.unserved),
     Consequence("A load has failed", Core.fill_failed, lambda state: state.failed_loads),
     Consequence("A shared transfer has progressed", Core.hand_over, lambda state: state.progressed_loads),
     Consequence("A request may be able to move on", Core.move_on, lambda state: state.dirty),
