@@ -76,7 +76,10 @@ async def test_hicache_serves_right_tokens_from_our_damaged_store(tmp_path: Path
 async def test_a_pair_survives_a_kill_a_flush_and_aborts(tmp_path: Path) -> None:
     events = ("--prefill", 2, "--at", "1:kill:prefill-0", "--at", "2:reset:decode-0", "--aborts", 0.2, "--parallel", 2)
     (figures,) = await figures_of(tmp_path / "figures", "--cache", "tidekv", *SMALL, *events)
-    check_served(figures)
+    # A request names one prefill: the two that are under way at the killed one may fail, and are sent again.
+    errors = figures.pop("http_errors")
+    assert sum(errors.values()) <= 2, errors
+    check_served({**figures, "http_errors": {}})
 
 
 @pytest.mark.parametrize("fault", ["flush", "memory", "freeze", "damage", "hang"])
