@@ -13,6 +13,7 @@ import pytest
 from tests.support.waits import LIMIT_S
 from tidekv import RequestFailed, open_storage
 from tidekv.backends.keys.chain import pack_tokens, page_digests
+from tidekv.engine.kv_events.content import KVContent
 from tidekv.engine.kv_events.messages import BlockRemoved, KVEvent, hash_of
 from tidekv.engine.kv_events.watcher import KVEventWatcher
 from tidekv.states.types import PageIds
@@ -149,8 +150,10 @@ async def test_a_flush_of_one_tier_is_published_as_that_tiers_and_at_once(make_p
     """
     async with make_pair(storage=ScriptedStorage()) as pair:
         published: list[KVEvent] = []
-        outlet = SimpleNamespace(has_room=True, publish=lambda make: published.extend(make()))
-        pair.engine._runtime.driver.watch(KVEventWatcher(pair.engine._core, outlet))
+        outlet = SimpleNamespace(has_room=True, publish=lambda make, whole: published.extend(make()))
+        core = pair.engine._core
+        content = KVContent(page_size=4, key_bytes=core.settings.key_bytes)
+        pair.engine._runtime.driver.watch(KVEventWatcher(core, outlet, content))
         await serve(pair, "a", PROMPT)
         pages = sorted(hash_of(digest) for digest in page_digests(pack_tokens(PROMPT), 4))
         assert len(pages) == 5
