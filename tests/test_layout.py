@@ -573,7 +573,6 @@ SHARED_NAMES = {
     "Load",
     "Operation",
     "Option",
-    "Place",
     "Pollable",
     "Poller",
     "Probe",
