@@ -472,10 +472,9 @@ class Load:
 
 
 class Span:
-    """Pages of a component at positions [first, first + count) of the prompt that a room asked for. The cursor of each
-    rank only grows.
+    """Pages [first, first + count) of the prompt that a room asked for, of the full KV or of a component.
 
-    The component pages of a promise have no span here: span 0 ends after they have landed.
+    The cursor of each rank only grows.
     """
 
     __slots__ = ("asked_at_s", "cause", "component", "count", "cursors", "ended", "first", "load", "queued_pages")
