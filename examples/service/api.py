@@ -57,6 +57,7 @@ class Api:
                 Route("/requests", self.requests),
                 Route("/flush", self.flush, methods=["POST"]),
                 Route("/look_up", self.look_up, methods=["POST"]),
+                Route("/hints", self.hints, methods=["POST"]),
                 Route("/status", self.status_page),
                 Route("/", self.chat_page),
             ]
@@ -181,6 +182,18 @@ class Api:
                 self._worker.engine.look_up(prompt, namespace=body.cache_salt) for prompt in body.prompts(self._worker)
             ]
             return JSONResponse([asdict(each) for each in await asyncio.gather(*asked)])
+        except (TidekvError, msgspec.MsgspecError) as error:
+            return _as_response(error)
+        except ClientDisconnect:
+            return Response(status_code=499)
+
+    async def hints(self, request: Request) -> Response:
+        """Act on an envelope of KV hints, as an orchestrator sends it; returns the outcome of each action."""
+        if refusal := _refusal_of_foreign_page(request):
+            return refusal
+        try:
+            envelope = msgspec.json.decode(await _body_of(request))
+            return JSONResponse([asdict(each) for each in await self._worker.engine.hint(envelope)])
         except (TidekvError, msgspec.MsgspecError) as error:
             return _as_response(error)
         except ClientDisconnect:

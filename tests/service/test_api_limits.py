@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from examples.service import api
-from tidekv import PromptLookUp
+from tidekv import HintOutcome, InvalidRequest, PromptLookUp
 
 
 @pytest.fixture
@@ -82,3 +82,19 @@ async def test_a_body_above_the_limit_is_refused_as_it_comes(client, path: str) 
     assert f"more than {api.BODY_BYTES_MAX} bytes" in answer.json()["error"]["message"]
     assert sent <= api.BODY_BYTES_MAX + (2 << 20)
     assert flushed == []
+
+
+async def test_hints_of_an_orchestrator_are_answered_and_what_is_no_envelope_is_refused() -> None:
+    async def hint(envelope: object) -> list[HintOutcome]:
+        if envelope != {"message_id": "m"}:
+            raise InvalidRequest("this is no envelope")
+        return [HintOutcome("a", "accepted", 32)]
+
+    worker = SimpleNamespace(engine=SimpleNamespace(hint=hint))
+    transport = httpx.ASGITransport(app=api.Api(worker).app())  # type: ignore[arg-type]  # What the route uses of it.
+    async with httpx.AsyncClient(transport=transport, base_url="http://service:8000") as http:
+        answer = await http.post("/hints", json={"message_id": "m"})
+        assert answer.json() == [{"action_id": "a", "outcome": "accepted", "tokens": 32, "cause": ""}]
+        assert (await http.post("/hints", json=[])).status_code == 400
+        foreign = await http.post("/hints", json={"message_id": "m"}, headers={"Origin": "http://other"})
+        assert foreign.status_code == 403
