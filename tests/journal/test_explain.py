@@ -67,8 +67,8 @@ NO_CAUSE = {
     "component_pages_stored", "l3_puts_declined", "pages_stored_again",
     # Nor is what several requests are sent once.
     "shared_transfer_pages", "shared_component_pages",
-    # Offers belong to no request.
-    "offered_pages_declined",
+    # Offers and hints belong to no request.
+    "offered_pages_declined", "hints_rejected", "pages_prefetched",
 }  # fmt: skip
 
 
