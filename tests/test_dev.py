@@ -59,13 +59,20 @@ def test_an_environment_is_filled_with_what_a_command_needs(
     assert given == ([["-c", str(dev.CONSTRAINTS), "-e", f"{dev.ROOT}[{wanted}]"]] if filled else [])
 
 
+SERVERS = ("vllm", "sglang")
+"""Extras of servers that have an environment of their own."""
+
+
 def test_each_requirement_of_the_development_environment_has_one_version() -> None:
     lines = [line for line in dev.CONSTRAINTS.read_text().splitlines() if not line.startswith("#")]
     names = {line.partition("==")[0] for line in lines}
     assert len(names) == len(lines)
     project = tomllib.loads((dev.ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *(each for name, extra in extras.items() if name != "vllm" for each in extra)]
+    wanted = [
+        *project["dependencies"],
+        *(each for name, extra in extras.items() if name not in SERVERS for each in extra),
+    ]
     wanted = [re.match(r"[\w-]+", each)[0].lower() for each in wanted if not each.startswith("tidekv[")]
     assert set(wanted) - names == set()
 
