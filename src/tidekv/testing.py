@@ -193,15 +193,17 @@ async def loopback_pair(
             raise RuntimeError(faults.prefill_raises)
         await prefill.serve(room)
 
-    options = dict(prefill_options or {})
-    if clock is not None:
-        options["clock"] = clock
-    peer = PrefillPeer(
+    class Peer(PrefillPeer):
+        """A peer with the time of the test."""
+
+        _clock = PrefillPeer._clock if clock is None else staticmethod(clock)
+
+    peer = Peer(
         device=prefill_pool,
         transport=LoopbackTransport("prefill-0", network),
         listen=PREFILL,
         on_room=serve,
-        **options,
+        **(prefill_options or {}),
     )
     engine = DecodeEngine(
         config or EngineConfig(),
