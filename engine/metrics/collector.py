@@ -14,7 +14,7 @@ POOLS = ("device", "host")
 CONDITIONS = ("free", "owned", "cached", "draining", "total", "evictable", "protected")
 LIVE = (
     "queue", "loads", "lookahead_pages", "backups", "offers", "operations", "rooms", "rooms_draining",
-    "requests_retracted", "requests_returning", "requests_running",
+    "requests_retracted", "requests_returning", "requests_running", "hint_pinned_pages",
 )  # fmt: skip
 POLLERS = {"poller": "transport", "storage_poller": "storage"}
 

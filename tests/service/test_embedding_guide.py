@@ -199,7 +199,7 @@ async def test_the_tails_that_are_asked_for_are_sent(guide: dict[str, Any]) -> N
     async def serve(room: Any) -> None:
         room.confirm(room.prompt)
         await room.send(range(9), start_token=0)
-        sent.append({name: (asked.first, asked.page_count) for name, asked in room.component_pages.items()})
+        sent.append({name: (one.first, one.page_count, one.requested) for name, one in room.component_pages.items()})
         await guide["send_components"](room, {at: 100 + at for at in range(2, 9)}, 7)
         await room.finish(first_token=3)
         await room.received()
@@ -215,7 +215,8 @@ async def test_the_tails_that_are_asked_for_are_sent(guide: dict[str, Any]) -> N
             assert (theirs[1].device.group("convolution").k[5][state.record] == 5.0).all()
             left = {name: (tail.first, tail.pages) for name, tail in ready.component_pages.items()}
             await engine.finish(ready, component_pages=left)
-    assert sent == [{"swa": (2, 7), "ssm": (8, 1)}, {"swa": (9, 0), "ssm": (9, 0)}]
+    # Prefill hands over what the prompt's end needs; of that decode lacks all, and then nothing.
+    assert sent == [{"swa": (2, 7, 7), "ssm": (8, 1, 1)}, {"swa": (2, 7, 0), "ssm": (8, 1, 0)}]
 
 
 @pytest.mark.parametrize(("output", "snapshots"), [(17, {144: 0, 160: 136}), (30, {144: 0, 160: 136}), (3, {144: 0})])
