@@ -115,6 +115,8 @@ def main(app: typer.Typer, arguments: list[str], *, program: str) -> None:
 
     SIGTERM is as Ctrl-C: servers are ended, since they are process groups of their own.
     """
+    # A job in the background ignores SIGINT until it is handled.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _end_once)
     named = [command.callback.__name__ for command in app.registered_commands if command.callback is not None]
     try:

@@ -155,7 +155,7 @@ def host_pages_are_freed_while_storage_writes_to_them(patch: pytest.MonkeyPatch)
     patch.setattr(ComponentStorage, "_give_up", give_up)
 
 
-@mutant(r"holds garbage|holds 0 instead of|changed while|which is being read|is being written by")
+@mutant(r"holds garbage|holds \d+ instead of|changed while|which is being read|is being written by")
 def others_copy_an_end_before_it_is_in_place(patch: pytest.MonkeyPatch) -> None:
     def hand_over(self: SharedEnds, request: Request) -> None:
         filler = request.component_pages
