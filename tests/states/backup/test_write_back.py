@@ -355,7 +355,7 @@ class WrittenBack(RuleBasedStateMachine):
         for put in self.rig.take_all(commands.StorePages):
             namespace, keys = self.rig.core.keys_put(put.op)
             assert namespace == ""
-            assert put.first + len(put.host_pages) == len(keys)
+            assert len(put.host_pages) + put.asked == len(keys)
             self.rig.stored(put, part)
 
     @rule(write=st.sampled_from(("back", "through", "selective")), ahead=st.sampled_from((0.0, 0.6, 1.0)))
