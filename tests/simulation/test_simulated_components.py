@@ -112,8 +112,10 @@ def test_tails_go_to_storage_and_come_from_there_whatever_happens() -> None:
         done.update(report.component_pages)
         counters.update(report.counters)
     assert done["components_stored"] > 80 and done["components_fetched"] > 4, done
-    for name in ("l3_fetches_late", "l3_pages_short", "sent_back", "l3_queries_failed"):
+    for name in ("l3_fetches_late", "l3_pages_short", "l3_queries_failed"):
         assert counters[name], counters
+    # What storage does not deliver is asked of prefill.
+    assert not counters["sent_back"], counters
 
 
 def test_component_pages_are_read_ahead_whatever_happens() -> None:
