@@ -388,7 +388,8 @@ class RecomputeRecord:
 
     def forget(self) -> None:
         """Forget the computation of a plan that is given up."""
-        self.op, self.is_done, self.error = 0, False, ""
+        # The error stays: the request fails of it, also if the step that fails it raises and runs again.
+        self.op, self.is_done = 0, False
 
     @property
     def has_begun(self) -> bool:
