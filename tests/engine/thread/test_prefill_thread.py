@@ -285,6 +285,7 @@ def test_a_start_that_fails_leaves_no_thread() -> None:
     assert "tidekv-prefill" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.slow
 def test_a_prefill_whose_loop_is_late_for_longer_than_the_silence_fails_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
