@@ -28,7 +28,7 @@ class Listener:
             elif isinstance(event, BlockStored):
                 self._store(event)
             else:
-                # A removal may follow the reset that has cleared the block: no router minds.
+                assert set(event.block_hashes) <= self.held[event.medium], "what was never stored is removed"
                 assert (event.group_idx, event.locality, event.ownership) == (0, None, None)
                 self.held[event.medium] -= set(event.block_hashes)
 
