@@ -90,7 +90,7 @@ class PrefillAndDecode:
                 await self.client.abort(server.url, name)
             raise
         finally:
-            # Its answer comes before decode's; after a failure of decode nobody waits for it.
+            # Its answer comes before decode's; after a failure of decode it is not waited for.
             prefilling.cancel()
             await asyncio.gather(prefilling, return_exceptions=True)
 

@@ -215,7 +215,7 @@ class KVEventsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
     replay: PlainText | None = None
     """ZMQ endpoint at which routers request batches that they missed. None disables the replay."""
     load: PlainText | None = None
-    """ZMQ endpoint at which the engine publishes its load for SGLang's routers, who expect it behind the ports of the
+    """ZMQ endpoint at which the engine publishes its load for SGLang's routers, which expect it behind the ports of the
     events of all ranks. None disables it. One on the network needs `allow_network`.
     """
     topic: PlainText = ""

@@ -283,7 +283,7 @@ class KVContent:
         return self._settled(touched)
 
     def forget_names(self) -> list[KVEvent]:
-        """Return the events that withdraw all pages. Each one is held back until the server names it anew."""
+        """Return the events that withdraw all pages. Each one is held back until the server names it again."""
         assert self._names is not None, "a server names pages"
         self._names.clear()
         events = self._removed((page, page.shown) for page in self._pages.values())

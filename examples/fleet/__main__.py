@@ -6,8 +6,8 @@
 
 Two prefill and three decode workers of `examples.service`, a shared store, and the published router vllm-router. Users
 hold conversations through OpenAI's client, while processes are killed and the decode workers restarted one after the
-other. The same is done once with the router's policy `round_robin` and once with `kv_aware`, which hears from tidekv's
-KV events who has which prefix.
+other. The same is done once with the router's policy `round_robin` and once with `kv_aware`, which learns from
+tidekv's KV events which worker has which prefix.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def main(
     seconds: Annotated[float, typer.Option(help="Seconds of each of the two runs.", min=10)] = 120.0,
-    users: Annotated[int, typer.Option(help="Users who talk at the same time.", min=1)] = 15,
+    users: Annotated[int, typer.Option(help="Users at the same time.", min=1)] = 15,
     policy: Annotated[list[str], typer.Option(help="Policies of the router, one run each.")] = list(POLICIES),  # noqa: B006
     kills: Annotated[bool, typer.Option(help="Kill one process of each kind, and restart the decode workers.")] = True,
     store: Annotated[bool, typer.Option(help="Give the decode workers a shared store.")] = True,

@@ -46,7 +46,7 @@ class Turn:
 
 
 class Load:
-    """Users who talk until they are told to stop."""
+    """Users of a fleet, until `stop`."""
 
     def __init__(self, url: str, users: int, *, seed: int) -> None:
         self.conversations: list[list[Turn]] = []

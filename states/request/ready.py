@@ -86,7 +86,7 @@ class Serving:
         spared: dict[str, int] = {}
         index, namespace = self._state.index, event.namespace
         if namespace is not None and "l3" in event.tiers:
-            # First: whoever is spared below may be used again, and must then be put again.
+            # First: a page that is spared below may be used again, and must then be put again.
             index.forget_stored_of(namespace)
         for tier in event.tiers:
             if tier == "l3":

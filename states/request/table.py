@@ -257,7 +257,7 @@ def build_machine(rules: Rules) -> dict[type[Event], Trigger]:
 
 
 def _bound(before: Callable[[Rules], Action], rules: Rules) -> Action:
-    """Bind an action to the rules of a core, anew for each call, so that a test can replace it in its class."""
+    """Bind an action to the rules of a core, again for each call, so that a test can replace it in its class."""
     return lambda request, event: before(rules)(request, event)
 
 

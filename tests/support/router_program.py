@@ -164,7 +164,7 @@ class Selection:
 
 
 class _Server(http.server.BaseHTTPRequestHandler):
-    """As much of a vLLM server as vllm-router needs: it says who it is."""
+    """As much of a vLLM server as vllm-router needs: it answers with its own name."""
 
     protocol_version = "HTTP/1.1"
 
@@ -266,7 +266,7 @@ async def story(router: Router, folder: Path) -> list[str]:
     wrong: list[str] = []
 
     async def expect(what: str, tokens: list[int], owner: int | None, *, salt: str = "") -> None:
-        """The router credits the owner, or nobody if there is none, before the time is over."""
+        """The router credits the owner, or no worker if there is none, before the time is over."""
         ends_s = time.monotonic() + AGREE_S
         while True:
             found = await asyncio.to_thread(router.credit, [*tokens, 5], salt)

@@ -41,7 +41,7 @@ def namespace_of(request: Any, reset_salt: str = "") -> str:
 def digest_of_prompt(request: Any, packed: bytes) -> PromptDigest:
     """Return the digest by which both ends name a prompt.
 
-    SGLang ends a request's key with the number of its adapter, which each server draws anew, so that is left out.
+    SGLang ends a request's key with the number of its adapter, which each server draws for itself, so that is left out.
     """
     key, adapter = request.extra_key or "", request.lora_id or ""
     parts = [key.removesuffix(adapter), request.cache_salt or ""]
