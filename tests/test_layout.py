@@ -302,7 +302,7 @@ FLOORS = {
         "base process",
         "loopback slices",
         "components staging",
-        "control",
+        "control local_rank",
         "decode nixl prefill ranks",
     ),
     "engine": (
@@ -596,11 +596,8 @@ LONG_CONSTRUCTORS = {
     "PrefillPeer": 22,
     "PromptStore": 8,
     "RankChannel": 9,
-    "Receiver": 16,
     "Recorder": 8,
     "Runtime": 8,
-    "SendContext": 13,
-    "Sender": 16,
     "TraceRun": 11,
 }
 """Classes whose `__init__` takes more than PARAMETERS_MAX parameters, with their number. Both may only shrink:

@@ -49,7 +49,9 @@ from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, Ti
 from tidekv.states.records.request import State
 from tidekv.states.validation import checked, short
 from tidekv.transports.blocking import settled
+from tidekv.transports.decode.prefill_link import LinkTimes
 from tidekv.transports.decode.receiver import Receiver
+from tidekv.transports.local_rank import LocalRank
 
 if TYPE_CHECKING:
     from tidekv.backends.storage.base import Storage
@@ -260,21 +262,25 @@ class Runtime:
         self.calls.on_use_end = self._end_use
         self.receiver = Receiver(
             self.transport,
-            memory=memory,
-            identity=self.identity,
+            LocalRank(
+                identity=self.identity,
+                memory=memory,
+                component_memory=component_memory,
+                place=place_of(self.rank_group),
+                vocabulary=config.vocabulary,
+                hashing=self.checksum_thread if config.page_checksums else None,
+                staging=None if self._staging is None else self._staging.staging,
+            ),
             deliver=self._deliver,
             deliver_aux=self.calls.note_aux,
             clock=self.driver.clock,
-            lease_s=config.peer.lease_s,
-            heartbeat_s=config.peer.heartbeat_s,
-            missed_s=config.peer.silence_s,
-            late_s=config.peer.late_s,
-            place=place_of(self.rank_group),
+            times=LinkTimes(
+                lease_s=config.peer.lease_s,
+                heartbeat_s=config.peer.heartbeat_s,
+                missed_s=config.peer.silence_s,
+                late_s=config.peer.late_s,
+            ),
             group=lambda: "" if self.ranks is None else self.ranks.group_name,
-            component_memory=component_memory,
-            hashing=self.checksum_thread if config.page_checksums else None,
-            staging=None if self._staging is None else self._staging.staging,
-            vocabulary=config.vocabulary,
         )
         await self.receiver.start()
         self._start_copiers()

@@ -32,7 +32,9 @@ from tidekv.states.types import Identity, PoolMemory
 from tidekv.states.validation import Count, PositiveCount, Seconds, Text, checked, host_and_port, short
 from tidekv.transports.base import Poller, Transport
 from tidekv.transports.blocking import settled
+from tidekv.transports.local_rank import LocalRank
 from tidekv.transports.prefill.prefill_room import Room, RoomOutcome, RoomSettings
+from tidekv.transports.prefill.room_writer import RoomCallbacks
 from tidekv.transports.prefill.sender import Sender
 from tidekv.transports.tasks import OwnedTasks
 
@@ -224,20 +226,24 @@ class PrefillPeer:
         identity = with_components(device.layout.identity(model), components)
         self._sender = Sender(
             transport,
-            memory=device.memory,
-            component_memory={pools.name: pools.device.memory for pools in components},
-            identity=msgspec.structs.replace(identity, bigram_keys=bigram_keys),
+            LocalRank(
+                identity=msgspec.structs.replace(identity, bigram_keys=bigram_keys),
+                memory=device.memory,
+                component_memory={pools.name: pools.device.memory for pools in components},
+                place=place,
+                vocabulary=vocabulary,
+                hashing=self._checksum_thread,
+                staging=None if self._staging is None else self._staging.staging,
+            ),
             clock=self._clock,
-            on_room=self._start_room,
-            on_finish=self._store_room,
-            on_written=self._write_s.observe,
-            on_busy=self._watchdog.set_busy,
+            callbacks=RoomCallbacks(
+                on_room=self._start_room,
+                on_finish=self._store_room,
+                on_written=self._write_s.observe,
+                on_busy=self._watchdog.set_busy,
+            ),
             lease_s=lease_s,
-            place=place,
             settings=settings,
-            hashing=self._checksum_thread,
-            staging=None if self._staging is None else self._staging.staging,
-            vocabulary=vocabulary,
         )
 
     async def __aenter__(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -296,7 +297,8 @@ async def test_a_mismatch_is_a_fact_of_the_journal(make_pair, flipped_writes, tm
 
 async def test_a_prefill_that_cannot_send_checksums_is_refused_by_name(make_pair, monkeypatch) -> None:
     async with make_pair(page_checksums=True) as pair:
-        monkeypatch.setattr(pair.peer._sender, "_hashing", None)
+        sender = pair.peer._sender
+        monkeypatch.setattr(sender, "_rank", dataclasses.replace(sender._rank, hashing=None))
         with pytest.raises(RequestFailed) as failed:
             await pair.engine.restore(pair.request("r1", PROMPT))
         assert failed.value.cause == "prefill does not match"
@@ -317,7 +319,8 @@ async def test_a_wrong_number_of_checksums_breaks_the_room(make_pair, monkeypatc
             return begin
 
     async with make_pair(page_checksums=True) as pair:
-        monkeypatch.setattr(pair.peer._sender, "_hashing", Wrong())
+        sender = pair.peer._sender
+        monkeypatch.setattr(sender, "_rank", dataclasses.replace(sender._rank, hashing=Wrong()))
         with pytest.raises(RequestFailed) as failed:
             await pair.engine.restore(pair.request("r1", PROMPT))
         assert failed.value.cause == "protocol error"

@@ -21,6 +21,7 @@ from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause, TransferFailed
 from tidekv.states.types import Identity, PoolMemory, Segment, page_ids
 from tidekv.transports.decode.receiver import Receiver
+from tidekv.transports.local_rank import LocalRank
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
 
 PAGE = 4
@@ -50,11 +51,9 @@ class Decode:
         self.news = asyncio.Event()
         self.receiver = Receiver(
             self.transport,
-            memory=self.pool.memory,
-            identity=self.pool.layout.identity(model),
+            LocalRank(identity=self.pool.layout.identity(model), memory=self.pool.memory, vocabulary=vocabulary),
             deliver=self._deliver,
             deliver_aux=lambda request_id, generation, first_token, aux: self.aux.append(first_token),
-            vocabulary=vocabulary,
             clock=time.monotonic,
         )
 

@@ -17,9 +17,12 @@ from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import ComponentIdentity, GroupIdentity, Identity, PoolMemory, Segment, page_ids
 from tidekv.transports import wire
 from tidekv.transports.control import handshake
+from tidekv.transports.decode.prefill_link import LinkTimes
 from tidekv.transports.decode.receiver import Receiver
+from tidekv.transports.local_rank import LocalRank
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
 from tidekv.transports.prefill.prefill_room import Room, RoomSettings
+from tidekv.transports.prefill.room_writer import RoomCallbacks
 from tidekv.transports.prefill.sender import Sender
 
 PAGE_SIZE = 4
@@ -107,14 +110,14 @@ class Decode:
             "memory": self.pool.memory,
             "component_memory": memory_of(self.components),
             "identity": identity(heads=heads, components=tuple(components)),
-            "clock": time.monotonic,
-            "deliver": self._deliver,
         } | settings
+        times = {name: fields.pop(name) for name in LinkTimes.__slots__ if name in fields}
         self.receiver = Receiver(
             self.transport,
-            place=take_place(fields),
+            take_rank(fields),
+            times=LinkTimes(**times),
             deliver_aux=lambda *aux: self.aux.append(aux),
-            **fields,
+            **{"clock": time.monotonic, "deliver": self._deliver, **fields},
         )
 
     async def start(self) -> None:
@@ -161,9 +164,10 @@ class Decode:
         )
 
 
-def take_place(fields: dict[str, Any]) -> RankPlace:
-    """Remove the fields of a rank's place."""
-    return RankPlace(**{name: fields.pop(name) for name in RankPlace.__struct_fields__ if name in fields})
+def take_rank(fields: dict[str, Any]) -> LocalRank:
+    """Remove the fields of a rank, and those of its place."""
+    place = RankPlace(**{name: fields.pop(name) for name in RankPlace.__struct_fields__ if name in fields})
+    return LocalRank(**{"place": place, **{name: fields.pop(name) for name in LocalRank.__slots__ if name in fields}})
 
 
 class Prefill:
@@ -186,9 +190,10 @@ class Prefill:
             "memory": self.pool.memory,
             "component_memory": memory_of(self.components),
             "identity": identity(heads=heads, components=tuple(components)),
-            "clock": time.monotonic,
         } | settings
-        self.sender = Sender(self.transport, place=take_place(fields), **fields)
+        rank = take_rank(fields)
+        callbacks = RoomCallbacks(**{name: fields.pop(name) for name in RoomCallbacks.__slots__ if name in fields})
+        self.sender = Sender(self.transport, rank, callbacks=callbacks, **{"clock": time.monotonic, **fields})
 
     async def start(self, address: str = "prefill:0") -> None:
         await self.transport.start(poller=NoPoller())

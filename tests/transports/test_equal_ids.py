@@ -86,9 +86,8 @@ async def test_a_room_for_another_prompt_than_prefill_waits_for_is_refused_in_wo
 
 
 async def test_nothing_is_sent_before_the_prompt_is_named(world, decode) -> None:
-    prefill = await world.prefill()
     rooms = []
-    prefill.sender._on_room = rooms.append
+    prefill = await world.prefill(on_room=rooms.append)
     link = await decode.dial(prefill.address)
     link.send(decode.promise(decode.room()))
     await until(lambda: len(rooms) == 1)

@@ -27,6 +27,7 @@ from tidekv.states.component_specs import ComponentPages
 from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import PoolMemory, Segment, page_ids
 from tidekv.transports.decode.receiver import Receiver
+from tidekv.transports.local_rank import LocalRank
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
 from tidekv.transports.prefill.sender import Sender
 from tidekv.transports.staging import Staging, StagingRing
@@ -146,12 +147,11 @@ async def hand_over(
             segment = Segment(region.ctypes.data, len(region), len(region), 1)
             ring = StagingRing(PoolMemory(segments=(segment,), page_count=1))
             rank.staging = region
-            common = {
-                "memory": pools.device.memory,
-                "component_memory": memory,
-                "identity": with_components(pools.device.layout.identity("m"), pools.components),
-                "clock": time.monotonic,
-                "place": RankPlace(
+            local = LocalRank(
+                memory=pools.device.memory,
+                component_memory=memory,
+                identity=with_components(pools.device.layout.identity("m"), pools.components),
+                place=RankPlace(
                     rank=number,
                     ranks=count * contexts if end == "prefill" else count,
                     stages=place.pp,
@@ -159,15 +159,20 @@ async def hand_over(
                     contexts=contexts if end == "prefill" else 1,
                     stripe_pages=stripe_pages if end == "prefill" else 0,
                 ),
-                "hashing": hashing,
-                "staging": Staging(ring, copier) if staging_bytes else None,
-            }
+                hashing=hashing,
+                staging=Staging(ring, copier) if staging_bytes else None,
+            )
             if end == "prefill":
-                rank.end = Sender(transport, **common)
+                rank.end = Sender(transport, local, clock=time.monotonic)
                 await rank.end.start("prefill:0")
             else:
                 rank.end = Receiver(
-                    transport, deliver=rank.deliver, deliver_aux=lambda *_: None, group=lambda: "group", **common
+                    transport,
+                    local,
+                    deliver=rank.deliver,
+                    deliver_aux=lambda *_: None,
+                    clock=time.monotonic,
+                    group=lambda: "group",
                 )
                 await transport.register(pools.device.memory, *memory.values(), ring.memory)
                 await rank.end.start()

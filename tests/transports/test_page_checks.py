@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -107,8 +108,8 @@ class HeldHashing:
 def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], HeldHashing]:
     def hold(pair) -> HeldHashing:  # type: ignore[no-untyped-def]  # Of make_pair.
         receiver = pair.engine._runtime.receiver
-        holding = HeldHashing(receiver._hashing)
-        monkeypatch.setattr(receiver, "_hashing", holding)
+        holding = HeldHashing(receiver._rank.hashing)
+        monkeypatch.setattr(receiver, "_rank", dataclasses.replace(receiver._rank, hashing=holding))
         return holding
 
     return hold

@@ -6,11 +6,14 @@ The owner of the link handles the messages; this module only decides whether the
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from tidekv.states.errors import (
+    InvalidConfig,
     InvalidRequest,
     LinkClosed,
     LocalProtocolError,
@@ -60,6 +63,39 @@ class LinkOwner(Protocol[Part]):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTimes:
+    """Seconds after which the ends of a link take each other for lost. Raises InvalidConfig."""
+
+    lease_s: float = 10.0
+    """The lease of our rooms at prefill."""
+    heartbeat_s: float = 0.5
+    """The interval of pings."""
+    missed_s: float = 2.0
+    """The silence after which a link is lost."""
+    late_s: float = 30.0
+    """That silence if the peer answers that its event loop is stalled."""
+
+    def __post_init__(self) -> None:
+        if not (0 < self.heartbeat_s <= self.missed_s <= self.lease_s <= wire.SECONDS_MAX) or (
+            self.heartbeat_s >= self.lease_s
+        ):
+            raise InvalidConfig(
+                f"heartbeat_s {self.heartbeat_s} ≤ missed_s {self.missed_s} ≤ lease_s {self.lease_s} ≤"
+                f" {wire.SECONDS_MAX:g} and heartbeat_s < lease_s do not all hold, or heartbeat_s is not positive"
+            )
+
+    @property
+    def beats_max(self) -> int:
+        """Intervals of silence after which a link is lost."""
+        return math.ceil(self.missed_s / self.heartbeat_s)
+
+    @property
+    def late_beats_max(self) -> int:
+        """Those after which it is lost though the peer answers that it is stalled."""
+        return math.ceil(self.late_s / self.heartbeat_s)
+
+
 class PrefillLink(Generic[Part]):
     """One link, from dialling to its end; it is never opened twice."""
 
@@ -69,9 +105,7 @@ class PrefillLink(Generic[Part]):
         owner: LinkOwner[Part],
         *,
         clock: Callable[[], float],
-        heartbeat_s: float,
-        beats_max: int,
-        late_beats_max: int,
+        times: LinkTimes,
         counts: Counter[str],
     ) -> None:
         self.address = address
@@ -80,10 +114,8 @@ class PrefillLink(Generic[Part]):
         """Parts of rooms at this link, in the order of their promises. The owner maintains them."""
         self._owner = owner
         self._clock = clock
-        self._heartbeat_s = heartbeat_s
-        self._beats_max = beats_max
+        self._times = times
         self._beats_missed = 0
-        self._late_beats_max = late_beats_max
         self._late_beats = 0
         self._counts = counts
         self._link: base.Link | None = None
@@ -150,8 +182,8 @@ class PrefillLink(Generic[Part]):
         task = asyncio.ensure_future(work)
         try:
             # Beats and not one long timeout, as in `_beat`: if our loop was blocked, waiting frames are read first.
-            for _ in range(self._beats_max + 1):
-                await asyncio.wait([task], timeout=self._heartbeat_s)
+            for _ in range(self._times.beats_max + 1):
+                await asyncio.wait([task], timeout=self._times.heartbeat_s)
                 if task.done():
                     return task.result()
         finally:
@@ -163,7 +195,7 @@ class PrefillLink(Generic[Part]):
             return task.result()
         raise base.DialFailed(
             PrefillCause.SILENT,
-            f"{self.address} did not complete the handshake within {self._beats_max * self._heartbeat_s} s",
+            f"{self.address} did not complete the handshake within {self._times.beats_max * self._times.heartbeat_s} s",
         )
 
     async def _greet(self, transport: base.Transport, ours: wire.Hello) -> tuple[base.Link, wire.Hello]:
@@ -188,10 +220,10 @@ class PrefillLink(Generic[Part]):
         # Beats and not seconds: if our own loop was blocked, the peer's frames wait in the socket and are read first.
         while not self._is_lost:
             # The first question is one beat before the end: a loop that turns again then has a beat for its message.
-            if self._beats_missed >= self._beats_max and await self._is_late(link):
+            if self._beats_missed >= self._times.beats_max and await self._is_late(link):
                 continue
-            if self._beats_missed > self._beats_max:
-                cause = f"{self.address} was silent for {self._beats_max * self._heartbeat_s} s"
+            if self._beats_missed > self._times.beats_max:
+                cause = f"{self.address} was silent for {self._times.beats_max * self._times.heartbeat_s} s"
                 self._lose(PrefillCause.SILENT.words(cause))
                 await link.close(cause)
                 return
@@ -199,16 +231,16 @@ class PrefillLink(Generic[Part]):
             # Without rooms one empty ping is sent: it shows that this side is alive.
             for rooms in batches(self._owner.rooms_of(self), wire.ROOMS_NAMED_MAX) or [()]:
                 self.send(wire.Ping(sent_at=self._clock(), rooms=rooms))
-            await asyncio.sleep(self._heartbeat_s)
+            await asyncio.sleep(self._times.heartbeat_s)
 
     async def _is_late(self, link: base.Link) -> bool:
         """Whether the peer's process says that its event loop is stalled; its missed beats are forgiven then."""
         assert self.theirs is not None, "beats follow both Hellos"
-        if not self.theirs.liveness_key or self._late_beats >= self._late_beats_max:
+        if not self.theirs.liveness_key or self._late_beats >= self._times.late_beats_max:
             return False
         asked_after = self._beats_missed
-        stalled_s = await link.stalled_s(self.theirs.liveness_key, within_s=self._heartbeat_s)
-        if stalled_s is None or stalled_s < self._heartbeat_s or self._beats_missed < asked_after:
+        stalled_s = await link.stalled_s(self.theirs.liveness_key, within_s=self._times.heartbeat_s)
+        if stalled_s is None or stalled_s < self._times.heartbeat_s or self._beats_missed < asked_after:
             return False
         if not self._late_beats:
             self._counts["links_late"] += 1

@@ -26,14 +26,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import cast
 
 from tidekv.states import events
 from tidekv.states.component_specs import ComponentPages
 from tidekv.states.errors import (
-    InvalidConfig,
     LinkClosed,
     LocalProtocolError,
     PeerMismatch,
@@ -42,8 +41,7 @@ from tidekv.states.errors import (
     TidekvError,
 )
 from tidekv.states.handover.head_slices import check_stages, partition_of
-from tidekv.states.handover.rank_place import SOLE, RankPlace
-from tidekv.states.types import FULL, Identity, PageIds, PoolMemory
+from tidekv.states.types import FULL, PageIds
 from tidekv.transports import base, components, wire
 from tidekv.transports.aux_values import decode_aux
 from tidekv.transports.control import handshake
@@ -58,10 +56,10 @@ from tidekv.transports.decode.decode_room import (
     packed_components,
 )
 from tidekv.transports.decode.page_checks import DamagedPage, InOrder, PageChecks, damaged_page
-from tidekv.transports.decode.prefill_link import PrefillLink, cause_of
+from tidekv.transports.decode.prefill_link import LinkTimes, PrefillLink, cause_of
 from tidekv.transports.decode.staged_pages import StagedPages
+from tidekv.transports.local_rank import LocalRank
 from tidekv.transports.log import EngineLog, engine_log
-from tidekv.transports.staging import Staging
 from tidekv.transports.tasks import OwnedTasks
 
 REDIAL_S_MAX = 4.0
@@ -90,66 +88,44 @@ class Receiver:
     def __init__(
         self,
         transport: base.Transport,
+        rank: LocalRank,
         *,
-        memory: PoolMemory,
-        identity: Identity,
         deliver: Callable[[events.AnyEvent], None],
         deliver_aux: Callable[[str, int, int, object], None],
         clock: Callable[[], float],
-        lease_s: float = 10.0,
-        heartbeat_s: float = 0.5,
-        missed_s: float = 2.0,
-        late_s: float = 30.0,
-        place: RankPlace = SOLE,
+        times: LinkTimes | None = None,
         group: Callable[[], str] = lambda: "",
-        component_memory: Mapping[str, PoolMemory] | None = None,
-        hashing: base.Hashing | None = None,
-        staging: Staging | None = None,
-        vocabulary: int = 0,
     ) -> None:
-        """`memory`, and that of each component by its name, must be registered before the first promise. `lease_s`,
-        `heartbeat_s` and `missed_s` are seconds: the lease of our rooms at prefill, the interval of pings, the silence
-        after which a link is lost. `late_s` is that silence if the peer answers that its event loop is stalled.
-        `deliver_aux` is called with request id, generation, first token and aux, before the AuxLanded that belongs to
-        it. With `hashing`, prefill must send the checksum of every page; pages are verified
-        before an event reports them, and a damaged one fails its room. With `staging`, whose ring is registered, too,
-        prefill ranks that write slices of our heads send them through it. A first token beyond `vocabulary`, the number
-        of ids (0: not known), fails its room. Raises InvalidConfig.
+        """The pools of `rank` must be registered before the first promise. `deliver_aux` is called with request id,
+        generation, first token and aux, before the AuxLanded that belongs to it. Pages whose checksums prefill sends
+        are verified before an event reports them, and a damaged one fails its room; so does a first token beyond the
+        vocabulary. Raises InvalidConfig.
         """
-        if not (0 < heartbeat_s <= missed_s <= lease_s <= wire.SECONDS_MAX and heartbeat_s < lease_s):
-            raise InvalidConfig(
-                f"heartbeat_s {heartbeat_s} ≤ missed_s {missed_s} ≤ lease_s {lease_s} ≤ {wire.SECONDS_MAX:g} and "
-                "heartbeat_s < lease_s do not all hold, or heartbeat_s is not positive"
-            )
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._transport = transport
-        self._identity = identity
+        self._rank = rank
         self._deliver = deliver
         self._room_events = RoomEvents(deliver, clock)
         self._deliver_aux = deliver_aux
         self._clock = clock
-        self._heartbeat_s = heartbeat_s
-        self._beats_max = math.ceil(missed_s / heartbeat_s)
-        self._late_beats_max = math.ceil(late_s / heartbeat_s)
-        self._vocabulary = vocabulary
-        self._place = place
-        make = partial(handshake.make_hello, transport, memory=memory, component_memory=component_memory)
+        self._times = times = times or LinkTimes()
+        make = partial(handshake.make_hello, transport, memory=rank.memory, component_memory=rank.component_memory)
         self._make_hello = partial(
             make,
-            identity=identity,
-            lease_s=lease_s,
-            heartbeat_s=heartbeat_s,
-            checksums="none" if hashing is None else "required",
-            staging=None if staging is None else staging.ring.memory,
-            place=place,
+            identity=rank.identity,
+            lease_s=times.lease_s,
+            heartbeat_s=times.heartbeat_s,
+            checksums="none" if rank.hashing is None else "required",
+            staging=None if rank.staging is None else rank.staging.ring.memory,
+            place=rank.place,
         )
+        place, identity = rank.place, rank.identity
         check_stages(ranks=place.ranks, stages=place.stages)
         width = place.ranks // place.stages
         partition_of(ranks=width, heads=identity.kv_heads, kind=identity.kind, total=place.kv_heads_total)
         self._exchanges: dict[PrefillLink[RankLink], dict[str, base.Exchange]] = {}
         """What the prefill rank of each open link writes here."""
         self._group = group
-        self._hashing = hashing
         self._page_checks: dict[PrefillLink[RankLink], PageChecks] = {}
         self._links: dict[str, PrefillLink[RankLink]] = {}
         self._rooms: dict[RoomKey, DecodeRoom] = {}
@@ -162,7 +138,7 @@ class Receiver:
         self._tasks = OwnedTasks(f"receiver {transport.instance}", instance=transport.instance)
         self._ours: wire.Hello | None = None
         spawn = partial(self._tasks.spawn, name="slots of the staging ring")
-        self._staged = None if staging is None else StagedPages(staging, spawn)
+        self._staged = None if rank.staging is None else StagedPages(rank.staging, spawn)
 
     async def start(self) -> None:
         """Make our Hello. The transport is started and has our memory."""
@@ -212,16 +188,16 @@ class Receiver:
             decode_prefix_len=promised_tokens,
             pages=wire.pack_pages(pages),
             prompt_digest=prompt_digest,
-            rank=self._place.rank,
-            ranks=self._place.ranks,
+            rank=self._rank.place.rank,
+            ranks=self._rank.place.ranks,
             group=self._group(),
             # All ranks of an instance have the same tokens: rank 0 sends them.
-            tokens=tokens if self._place.rank == 0 else None,
+            tokens=tokens if self._rank.place.rank == 0 else None,
             key_seed=key_seed,
             component_pages=packed_components(component_pages),
         )
         links = [self._links.get(one) or self._connect(one) for one in addresses]
-        room = self._rooms[room_key] = DecodeRoom(promise, links, page_size=self._identity.page_size)
+        room = self._rooms[room_key] = DecodeRoom(promise, links, page_size=self._rank.identity.page_size)
         for rank_link in room.rank_links:
             rank_link.link.rank_links[rank_link] = None
         self._open_room(room)
@@ -316,7 +292,7 @@ class Receiver:
     async def _decline_alone(self, address: str, declined: wire.Declined) -> None:
         """Decline by a link of its own without a Hello, which prefill may refuse for its layout."""
         try:
-            async with asyncio.timeout(self._beats_max * self._heartbeat_s):
+            async with asyncio.timeout(self._times.beats_max * self._times.heartbeat_s):
                 link = await self._transport.dial(address)
                 try:
                     link.send(declined)
@@ -356,8 +332,8 @@ class Receiver:
         assert self._ours is not None
         LOG.info("connected to a prefill", peer=theirs.instance, address=link.address)
         self._exchanges[link] = components.exchanges_with(decode=self._ours, prefill=theirs)
-        if self._hashing is not None:
-            self._page_checks[link] = PageChecks(self._hashing, self._exchanges[link])
+        if self._rank.hashing is not None:
+            self._page_checks[link] = PageChecks(self._rank.hashing, self._exchanges[link])
         if self._staged is not None:
             self._staged.open_link(link, ours=self._ours, theirs=theirs)
         # The same process lives: its Drained will settle what the lost link left open.
@@ -519,9 +495,7 @@ class Receiver:
             address,
             self,
             clock=self._clock,
-            heartbeat_s=self._heartbeat_s,
-            beats_max=self._beats_max,
-            late_beats_max=self._late_beats_max,
+            times=self._times,
             counts=self.counts,
         )
         self._links[address] = link
@@ -562,7 +536,7 @@ class Receiver:
                 written.setdefault(_hello_of(rank_link).context, []).append(exchange)
             # Each context writes pages of its own, so the ranks of each hold all heads and layers of ours.
             if missing := next(filter(None, (components.missing_of(self._ours, of) for of in written.values())), ""):
-                raise PeerMismatch(field=f"ranks ({missing})", ours=self._place.ranks, theirs=len(exchanges))
+                raise PeerMismatch(field=f"ranks ({missing})", ours=self._rank.place.ranks, theirs=len(exchanges))
             wire.check_name(room.key.request_id)
         except TidekvError as error:
             self._fail_unsent(room.rank_links[0], cause_of(error).words(str(error)))
@@ -604,7 +578,7 @@ class Receiver:
         """Dial a lost writer's address at growing intervals while rooms of it are unsettled: only the link may have
         broken.
         """
-        pause_s = 2 * self._heartbeat_s
+        pause_s = 2 * self._times.heartbeat_s
         while writer in self._lost:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, REDIAL_S_MAX)
@@ -619,9 +593,9 @@ class Receiver:
         is_first = rank_link.number == 0 and not rank_link.state.has_aux
         first_aux = message if isinstance(message, wire.Aux) and is_first else None
         try:
-            if isinstance(message, wire.Aux) and 0 < self._vocabulary <= message.first_token:
+            if isinstance(message, wire.Aux) and 0 < self._rank.vocabulary <= message.first_token:
                 raise RemoteProtocolError(
-                    f"the first token is {message.first_token}, and the vocabulary has {self._vocabulary} tokens"
+                    f"the first token is {message.first_token}, and the vocabulary has {self._rank.vocabulary} tokens"
                 )
             # Before the event, which would otherwise report values that cannot be read.
             aux = {} if first_aux is None else decode_aux(first_aux.aux)

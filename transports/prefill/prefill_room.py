@@ -271,7 +271,7 @@ class Room:
             self.tokens = tokens or self.tokens
             for room_writer in self._room_writers:
                 room_writer.send_aux(message)
-            self._send_context.on_finish(self)
+            self._send_context.callbacks.on_finish(self)
             await self._hand_over()
 
     async def received(self) -> RoomOutcome:

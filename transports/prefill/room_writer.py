@@ -9,8 +9,9 @@ Received is awaited. A Chunk is never sent before its write is done, nor Drained
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,14 +19,15 @@ import msgspec
 
 from tidekv.states.component_specs import Component, ComponentPages
 from tidekv.states.errors import LinkClosed, PrefillCause, RemoteProtocolError, TidekvError
-from tidekv.states.handover.context_parts import EVERY_PAGE, ContextPart
+from tidekv.states.handover.context_parts import part_of
 from tidekv.states.handover.sender import SenderRoom, WriteJob
-from tidekv.states.types import FULL, PageIds, PoolMemory, page_ids
+from tidekv.states.types import FULL, PageIds, page_ids
 from tidekv.states.validation import ByteCount, Options, PositiveCount, Seconds
 from tidekv.transports import base, components, wire
 from tidekv.transports.blocking import settled
 from tidekv.transports.components import components_of
-from tidekv.transports.staging import BeginCopy, StagedExchange, Staging, StagingRing, gathered, scattered
+from tidekv.transports.local_rank import LocalRank
+from tidekv.transports.staging import BeginCopy, StagedExchange, Staging, gathered, scattered
 from tidekv.transports.tasks import OwnedTasks
 
 
@@ -141,44 +143,49 @@ class RoomSettings(Options, frozen=True, kw_only=True):
     """Maximum seconds that a write waits for room in the ring; after that it is sent as short stretches instead."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomCallbacks(Generic[RoomT]):
+    """Functions that learn what happens to rooms. They run on the loop."""
+
+    on_room: Callable[[RoomT], None] = lambda room: None
+    """Called with each room as it opens."""
+    on_finish: Callable[[RoomT], None] = lambda room: None
+    """Called with each room as it is finished."""
+    on_written: Callable[[float], None] = lambda seconds: None
+    """Called with the seconds that each write took."""
+    on_busy: Callable[[bool], None] = lambda is_busy: None
+    """Called with whether rooms are open, of which it learns the end somewhat later."""
+
+
 class SendContext(Generic[RoomT]):
     """State that rooms share: the transport, their tasks, the clock, and counts of what was sent."""
 
     def __init__(
         self,
-        *,
         transport: base.Transport,
-        memory: PoolMemory,
-        component_memory: Mapping[str, PoolMemory],
-        page_size: int,
-        rank: int,
+        rank: LocalRank,
+        *,
         clock: Callable[[], float],
         settings: RoomSettings,
         tasks: OwnedTasks,
-        on_finish: Callable[[RoomT], None],
-        on_written: Callable[[float], None],
-        staging: StagingRing | None = None,
-        part: ContextPart = EVERY_PAGE,
-        vocabulary: int = 0,
+        callbacks: RoomCallbacks[RoomT],
     ) -> None:
         self.transport = transport
-        self.memory = memory
-        self.component_memory = component_memory
-        self.page_size = page_size
-        self.rank = rank
-        self.part = part
+        self.memory = rank.memory
+        self.component_memory = rank.component_memory
+        self.page_size = rank.identity.page_size
+        self.rank = rank.place.rank
+        self.part = part_of(rank.place)
         """The pages of every prompt that this rank holds."""
+        self.vocabulary = rank.vocabulary
+        self.staging = None if rank.staging is None else rank.staging.ring
         self.clock = clock
         self.settings = settings
-        self.vocabulary = vocabulary
-        """Number of token ids; 0: not known."""
         self.tasks = tasks
-        self.on_finish = on_finish
-        self.on_written = on_written
+        self.callbacks = callbacks
         self.bytes_sent = 0
         self.pages_sent = 0
         self.messages_unsent = 0
-        self.staging = staging
         self.pages_staged = 0
         self.staging_full = 0
         """Writes that found no room in the ring in time."""
@@ -428,7 +435,7 @@ class RoomWriter(Generic[RoomT]):
         except TidekvError as error:
             words = f"writing {len(job.our_pages)} pages ({component}) to {self.peer.hello.instance} failed: {error}"
             return words, b""
-        self._send_context.on_written(self._send_context.clock() - begun_at_s)
+        self._send_context.callbacks.on_written(self._send_context.clock() - begun_at_s)
         self.bytes_sent += written
         self._send_context.bytes_sent += written
         self._send_context.pages_sent += len(job.our_pages)

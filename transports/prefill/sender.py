@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
@@ -32,26 +32,24 @@ from tidekv.states.errors import (
     TidekvError,
     TransferFailed,
 )
-from tidekv.states.handover.context_parts import part_of
 from tidekv.states.handover.prompt_digest import PromptDigest
-from tidekv.states.handover.rank_place import SOLE, RankPlace
 from tidekv.states.handover.room_claims import RoomClaims
-from tidekv.states.types import Identity, PoolMemory
 from tidekv.transports import base, wire
 from tidekv.transports.control import handshake
 from tidekv.transports.control.peer_backoff import is_offence
+from tidekv.transports.local_rank import LocalRank
 from tidekv.transports.log import engine_log
 from tidekv.transports.prefill.pending_rooms import PendingRoom, PendingRooms
 from tidekv.transports.prefill.prefill_room import Room, RoomOutcome
 from tidekv.transports.prefill.room_writer import (
     PEER_BYTES_MAX,
     DecodePeer,
+    RoomCallbacks,
     RoomSettings,
     RoomWriter,
     SendContext,
     make_target,
 )
-from tidekv.transports.staging import Staging
 from tidekv.transports.tasks import OwnedTasks
 
 LOG = engine_log("tidekv.transports")
@@ -76,36 +74,21 @@ DECLINED = "decode declined it"
 
 
 class Sender:
-    """Rooms of all decode workers that dialled this prefill worker.
-
-    `on_room` is called with each room as it opens, `on_finish` as it is finished, `on_written` with the seconds that
-    each write took, `on_busy` with whether rooms are open, of which it learns the end somewhat later.
-    """
+    """Rooms of all decode workers that dialled this prefill worker."""
 
     def __init__(
         self,
         transport: base.Transport,
+        rank: LocalRank,
         *,
-        memory: PoolMemory,
-        identity: Identity,
         clock: Callable[[], float],
-        on_room: Callable[[Room], None] = lambda room: None,
-        on_busy: Callable[[bool], None] = lambda is_busy: None,
-        on_finish: Callable[[Room], None] = lambda room: None,
-        on_written: Callable[[float], None] = lambda seconds: None,
+        callbacks: RoomCallbacks[Room] | None = None,
         lease_s: float = 10.0,
-        place: RankPlace = SOLE,
         rooms_max: int = 4096,
         settings: RoomSettings | None = None,
-        component_memory: Mapping[str, PoolMemory] | None = None,
-        hashing: base.Hashing | None = None,
-        staging: Staging | None = None,
-        vocabulary: int = 0,
     ) -> None:
-        """`component_memory` holds the pool of each component of the identity, by name. `lease_s` is the maximum lease
-        in seconds; a shorter one of the decode worker applies. `hashing` computes checksums of pages for decode workers
-        that require them; None: such workers are refused. Slices of our heads are sent through the ring of `staging`;
-        None: as short stretches. Raises InvalidConfig.
+        """`lease_s` is the maximum lease in seconds; a shorter one of the decode worker applies. Raises
+        InvalidConfig.
         """
         if not 0 < lease_s <= wire.SECONDS_MAX or rooms_max < 1:
             raise InvalidConfig(
@@ -118,32 +101,19 @@ class Sender:
         self.aborts: Counter[str] = Counter()
         """Rooms that ended before decode had received all, by cause: a PrefillCause, or else the outcome."""
         self._transport = transport
-        self._memory = memory
-        self._component_memory = dict(component_memory or {})
-        self._identity = identity
+        self._rank = rank
         self._clock = clock
-        self._on_room = on_room
-        self._on_busy = on_busy
+        self._callbacks: RoomCallbacks[Room] = callbacks or RoomCallbacks()
         self._lease_s = lease_s
-        self._place = place
         self._rooms_max = rooms_max
-        self._hashing = hashing
-        self._staging = staging
         self._tasks = OwnedTasks(f"sender {transport.instance}", instance=transport.instance)
         self._send_context = SendContext(
-            transport=transport,
-            memory=memory,
-            component_memory=self._component_memory,
-            page_size=identity.page_size,
-            rank=place.rank,
-            part=part_of(place),
+            transport,
+            rank,
             clock=clock,
             settings=settings or RoomSettings(),
             tasks=self._tasks,
-            on_finish=on_finish,
-            on_written=on_written,
-            staging=None if staging is None else staging.ring,
-            vocabulary=vocabulary,
+            callbacks=self._callbacks,
         )
         self._room_writers: dict[wire.RoomId, RoomWriter[Room]] = {}
         self._pending_rooms = PendingRooms()
@@ -169,8 +139,8 @@ class Sender:
 
     async def start(self, address: str) -> None:
         """Register our pools and listen. The transport must have been started."""
-        staging = [] if self._staging is None else [self._staging.ring.memory]
-        await self._transport.register(self._memory, *self._component_memory.values(), *staging)
+        staging = [] if self._rank.staging is None else [self._rank.staging.ring.memory]
+        await self._transport.register(self._rank.memory, *self._rank.component_memory.values(), *staging)
         self._listener = await self._transport.listen(address, self._serve)
 
     async def close(self) -> None:
@@ -230,7 +200,7 @@ class Sender:
             "pages_sent": self._send_context.pages_sent,
             "pages_staged": self._send_context.pages_staged,
             "staging_full": self._send_context.staging_full,
-            "staging_used_bytes": 0 if self._staging is None else self._staging.ring.used_bytes,
+            "staging_used_bytes": 0 if self._rank.staging is None else self._rank.staging.ring.used_bytes,
             "rooms_sending": sum(room.cause is None and not room.is_finished for room in rooms),
             "rooms_finished": sum(room.cause is None and room.is_finished for room in rooms),
             "rooms_draining": sum(room.cause is not None for room in rooms),
@@ -265,12 +235,12 @@ class Sender:
         """Run one link, from its Hello to its end."""
         ours = handshake.make_hello(
             self._transport,
-            memory=self._memory,
-            identity=self._identity,
+            memory=self._rank.memory,
+            identity=self._rank.identity,
             lease_s=self._lease_s,
-            place=self._place,
-            component_memory=self._component_memory,
-            checksums="none" if self._hashing is None else "offered",
+            place=self._rank.place,
+            component_memory=self._rank.component_memory,
+            checksums="none" if self._rank.hashing is None else "offered",
             liveness_key=b"" if self._listener is None else self._listener.liveness_key,
         )
         try:
@@ -288,7 +258,7 @@ class Sender:
                 )
             self._transport.check_metadata(theirs.instance, theirs.metadata)
             target = await make_target(
-                self._transport, ours=ours, theirs=theirs, hashing=self._hashing, staging=self._staging
+                self._transport, ours=ours, theirs=theirs, hashing=self._rank.hashing, staging=self._rank.staging
             )
             link.mark_greeted()
         except (TransferFailed, RemoteProtocolError) as error:
@@ -404,7 +374,7 @@ class Sender:
             case wire.Abort(room=key):
                 # Its promise may still wait unread on a broken link: it must not open the room after this Drained.
                 self._remember_generation(key)
-                self._send(peer, wire.Drained(room=key, rank=self._place.rank))
+                self._send(peer, wire.Drained(room=key, rank=self._rank.place.rank))
             case wire.Extend():
                 cause = "prefill has no such room: it has ended, or was never promised here"
                 self._send(peer, wire.Refused(room=message.room, span=message.span, cause=cause))
@@ -489,7 +459,7 @@ class Sender:
         )
         self._start_lease_timer()
         self._offer(room)
-        self._on_room(room)
+        self._callbacks.on_room(room)
         for extend in extends:
             if (waiting := self._room_writers.get(extend.room)) is not None:
                 self._extend(waiting, extend, is_held=True)
@@ -535,7 +505,7 @@ class Sender:
 
     def _extend_pending(self, peer: DecodePeer, pending_room: PendingRoom, message: wire.Extend) -> None:
         """Keep a request for further pages of a pending room, or refuse the room."""
-        cause = pending_room.extend(message, page_size=self._identity.page_size)
+        cause = pending_room.extend(message, page_size=self._rank.identity.page_size)
         if not cause and not peer.hold(message):
             cause = BEYOND_BUDGET
         if cause:
@@ -548,7 +518,7 @@ class Sender:
         peer.release(promise.room)
         text = PrefillCause.PROTOCOL_ERROR.words(cause)
         self._send(peer, wire.Failed(room=promise.room, cause=wire.brief(text)))
-        self._send(peer, wire.Drained(room=promise.room, rank=self._place.rank))
+        self._send(peer, wire.Drained(room=promise.room, rank=self._rank.place.rank))
 
     def _drop(self, room: Room) -> None:
         """Forget a room that has ended."""
@@ -595,7 +565,7 @@ class Sender:
             lease_s = min(
                 (room_writer.peer.lease_s for room_writer in self._room_writers.values()), default=self._lease_s
             )
-            self._on_busy(True)
+            self._callbacks.on_busy(True)
             loop = asyncio.get_running_loop()
             limit_s = loop.time() + lease_s / 2
             self._lease_timer = loop.call_at(loop.time() + lease_s / 4, self._on_lease_timer, limit_s)
@@ -610,7 +580,7 @@ class Sender:
         if self._room_writers or len(self._pending_rooms):
             self._start_lease_timer()
         else:
-            self._on_busy(False)
+            self._callbacks.on_busy(False)
 
 
 def _is_open(room: Room) -> bool:
