@@ -287,16 +287,6 @@ class DecodeEngine:
         self._check_mode("grow_many", "owned")
         return self._growth.grow_many(batch, tokens)
 
-    def shrink(self, ready: ReadyRequest, tokens: int = 1) -> None:
-        """Take back room for `tokens` tokens, the last that `grow` made: of draft tokens that were rejected.
-
-        `ready.pages` stays as it is; the next `grow` uses the same room before it takes a page. All pages go back with
-        `finish`, `retract` or `abort`. Raises InvalidRequest, having changed nothing, for more than was grown, or if
-        the request was given back.
-        """
-        self._check_mode("shrink", "owned")
-        self._growth.shrink(ready, tokens)
-
     async def wait_grown(self, ready: ReadyRequest, tokens: int = 1) -> list[int]:
         """Like `grow`, but if the reserve is too small, wait for the ranks to agree on more, which the callers of all
         ranks must request. Raises OutOfPages if the pool has no more, or another rank's caller does not in time.

@@ -60,11 +60,6 @@ class Growth:
                 short.append(ready)
         return short
 
-    def shrink(self, ready: ReadyRequest, tokens: int) -> None:
-        """See `DecodeEngine.shrink`."""
-        self._check(ready)
-        shrink(ready, tokens)
-
     async def wait_grown(self, ready: ReadyRequest, tokens: int, *, hold_s: float) -> list[int]:
         """See `DecodeEngine.wait_grown`. `hold_s`: maximum seconds to wait for the callers of other ranks."""
         live = self._check(ready)
@@ -135,18 +130,6 @@ def pages_needed(ready: ReadyRequest, tokens: int, *, page_size: int) -> int:
     if type(tokens) is not int or tokens < 0:  # Runs for each token: a valid count costs no more than this.
         checked(tokens, Count, f"request {ready.request_id!r}: tokens")
     return max(0, -(-(ready.length + tokens) // page_size) - len(ready.pages))
-
-
-def shrink(ready: ReadyRequest, tokens: int) -> None:
-    """See `DecodeEngine.shrink`. One thread at a time may call it for a request."""
-    checked(tokens, Count, f"request {ready.request_id!r}: tokens")
-    if tokens > ready.length - ready.prompt_tokens:
-        raise InvalidRequest(
-            f"request {ready.request_id!r} has room for {ready.length - ready.prompt_tokens} tokens behind its prompt; "
-            f"{tokens} cannot be taken back"
-        )
-    # The pages stay in the table, where the next growth finds them: no event, and none could be another request's.
-    ready.length -= tokens
 
 
 def grow_from_reserve(ready: ReadyRequest, tokens: int, *, page_size: int) -> list[int] | None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn, Self, TypeVar, overload
 from tidekv.backends.keys.chain import TOKEN_BYTES, pack_tokens
 from tidekv.engine.decode.component_pages import component_pages_left
 from tidekv.engine.decode.decode_engine import DecodeEngine
-from tidekv.engine.decode.growth import grow_from_reserve, kept_tokens, pack_output, shrink
+from tidekv.engine.decode.growth import grow_from_reserve, kept_tokens, pack_output
 from tidekv.engine.decode.lent_pages import checked_pages
 from tidekv.engine.decode.values import DecodeRequest, RetractedRequest
 from tidekv.engine.log import engine_log
@@ -380,12 +380,6 @@ class EngineThread:
         if taken:
             self._loop.post(lambda: self._note_growths(taken))
         return self._loop.ask(lambda: [ready for ready in short if not self._has_grown(ready, tokens)]) if short else []
-
-    def shrink(self, ready: ReadyRequest, tokens: int = 1) -> None:
-        """See `DecodeEngine.shrink`. Never waits."""
-        self._loop.check()
-        self._check_held(ready)
-        shrink(ready, tokens)
 
     # --- The whole ---
 

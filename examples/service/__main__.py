@@ -35,10 +35,17 @@ def main(
     device_pages: Annotated[int, typer.Option(help="Pages of device memory (L1).")] = 512,
     host_pages: Annotated[int, typer.Option(help="Pages of host memory (L2).")] = 1024,
     storage: Annotated[str, typer.Option(help="URI of storage (L3), such as file:/var/lib/tidekv?capacity=20GB.")] = "",
+    prefill_storage: Annotated[
+        str,
+        typer.Option(help="URI of storage to which the prefill worker started here writes each prompt it computes."),
+    ] = "",
     batch_max: Annotated[int, typer.Option(help="Maximum requests computed in one step.")] = 16,
     queue_max: Annotated[int, typer.Option(help="Maximum requests that wait for admission; others get 429.")] = 64,
     drain_timeout_s: Annotated[float, typer.Option(help="Seconds that SIGTERM waits for accepted requests.")] = 30.0,
     journal: Annotated[str, typer.Option(help="Write every event of the engine to this file.")] = "",
+    traces: Annotated[
+        bool, typer.Option(help="Make an OpenTelemetry span of each request; run under opentelemetry-instrument.")
+    ] = False,
     kv_events: Annotated[str, typer.Option(help="ZMQ endpoint at which routers hear what is cached here.")] = "",
     kv_events_replay: Annotated[str, typer.Option(help="ZMQ endpoint for batches that a router has missed.")] = "",
     routers: Annotated[

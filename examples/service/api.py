@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from examples.service.completion import Answer, ChatBody, ChatForm, CompletionBody, CompletionForm, Form, whole_answer
 from examples.service.decode import DecodeWorker, Generation
-from tidekv import CapacityError, EngineClosed, InvalidRequest, RequestFailed, TidekvError
+from tidekv import CapacityError, EngineClosed, InvalidConfig, InvalidRequest, RequestFailed, StorageFailed, TidekvError
 
 RETRY_AFTER_S = 1
 COMPLETION_MAX_TOKENS = 16  # That of OpenAI.
@@ -29,6 +29,7 @@ STATUS_PAGE = Path(__file__).with_name("status.html")
 BODY_BYTES_MAX = 4 * 1024 * 1024
 """Maximum bytes of a request's body: a prompt of a million token ids fits."""
 T = TypeVar("T")
+B = TypeVar("B")
 
 
 class FlushBody(msgspec.Struct, frozen=True):
@@ -36,6 +37,19 @@ class FlushBody(msgspec.Struct, frozen=True):
 
     tiers: list[str]
     namespace: str | None = None
+
+
+class StorageBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Storage to use from now on; None: no storage."""
+
+    uri: str | None
+
+
+class RequestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to change of a request that waits; see `DecodeEngine.change_request`."""
+
+    priority: int | None = None
+    deadline_s: float | None = None
 
 
 class Api:
@@ -55,6 +69,10 @@ class Api:
                 Route("/metrics", self.metrics),
                 Route("/health", self.health),
                 Route("/requests", self.requests),
+                Route("/requests/{request_id}", self.change_request, methods=["POST"]),
+                Route("/policy", self.policy),
+                Route("/policy", self.change_policy, methods=["POST"]),
+                Route("/storage", self.exchange_storage, methods=["POST"]),
                 Route("/flush", self.flush, methods=["POST"]),
                 Route("/look_up", self.look_up, methods=["POST"]),
                 Route("/hints", self.hints, methods=["POST"]),
@@ -162,17 +180,47 @@ class Api:
             pages["pinned"] = pages["cached"] - pages["evictable"]
         return JSONResponse({"requests": live, "pools": pools, "counts": worker.counts, "queue": core["queue"]})
 
+    async def change_request(self, request: Request) -> Response:
+        """Give a request that waits another priority or deadline; false if it is READY or gone."""
+
+        async def act(body: RequestBody) -> dict[str, bool]:
+            request_id = request.path_params["request_id"]
+            changed = self._worker.engine.change_request(request_id, priority=body.priority, deadline_s=body.deadline_s)
+            return {"changed": changed}
+
+        return await _operate(request, RequestBody, act)
+
+    async def policy(self, request: Request) -> Response:
+        """Return the present storage policy."""
+        return JSONResponse(msgspec.to_builtins(self._worker.engine.policy))
+
+    async def change_policy(self, request: Request) -> Response:
+        """Change fields of the storage policy, as `{"prefetch": "best_effort"}`; returns the whole policy."""
+
+        async def act(body: dict[str, object]) -> object:
+            return msgspec.to_builtins(self._worker.engine.change_policy(**body))  # type: ignore[arg-type]  # It checks.
+
+        return await _operate(request, dict[str, object], act)
+
+    async def exchange_storage(self, request: Request) -> Response:
+        """Use the storage of `{"uri": "file:/data"}` from now on, or none (`{"uri": null}`); requests go on."""
+
+        async def act(body: StorageBody) -> dict[str, str | None]:
+            if body.uri is None:
+                await self._worker.engine.detach_storage()
+            else:
+                await self._worker.engine.attach_storage(body.uri)
+            return {"uri": body.uri}
+
+        return await _operate(request, StorageBody, act)
+
     async def flush(self, request: Request) -> Response:
         """Drop the unused pages of the tiers in `{"tiers": ["l1"]}`, so that a later answer shows the next tier."""
-        if refusal := _refusal_of_foreign_page(request):
-            return refusal
-        try:
-            body = msgspec.json.decode(await _body_of(request), type=FlushBody)
-            return JSONResponse(await self._worker.engine.flush(tuple(body.tiers), namespace=body.namespace))
-        except (TidekvError, msgspec.MsgspecError) as error:
-            return _as_response(error)
-        except ClientDisconnect:
-            return Response(status_code=499)
+
+        async def act(body: FlushBody) -> dict[str, dict[str, int]]:
+            return await self._worker.engine.flush(tuple(body.tiers), namespace=body.namespace)
+
+        return await _operate(request, FlushBody, act)
 
     async def look_up(self, request: Request) -> Response:
         """Say how many tokens each tier has of the prompts of a completion body, storage included."""
@@ -189,15 +237,11 @@ class Api:
 
     async def hints(self, request: Request) -> Response:
         """Act on an envelope of KV hints, as an orchestrator sends it; returns the outcome of each action."""
-        if refusal := _refusal_of_foreign_page(request):
-            return refusal
-        try:
-            envelope = msgspec.json.decode(await _body_of(request))
-            return JSONResponse([asdict(each) for each in await self._worker.engine.hint(envelope)])
-        except (TidekvError, msgspec.MsgspecError) as error:
-            return _as_response(error)
-        except ClientDisconnect:
-            return Response(status_code=499)
+
+        async def act(envelope: object) -> list[dict[str, object]]:
+            return [asdict(each) for each in await self._worker.engine.hint(envelope)]
+
+        return await _operate(request, object, act)
 
     # --- Pages ---
 
@@ -208,6 +252,18 @@ class Api:
     async def status_page(self, request: Request) -> Response:
         """Return the page that shows `/requests`."""
         return HTMLResponse(STATUS_PAGE.read_text())
+
+
+async def _operate(request: Request, kind: type[B], act: Callable[[B], Awaitable[object]]) -> Response:
+    """Answer an operator's POST: decode its body as `kind`, and return what `act` makes of it."""
+    if refusal := _refusal_of_foreign_page(request):
+        return refusal
+    try:
+        return JSONResponse(await act(msgspec.json.decode(await _body_of(request), type=kind)))
+    except (TidekvError, msgspec.MsgspecError) as error:
+        return _as_response(error)
+    except ClientDisconnect:
+        return Response(status_code=499)
 
 
 async def _body_of(request: Request) -> bytes:
@@ -295,9 +351,9 @@ async def _disconnected(receive: Receive) -> None:
 def _as_response(error: Exception) -> Response:
     if isinstance(error, CapacityError):
         return _refusal(429, f"too many requests: {error}", "rate_limit_error")
-    if isinstance(error, InvalidRequest | msgspec.MsgspecError):
+    if isinstance(error, InvalidRequest | InvalidConfig | msgspec.MsgspecError):
         return _refusal(400, str(error), "invalid_request_error")
-    if isinstance(error, EngineClosed | TimeoutError | RequestFailed):
+    if isinstance(error, EngineClosed | TimeoutError | RequestFailed | StorageFailed):
         return _refusal(503, str(error) or "the request took too long", "unavailable")
     return _refusal(500, str(error), "server_error")
 

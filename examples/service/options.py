@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
 
 from tidekv import InvalidConfig, KVEventsOptions, open_storage
 from tidekv.states.validation import checked
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 PAGE_TOKENS_MAX = 1 << 16
 
@@ -28,10 +31,12 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
     device_pages: int
     host_pages: int
     storage: str
+    prefill_storage: str
     batch_max: int
     queue_max: int
     drain_timeout_s: float
     journal: str
+    traces: bool
     kv_events: str
     kv_events_replay: str
     routers: list[str]
@@ -60,9 +65,32 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
         self.events()
         if self.storage:
             open_storage(self.storage)  # Reads the URI; nothing is opened before the engine starts.
+        if self.prefill_storage:
+            if self.prefill:
+                raise InvalidConfig(
+                    "--prefill-storage is of the worker started here; give others theirs: see prefill.py"
+                )
+            open_storage(self.prefill_storage)
+        if self.traces:
+            self.tracer_provider()
         directory = Path(self.journal).parent
         if self.journal and not (directory.is_dir() and os.access(directory, os.W_OK)):
             raise InvalidConfig(f"--journal: {directory} is not a directory that this process can write to")
+
+    def tracer_provider(self) -> TracerProvider | None:
+        """Return the provider of spans that this process was started with; None without `--traces`."""
+        if not self.traces:
+            return None
+        try:
+            from opentelemetry.trace import ProxyTracerProvider, get_tracer_provider
+        except ModuleNotFoundError:
+            raise InvalidConfig("--traces needs OpenTelemetry: pip install 'tidekv[otel]'") from None
+        provider = get_tracer_provider()
+        if isinstance(provider, ProxyTracerProvider):
+            raise InvalidConfig(
+                "--traces: no exporter of spans is set up in this process; start it by opentelemetry-instrument"
+            )
+        return provider
 
     def listen(self) -> socket.socket:
         """Return the listening socket. Raises InvalidConfig."""
@@ -81,6 +109,8 @@ class PrefillOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Unique among the workers that decode workers know."""
     num_pages: int = 1024
     page_size: int = 16
+    storage: str = ""
+    """URI of storage that computed prompts are written through to; decode workers that share it hit them."""
     ends_with_stdin: bool = False
     """Stop when stdin is closed. This also happens if the parent process is killed by SIGKILL."""
 

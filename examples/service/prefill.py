@@ -20,7 +20,7 @@ import uvloop
 
 from examples.service.model import load
 from examples.service.options import PrefillOptions
-from tidekv import DevicePool, InvalidConfig, NixlTransport, PrefillPeer
+from tidekv import DevicePool, InvalidConfig, NixlTransport, PrefillPeer, open_storage
 from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.model import PagedModel
 from tidekv.engine.demo.model_prefill import ModelPrefill
@@ -52,6 +52,7 @@ async def serve(options: PrefillOptions) -> None:
             listen=options.listen,
             model=model.fingerprint,
             on_room=worker.serve,
+            storage=open_storage(options.storage) if options.storage else None,
         ) as peer:
             print(peer.address, flush=True)
             await ended.wait()

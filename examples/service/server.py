@@ -28,6 +28,7 @@ from tidekv import (
     MetricsOptions,
     NixlTransport,
     open_storage,
+    trace_requests,
 )
 from tidekv.engine.demo.model import PagedModel
 
@@ -63,7 +64,12 @@ class DrainingServer(uvicorn.Server):
 
 async def serve(options: ServiceOptions, listener: socket.socket) -> None:
     """Run the service until a signal arrives and the worker has drained. Closes the listener."""
-    of_prefill = PrefillOptions(model=options.model, page_size=options.page_size, num_pages=4 * options.device_pages)
+    of_prefill = PrefillOptions(
+        model=options.model,
+        page_size=options.page_size,
+        num_pages=4 * options.device_pages,
+        storage=options.prefill_storage,
+    )
     prefill_worker = DistantPrefill(options.prefill) if options.prefill else PrefillChild(of_prefill)
     async with asyncio.TaskGroup() as tasks:
         # The child loads its copy of the model while this process loads its own.
@@ -92,6 +98,8 @@ async def serve(options: ServiceOptions, listener: socket.socket) -> None:
         async with decode_worker(
             engine, pool, served, prefill_worker, device_pages=options.device_pages, batch_max=options.batch_max
         ) as worker:
+            if provider := options.tracer_provider():
+                trace_requests(engine, provider)
             config = uvicorn.Config(Api(worker).app(), lifespan="off", log_level="warning", access_log=False)
             server = DrainingServer(config, worker, drain_timeout_s=options.drain_timeout_s)
             await prefill_worker.is_up.wait()

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from examples.service import api
-from tidekv import HintOutcome, InvalidRequest, PromptLookUp
+from tidekv import HintOutcome, InvalidConfig, InvalidRequest, PromptLookUp, StorageFailed, StoragePolicy
+from tidekv.states.storage_policy import changed_policy
 
 
 @pytest.fixture
@@ -98,3 +99,74 @@ async def test_hints_of_an_orchestrator_are_answered_and_what_is_no_envelope_is_
         assert (await http.post("/hints", json=[])).status_code == 400
         foreign = await http.post("/hints", json={"message_id": "m"}, headers={"Origin": "http://other"})
         assert foreign.status_code == 403
+
+
+class OperatedEngine:
+    """The calls of an engine that an operator reaches over HTTP."""
+
+    def __init__(self) -> None:
+        self.policy = StoragePolicy()
+        self.storage: str | None = "memory:"
+
+    def change_policy(self, **changes: object) -> StoragePolicy:
+        self.policy = changed_policy(self.policy, changes)
+        return self.policy
+
+    def change_request(self, request_id: str, *, priority: int | None, deadline_s: float | None) -> bool:
+        if priority is None and deadline_s is None:
+            raise InvalidRequest("give a priority or a deadline_s")
+        return request_id == "cmpl-1" and (priority, deadline_s) == (3, None)
+
+    async def attach_storage(self, uri: str) -> None:
+        if uri.startswith("tape:"):
+            raise InvalidConfig("there is no storage engine 'tape'")
+        if uri.startswith("redis:"):
+            raise StorageFailed("nothing listens there")
+        self.storage = uri
+
+    async def detach_storage(self) -> None:
+        self.storage = None
+
+
+@pytest.fixture
+async def operated() -> AsyncIterator[tuple[httpx.AsyncClient, OperatedEngine]]:
+    engine = OperatedEngine()
+    app = api.Api(SimpleNamespace(engine=engine)).app()  # type: ignore[arg-type]  # What these routes use of it.
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://service:8000") as http:
+        yield http, engine
+
+
+async def test_an_operator_reads_and_changes_the_storage_policy(operated) -> None:
+    http, engine = operated
+    assert (await http.get("/policy")).json()["prefetch"] == "soonest"
+    changed = await http.post("/policy", json={"prefetch": "best_effort"})
+    assert (changed.status_code, changed.json()["prefetch"]) == (200, "best_effort")
+    for wrong in ({"prefech": "timeout"}, {"breaker_failures": "many"}, {"prefetch": None}, []):
+        assert (await http.post("/policy", json=wrong)).status_code == 400, wrong
+    assert engine.policy == StoragePolicy(prefetch="best_effort")
+
+
+async def test_an_operator_exchanges_and_removes_storage(operated) -> None:
+    http, engine = operated
+    for body, status in (
+        ({"uri": "tape:/x"}, 400),
+        ({"url": "memory:"}, 400),
+        ({}, 400),
+        ({"uri": "redis://127.0.0.1:1"}, 503),
+    ):
+        assert (await http.post("/storage", json=body)).status_code == status, body
+    assert engine.storage == "memory:"
+    assert (await http.post("/storage", json={"uri": "file:/data"})).json() == {"uri": "file:/data"}
+    assert engine.storage == "file:/data"
+    foreign = await http.post("/storage", json={"uri": None}, headers={"Origin": "http://other"})
+    assert (foreign.status_code, engine.storage) == (403, "file:/data")
+    assert (await http.post("/storage", json={"uri": None})).status_code == 200
+    assert engine.storage is None
+
+
+async def test_an_operator_changes_a_request_that_waits(operated) -> None:
+    http, _ = operated
+    assert (await http.post("/requests/cmpl-1", json={"priority": 3})).json() == {"changed": True}
+    assert (await http.post("/requests/cmpl-9", json={"priority": 3})).json() == {"changed": False}
+    assert (await http.post("/requests/cmpl-1", json={})).status_code == 400
+    assert (await http.post("/requests/cmpl-1", json={"priorty": 3})).status_code == 400

@@ -1,0 +1,61 @@
+"""The example service under an operator: storage exchanged while it serves, prefill that stores, spans."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.waits import LIMIT_S
+
+pytestmark = [pytest.mark.nixl, pytest.mark.slow]
+
+PROMPT = [(7 * position + 3) % 256 for position in range(96)]
+PROVIDER = """
+import os
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
+
+if os.environ.get("SPANS"):
+    provider = TracerProvider()
+    out = open(os.environ["SPANS"], "a")
+    exporter = ConsoleSpanExporter(out=out, formatter=lambda span: span.to_json(None) + "\\n")
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+"""
+"""What opentelemetry-instrument does to a process, in short."""
+
+
+def test_prompts_that_prefill_has_stored_hit_a_storage_attached_later(serving, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(PROVIDER)
+    spans = tmp_path / "spans"
+    monkeypatch.setenv("SPANS", str(spans))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
+    stored = f"file:{tmp_path / 'pages'}?capacity=64MB"
+    with serving(tmp_path / "log", "--prefill-storage", stored, "--traces") as service:
+        expected = service.tokens(PROMPT, 4)
+        assert httpx.post(f"{service.url}/flush", json={"tiers": ["l3"]}).status_code == 400  # No storage is attached.
+        assert httpx.post(f"{service.url}/storage", json={"uri": stored}).json() == {"uri": stored}
+        assert httpx.post(f"{service.url}/flush", json={"tiers": ["l1", "l2"]}).json()["dropped"]["l1"] > 0
+
+        deadline = time.monotonic() + LIMIT_S
+        # Prefill stores in the background.
+        while httpx.post(f"{service.url}/look_up", json={"prompt": [PROMPT]}).json()[0]["l3"] < len(PROMPT):
+            assert time.monotonic() < deadline
+        changed = httpx.post(
+            f"{service.url}/policy", json={"prefetch": "wait_complete", "prefetch_threshold_tokens": 0}
+        )
+        assert changed.json()["prefetch"] == "wait_complete"
+        answer = service.complete(PROMPT, 4)
+        assert answer.choices[0].token_ids == expected
+        assert answer.usage.sources["l3"] > 0
+        assert httpx.post(f"{service.url}/storage", json={"uri": None}).status_code == 200
+        service.wait_idle()
+    names = [json.loads(line)["name"] for line in spans.read_text().splitlines()]
+    assert names.count("tidekv.restore") == 2
