@@ -14,7 +14,7 @@ import sqlite3
 from pathlib import Path
 from typing import Final
 
-from tidekv.backends.storage.file.index import INDEX_FILE, FileIndex, cut_file
+from tidekv.backends.storage.file.index import INDEX_FILE, FileIndex, SpaceLimits, cut_file
 from tidekv.backends.storage.file.options import FileOptions
 from tidekv.backends.storage.file.ownership import is_own_directory, make_directory, make_root, open_file
 from tidekv.backends.storage.file.records import BLOCK_BYTES, HEADER_BYTES, Geometry
@@ -131,8 +131,7 @@ class Directory:
             options.root,
             namespace_id=number,
             geometry=geometry,
-            capacity_bytes=options.capacity,
-            low_water=options.low_water,
+            limits=SpaceLimits(options.capacity, options.low_water),
             writer=self._writer,
             busy_timeout_s=options.busy_timeout_s,
             erase=segments.erase_headers,

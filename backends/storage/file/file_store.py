@@ -102,16 +102,7 @@ class FileStore:
             try:
                 io = await loop.run_in_executor(
                     threads.workers,
-                    lambda: NixlIO(
-                        place.segments,
-                        pool,
-                        buffer_of,
-                        poller,
-                        threads.workers,
-                        plain=plain,
-                        queue=options.queue,
-                        chunk_bytes=options.chunk,
-                    ),
+                    lambda: NixlIO(plain, pool, poller, queue=options.queue, chunk_bytes=options.chunk),
                 )
             except BaseException:
                 await loop.run_in_executor(threads.index, place.close)

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from tidekv.backends.storage.base import KEY_BYTES
 from tidekv.backends.storage.file.ownership import open_file
@@ -64,6 +64,14 @@ _PUBLISH: Final = (
 )
 
 
+class SpaceLimits(NamedTuple):
+    """Space of one namespace on the disk."""
+
+    capacity_bytes: int
+    low_water: float
+    """Share of the slots that an eviction leaves in use."""
+
+
 class FileIndex:
     """The index as one engine uses it, for one namespace."""
 
@@ -73,8 +81,7 @@ class FileIndex:
         *,
         namespace_id: int,
         geometry: Geometry,
-        capacity_bytes: int,
-        low_water: float,
+        limits: SpaceLimits,
         writer: WriterLock,
         busy_timeout_s: float,
         erase: Callable[[Sequence[int]], None],
@@ -86,8 +93,7 @@ class FileIndex:
         self._evictions = 0
         self.used_bytes = 0
         self._namespace = namespace_id
-        self._capacity_bytes = capacity_bytes
-        self._low_water = low_water
+        self._limits = limits
         self._writer = writer
         self._erase = erase
         self._busy_timeout_s = busy_timeout_s
@@ -374,7 +380,7 @@ class FileIndex:
 
     def _add_segment(self, seq: int) -> bool:
         """Add a segment if the bound allows; its file is made when it is first written."""
-        if self._total_bytes() + self.geometry.segment_bytes > self._capacity_bytes:
+        if self._total_bytes() + self.geometry.segment_bytes > self._limits.capacity_bytes:
             return False
         row = self._db.execute(
             "INSERT INTO segments(namespace, slots, bytes, retired, seq) VALUES(?, ?, ?, 0, ?)",
@@ -405,7 +411,7 @@ class FileIndex:
         short = count - self.mirror.free_count
         if short <= 0:
             return []
-        spare = int(self.mirror.slot_count * (1 - self._low_water))
+        spare = int(self.mirror.slot_count * (1 - self._limits.low_water))
         return self._evict(short + spare)
 
     def _replace_oldest(self, count: int, seq: int) -> list[int]:
@@ -450,7 +456,7 @@ class FileIndex:
 
     def _shrink(self, seq: int) -> None:
         """Retire segments until the capacity holds; it may be lower than last time."""
-        while self._total_bytes() > self._capacity_bytes:
+        while self._total_bytes() > self._limits.capacity_bytes:
             segment, digest = self._db.execute(
                 "SELECT s.id, n.digest FROM segments s JOIN namespaces n ON n.id=s.namespace WHERE s.retired=0 "
                 "ORDER BY (SELECT MAX(used) FROM slots WHERE slot BETWEEN s.id << ? AND (s.id + 1 << ?) - 1) LIMIT 1",

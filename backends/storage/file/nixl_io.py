@@ -12,7 +12,6 @@ import os
 import threading
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor
 from itertools import groupby
 from typing import Any, Final
 
@@ -20,12 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tidekv.backends.base import Poller
-from tidekv.backends.storage.base import BufferOf
 from tidekv.backends.storage.calls import all_settled
 from tidekv.backends.storage.file.page_io import LATE, ThreadIO, seal
 from tidekv.backends.storage.file.page_verify import verify_headers
 from tidekv.backends.storage.file.records import page_checksum
-from tidekv.backends.storage.file.segments import Segments, index_of, segment_of
+from tidekv.backends.storage.file.segments import index_of, segment_of
 from tidekv.states.errors import EngineClosed, StorageFailed
 from tidekv.states.types import PoolMemory
 
@@ -43,24 +41,22 @@ class NixlIO:
 
     def __init__(
         self,
-        segments: Segments,
-        pool: PoolMemory,
-        buffer_of: BufferOf,
-        poller: Poller,
-        workers: Executor,
-        *,
         plain: ThreadIO,
+        pool: PoolMemory,
+        poller: Poller,
+        *,
         queue: str,
         chunk_bytes: int,
     ) -> None:
         """Make the agent and register the pool. Blocks; StorageFailed if NIXL or its plugin is not available.
 
-        `plain` finds the page that failed; `chunk_bytes` is the approximate size of one transfer.
+        `plain` has the same segments and host pages, and finds the page that failed; `chunk_bytes` is the approximate
+        size of one transfer.
         """
-        self._segments = segments
+        self._segments = segments = plain.segments
         self._poller = poller
-        self._workers = workers
-        self._buffer_of = buffer_of
+        self._workers = plain.workers
+        self._buffer_of = plain.buffer_of
         self._plain = plain
         self._part_pages = max(chunk_bytes // segments.geometry.page_bytes, 1)
         self._lock = threading.Lock()

@@ -84,9 +84,9 @@ class ThreadIO:
     ) -> None:
         """`chunk_bytes` bounds what one thread takes at once."""
         page_bytes = segments.geometry.page_bytes
-        self._segments = segments
-        self._buffer_of = buffer_of
-        self._workers = workers
+        self.segments = segments
+        self.buffer_of = buffer_of
+        self.workers = workers
         self._worker_count = worker_count
         self._fetching = 0
         self._pages_at_once = min(max(min(PIECE_BYTES, chunk_bytes) // page_bytes, 1), _BUFFERS_MAX)
@@ -115,15 +115,15 @@ class ThreadIO:
         if len(runs) > _CACHED_RUNS_MAX:
             return False
         headers: list[bytes] = []
-        buffers = [self._buffer_of(page) for page in pages]
+        buffers = [self.buffer_of(page) for page in pages]
         for run in runs:
-            found = self._segments.read_cached(slots[run.first], buffers[run.first : run.first + run.count])
+            found = self.segments.read_cached(slots[run.first], buffers[run.first : run.first + run.count])
             if found is None:
                 return False
             headers.append(found)
         return are_headers(
             b"".join(headers),
-            self._segments.geometry,
+            self.segments.geometry,
             indices=indices_of(slots),
             keys=keys,
             checksums=list(map(page_checksum, buffers)),
@@ -149,7 +149,7 @@ class ThreadIO:
         loop = asyncio.get_running_loop()
         shares = min(self._worker_count, -(-len(slots) // self._share_pages_min))
         jobs = [
-            loop.run_in_executor(self._workers, move, batch, takewhile(lambda _: may_start(), pieces))
+            loop.run_in_executor(self.workers, move, batch, takewhile(lambda _: may_start(), pieces))
             for pieces in orders(list(self._pieces(slots)), shares)
         ]
         if jobs:
@@ -163,23 +163,23 @@ class ThreadIO:
         checksums: list[bytes] = []
         for piece in pieces:
             at, first = slice(piece.first, piece.first + piece.count), batch.slots[piece.first]
-            buffers = [self._buffer_of(page) for page in batch.pages[at]]
+            buffers = [self.buffer_of(page) for page in batch.pages[at]]
             done += range(at.start, at.stop)
             if len(buffers[0]) > PIECE_BYTES:
                 batch.causes[at.start], checksum = self._fetch_large(first, buffers[0])
                 checksums.append(checksum)
                 continue
-            if self._segments.read_pages(first, buffers):
+            if self.segments.read_pages(first, buffers):
                 batch.causes[at] = [""] * piece.count
             else:
                 batch.causes[at] = [
-                    self._segments.read_page(slot, page) for slot, page in zip(batch.slots[at], buffers, strict=True)
+                    self.segments.read_page(slot, page) for slot, page in zip(batch.slots[at], buffers, strict=True)
                 ]
             checksums += map(page_checksum, buffers)
         if not done:
             return
         proofs = verify_headers(
-            self._segments, [batch.keys[at] for at in done], [batch.slots[at] for at in done], checksums
+            self.segments, [batch.keys[at] for at in done], [batch.slots[at] for at in done], checksums
         )
         if any(proofs):
             for page, proof in zip(done, proofs, strict=True):
@@ -189,7 +189,7 @@ class ThreadIO:
         checksum = xxhash.xxh3_128()
         for first in range(0, len(page), PIECE_BYTES):
             part = page[first : first + PIECE_BYTES]
-            if cause := self._segments.read_page(slot, part, first):
+            if cause := self.segments.read_page(slot, part, first):
                 return cause, NO_CHECKSUM
             checksum.update(part)
         return "", checksum.digest()
@@ -200,7 +200,7 @@ class ThreadIO:
         causes: list[str] = []
         for piece in pieces:
             at, first = slice(piece.first, piece.first + piece.count), batch.slots[piece.first]
-            buffers = [self._buffer_of(page) for page in batch.pages[at]]
+            buffers = [self.buffer_of(page) for page in batch.pages[at]]
             done += range(at.start, at.stop)
             if len(buffers[0]) > PIECE_BYTES:
                 cause, checksum = self._store_large(first, buffers[0])
@@ -208,12 +208,12 @@ class ThreadIO:
                 checksums.append(checksum)
                 continue
             checksums += map(page_checksum, buffers)
-            if self._segments.write_pages(first, buffers):
+            if self.segments.write_pages(first, buffers):
                 causes += [""] * piece.count
             else:
                 causes += [self._store_part(slot, page) for slot, page in zip(batch.slots[at], buffers, strict=True)]
         keys, slots = [batch.keys[at] for at in done], [batch.slots[at] for at in done]
-        for page, cause in zip(done, seal(self._segments, keys, slots, checksums, causes), strict=True):
+        for page, cause in zip(done, seal(self.segments, keys, slots, checksums, causes), strict=True):
             batch.causes[page] = cause
 
     def _store_large(self, slot: int, page: memoryview) -> tuple[str, bytes]:
@@ -227,7 +227,7 @@ class ThreadIO:
 
     def _store_part(self, slot: int, part: memoryview, first: int = 0) -> str:
         try:
-            self._segments.write_page(slot, part, first)
+            self.segments.write_page(slot, part, first)
         except OSError as error:
             return failure_cause(error)
         return ""
