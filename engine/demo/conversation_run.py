@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
 from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.conversations import SOURCES, Conversation, Transcripts, Turn, Workload
 from tidekv.engine.demo.model import Choice, DecodeStep, PagedModel, greedy
-from tidekv.engine.demo.phase import Phase, Progress
+from tidekv.engine.demo.phase import Pass
 from tidekv.states.errors import InvalidRequest, OutOfPages
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class StepBatcher:
 
 
 class ConversationRun:
-    """One pass over a workload. `cache=False` restores and keeps nothing, to measure the cost without a decode cache.
+    """One pass over generated conversations.
 
     `damage` names a source: one page that came from it is overwritten after its restore, once, to show that the
     comparison of tokens can fail.
@@ -88,30 +87,21 @@ class ConversationRun:
 
     def __init__(
         self,
-        engine: DecodeEngine,
+        served: Pass,
         model: PagedModel,
         compute: ComputeThread,
         *,
-        prefill: str | Sequence[str],
         workload: Workload,
-        phase: Phase,
-        in_flight_max: int,
-        cache: bool = True,
         damage: str = "",
-        progress: Progress | None = None,
     ) -> None:
         if damage and damage not in SOURCES:
             raise InvalidRequest(f"damage must be one of {', '.join(SOURCES)}, not {damage!r}")
-        self._engine = engine
+        self._served = served
         self._model = model
         self._batcher = StepBatcher(model, compute)
-        self._prefill = prefill
         self._workload = workload
-        self._phase = phase
-        self._cache = cache
         self._damage = damage
-        self._progress = progress
-        self._slots = asyncio.Semaphore(in_flight_max)
+        self._slots = asyncio.Semaphore(served.in_flight_max)
         self._transcripts = Transcripts(workload)
         self._answered: dict[tuple[int, int], asyncio.Event] = {
             (turn.conversation, turn.round): asyncio.Event()
@@ -136,26 +126,25 @@ class ConversationRun:
             self._transcripts.answer(turn, answer.output)
             self.answers.append(answer)
             self._answered[turn.conversation, turn.round].set()
-            if self._progress is not None:
-                self._progress(self._phase.name, 1)
+            self._served.advance()
 
     async def _answer(self, turn: Turn) -> Answer:
         prompt = self._transcripts.prompt(turn)
         request = DecodeRequest(
-            request_id=f"{self._phase.name}/{turn.request_id}",
+            request_id=f"{self._served.phase.name}/{turn.request_id}",
             tokens=prompt,
-            prefill=self._prefill,
+            prefill=self._served.prefill,
             max_new_tokens=turn.output_tokens,
-            cache=self._cache,
+            cache=self._served.cache,
             send_prompt=True,
         )
         started_s = time.perf_counter()
-        ready = await self._engine.restore(request)
-        self._phase.note(ready, time.perf_counter() - started_s, page_size=self._model.page_size)
+        ready = await self._served.engine.restore(request)
+        self._served.phase.note(ready, time.perf_counter() - started_s, page_size=self._model.page_size)
         sources = dict(ready.sources)
         self._damage_once(ready)
         ready, output, since, margin = await self._generate(ready, turn.output_tokens)
-        await self._engine.finish(ready, since)
+        await self._served.engine.finish(ready, since)
         return Answer(turn, prompt, output, margin, sources)
 
     async def _generate(self, ready: ReadyRequest, count: int) -> tuple[ReadyRequest, list[int], list[int], float]:
@@ -169,10 +158,10 @@ class ConversationRun:
         margin = float(str(ready.aux.get("margin", "inf")))
         while len(output) < count:
             try:
-                self._engine.grow(ready, 1)
+                self._served.engine.grow(ready, 1)
             except OutOfPages:
-                self._phase.retractions += 1
-                ready = await self._engine.resume(await self._engine.retract(ready, since))
+                self._served.phase.retractions += 1
+                ready = await self._served.engine.resume(await self._served.engine.retract(ready, since))
                 since = [ready.first_token]
                 output.append(ready.first_token)
                 continue

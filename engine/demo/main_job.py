@@ -30,7 +30,7 @@ from tidekv.engine.demo.conversation_run import Answer, ConversationRun
 from tidekv.engine.demo.conversations import SOURCES, Workload, WorkloadOptions, make_workload
 from tidekv.engine.demo.link import Deployment
 from tidekv.engine.demo.model import Llama, ModelShape, PagedModel, build_llama, generate_in_one_process
-from tidekv.engine.demo.phase import Phase, Progress, held_by, reusable_tokens
+from tidekv.engine.demo.phase import Pass, Phase, Progress, held_by, reusable_tokens
 from tidekv.engine.demo.prefill_process import Counts, DistantPrefill, PrefillOrder, PrefillProcess
 from tidekv.engine.demo.trace_run import TraceRun
 from tidekv.engine.demo.traces import read_trace
@@ -140,16 +140,18 @@ async def run_conversations(
                     if progress is not None:
                         progress(phase.name, 0)
                     run = ConversationRun(
-                        worker.engine,
+                        Pass(
+                            engine=worker.engine,
+                            prefill=prefill.address,
+                            phase=phase,
+                            in_flight_max=result.in_flight_max,
+                            cache=cache,
+                            progress=progress,
+                        ),
                         PagedModel(llama, worker.device),
                         compute,
-                        prefill=prefill.address,
                         workload=workload,
-                        phase=phase,
-                        in_flight_max=result.in_flight_max,
-                        cache=cache,
                         damage=damage if cache else "",
-                        progress=progress,
                     )
                     await run.run()
                 passes.append(run.answers)
@@ -217,17 +219,19 @@ async def run_trace(
                     if progress is not None:
                         progress(phase.name, 0)
                     run = TraceRun(
-                        worker.engine,
+                        Pass(
+                            engine=worker.engine,
+                            prefill=prefill.address,
+                            phase=phase,
+                            in_flight_max=result.in_flight_max,
+                            cache=cache,
+                            progress=progress,
+                        ),
                         worker.device,
                         compute,
-                        prefill=prefill.address,
                         vocabulary=VOCABULARY,
-                        phase=phase,
-                        in_flight_max=result.in_flight_max,
-                        cache=cache,
                         verify_every=tiers.verify_every,
                         compute_ahead=prefill.compute if tiers.computed_ahead else None,
-                        progress=progress,
                     )
                     await run.run(first if cache else read_trace(path, options))
                 result.compared += run.verdicts.pages

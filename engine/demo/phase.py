@@ -8,7 +8,7 @@ Deliberately naive: a set of known prefixes, one request at a time, in order; no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
@@ -40,6 +40,27 @@ def reusable_tokens(
 
 Progress: TypeAlias = Callable[[str, int], None]
 """Called with the name of a phase and how many of its requests have just ended; 0 when the phase begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """The engine that serves one pass over a workload, and how it is driven.
+
+    `cache=False` restores and keeps nothing, to measure the cost without a decode cache. At most `in_flight_max`
+    requests are in flight.
+    """
+
+    engine: DecodeEngine
+    prefill: str | Sequence[str]
+    phase: Phase
+    in_flight_max: int
+    cache: bool = True
+    progress: Progress | None = None
+
+    def advance(self) -> None:
+        """Report one more request that has ended."""
+        if self.progress is not None:
+            self.progress(self.phase.name, 1)
 
 
 @dataclass(slots=True)

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tidekv.backends.device.pool import DevicePool
-from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
 from tidekv.engine.demo.blocks import TraceRequest
 from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.phase import Phase, Progress
+from tidekv.engine.demo.phase import Pass
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import synthetic_first_token
 
@@ -37,7 +36,7 @@ class Verdicts:
 
 
 class TraceRun:
-    """One pass over a recording. `cache=False` restores and keeps nothing, to measure the cost without a decode cache.
+    """One pass over a recording.
 
     Requests start in the recording's order, not before their time and at most `in_flight_max` at once; those of one
     session run one after the other. The pages of one request in `verify_every` are verified. `compute_ahead` is awaited
@@ -46,31 +45,22 @@ class TraceRun:
 
     def __init__(
         self,
-        engine: DecodeEngine,
+        served: Pass,
         device: DevicePool,
         compute: ComputeThread,
         *,
-        prefill: str,
         vocabulary: int,
-        phase: Phase,
-        in_flight_max: int,
-        cache: bool = True,
         verify_every: int = 1,
         compute_ahead: Callable[[bytes], Awaitable[None]] | None = None,
-        progress: Progress | None = None,
     ) -> None:
-        self._engine = engine
+        self._served = served
         self._kv = SyntheticKV(device)
         self._page_size = device.layout.page_size
         self._compute = compute
-        self._prefill = prefill
         self._vocabulary = vocabulary
-        self._phase = phase
-        self._cache = cache
-        self._progress = progress
         self._verify_every = verify_every
         self._compute_ahead = compute_ahead
-        self._slots = asyncio.Semaphore(in_flight_max)
+        self._slots = asyncio.Semaphore(served.in_flight_max)
         self._last_of: dict[str, asyncio.Event] = {}
         self.verdicts = Verdicts()
 
@@ -106,8 +96,7 @@ class TraceRun:
         finally:
             ended.set()
             self._slots.release()
-        if self._progress is not None:
-            self._progress(self._phase.name, 1)
+        self._served.advance()
 
     async def _serve(self, prompt: _Prompt) -> None:
         """Restore a prompt, verify it, write the output's KV, and finish."""
@@ -115,29 +104,29 @@ class TraceRun:
         if self._compute_ahead is not None:
             await self._compute_ahead(prompt.packed)
         started_s = time.perf_counter()
-        ready = await self._engine.restore(
+        ready = await self._served.engine.restore(
             DecodeRequest(
                 request_id=request_id,
                 tokens=prompt.packed,
-                prefill=self._prefill,
+                prefill=self._served.prefill,
                 max_new_tokens=prompt.request.output_length,
-                cache=self._cache,
+                cache=self._served.cache,
                 send_prompt=True,
             )
         )
-        self._phase.note(ready, time.perf_counter() - started_s, page_size=self._page_size)
-        if self._phase.requests % self._verify_every == 0:
+        self._served.phase.note(ready, time.perf_counter() - started_s, page_size=self._page_size)
+        if self._served.phase.requests % self._verify_every == 0:
             await self._verify(prompt, ready)
         if ready.first_token != synthetic_first_token(prompt.packed, self._vocabulary):
             self.verdicts.wrong.append(f"{request_id}: the first token is that of another prompt")
         # The whole output at once: the replay reproduces its memory, not the time of each token.
-        self._engine.grow(ready, prompt.request.output_length - 1)
+        self._served.engine.grow(ready, prompt.request.output_length - 1)
         written = prompt.packed + prompt.output[:-4]
         first = len(prompt.packed) // 4 // self._page_size
         digests = await self._compute.run(partial(prompt_digests, written, self._page_size))
         fresh = ready.pages[first : len(digests)].tolist()
         await self._compute.run(partial(self._kv.fill, fresh, digests[first:]))
-        await self._engine.finish(ready, prompt.output)
+        await self._served.engine.finish(ready, prompt.output)
 
     async def _verify(self, prompt: _Prompt, ready: ReadyRequest) -> None:
         """Compare every page of the prompt byte for byte with its expected content."""

@@ -31,7 +31,7 @@ from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.conversation_run import Answer, ConversationRun
 from tidekv.engine.demo.conversations import SOURCES, Lengths, Workload, WorkloadOptions, make_workload
 from tidekv.engine.demo.model_prefill import ModelPrefill
-from tidekv.engine.demo.phase import Phase, held_by
+from tidekv.engine.demo.phase import Pass, Phase, held_by
 from tidekv.engine.demo.prefix_pages import PrefixPages
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
@@ -106,14 +106,10 @@ async def serve(
     async with PrefillPeer(device=pool, transport=transport, listen="prefill", on_room=prefill.serve) as peer:
         async with decode_engine(network, MODEL_LAYOUT, l1=l1, l2=l2 if cache else 0) as (engine, device):
             run = ConversationRun(
-                engine,
+                Pass(engine=engine, prefill="prefill", phase=phase, in_flight_max=2, cache=cache),
                 paged.PagedModel(llama, device),
                 compute,
-                prefill="prefill",
                 workload=workload,
-                phase=phase,
-                in_flight_max=2,
-                cache=cache,
                 damage=damage,
             )
             await run.run()
@@ -227,13 +223,10 @@ async def test_a_replay_verifies_every_page(tmp_path: Path, compute: ComputeThre
         decode_engine(network, SYNTHETIC_LAYOUT, l1=200, l2=220) as (engine, device),
     ):
         run = TraceRun(
-            engine,
+            Pass(engine=engine, prefill="prefill", phase=phase, in_flight_max=3),
             device,
             compute,
-            prefill="prefill",
             vocabulary=1000,
-            phase=phase,
-            in_flight_max=3,
         )
         await run.run(iter(requests[:10]))
         if damage:

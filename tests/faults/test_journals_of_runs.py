@@ -18,7 +18,7 @@ from tidekv.engine.cli import main
 from tidekv.engine.demo import main_job
 from tidekv.engine.demo.blocks import TraceOptions
 from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.phase import Phase
+from tidekv.engine.demo.phase import Pass, Phase
 from tidekv.engine.demo.trace_run import TraceRun
 from tidekv.engine.demo.traces import read_trace
 from tidekv.engine.journal.digest import final_state
@@ -87,14 +87,16 @@ async def test_recording_whose_prefill_worker_is_killed_in_its_middle(
     async with asyncio.timeout(LIMIT_S), opened as decode:
         with ComputeThread("decode") as compute:
             run = TraceRun(
-                decode.engine,
+                Pass(
+                    engine=decode.engine,
+                    prefill=addresses,
+                    phase=Phase("killed"),
+                    in_flight_max=3,
+                    progress=progress,
+                ),
                 decode.device,
                 compute,
-                prefill=addresses,  # type: ignore[arg-type]  # It hands on what it is given, to a request.
                 vocabulary=2**31,
-                phase=Phase("killed"),
-                in_flight_max=3,
-                progress=progress,
             )
             async with asyncio.TaskGroup() as group:
                 killing = group.create_task(kill())
