@@ -584,21 +584,12 @@ SHARED_NAMES = {
 """Class names that more than one module still has. The list may only shrink."""
 PARAMETERS_MAX = 7
 LONG_CONSTRUCTORS = {
-    "ConversationRun": 10,
     "DecodeEngine": 8,
     "EngineThread": 9,
-    "Executor": 13,
-    "FileIndex": 8,
-    "Journal": 8,
-    "KVEventPublisher": 9,
-    "NixlIO": 8,
     "NixlTransport": 15,
     "PrefillPeer": 22,
     "PromptStore": 8,
-    "RankChannel": 9,
-    "Recorder": 8,
     "Runtime": 8,
-    "TraceRun": 11,
 }
 """Classes whose `__init__` takes more than PARAMETERS_MAX parameters, with their number. Both may only shrink:
 parts that always travel together become a value.

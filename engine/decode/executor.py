@@ -18,13 +18,14 @@ import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from tidekv.backends.keys.chain import namespace_seed
 from tidekv.backends.storage.base import leading, prefix_of, ranges_of
 from tidekv.backends.storage.prefix_put import put_prefix
 from tidekv.states import commands, events
 from tidekv.states.errors import PagesDamaged, TidekvError
+from tidekv.states.types import FULL
 from tidekv.transports.tasks import own_cancels_only
 
 if TYPE_CHECKING:
@@ -77,6 +78,28 @@ def ignore_missing(keys: Sequence[bytes]) -> None:
     """Nothing follows from missing pages."""
 
 
+class EffectLoop(NamedTuple):
+    """Where work of commands runs, and where its outcomes go."""
+
+    post: Callable[[Event], None]
+    """Takes an outcome into the core."""
+    clock: Callable[[], float]
+    spawn: Callable[[Awaitable[None], str], None]
+    """Runs a call to its end, under a name."""
+
+
+class StorageCalls(NamedTuple):
+    """What calls to storage need beside storage itself."""
+
+    checks: StorageChecks
+    keys_put: Callable[[int], tuple[str, bytes]]
+    """Namespace and keys of the pages of a store, by the number of its operation."""
+    store_timeout_s: float
+    """Maximum seconds of a store and of a probe."""
+    query_timeout_s: float
+    """Maximum seconds of a query."""
+
+
 class Executor:
     """Starts commands on one device, host, storage and transport."""
 
@@ -84,36 +107,27 @@ class Executor:
         self,
         *,
         calls: PendingCalls,
-        post: Callable[[Event], None],
-        clock: Callable[[], float],
-        spawn: Callable[[Awaitable[None], str], None],
-        copier: PageCopier | None,
-        component_copiers: Mapping[str, PageCopier],
-        storage_checks: StorageChecks,
+        loop: EffectLoop,
+        copiers: Mapping[str, PageCopier],
+        storage_calls: StorageCalls,
         receiver: Receiver,
-        keys_put: Callable[[int], tuple[str, bytes]],
         log: CoreLog,
         prompt_keys: PromptKeys,
-        store_timeout_s: float,
-        query_timeout_s: float,
     ) -> None:
+        """`copiers` has one for the full pages (`FULL`), if there is a host pool, and one for each component."""
         self.raised = 0
         self._storage: Storage | None = None
         self._component_storages: Mapping[str, Storage] = {}
         """By component; components that are not kept in storage have none."""
         self._calls = calls
-        self._post = post
-        self._clock = clock
-        self._spawn = spawn
-        self._copier = copier
-        self._component_copiers = component_copiers
-        self._storage_checks = storage_checks
+        self._post = loop.post
+        self._clock = loop.clock
+        self._spawn = loop.spawn
+        self._copiers = copiers
+        self._storage_calls = storage_calls
         self._receiver = receiver
-        self._keys_put = keys_put
         self._log = log
         self._prompt_keys = prompt_keys
-        self._store_timeout_s = store_timeout_s
-        self._query_timeout_s = query_timeout_s
         self.on_missing: Callable[[Sequence[bytes]], None] = ignore_missing
         """Called with keys that storage was asked for and does not have."""
         self._in_flight = CallsInFlight()
@@ -219,7 +233,7 @@ class Executor:
 
     async def _exist(self, storage: Storage, keys: Sequence[bytes], first: int) -> list[bool]:
         above = prefix_of(storage, keys[:first])
-        asked = storage.exists(keys[first:], timeout_s=self._query_timeout_s, **above)
+        asked = storage.exists(keys[first:], timeout_s=self._storage_calls.query_timeout_s, **above)
         return await own_cancels_only(asked, "storage")
 
     def _fetch(self, command: Fetch) -> None:
@@ -242,7 +256,7 @@ class Executor:
             keys = [known[position] for position in positions]
             got = storage.get_into(keys, command.host_pages, timeout_s=command.timeout_s, **above)
             good = leading(await own_cancels_only(got, "storage"))
-            await self._storage_checks.note_read(_component_of(command), command.host_pages[:good])
+            await self._storage_calls.checks.note_read(_component_of(command), command.host_pages[:good])
         except Exception as raised:
             error = self._text_of(command, raised)
         self._post(events.PagesFetched(at_s=self._clock(), op=command.op, good=good, error=error))
@@ -257,7 +271,7 @@ class Executor:
 
     def _prompt_put(self, op: int) -> Prompt:
         """Return the tokens of a put after the end of its request, from the page keys of the core."""
-        namespace, keys = self._keys_put(op)
+        namespace, keys = self._storage_calls.keys_put(op)
         packed = self._prompt_keys.page_keys.tokens_of(keys)
         return self._prompt_keys.prompt(packed, namespace_seed(namespace))
 
@@ -268,13 +282,13 @@ class Executor:
             component = _component_of(command)
             first, asked = (0, command.asked) if isinstance(command, commands.StorePages) else (command.first, 0)
             keys = await prompt.digests(0, first + len(command.host_pages) + asked)
-            checked = partial(self._storage_checks.intact, component)
+            checked = partial(self._storage_calls.checks.intact, component)
             done = await own_cancels_only(
                 put_prefix(
                     storage,
                     keys[first:],
                     command.host_pages,
-                    timeout_s=self._store_timeout_s,
+                    timeout_s=self._storage_calls.store_timeout_s,
                     checked=checked,
                     prefix_keys=keys[:first],
                 ),
@@ -300,8 +314,8 @@ class Executor:
             self._probed(command, f"{storage.uri} has not ended its last probe")
             return
         # The probe itself cannot be stopped, but its outcome can be dropped: its operation has ended.
-        slow = f"{storage.uri} did not end a probe within {self._store_timeout_s:g} s"
-        late = asyncio.get_running_loop().call_later(self._store_timeout_s, self._probed, command, slow)
+        slow = f"{storage.uri} did not end a probe within {self._storage_calls.store_timeout_s:g} s"
+        late = asyncio.get_running_loop().call_later(self._storage_calls.store_timeout_s, self._probed, command, slow)
         self._in_flight.is_probed = True
         self._use_storage(self._run_probe(storage, command, late, self._in_flight), f"probe {command.op}")
 
@@ -346,24 +360,23 @@ class Executor:
     # --- Copies ---
 
     def _copy_to_device(self, command: commands.CopyToDevice) -> None:
-        assert self._copier is not None, "the core copies only where there is a host pool"
+        copier = self._copiers[FULL]
         if command.by_layer:
             report = partial(self._layers_copied, command.op)
-            copied = self._copier.to_device_by_layer(command.host_pages, command.device_pages, report).done
+            copied = copier.to_device_by_layer(command.host_pages, command.device_pages, report).done
         else:
-            copied = self._copier.to_device(command.host_pages, command.device_pages)
+            copied = copier.to_device(command.host_pages, command.device_pages)
         copied.add_done_callback(partial(self._copied, command))
 
     def _layers_copied(self, op: int, layers: int) -> None:
         self._post(events.LayersCopied(at_s=self._clock(), op=op, layers=layers))
 
     def _copy_to_host(self, command: commands.CopyToHost) -> None:
-        assert self._copier is not None, "the core copies only where there is a host pool"
-        copied = self._copier.to_host(command.device_pages, command.host_pages)
+        copied = self._copiers[FULL].to_host(command.device_pages, command.host_pages)
         copied.add_done_callback(partial(self._copied, command))
 
     def _copy_component(self, command: commands.CopyComponent) -> None:
-        copier = self._component_copiers[command.component]
+        copier = self._copiers[command.component]
         if command.target == "host":
             copied = copier.to_host(command.source_pages, command.target_pages)
         elif command.source == "host":

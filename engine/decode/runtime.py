@@ -24,13 +24,13 @@ from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.prompt_keys import PromptKeys
 from tidekv.backends.page_layout import same_pages
 from tidekv.engine.decode.driver import Driver
-from tidekv.engine.decode.executor import Executor
+from tidekv.engine.decode.executor import EffectLoop, Executor, StorageCalls
 from tidekv.engine.decode.load import LoadReader
 from tidekv.engine.decode.pending_calls import PendingCalls
 from tidekv.engine.decode.rank_driver import RankDriver
 from tidekv.engine.decode.storage_swap import StorageInUse, check_storage
 from tidekv.engine.decode.stored_sweep import StoredPagesSweep
-from tidekv.engine.journal import Journal
+from tidekv.engine.journal import Journal, RunInfo
 from tidekv.engine.kv_events.content import KVContent
 from tidekv.engine.kv_events.load_publisher import LoadPublisher
 from tidekv.engine.kv_events.names import Wording
@@ -47,6 +47,7 @@ from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, TidekvError
 from tidekv.states.records.request import State
+from tidekv.states.types import FULL
 from tidekv.states.validation import checked, short
 from tidekv.transports.blocking import settled
 from tidekv.transports.decode.prefill_link import LinkTimes
@@ -246,17 +247,7 @@ class Runtime:
             )
             self.metrics = MetricsServer(config.metrics.listen, collector)
         if config.kv_events.endpoint is not None and (self.rank_group is None or self.rank_group.rank == 0):
-            self.kv_events = KVEventPublisher(
-                config.kv_events.endpoint,
-                replay=config.kv_events.replay,
-                topic=config.kv_events.topic,
-                kept_batches=config.kv_events.kept_batches,
-                kept_bytes=config.kv_events.kept_bytes,
-                rank=config.kv_events.data_parallel_rank,
-                curve_secret_file=config.kv_events.curve_secret_file,
-                curve_clients=config.kv_events.curve_clients,
-                allow_network=config.kv_events.allow_network,
-            )
+            self.kv_events = KVEventPublisher(config.kv_events)
         await self._drive_core()
         self.front = self.ranks or self.driver
         self.calls.on_use_end = self._end_use
@@ -286,20 +277,20 @@ class Runtime:
         self._start_copiers()
         self.group = EffectGroup(self._break)
         await self.group.start()
+        full = {} if self.copier is None else {FULL: self.copier}
         self.executor = Executor(
             calls=self.calls,
-            post=self.front.post,
-            clock=self.driver.clock,
-            spawn=self.group.spawn,
-            copier=self.copier,
-            component_copiers=self.component_copiers,
-            storage_checks=StorageChecks(self.checksum_thread, self.host_checksums),
+            loop=EffectLoop(self.front.post, self.driver.clock, self.group.spawn),
+            copiers={**full, **self.component_copiers},
+            storage_calls=StorageCalls(
+                checks=StorageChecks(self.checksum_thread, self.host_checksums),
+                keys_put=lambda op: self.core.keys_put(op),
+                store_timeout_s=config.storage.store_timeout_s,
+                query_timeout_s=config.storage.query_deadline_s,
+            ),
             receiver=self.receiver,
-            keys_put=lambda op: self.core.keys_put(op),
             log=self.log,
             prompt_keys=self.prompt_keys,
-            store_timeout_s=config.storage.store_timeout_s,
-            query_timeout_s=config.storage.query_deadline_s,
         )
         await self.storage_in_use.register_first()
         if self.kv_event_watcher is not None:
@@ -393,9 +384,11 @@ class Runtime:
                 path,
                 self.core,
                 with_tokens=options.tokens,
-                config=msgspec.to_builtins(self.config),
-                layout={**msgspec.to_builtins(self.identity), "page_bytes": self._device.memory.page_bytes},
-                instance=self.transport.instance,
+                info=RunInfo(
+                    config=msgspec.to_builtins(self.config),
+                    layout={**msgspec.to_builtins(self.identity), "page_bytes": self._device.memory.page_bytes},
+                    instance=self.transport.instance,
+                ),
                 segment_bytes=options.segment_bytes,
                 segments_max=options.segments_max,
             )

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tidekv.engine.journal.format import seal
 from tidekv.engine.journal.log_lines import LogLines
-from tidekv.engine.journal.recorder import Recorder, Stepped, Turn
+from tidekv.engine.journal.recorder import UNNAMED_RUN, Recorder, RunInfo, Stepped, Turn
 from tidekv.engine.journal.segments import SegmentFiles, place_of_run
 from tidekv.engine.log import engine_log, own_context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from tidekv.states.core import Core
@@ -67,27 +67,23 @@ class Journal:
         core: Core,
         *,
         with_tokens: bool = False,
-        config: Mapping[str, object] | None = None,
-        layout: Mapping[str, object] | None = None,
-        instance: str = "",
+        info: RunInfo = UNNAMED_RUN,
         segment_bytes: int = 0,
         segments_max: int = 0,
     ) -> None:
-        """Raises InvalidConfig if the file cannot be written, or the application has no structlog."""
+        """The journal notes its start in `info`. Raises InvalidConfig if the file cannot be written, or the application
+        has no structlog.
+        """
         self._recorder = Recorder(
             core,
             with_tokens=with_tokens,
-            config=config,
-            layout=layout,
-            instance=instance,
-            started_unix_s=time.time(),
-            started_at_s=time.monotonic(),
+            info=info._replace(started_unix_s=time.time(), started_at_s=time.monotonic()),
             breathe=lambda: time.sleep(BREATH_S),
         )
         self._longest_on_loop = PAGES_ON_LOOP_MAX * core.settings.key_bytes
         self.path: Path | None = None
         if path is not None:
-            self.path = place_of_run(path, instance=instance, run=self._recorder.run)
+            self.path = place_of_run(path, instance=info.instance, run=self._recorder.run)
         self.stepped: Stepped = self._recorder.stepped
         """Takes the core's last step. Never blocks."""
         self._queue: deque[Waiting] = deque()

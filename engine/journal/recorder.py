@@ -82,6 +82,20 @@ class Stepped(Protocol):
     def __call__(self, event: Event, given: Sequence[Command], error: str = "") -> None: ...
 
 
+class RunInfo(NamedTuple):
+    """What the first line of a journal says about the engine and its start."""
+
+    config: Mapping[str, object] = {}
+    layout: Mapping[str, object] = {}
+    instance: str = ""
+    started_unix_s: float = 0.0
+    started_at_s: float = 0.0
+    """In seconds of the core's clock."""
+
+
+UNNAMED_RUN = RunInfo()
+
+
 class Recorder:
     """Records one core from its first step on."""
 
@@ -90,11 +104,7 @@ class Recorder:
         core: Core,
         *,
         with_tokens: bool = False,
-        config: Mapping[str, object] | None = None,
-        layout: Mapping[str, object] | None = None,
-        instance: str = "",
-        started_unix_s: float = 0.0,
-        started_at_s: float = 0.0,
+        info: RunInfo = UNNAMED_RUN,
         breathe: Callable[[], None] | None = None,
     ) -> None:
         """`breathe` is called now and then while long prompts are hashed, to leave the interpreter to other threads."""
@@ -126,11 +136,11 @@ class Recorder:
             page_keys="tokens" if with_tokens else "digests",
             key_bytes=core.settings.key_bytes,
             core=settings,
-            config=dict(config or {}),
-            layout=dict(layout or {}),
-            instance=instance,
-            started_unix_s=started_unix_s,
-            started_at_s=started_at_s,
+            config=dict(info.config),
+            layout=dict(info.layout),
+            instance=info.instance,
+            started_unix_s=info.started_unix_s,
+            started_at_s=info.started_at_s,
         )
 
     # --- On the thread of the core ---

@@ -18,7 +18,7 @@ import msgspec
 from tidekv.engine.journal.format import EndLine, RaiseRecord, RunLine, TurnLine, encode_line, write_lines
 from tidekv.engine.journal.raises import RaiseInjector
 from tidekv.engine.journal.reader import JournalReader
-from tidekv.engine.journal.recorder import Recorder
+from tidekv.engine.journal.recorder import Recorder, RunInfo
 from tidekv.engine.journal.replayer import Replayer
 from tidekv.states.backup.backups import Backup
 from tidekv.states.commands import Command, Operation, ReportReady
@@ -267,7 +267,8 @@ class _Reduction:
 def _write(out: str | Path, header: RunLine, events: Sequence[Taken]) -> None:
     """Run the events again and record each as a turn. The keys are those of the journal."""
     core = Core(header.core)
-    recorder = Recorder(core, with_tokens=True, config=header.config, layout=header.layout, instance=header.instance)
+    info = RunInfo(header.config, header.layout, header.instance)
+    recorder = Recorder(core, with_tokens=True, info=info)
     injector = RaiseInjector(core, key_bytes=header.key_bytes, compares_locals=False)
     lines = [recorder.run_line()]
     for event, raises in events:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from tidekv.engine.config.engine_config import KVEventsOptions
 from tidekv.engine.kv_events.messages import AllBlocksCleared, KVEvent, packed, packed_parts
 from tidekv.engine.kv_events.watcher import MakeEvents
 from tidekv.engine.log import engine_log, own_context
@@ -91,24 +92,17 @@ class KVEventPublisher:
 
     def __init__(
         self,
-        endpoint: str,
-        *,
-        replay: str | None = None,
-        topic: str = "",
-        kept_batches: int = 10_000,
-        kept_bytes: int = 64 * 1024 * 1024,
-        rank: int = 0,
-        curve_secret_file: str | None = None,
-        curve_clients: str | None = None,
-        allow_network: bool = False,
+        options: KVEventsOptions,
     ) -> None:
         """Bind the sockets and start the thread.
 
         Endpoints are those of ZMQ, such as tcp://127.0.0.1:5557 or ipc:///run/kv. Raises InvalidConfig without pyzmq,
         if an endpoint cannot be bound, and for one on the network without CURVE and without `allow_network`.
         """
-        for one in (endpoint, replay):
-            if one is not None and curve_secret_file is None and not allow_network and is_on_network(one):
+        if options.endpoint is None:
+            raise InvalidConfig("kv_events.endpoint is none: give the endpoint at which KV events are published")
+        for one in (options.endpoint, options.replay):
+            if one is not None and not (options.curve_secret_file or options.allow_network) and is_on_network(one):
                 raise InvalidConfig(
                     f"KV events would be served at {one!r} to every program that reaches it, with the tokens of all "
                     "prompts: use 127.0.0.1 or ipc://, give kv_events.curve_secret_file, or set kv_events.allow_network"
@@ -118,11 +112,11 @@ class KVEventPublisher:
         except ImportError as error:
             raise InvalidConfig("KV events need pyzmq: pip install 'tidekv[events]'") from error
         self._zmq = zmq
-        self._topic = topic.encode()
-        self._rank = rank
+        self._topic = options.topic.encode()
+        self._rank = options.data_parallel_rank
         self._kept: deque[tuple[int, bytes]] = deque()
-        self._kept_batches_max = kept_batches
-        self._kept_bytes_max = kept_bytes
+        self._kept_batches_max = options.kept_batches
+        self._kept_bytes_max = options.kept_bytes
         self._kept_bytes = 0
         self._replays: dict[bytes, _Replay] = {}
         """The replays under way by consumer, oldest request first."""
@@ -138,14 +132,14 @@ class KVEventPublisher:
         self._context.linger = LINGER_MS
         self._authenticator: ThreadAuthenticator | None = None
         try:
-            self._secret_key = b"" if curve_secret_file is None else _read_key(curve_secret_file)
-            if curve_clients is not None:
-                self._authenticator = _only_clients(self._context, curve_clients)
-            self._pub, self.address = self._bound(zmq.XPUB, endpoint)
+            self._secret_key = b"" if options.curve_secret_file is None else _read_key(options.curve_secret_file)
+            if options.curve_clients is not None:
+                self._authenticator = _only_clients(self._context, options.curve_clients)
+            self._pub, self.address = self._bound(zmq.XPUB, options.endpoint)
             self._router: zmq.Socket[bytes] | None = None
             self.replay_address: str | None = None
-            if replay is not None:
-                self._router, self.replay_address = self._bound(zmq.ROUTER, replay)
+            if options.replay is not None:
+                self._router, self.replay_address = self._bound(zmq.ROUTER, options.replay)
         except BaseException:
             self._stop_authenticator()
             self._context.destroy(linger=0)

@@ -18,7 +18,7 @@ from tidekv.states.handover.head_slices import check_stages
 from tidekv.states.handover.rank_place import SOLE, RankPlace
 from tidekv.states.ranks.votes import RANKS_MAX
 from tidekv.states.validation import Count, PositiveCount, Seconds, Text, check_fields, host_and_port
-from tidekv.transports.ranks.channel import RankChannel
+from tidekv.transports.ranks.channel import ChannelOptions, RankChannel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -84,12 +84,14 @@ def open_channel(group: RankGroup, owner: RankOwner, *, settings: bytes) -> Rank
         owner,
         rank=group.rank,
         ranks=group.ranks,
-        address=group.address,
-        secret=group.secret,
         settings=settings,
-        silence_s=group.silence_s,
-        vote_timeout_s=group.vote_timeout_s,
-        group=group.group,
+        options=ChannelOptions(
+            address=group.address,
+            secret=group.secret,
+            silence_s=group.silence_s,
+            vote_timeout_s=group.vote_timeout_s,
+            group=group.group,
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any  # Types of others, which are not there when this is chec
 import msgspec
 import pytest
 
+from tidekv.engine.config.engine_config import KVEventsOptions
 from tidekv.engine.kv_events import publisher as publishing
 from tidekv.engine.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, packed, packed_parts
 from tidekv.engine.kv_events.publisher import END, KVEventPublisher
@@ -206,7 +207,9 @@ class Listener:
 
 @pytest.fixture
 def publisher() -> Iterator[KVEventPublisher]:
-    opened = KVEventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", topic="kv@decode-0", kept_batches=5)
+    opened = KVEventPublisher(
+        KVEventsOptions(endpoint="tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", topic="kv@decode-0", kept_batches=5)
+    )
     yield opened
     opened.close()
     assert not opened._thread.is_alive()
@@ -333,7 +336,9 @@ def test_a_subscriber_that_does_not_read_is_bounded_in_bytes(
     no_heartbeat: None, monkeypatch: pytest.MonkeyPatch, resident_bytes: Callable[[], int]
 ) -> None:
     monkeypatch.setattr(publishing, "QUEUED_BATCHES_MAX", 16)
-    opened = KVEventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", kept_bytes=1 << 20)
+    opened = KVEventPublisher(
+        KVEventsOptions(endpoint="tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", kept_bytes=1 << 20)
+    )
     listener = Listener(opened)
     try:
         listener.sub.close()
@@ -404,24 +409,24 @@ def test_there_is_no_room_while_too_many_wait(publisher: KVEventPublisher, monke
 
 def test_an_endpoint_that_cannot_be_bound_is_named() -> None:
     with pytest.raises(InvalidConfig, match="cannot be served at 'nonsense'"):
-        KVEventPublisher("nonsense")
+        KVEventPublisher(KVEventsOptions(endpoint="nonsense"))
     with pytest.raises(InvalidConfig, match=r"cannot be served at 'tcp://127.0.0.1:bad'"):
-        KVEventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:bad")
+        KVEventPublisher(KVEventsOptions(endpoint="tcp://127.0.0.1:*", replay="tcp://127.0.0.1:bad"))
 
 
 def test_without_pyzmq_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(InvalidConfig, match=r"tidekv\[events\]"):
-        KVEventPublisher("tcp://127.0.0.1:*")
+        KVEventPublisher(KVEventsOptions(endpoint="tcp://127.0.0.1:*"))
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:*", "tcp://0.0.0.0:*", "tcp://[::]:*", "tcp://name.invalid:5557"])
 def test_the_network_is_served_by_permission_or_under_curve_only(endpoint: str) -> None:
     for endpoints in ({"endpoint": endpoint}, {"endpoint": "tcp://127.0.0.1:*", "replay": endpoint}):
         with pytest.raises(InvalidConfig, match="to every program that reaches it"):
-            KVEventPublisher(**endpoints)
+            KVEventPublisher(KVEventsOptions(**endpoints))
     if "invalid" not in endpoint and "[" not in endpoint:
-        KVEventPublisher(endpoint, allow_network=True).close()
+        KVEventPublisher(KVEventsOptions(endpoint=endpoint, allow_network=True)).close()
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "tcp://localhost:5557", "tcp://[::1]:*", "ipc:///run/kv"])
@@ -437,10 +442,12 @@ def test_under_curve_only_listeners_with_a_known_key_are_served(tmp_path: Path) 
     _, known = zmq.auth.create_certificates(tmp_path / "clients", "known")
     zmq.auth.create_certificates(tmp_path, "stranger")
     opened = KVEventPublisher(
-        "tcp://127.0.0.1:*",
-        replay="tcp://127.0.0.1:*",
-        curve_secret_file=str(tmp_path / "server"),
-        curve_clients=str(tmp_path / "clients"),
+        KVEventsOptions(
+            endpoint="tcp://127.0.0.1:*",
+            replay="tcp://127.0.0.1:*",
+            curve_secret_file=str(tmp_path / "server"),
+            curve_clients=str(tmp_path / "clients"),
+        )
     )
     context = zmq.Context()
     try:
@@ -470,11 +477,13 @@ def test_a_key_that_is_none_is_named(tmp_path: Path, text: str | None, words: st
     if text is not None:
         (tmp_path / "key").write_text(text)
     with pytest.raises(InvalidConfig, match=words):
-        KVEventPublisher("tcp://127.0.0.1:*", curve_secret_file=str(tmp_path / "key"))
+        KVEventPublisher(KVEventsOptions(endpoint="tcp://127.0.0.1:*", curve_secret_file=str(tmp_path / "key")))
 
 
 def test_what_is_kept_is_bounded_in_bytes(no_heartbeat: None) -> None:
-    opened = KVEventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", kept_bytes=10_000)
+    opened = KVEventPublisher(
+        KVEventsOptions(endpoint="tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", kept_bytes=10_000)
+    )
     asking = Listener(opened)
     try:
         for number in range(50):
@@ -490,7 +499,7 @@ def test_what_is_kept_is_bounded_in_bytes(no_heartbeat: None) -> None:
 
 
 def test_replays_that_are_not_read_take_no_memory_and_the_newest_request_counts(no_heartbeat: None) -> None:
-    opened = KVEventPublisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*")
+    opened = KVEventPublisher(KVEventsOptions(endpoint="tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*"))
     asking, other = Listener(opened), Listener(opened)
     asking.asker.close()
     asking.asker = asking.context.socket(zmq.DEALER)

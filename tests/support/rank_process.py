@@ -38,6 +38,7 @@ from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.engine.ranks.group import RankGroup
 from tidekv.states.errors import EngineClosed, LayersLost, RankLost, RequestFailed, TidekvError
 from tidekv.states.ranks.agreement import LEADER
+from tidekv.states.types import FULL
 from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.prefill.prefill_room import Room
 
@@ -183,9 +184,9 @@ class RankWorker:
     def inject(self) -> None:
         """Make copies of the running engine fail occasionally."""
         executor = self.engine._runtime.executor
-        assert executor._copier is not None
-        failing = FailingCopier(executor._copier, self._faults)
-        executor._copier = failing  # type: ignore[assignment]  # It passes everything else on to the real one.
+        failing = FailingCopier(executor._copiers[FULL], self._faults)
+        # It passes everything else on to the real one.
+        executor._copiers = {**executor._copiers, FULL: failing}  # type: ignore[dict-item]
 
     def plant(self, part: Divergence) -> None:
         """Corrupt a part of this rank's state."""

@@ -23,7 +23,7 @@ from tidekv.states.errors import InvalidConfig, TransferFailed
 from tidekv.states.ranks.agreement import Opening
 from tidekv.transports.ranks import channel as ranks
 from tidekv.transports.ranks import wire
-from tidekv.transports.ranks.channel import RankChannel
+from tidekv.transports.ranks.channel import ChannelOptions, RankChannel
 
 
 class Owner:
@@ -63,8 +63,10 @@ class Member:
             self.owner,
             rank=rank,
             ranks=ranks,
-            address=address,
-            **{"secret": "s", "settings": b"equal", "silence_s": 30.0, "vote_timeout_s": 60.0, **fields},
+            settings=fields.pop("settings", b"equal"),
+            options=ChannelOptions(
+                **{"address": address, "secret": "s", "silence_s": 30.0, "vote_timeout_s": 60.0, **fields}
+            ),
         )
 
     async def begin(self) -> None:

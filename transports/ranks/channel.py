@@ -16,6 +16,7 @@ import asyncio
 import hmac
 import secrets
 import uuid
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from tidekv.states.errors import InvalidConfig, LinkClosed, RemoteProtocolError, TidekvError
@@ -59,6 +60,21 @@ class RankOwner(Protocol):
         """The group is over: end everything in flight, then call `settled`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelOptions:
+    """How the ranks of an instance reach one another, and for how long they wait."""
+
+    address: str
+    """host:port at which rank 0 listens; the others dial it."""
+    secret: str
+    silence_s: float
+    """Seconds without a frame after which a rank is lost."""
+    vote_timeout_s: float
+    """Maximum seconds of each vote and of each forming."""
+    group: ProcessGroup | None = None
+    """The embedder's process group to vote in; None: one is made for each epoch."""
+
+
 class RankChannel:
     """One rank's end of the channel, and its votes."""
 
@@ -68,18 +84,11 @@ class RankChannel:
         *,
         rank: int,
         ranks: int,
-        address: str,
-        secret: str,
         settings: bytes,
-        silence_s: float,
-        vote_timeout_s: float,
-        group: ProcessGroup | None = None,
+        options: ChannelOptions,
     ) -> None:
-        """`group` is the embedder's process group to vote in; None: one is made for each epoch. `silence_s` is the
-        number of seconds without a frame after which a rank is lost, `vote_timeout_s` bounds each vote and each
-        forming. Raises InvalidConfig.
-        """
-        host, _, port = address.rpartition(":")
+        """`settings` is a digest of what must be equal on all ranks. Raises InvalidConfig."""
+        host, _, port = options.address.rpartition(":")
         self.epoch = 0
         self.is_formed = False
         self.turn = 0
@@ -89,17 +98,17 @@ class RankChannel:
         self._owner = owner
         self._rank = rank
         self._ranks = ranks
-        self._address = address
+        self._address = options.address
         self._host, self._port = host, int(port)
-        self._secret = secret
+        self._secret = options.secret
         self._key = b""
         self._settings = settings
-        self._silence_s = silence_s
-        self._thread = VoteThread(rank=rank, ranks=ranks, host=host, timeout_s=vote_timeout_s)
-        self._makes_groups = group is None
-        if group is not None:
+        self._silence_s = options.silence_s
+        self._thread = VoteThread(rank=rank, ranks=ranks, host=host, timeout_s=options.vote_timeout_s)
+        self._makes_groups = options.group is None
+        if options.group is not None:
             # Kept over all epochs: only the embedder can make another one.
-            self._thread.use(group)
+            self._thread.use(options.group)
         self._tasks = OwnedTasks(f"rank {rank}")
         self._peers: dict[int, RankPeer] = {}
         self._unadmitted = 0
