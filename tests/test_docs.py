@@ -30,7 +30,9 @@ def collected_of(file: Path) -> set[str]:
 
 
 def test_the_page_of_faults_is_generated_from_the_code() -> None:
-    assert (DOCS / "faults.md").read_text() == faults_page(), "run: python -m tools.faults_page > docs/faults.md"
+    assert (ROOT / "simulation" / "FAULTS.md").read_text() == faults_page(), (
+        "run: python -m tools.faults_page > simulation/FAULTS.md"
+    )
 
 
 def test_every_fault_has_one_required_behavior_and_no_other_has() -> None:
@@ -46,7 +48,7 @@ def test_every_fault_has_one_required_behavior_and_no_other_has() -> None:
 def test_every_incident_is_listed_once_and_every_test_that_proves_it_exists() -> None:
     rows = [
         [cell.strip() for cell in line.strip("|").split(" | ")]
-        for line in (DOCS / "peer-lessons.md").read_text().splitlines()
+        for line in (ROOT / "tests" / "scenarios" / "INCIDENTS.md").read_text().splitlines()
         if re.match(r"\| [RS]\d", line)
     ]
     listed = [row[0].strip("| ") for row in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import msgspec
 
@@ -73,6 +74,8 @@ In variables and `--set`, lists are separated by commas and tables are JSON obje
 for a Service (`TIDEKV_…_SERVICE_HOST`, `TIDEKV_…_PORT`) are ignored; any other `TIDEKV_` variable that names no option
 is an error.
 
+Below, text is UTF-8 without NUL, and a time is at most a year (31,536,000 s).
+
 ## Sizes of pools
 
 `cache.l1` and `cache.l2` accept bytes (`1073741824`, `"64GB"`, `"512MiB"`), pages (`"4096 pages"`), a share (`"80 %"`
@@ -93,7 +96,7 @@ def configuration_page() -> str:
         elif section.startswith("engine."):
             summary += f" In Python `{kind.__name__}`."
         rows = [_row(option) for option in all_options().values() if option.section == section]
-        table = ["| option | allowed | default | unit | effect |", "|---|---|---|---|---|", *rows]
+        table = ["| option | allowed | default | effect |", "|---|---|---|---|", *rows]
         parts.append(f"## [{section}]\n\n{summary}\n\n" + "\n".join(table) + "\n")
     known = ["| SGLang | tidekv | note |", "|---|---|---|"]
     known += [f"| `{flag}` | {f'`{ours}`' if ours else '—'} | {how} |" for flag, ours, how in FLAGS]
@@ -103,7 +106,22 @@ def configuration_page() -> str:
 
 def _row(option: Option) -> str:
     effect = option.effect.replace("|", "\\|")
-    return f"| `{option.name}` | {allowed(option.type)} | {_default(option)} | {option.unit or '—'} | {effect} |"
+    values = _brief(allowed(option.type))
+    unit = f" ({option.unit})" if option.unit else ""
+    return f"| `{option.name}` | {values}{unit} | {_default(option)} | {effect} |"
+
+
+def _brief(words: str) -> str:
+    """Return what is allowed in signs; errors have it in words."""
+    words = (
+        words.replace("UTF-8 text without NUL", "text")
+        .replace("UTF-8 text", "text")
+        .replace("a whole number", "whole number")
+    )
+    words = re.sub(r"number, (\S+) or more", r"number ≥ \1", words)
+    words = re.sub(r"a number above 0, at most 31,536,000", "number > 0", words)
+    words = re.sub(r"a number from 0 to 31,536,000", "number ≥ 0", words)
+    return re.sub(r"a number above 0, at most 1\b", "number > 0, ≤ 1", words)
 
 
 def _default(option: Option) -> str:

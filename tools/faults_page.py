@@ -1,6 +1,6 @@
-"""Required behavior for each injected fault, by component; `docs/faults.md` is generated from it.
+"""Required behavior for each injected fault, by component; `simulation/FAULTS.md` is generated from it.
 
-    python -m tools.faults_page > docs/faults.md
+    python -m tools.faults_page > simulation/FAULTS.md
 
 The world and its audit check this behavior after each step and at the end of each run; this module only describes it.
 A fault without a description, or a description without a fault, fails a test.

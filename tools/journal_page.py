@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 from typing import TYPE_CHECKING, get_args
 
@@ -112,12 +113,14 @@ def journal_document() -> str:
     ]
     parts.append(_section(RaiseRecord, "One of `raises`"))
     parts.append(_section(StallRecord, "One of `stalls`"))
-    parts.append("## Events\n\n`[type, field, …]`, all fields in this order.\n")
+    parts.append(
+        "## Events\n\n`[type, field, …]`, all fields in this order. `states/events.py` says what each field means.\n"
+    )
     parts += ["| type | fields | |", "|---|---|---|"]
     with_keys = {kind.__struct_config__.tag: kind for kind in get_args(EventRecord)}
     for kind in event_types():
         fields = ", ".join(f"`{name}`" for name in with_keys[kind.__name__].__struct_fields__)
-        parts.append(f"| `{kind.__name__}` | {fields} | {_words(kind)} |")
+        parts.append(f"| `{kind.__name__}` | {fields} | {_first_sentence(kind)} |")
     return "\n".join(parts) + "\n"
 
 
@@ -143,6 +146,10 @@ def _section(kind: type, title: str) -> str:
 
 def _words(kind: type) -> str:
     return " ".join((inspect.getdoc(kind) or "").split()).replace("|", "\\|")
+
+
+def _first_sentence(kind: type) -> str:
+    return re.split(r"(?<=\.) ", _words(kind), maxsplit=1)[0]
 
 
 def _attribute_notes(module: ModuleType, name: str) -> dict[str, str]:

@@ -73,103 +73,100 @@ of windows and states that the end of the prompt needs come first and count in t
 `component_pages_fetched_ahead` counts them.
 """
 
-ROWS: dict[str, tuple[str, str, str]] = {
+ROWS: dict[str, tuple[str, str]] = {
     "prefetch": (
-        "maximum wait of a request for its fetches: `timeout`, by their length; `best_effort`, until its transfer is "
-        "done; `wait_complete`, until they end (these two at most half of the time to its deadline); `soonest`, like "
-        "`timeout`, but pages that the transfer brings sooner are not fetched; see above",
-        "`wait_complete` or `timeout` if computing pages in prefill costs more than waiting for storage; `best_effort` "
-        "if prefill is idle",
+        "`wait_complete` or `timeout` if computing pages in prefill costs more than waiting for storage; "
+        "`best_effort` if prefill is idle",
         "pages that have not arrived are requested from prefill by extend",
     ),
     "prefetch_threshold_tokens": (
-        "minimum tokens of a hit that is fetched",
         "higher with slow storage or fast prefill; 0 in tests",
         "the transfer sends the pages",
     ),
-    "prefetch_base_s": ("fixed seconds of `timeout`", "about the p99 of one fetch", "see `prefetch`"),
+    "prefetch_base_s": (
+        "about the p99 of one fetch",
+        "see `prefetch`",
+    ),
     "prefetch_per_ki_token_s": (
-        "seconds of `timeout` for each 1,024 tokens",
         "less than the time of prefill for them",
         "see `prefetch`",
     ),
     "fetch_pages_in_flight_max": (
-        "maximum pages under way from storage, over all requests; 0 means no limit",
         "storage shared with other users",
         "the plan fetches what is left of the limit",
     ),
     "fetch_pages_per_s": (
-        "maximum pages per second, with a burst of one second; 0 means no limit",
         "storage that bills or throttles reads",
         "the plan fetches what the rate allows",
     ),
     "fetch_deadline_share": (
-        "share of the plan's time limit within which fetches must end at the measured throughput; 0 means no limit",
         "below 1 if latency varies much",
         "the plan fetches the pages that arrive in time",
     ),
     "lookahead_pages_max": (
-        "maximum host pages that are fetched for waiting requests, over all of them; 0 disables it",
         "requests wait for device memory and the host pool is large: up to a quarter of it",
         "the request fetches when it is admitted",
     ),
     "write": (
-        "`through`, `selective` or `back`; see above",
         "`selective` for one-off prompts, `back` for little host traffic",
         "the pages are not in storage",
     ),
-    "write_hits_min": ("minimum prompts that contained a page; for `selective`", "2 or 3", "as `write`"),
+    "write_hits_min": (
+        "2 or 3",
+        "as `write`",
+    ),
     "write_tokens_min": (
-        "minimum tokens of a prefix that is stored",
         "prefill computes shorter prefixes faster than a fetch",
         "as `write`",
     ),
     "write_back_ahead": (
-        "share of each pool kept free or clean, 0 to 1; for `back`",
         "larger for bursts of prompts: up to the pages that are allocated during one copy",
         "eviction drops the pages and counts them",
     ),
     "put_wait_s": (
-        "maximum seconds that writes wait for fetches; 0 means that they do not wait",
         "reads matter more than writes",
         "—",
     ),
     "put_fetch_s_max": (
-        "average seconds of a fetch above which writes wait up to `put_wait_s`; 0 means no bound",
         "writes slow storage down for readers",
         "—",
     ),
     "renew_s": (
-        "minimum seconds between two notes to storage that a page is in use on the device or the host",
         "lower if several workers fill the storage in less than this; higher if it bills requests",
         "storage evicts the page, which is stored again at its next use",
     ),
     "put_host_share": (
-        "maximum share of the host pool pinned by writes to storage, 0 to 1; one always begins; 1: no bound",
         "higher if storage is fast and bursts of finished requests are to be stored whole",
         "the pages are not in storage; counted as `l3_puts_declined`",
     ),
     "breaker_failures": (
-        "consecutive failures and late calls after which storage is not used; 0 means never",
         "lower if failing calls are slow",
         "requests continue without storage",
     ),
-    "breaker_backoff_s": ("seconds until the first probe; doubled for each further one until a call succeeds", "", "—"),
-    "breaker_backoff_max_s": ("maximum seconds between probes", "", "—"),
+    "breaker_backoff_s": (
+        "",
+        "—",
+    ),
+    "breaker_backoff_max_s": (
+        "",
+        "—",
+    ),
 }
-"""Effect with unit, reason to change it, and consequence of declined pages, for each policy."""
+"""Reason to change it, and consequence of declined pages, for each policy."""
 
 
 def policies_section() -> str:
     """Return the section as Markdown."""
     lines = [
         HEAD,
-        "| policy | default | effect | when to change it | consequence |",
-        "|---|---|---|---|---|",
+        "What each one bounds, its values and its default are in [Configuration](configuration.md#enginestorage).",
+        "",
+        "| policy | when to change it | consequence of a change |",
+        "|---|---|---|",
     ]
     for field in msgspec.structs.fields(StoragePolicy):
-        effect, when, declined = ROWS[field.name]
-        lines.append(f"| `{field.name}` | {field.default} | {effect} | {when} | {declined} |")
+        when, declined = ROWS[field.name]
+        lines.append(f"| `{field.name}` | {when} | {declined} |")
     return "\n".join(lines)
 
 

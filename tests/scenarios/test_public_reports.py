@@ -1,4 +1,4 @@
-"""Reports of other systems from the last months, replayed on a running pair; docs/peer-lessons.md lists them all."""
+"""Recent reports of other systems, replayed on a running pair; tests/scenarios/INCIDENTS.md lists them all."""
 
 from __future__ import annotations
 

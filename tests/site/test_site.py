@@ -38,7 +38,6 @@ LOOKED_AT = (
     "api/",
     "measuring/",
     "comparison/",
-    "peer-lessons/",
 )
 
 
