@@ -79,7 +79,7 @@ class HintRead(Measurement):
             self._state.run_guarded(partial(self.hints.read_on, self, self.first + count), recover=lambda: None)
 
     def entered(self, left: PageIds) -> None:
-        """Note that the tree has taken all pages but these."""
+        """Keep only the pages of the read that the tree has not taken: `left`."""
         self._storage.pages_in_flight -= len(self.host_pages) - len(left)
         self.host_pages = left
 

@@ -117,7 +117,7 @@ def partition(holder: Holder, *, kind: str, heads: int) -> HeadPartition:
 
 
 def total_of(holder: Holder) -> int:
-    """Number of KV heads of the holder's model, as far as its ranks determine it."""
+    """Return the KV heads of the holder's model; if it does not state them, the sum of those of its ranks."""
     if holder.kv_heads_total or holder.identity.kind == "mla":
         return holder.kv_heads_total or holder.identity.kv_heads
     return holder.identity.kv_heads * holder.width

@@ -265,7 +265,7 @@ class Recorder:
         return namespace if self._digests is None else self._digests.of_namespace(namespace)
 
     def _left(self, event: FinishRequested | RetractRequested) -> tuple[bytes, int, Any, int]:
-        """Return the record of a finished request: keys after those of its arrival, tokens, tails, and keys omitted."""
+        """Return the record of a finished request: further keys, tokens, component pages, keys left out."""
         keys, known = self._arrived.pop(event.request_id, NOT_ARRIVED)
         if not event.keys.startswith(keys):
             keys, known = NOT_ARRIVED

@@ -60,7 +60,7 @@ class ShareWatch:
 
 
 class SharedTransfers:
-    """Loads that the rooms of requests fill for other requests as well."""
+    """Loads that the room of one request fills and that other requests wait for."""
 
     def __init__(self, state: CoreState, loads: Loads) -> None:
         self._state = state
