@@ -7,6 +7,7 @@ a GPU: there, work that lacks a mark to wait for fails rarely, and somewhere els
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -146,3 +147,12 @@ class CudaStreams:
 def streams_of(device: torch.device) -> Streams:
     """Return the streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else InlineStreams()
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Within it this thread enqueues on a new stream, and not on one that other threads use."""
+    if device.type != "cuda":
+        return nullcontext()
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # As above.
+    context: AbstractContextManager[object] = torch.cuda.stream(stream)
+    return context

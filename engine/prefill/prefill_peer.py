@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 import msgspec
+import torch
 
 from tidekv.backends.checksums import ChecksumThread
 from tidekv.backends.component_pools import ComponentPools, check_components, with_components
@@ -311,6 +312,12 @@ class PrefillPeer:
     def address(self) -> str:
         """The address that decode workers connect to, "host:port"."""
         return self._sender.address
+
+    @property
+    def device(self) -> torch.device:
+        """The device that has the pages."""
+        memory = self._device.memory
+        return torch.device("cuda", memory.device) if memory.kind == "VRAM" else torch.device("cpu")
 
     @property
     def metrics_address(self) -> str | None:

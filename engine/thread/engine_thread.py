@@ -13,12 +13,14 @@ One wake-up of the loop serves all orders posted meanwhile, in their order. Only
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextvars import copy_context
+from contextlib import nullcontext, suppress
+from contextvars import Context, copy_context
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Self, TypeVar, overload
 
+from tidekv.backends.copies.streams import own_stream
 from tidekv.backends.keys.chain import TOKEN_BYTES, pack_tokens
 from tidekv.engine.decode.component_pages import component_pages_left
 from tidekv.engine.decode.decode_engine import DecodeEngine
@@ -27,6 +29,7 @@ from tidekv.engine.decode.lent_pages import checked_pages
 from tidekv.engine.decode.values import DecodeRequest, RetractedRequest
 from tidekv.engine.log import engine_log
 from tidekv.engine.thread.loop import EngineLoop
+from tidekv.engine.thread.server_streams import ServerStreams, StreamGate, server_streams
 from tidekv.engine.thread.tickets import (
     Failed,
     Finished,
@@ -114,13 +117,26 @@ class EngineThread:
         self._vocabulary = config.vocabulary or None
         self._tickets = Tickets()
         self._mailbox = Mailbox()
-        self._loop = EngineLoop(self._engine, name=name, on_end=self._end)
+        is_lent = config.device == "lent"
+        # Copies of lent pages begin behind the host engine's work, and must not wait for what it enqueues meanwhile.
+        within = partial(own_stream, device.device) if is_lent else nullcontext
+        self._loop = EngineLoop(self._engine, name=name, on_end=self._end, within=within)
+        self._server = server_streams(device.device) if is_lent else None
+        self._gate: StreamGate | None = None
+        """With lent pages in GPU memory, once started: calls that touch them, and what must not overtake these."""
+        self._name = name
         self._is_draining = False
         self._callbacks_raised = 0
 
     def publish_to(self, server_events: ServerEvents) -> None:
         """Give KV events to a server that publishes events itself. Call it before `start`; raises as `DecodeEngine`."""
         self._engine.publish_to(server_events)
+
+    def follow(self, server: ServerStreams) -> None:
+        """Begin `restore_into` and `offer` behind these streams; without it, with lent pages in GPU memory, behind the
+        current stream of the thread that calls them. Call it before `start`.
+        """
+        self._server = server
 
     def start(self) -> None:
         """Start thread and engine. Raises what `DecodeEngine` raises as it starts, with everything stopped again."""
@@ -130,6 +146,8 @@ class EngineThread:
             if not self._loop.is_up:
                 self._mailbox.close()
             raise
+        if self._server is not None:
+            self._gate = StreamGate(self._server, name=self._name)
 
     def close(self, *, drain: bool = False, timeout_s: float | None = None) -> list[str]:
         """Abort live requests, stop, and join the thread; returns the ids of the requests aborted. Idempotent.
@@ -150,6 +168,8 @@ class EngineThread:
         except EngineClosed:
             pass  # The engine ended meanwhile; its error is raised below.
         self._loop.stop()
+        if self._gate is not None:
+            self._gate.close()
         self._mailbox.close()
         error, self._loop.error = self._loop.error, None
         if isinstance(error, Exception):
@@ -267,7 +287,7 @@ class EngineThread:
             restored = await self._engine.restore_into(packed, lent, have_tokens)
             return RestoredInto(ticket.number, request.request_id, restored)
 
-        return self._begin(ticket, work)
+        return self._begin_behind_streams(ticket, work)
 
     def offer(
         self,
@@ -292,7 +312,7 @@ class EngineThread:
             done = self._engine.offer(packed, offered, start_token=start_token, namespace=namespace)
             return Offered(ticket.number, await done)
 
-        return self._begin(ticket, work)
+        return self._begin_behind_streams(ticket, work)
 
     def decline(self, request: DecodeRequest) -> None:
         """Let prefill release what it holds for a request that is not restored here. Never waits.
@@ -312,7 +332,11 @@ class EngineThread:
         checked(request_id, Text, "request_id")
         live = self._tickets.abort(request_id)
         if live is not None:
-            self._loop.post(lambda: self._loop.spawn(self._abort(live), "abort"))
+            if self._gate is None:
+                self._post_abort(live)
+            else:
+                # The engine does not know a restore that still waits for the device.
+                self._gate.behind_calls(lambda _: self._post_abort(live, from_gate=True))
         return live is not None
 
     def change_request(self, request_id: str, *, priority: int | None = None, deadline_s: float | None = None) -> bool:
@@ -452,11 +476,39 @@ class EngineThread:
         left = component_pages_left(ready.request_id, ready.component_pages, component_pages, full_pages=full_pages)
         return packed, {tail.component: (tail.first, tail.pages) for tail in left}
 
+    def _begin_behind_streams(self, ticket: Ticket, work: Callable[[], Coroutine[object, object, Outcome]]) -> int:
+        """As `_begin`, once the device has done what the host engine has enqueued by now."""
+        if self._gate is None:
+            return self._begin(ticket, work)
+        context = copy_context()
+
+        def go(error: Exception | None) -> None:
+            async def fail() -> Outcome:
+                assert error is not None
+                raise error
+
+            # At the end of the engine each ticket gets its outcome.
+            with suppress(EngineClosed):
+                self._post_work(ticket, work if error is None else fail, context)
+
+        self._gate.behind_streams(go)
+        return ticket.number
+
+    def _post_work(
+        self, ticket: Ticket, work: Callable[[], Coroutine[object, object, Outcome]], context: Context
+    ) -> None:
+        self._loop.post(lambda: self._loop.spawn(self._perform(ticket, work), ticket.call, context=context))
+
+    def _post_abort(self, live: Live, *, from_gate: bool = False) -> None:
+        # As above.
+        with suppress(EngineClosed) if from_gate else nullcontext():
+            self._loop.post(lambda: self._loop.spawn(self._abort(live), "abort"))
+
     def _begin(self, ticket: Ticket, work: Callable[[], Coroutine[object, object, Outcome]]) -> int:
         # The request's records and spans, and its recompute, belong to the caller's context.
         context = copy_context()
         try:
-            self._loop.post(lambda: self._loop.spawn(self._perform(ticket, work), ticket.call, context=context))
+            self._post_work(ticket, work, context)
         except BaseException as error:
             # If the engine's end has reached the ticket already, its outcome reports that.
             if self._tickets.withdraw(ticket) or not isinstance(error, EngineClosed):

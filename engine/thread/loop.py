@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
 from typing import TYPE_CHECKING, TypeVar
 
@@ -32,12 +33,22 @@ END_S = 300.0
 class EngineLoop:
     """Runs one engine on its own thread. Orders run in the order in which they are posted."""
 
-    def __init__(self, engine: DecodeEngine, *, name: str, on_end: Callable[[], None]) -> None:
-        """Start nothing. `on_end` is called on the thread as its last action, after it stopped accepting orders."""
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        *,
+        name: str,
+        on_end: Callable[[], None],
+        within: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Start nothing. `on_end` is called on the thread as its last action, after it stopped accepting orders. The
+        thread runs in the context that `within` makes.
+        """
         self.engine = engine
         self.error: BaseException | None = None
         """What ended the thread, if it was not `stop`."""
         self._on_end = on_end
+        self._within = within
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -187,7 +198,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            with self._within(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._serve())
         except BaseException as error:
             self.error = self.error or error

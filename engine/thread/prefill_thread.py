@@ -15,11 +15,13 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tidekv.engine.prompts import PromptDigest
 from tidekv.engine.thread.loop_thread import LoopThread
+from tidekv.engine.thread.server_streams import ServerStreams, StreamGate, server_streams
 from tidekv.states.errors import (
     EngineClosed,
     InvalidConfig,
@@ -74,6 +76,8 @@ class _HandOver:
     room_id: str
     prompt: PromptDigest
     chunks: list[_Chunk] = field(default_factory=list)
+    restarts: int = 0
+    """Number of calls of `restart`: what was handed over before the last one is withdrawn."""
     first_token: int | None = None
     """Set by `finish`."""
     aux: Mapping[str, object] = field(default_factory=dict)
@@ -102,21 +106,35 @@ class PrefillThread:
     unless `stop` has returned. If a room fails before decode has all pages (its link is lost, its lease ends), the
     hand-over waits for the next promise of the same request, and starts over with the pages that it has. If decode
     declines the request, it ends at once. After an end without success, further promises are refused for
-    `promise_timeout_s`. Methods may be called on any thread but the peer's; only `stop`, `restart`, `statistics`,
+    `promise_timeout_s`.
+
+    Pages in GPU memory are read once the device has done what the calling thread's stream had when they were sent;
+    nothing waits for it. Methods may be called on any thread but the peer's; only `stop`, `restart`, `statistics`,
     `start` and `close` wait. A forked child does not have the thread: every call raises EngineClosed there, and `close`
     does nothing.
     """
 
-    def __init__(self, peer: PrefillPeer, *, promise_timeout_s: float = 60.0, name: str = "tidekv-prefill") -> None:
+    def __init__(
+        self,
+        peer: PrefillPeer,
+        *,
+        promise_timeout_s: float = 60.0,
+        name: str = "tidekv-prefill",
+        server: ServerStreams | None = None,
+    ) -> None:
         """Start nothing. The thread owns `peer`, which must not be entered, until `close`.
 
         `promise_timeout_s`: maximum seconds without a room since the last call for a request; then it ends unsent.
-        Raises InvalidConfig.
+        `server`: with pages in GPU memory, the streams behind which they are read; None is the current stream of the
+        thread that sends them. Raises InvalidConfig.
         """
         self._promise_timeout_s = checked(promise_timeout_s, Seconds, "promise_timeout_s", InvalidConfig)
         self._peer = peer
         self._name = name
         self._loop: LoopThread | None = None
+        self._server = server or server_streams(peer.device)
+        self._gate: StreamGate | None = None
+        """With pages in GPU memory, between `start` and `close`."""
         self._tasks = OwnedTasks(name)
         self._lock = threading.Lock()
         self._live: dict[str, _HandOver] = {}
@@ -135,11 +153,15 @@ class PrefillThread:
         except BaseException:
             self._loop.close(_nothing())
             raise
+        if self._server is not None:
+            self._gate = StreamGate(self._server, name=self._name)
 
     def close(self) -> None:
         """End all hand-overs, leave the peer, stop the thread. Idempotent. Outcomes can still be polled."""
         if self._loop is not None:
             self._loop.close(self._close())
+            if self._gate is not None and not self._loop.is_forked:
+                self._gate.close()
 
     def __enter__(self) -> Self:
         """Start; see `start`."""
@@ -192,7 +214,7 @@ class PrefillThread:
         """
         checked(start_token, Count, "start_token")
         chunk = _Chunk(page_ids(pages), start_token, end_token)
-        self._change(request_id, lambda handed: handed.chunks.append(chunk))
+        self._change(request_id, lambda handed: handed.chunks.append(chunk), reads_pages=True)
 
     def finish(self, request_id: str, *, first_token: int, aux: Mapping[str, object] | None = None) -> None:
         """All pages of the prompt were handed over. Never waits. Does nothing if the hand-over has ended.
@@ -216,12 +238,7 @@ class PrefillThread:
         outcome follows when such writes have ended. Does nothing if the hand-over has ended.
         """
 
-        def change(handed: _HandOver) -> None:
-            handed.stopped = cause
-            if handed.waiting is not None:
-                _reschedule(handed.waiting, -1.0)
-
-        self._interrupt(request_id, cause, change)
+        self._interrupt(request_id, lambda handed: _stop(handed, cause))
 
     def restart(self, request_id: str, cause: str) -> None:
         """Withdraw the pages handed over so far, which are about to change, and wait for others from token 0 on.
@@ -231,8 +248,10 @@ class PrefillThread:
 
         def change(handed: _HandOver) -> None:
             handed.chunks, handed.first_token, handed.aux = [], None, {}
+            handed.restarts += 1
+            _fail_room(handed, cause)
 
-        self._interrupt(request_id, cause, change)
+        self._interrupt(request_id, change)
 
     def poll(self, timeout_s: float = 0.0) -> list[HandedOver]:
         """Take the hand-overs that ended, oldest first; waits at most `timeout_s` for the first one."""
@@ -268,22 +287,37 @@ class PrefillThread:
             self._loop.check()
         return self._loop
 
-    def _change(self, request_id: str, change: Callable[[_HandOver], None]) -> None:
+    def _change(self, request_id: str, change: Callable[[_HandOver], None], *, reads_pages: bool = False) -> None:
         loop = self._started()
         with self._lock:
             handed = self._live.get(request_id)
         if handed is None:
             return
+        restarts = handed.restarts
 
         def apply() -> None:
+            if handed.restarts != restarts:
+                return  # Withdrawn while it waited for the device.
             change(handed)
             handed.changed.set()
             if handed.waiting is not None:
                 _reschedule(handed.waiting, asyncio.get_running_loop().time() + self._promise_timeout_s)
 
-        loop.post(apply)
+        if self._gate is None:
+            loop.post(apply)
+            return
 
-    def _interrupt(self, request_id: str, cause: str, change: Callable[[_HandOver], None]) -> None:
+        def go(error: Exception | None) -> None:
+            # At the end of the thread every hand-over has its outcome.
+            with suppress(EngineClosed):
+                loop.post(apply if error is None else partial(_stop, handed, f"the device has failed: {error!r}"))
+
+        if reads_pages:
+            self._gate.behind_streams(go)
+        else:
+            self._gate.behind_calls(go)
+
+    def _interrupt(self, request_id: str, change: Callable[[_HandOver], None]) -> None:
         loop = self._started()
         with self._lock:
             handed = self._live.get(request_id)
@@ -292,8 +326,6 @@ class PrefillThread:
 
         async def interrupt() -> None:
             change(handed)
-            if handed.room is not None:
-                handed.room.fail(PrefillCause.FAILED.words(cause))
 
         try:
             loop.start(interrupt()).result(STOP_S)
@@ -403,6 +435,18 @@ class PrefillThread:
 def _reschedule(limit: asyncio.Timeout, at_s: float) -> None:
     if not limit.expired():
         limit.reschedule(at_s)
+
+
+def _stop(handed: _HandOver, cause: str) -> None:
+    handed.stopped = cause
+    if handed.waiting is not None:
+        _reschedule(handed.waiting, -1.0)
+    _fail_room(handed, cause)
+
+
+def _fail_room(handed: _HandOver, cause: str) -> None:
+    if handed.room is not None:
+        handed.room.fail(PrefillCause.FAILED.words(cause))
 
 
 async def _nothing() -> None:

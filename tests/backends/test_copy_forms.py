@@ -9,7 +9,6 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,10 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.scrambled_streams import ScrambledStreams
 from tidekv.backends.copies.cuda import KERNEL_BELOW_BYTES, CopyChoice, CopyForm, CudaMover, KernelMover, LayerMover
 from tidekv.backends.copies.pieces import IndexPieces, KernelPieces, PagePairs, PieceShape
 from tidekv.backends.copies.staged import StagedMover
-from tidekv.backends.copies.streams import InlineStreams, Mark, Stream
+from tidekv.backends.copies.streams import InlineStreams, Mark
 from tidekv.backends.copies.stretches import BatchedCopies, SingleCopies, Stretches, stretch_copies
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
@@ -40,76 +40,6 @@ GROUPS = PageLayout.of(
 )
 PAGES = 24
 MOVERS = ["by kernel", "by torch"]
-
-
-class ScrambledStreams:
-    """A device with streams that the test advances, one at a time, at random: what has no mark to wait for
-    goes wrong."""
-
-    def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
-        self.streams: list[ScrambledStream] = []
-        self.lane = self.make()
-
-    def current(self) -> Stream:
-        return self.lane
-
-    def make(self) -> ScrambledStream:
-        self.streams.append(ScrambledStream())
-        return self.streams[-1]
-
-    def finish(self, until: Mark | None = None) -> None:
-        """Do what was enqueued, each stream in order, all of them in none; up to a mark, if there is one."""
-        while (until is None or not until.is_reached()) and any(stream.queue for stream in self.streams):
-            able = [stream for stream in self.streams if stream.queue and stream.may_advance()]
-            assert able, "every stream waits for another"
-            self.chance.choice(able).advance()
-
-
-class ScrambledStream:
-    """Work and waits, in order."""
-
-    def __init__(self) -> None:
-        self.queue: list[Callable[[], None] | ScrambledMark] = []
-        self.enqueued = self.done = 0
-
-    def run(self, work: Callable[[], None]) -> None:
-        self._put(work)
-
-    def mark(self) -> ScrambledMark:
-        return ScrambledMark(self, self.enqueued)
-
-    def follow(self, mark: Mark) -> None:
-        assert isinstance(mark, ScrambledMark)
-        self._put(mark)
-
-    def may_advance(self) -> bool:
-        first = self.queue[0]
-        return not isinstance(first, ScrambledMark) or first.is_reached()
-
-    def advance(self) -> None:
-        work = self.queue.pop(0)
-        if not isinstance(work, ScrambledMark):
-            work()
-        self.done += 1
-
-    def _put(self, item: Callable[[], None] | ScrambledMark) -> None:
-        self.queue.append(item)
-        self.enqueued += 1
-
-
-@dataclass(eq=False)
-class ScrambledMark:
-    """A point in a stream's work."""
-
-    stream: ScrambledStream
-    position: int
-
-    def wait(self) -> None:
-        raise AssertionError("nothing that enqueues may block")
-
-    def is_reached(self) -> bool:
-        return self.stream.done >= self.position
 
 
 def memmove_launch(

@@ -57,17 +57,26 @@ class PagedBlocks:
         self._order = order
         self._order_back = None if order is None else order.argsort()
 
-    def read(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Return the bytes of whole pages, uint8 [pages, page_bytes] on the device. `blocks` are those of the pages."""
+    def empty_pages(self, blocks: int) -> torch.Tensor:
+        """Return memory on the device for the pages that so many blocks form: uint8 [pages, page_bytes]."""
+        shape = (blocks // self.blocks_per_page, self.layout.page_bytes)
+        return torch.empty(shape, dtype=torch.uint8, device=self.device)
+
+    def read(self, blocks: Sequence[int], into: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the bytes of whole pages, uint8 [pages, page_bytes] on the device; in `into`, if that is given.
+
+        `blocks` are those of the pages.
+        """
         index = self._index(blocks)
-        pages = len(blocks) // self.blocks_per_page
-        found = torch.empty((pages, *self._page_shape()), dtype=self._element, device=self.device)
+        page_bytes = self.empty_pages(len(blocks)) if into is None else into
+        pages = len(page_bytes)
+        found = page_bytes.view(self._element).view(pages, *self._page_shape())
         for number, layer in enumerate(self._layers):
             # From [page, block, head, part, token, K or V, element]
             # to   [page, K or V, block, part, token, head, element].
             rows = self._content(layer.index_select(0, index).view(pages, self.blocks_per_page, *layer.shape[1:]))
             found[:, number].copy_(rows.permute(0, 5, 1, 3, 4, 2, 6))
-        return found.view(pages, -1).view(torch.uint8)
+        return page_bytes
 
     def write(self, page_bytes: torch.Tensor, blocks: Sequence[int], *, skip: int = 0) -> None:
         """Overwrite blocks with whole pages, uint8 [pages, page_bytes] on the device.
@@ -122,7 +131,11 @@ class PagedBlocks:
         return (layout.num_layers, layout.tensors_per_layer, self.blocks_per_page, *tokens, layout.head_dim)
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(blocks, dtype=torch.int64).to(self.device, non_blocking=True)
+        index = torch.tensor(blocks, dtype=torch.int64)
+        if self.device.type == "cuda":
+            # From pageable memory the driver would first wait, on this thread, for all earlier work of the stream.
+            index = index.pin_memory()
+        return index.to(self.device, non_blocking=True)
 
 
 def in_order(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

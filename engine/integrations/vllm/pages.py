@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 
+from tidekv.backends.copies.streams import Mark, Streams, streams_of
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.storage.base import prefix_of
@@ -135,56 +136,60 @@ Wait = Callable[[], int]
 class BlockCopies:
     """Copies whole pages both ways. `read` and `mark` are called on vLLM's thread, `write` on any other one."""
 
-    def __init__(self, blocks: PagedBlocks, host: HostPool) -> None:
+    def __init__(self, blocks: PagedBlocks, host: HostPool, streams: Streams | None = None) -> None:
+        """`streams`: those of the blocks' device."""
         self._blocks = blocks
         self._host = host
-        self._on_cuda = blocks.device.type == "cuda"
-        if self._on_cuda:
-            self._to_host = torch.cuda.Stream(blocks.device)  # type: ignore[no-untyped-call]  # torch has no types for it.
-            self._to_device = torch.cuda.Stream(blocks.device)  # type: ignore[no-untyped-call]  # torch has no types for it.
+        self._streams = streams or streams_of(blocks.device)
+        self._to_host, self._to_device = self._streams.make(), self._streams.make()
+        self._gathered: list[tuple[Mark, torch.Tensor]] = []
+        """Pages on their way to the host: their memory must not be used again before."""
 
     def read(self, blocks: Sequence[int], pages: Sequence[int]) -> Wait:
         """Start copying the pages that `blocks` form to host pages. The returned call waits for the copy."""
-        rows = self._blocks.read(blocks)
-        if not self._on_cuda:
-            self._host.buffer.index_copy_(0, torch.tensor(pages), rows)
-            return pages.__len__
-        self._to_host.wait_stream(torch.cuda.current_stream(self._blocks.device))
-        with torch.cuda.stream(self._to_host):
-            for row, page in zip(rows, pages, strict=True):
-                self._host.buffer[page].copy_(row, non_blocking=True)
-            rows.record_stream(self._to_host)
-            ended = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it.
-            ended.record()
+        self._gathered = [(mark, rows) for mark, rows in self._gathered if not mark.is_reached()]
+        computing = self._streams.current()
+        rows = self._blocks.empty_pages(len(blocks))
+        computing.run(lambda: self._gather(blocks, rows))
+        self._to_host.follow(computing.mark())
+        self._to_host.run(partial(self._take, rows, pages))
+        ended = self._to_host.mark()
+        self._gathered.append((ended, rows))
 
         def wait() -> int:
-            ended.synchronize()
+            ended.wait()
             return len(pages)
 
         return wait
 
-    def mark(self) -> torch.cuda.Event | None:
-        """Return an event at the current position of the stream, for `write` to wait for."""
-        if not self._on_cuda:
-            return None
-        reached = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it.
-        reached.record(torch.cuda.current_stream(self._blocks.device))
-        return reached
+    def mark(self) -> Mark:
+        """Return a mark at the current position of the stream, for `write` to wait for."""
+        return self._streams.current().mark()
 
-    def write(self, pages: Sequence[int], blocks: Sequence[int], *, skip: int, after: torch.cuda.Event | None) -> None:
+    def write(self, pages: Sequence[int], blocks: Sequence[int], *, skip: int, after: Mark) -> None:
         """Copy host pages to the blocks that they form, without the first `skip`. Returns after the copy."""
-        if not self._on_cuda:
-            self._blocks.write(self._host.buffer.index_select(0, torch.tensor(pages)), blocks, skip=skip)
-            return
-        with torch.cuda.device(self._blocks.device), torch.cuda.stream(self._to_device):
-            if after is not None:
-                self._to_device.wait_event(after)
-            shape = (len(pages), self._host.layout.page_bytes)
-            rows = torch.empty(shape, dtype=torch.uint8, device=self._blocks.device)
+        self._to_device.follow(after)
+        self._to_device.run(partial(self._bring, pages, blocks, skip))
+        self._to_device.mark().wait()
+
+    def _gather(self, blocks: Sequence[int], rows: torch.Tensor) -> None:
+        self._blocks.read(blocks, rows)
+
+    def _take(self, rows: torch.Tensor, pages: Sequence[int]) -> None:
+        if self._host.pinned:
+            for row, page in zip(rows, pages, strict=True):
+                self._host.buffer[page].copy_(row, non_blocking=True)
+        else:
+            self._host.buffer.index_copy_(0, torch.tensor(pages), rows)
+
+    def _bring(self, pages: Sequence[int], blocks: Sequence[int], skip: int) -> None:
+        if self._host.pinned:
+            rows = self._blocks.empty_pages(len(pages) * self._blocks.blocks_per_page)
             for row, page in zip(rows, pages, strict=True):
                 row.copy_(self._host.buffer[page], non_blocking=True)
-            self._blocks.write(rows, blocks, skip=skip)
-            self._to_device.synchronize()
+        else:
+            rows = self._host.buffer.index_select(0, torch.tensor(pages))
+        self._blocks.write(rows, blocks, skip=skip)
 
 
 LOG = engine_log("tidekv.vllm")
@@ -277,7 +282,7 @@ class WorkerPages:
 
     # --- Loads ---
 
-    async def _load(self, job: LoadJob, after: torch.cuda.Event | None) -> None:
+    async def _load(self, job: LoadJob, after: Mark) -> None:
         until_s = asyncio.get_running_loop().time() + self._settings.load_timeout_s
         here = 0
         # Pages from `here` on that were not loaded, by cause; those that remain are behind them.
@@ -304,7 +309,7 @@ class WorkerPages:
                 self._ended.append(LoadEnded(job.request_id, failed))
 
     async def _load_batch(
-        self, job: LoadJob, first: int, keys: Sequence[bytes], after: torch.cuda.Event | None, causes: Counter[str]
+        self, job: LoadJob, first: int, keys: Sequence[bytes], after: Mark, causes: Counter[str]
     ) -> int:
         """Load pages into their blocks; returns how many, from the first on, and adds those not found to `causes`.
 
@@ -362,7 +367,7 @@ class WorkerPages:
                 self._cache.keep(key, page)
         return found
 
-    async def _write(self, pages: Sequence[int], job: LoadJob, first: int, after: torch.cuda.Event | None) -> None:
+    async def _write(self, pages: Sequence[int], job: LoadJob, first: int, after: Mark) -> None:
         """Copy pages to their blocks, even if cancelled: no block may be written after its load is reported ended."""
         skip = max(0, job.skip - first * self._per_page)
         start = max(0, first * self._per_page - job.skip)

@@ -24,6 +24,7 @@ from tidekv import (
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.thread.server_streams import ServerStreams
 from tidekv.transports.loopback import LoopbackNetwork
 from tidekv.transports.prefill.prefill_room import Room
 
@@ -104,7 +105,13 @@ async def ignore_room(room: Room) -> None:
 
 @contextmanager
 def running_rig(
-    *, device_pages: int = 64, host_pages: int = 128, prefill_pages: int = 256, answers: bool = True, **config: object
+    *,
+    device_pages: int = 64,
+    host_pages: int = 128,
+    prefill_pages: int = 256,
+    answers: bool = True,
+    server: ServerStreams | None = None,
+    **config: object,
 ) -> Iterator[Rig]:
     network = LoopbackNetwork()
     device = DevicePool.allocate(LAYOUT, device_pages)
@@ -121,6 +128,8 @@ def running_rig(
         host=HostPool.allocate(LAYOUT, host_pages) if host_pages else None,
         transport=LoopbackTransport("decode-0", network),
     )
+    if server is not None:
+        thread.follow(server)
     with thread:
 
         async def start(_: object) -> None:

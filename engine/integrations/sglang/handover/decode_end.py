@@ -32,6 +32,7 @@ from tidekv.engine.integrations.sglang.handover.settings import BackendSettings
 from tidekv.engine.integrations.step_pacing import StepPacing
 from tidekv.engine.log import engine_log
 from tidekv.engine.thread.engine_thread import EngineThread, Failed, Offered, Outcome, RestoredInto
+from tidekv.engine.thread.server_streams import ServerStreams
 from tidekv.states.errors import EngineClosed, PrefillCause, RequestFailed, TidekvError
 from tidekv.states.handover.prompt_digest import PromptDigest
 from tidekv.transports.nixl.transport import NixlTransport
@@ -114,9 +115,13 @@ class DecodeEnd:
         config: EngineConfig,
         name: str,
         row_bytes: int,
+        server: ServerStreams | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start. `config`: that of this rank's engine. Raises what `DecodeEngine` raises as it starts."""
+        """Start. `config`: that of this rank's engine. `server`: SGLang's streams, if its KV is in GPU memory.
+
+        Raises what `DecodeEngine` raises as it starts.
+        """
         layout = pool.layout
         self._settings = settings
         self._row_bytes = row_bytes
@@ -135,6 +140,8 @@ class DecodeEnd:
                 dials=settings.dials,
             ),
         )
+        if server is not None:
+            self._engine.follow(server)
         self._in_flight: set[PromptRestore] = set()
         self._is_closed = False
         self._pacing = StepPacing()

@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from tidekv.engine.integrations.sglang.handover.decode_end import DecodeEnd
 from tidekv.engine.integrations.sglang.handover.limits import check_decode, check_supported, unequal
-from tidekv.engine.integrations.sglang.handover.pools import MetadataRows, wrap_pool
+from tidekv.engine.integrations.sglang.handover.pools import MetadataRows, forward_streams, wrap_pool
 from tidekv.engine.integrations.sglang.handover.prefill_end import PrefillEnd
 from tidekv.engine.integrations.sglang.handover.settings import read_settings
 from tidekv.engine.integrations.sglang.handover.tree import KeptTree
@@ -63,6 +63,7 @@ class TidekvManager(CommonKVManager):  # type: ignore[misc]  # SGLang has no typ
             ),
             name=f"sglang-decode-{self.attn_tp_rank}",
             row_bytes=self.rows.bytes,
+            server=forward_streams(pool.device, queue),
         )
         self.queue = queue
         self.tree = KeptTree(self.decode, queue.tree_cache)
@@ -70,12 +71,14 @@ class TidekvManager(CommonKVManager):  # type: ignore[misc]  # SGLang has no typ
     def open_prefill(self, queue: Any) -> None:
         """Start the prefill end over the pools of SGLang's queue, and register it."""
         host, port = parse_address(self.settings.listen or f"{self.local_ip}:0")
+        pool = wrap_pool(queue.token_to_kv_pool)
         self.prefill = PrefillEnd(
-            wrap_pool(queue.token_to_kv_pool),
+            pool,
             self.settings,
             listen=f"{host}:{port + self.attn_tp_rank if port else 0}",
             model=self._model(),
             name=f"sglang-prefill-{self.attn_tp_rank}",
+            server=forward_streams(pool.device, queue),
         )
         _, self.rank_port = parse_address(self.prefill.address)
         self.register_to_bootstrap()

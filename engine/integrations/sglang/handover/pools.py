@@ -8,8 +8,10 @@ from typing import Any, Final  # SGLang's pools have no types.
 
 import torch
 
+from tidekv.backends.copies.streams import CudaStream
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.layout import DTYPES, KVLayout
+from tidekv.engine.thread.server_streams import ServerStreams, server_streams
 from tidekv.states.errors import InvalidConfig
 from tidekv.transports.aux_values import AUX_BYTES_MAX
 
@@ -48,6 +50,13 @@ def wrap_pool(pool: Any) -> DevicePool:
     return DevicePool.wrap(
         _as_dtype(keys, pool.dtype), None if values is None else _as_dtype(values, pool.dtype), layout
     )
+
+
+def forward_streams(device: torch.device, queue: Any) -> ServerStreams | None:
+    """Return the streams behind which pages of a queue of SGLang may be touched: that of its scheduler's thread, and
+    that of the forward, which is the current one only while a batch is enqueued. None for pools in host memory.
+    """
+    return server_streams(device, lambda: [CudaStream(queue.scheduler.forward_stream)])
 
 
 def _as_dtype(buffers: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:

@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-
 from tidekv.backends.device.pool import DevicePool
 from tidekv.engine.integrations.sglang.handover.settings import BackendSettings
 from tidekv.engine.integrations.step_pacing import StepPacing
 from tidekv.engine.log import engine_log
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.engine.thread.prefill_thread import HandedOver, PrefillThread
+from tidekv.engine.thread.server_streams import ServerStreams
 from tidekv.states.errors import TidekvError
 from tidekv.states.handover.prompt_digest import PromptDigest
 from tidekv.transports.nixl.transport import NixlTransport
@@ -76,9 +75,13 @@ class PrefillEnd:
         listen: str,
         model: str,
         name: str,
+        server: ServerStreams | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start, and listen. Raises what `PrefillPeer` raises as it is entered."""
+        """Start, and listen. `server`: SGLang's streams, if its KV is in GPU memory.
+
+        Raises what `PrefillPeer` raises as it is entered.
+        """
         peer = PrefillPeer(
             device=pool,
             transport=NixlTransport(
@@ -91,7 +94,7 @@ class PrefillEnd:
             model=model,
             lease_s=settings.lease_s,
         )
-        self._thread = PrefillThread(peer, promise_timeout_s=settings.promise_timeout_s)
+        self._thread = PrefillThread(peer, promise_timeout_s=settings.promise_timeout_s, server=server)
         self._page_size = pool.layout.page_size
         self._unclaimed_max = int(settings.unclaimed_share * pool.num_pages)
         self._clock = clock
@@ -101,8 +104,6 @@ class PrefillEnd:
         self._unclaimed_pages = 0
         self._counted_at_s = 0.0
         self._pacing = StepPacing()
-        self._device = pool.device
-        self._is_on_gpu = pool.device.type == "cuda"
         self._thread.start()
 
     @property
@@ -125,14 +126,12 @@ class PrefillEnd:
     def send(self, sending: Sending, pages: Sequence[int], *, is_last: bool) -> None:
         """Hand over the next pages of a prompt. Does nothing if it has failed.
 
-        Waits for the streams of a GPU: NIXL reads pages without regard to them.
+        In GPU memory they are read once the streams of SGLang have reached this call, which does not wait for that.
         """
         start = sending.pages * self._page_size
         sending.pages += len(pages)
         if sending.failure:
             return
-        if self._is_on_gpu:
-            torch.cuda.synchronize(self._device)
         end = sending.prompt.prompt_tokens if is_last else None
         self._do(sending, lambda: self._thread.send(sending.name, list(pages), start_token=start, end_token=end))
 

@@ -407,10 +407,10 @@ class HandoverWorker:
         names = handover.layer_names
         backends = sorted(backends_of(self._vllm_config, names))
         tensors = in_order({name: kv_caches[name] for name in names})
-        if len(backends) != 1 or tensors[0].device.type != "cpu":
+        if len(backends) != 1 or tensors[0].device.type not in ("cpu", "cuda"):
             raise InvalidConfig(
                 f"KV of {', '.join(backends) or 'no'} attention backends on {tensors[0].device} cannot be handed over;"
-                " that of one backend in host memory can"
+                " that of one backend in host memory or on a CUDA device can"
             )
         backend = f"{CPU_BACKEND} {_form(tensors[0])}" if backends == [CPU_BACKEND] else backends[0]
         for part, rank in enumerate(handover.of_parts()):
