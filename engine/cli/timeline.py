@@ -1,4 +1,4 @@
-"""`tidekv timeline JOURNAL`: requests as bars in the terminal, as an HTML page, or as a Perfetto trace."""
+"""`tidekv timeline JOURNAL`: requests as bars in the terminal, or as an HTML page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def timeline(
     journal: Annotated[str, typer.Argument(help="The first file of a journal, or a log that has one.")],
     request: Annotated[str | None, typer.Option(help="Only the requests of this id.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page.")] = None,
-    perfetto: Annotated[Path | None, typer.Option(help="Write trace-event JSON for ui.perfetto.dev.")] = None,
     limit: Annotated[int, typer.Option(help="Maximum requests in the terminal, the newest ones; 0: all.", min=0)] = 40,
     slowest: Annotated[int | None, typer.Option(help="Only so many requests, the slowest first.", min=1)] = None,
     torn_ok: TornOk = False,
@@ -41,7 +40,6 @@ def timeline(
     from tidekv.engine.trace.bars import all_bars, one_request
     from tidekv.engine.trace.page import html_page
     from tidekv.engine.trace.request_traces import read_request_traces
-    from tidekv.engine.trace.trace_events import trace_events
 
     replayer = Replayer(journal, run=run)
     told = read_request_traces(replayer)
@@ -52,9 +50,7 @@ def timeline(
     if html is not None:
         page = html_page(request_traces, now_s=told.last_at_s, title=f"tidekv: {Path(journal).name}", pools=told.pools)
         _write(html, page.encode())
-    if perfetto is not None:
-        _write(perfetto, trace_events(request_traces, now_s=told.last_at_s))
-    if html is None and perfetto is None:
+    else:
         console = Console()
         width = max(20, console.width - NAME_COLUMNS)
         letters = console.color_system is None or console.no_color

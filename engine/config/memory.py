@@ -118,16 +118,6 @@ def host_memory(root: Path = Path("/")) -> Memory:
     return found
 
 
-def device_memory(device: str) -> Memory:
-    """Return the memory of a CUDA device, or of this machine for "cpu"."""
-    if device == "cpu":
-        return host_memory()
-    import torch
-
-    free, total = torch.cuda.mem_get_info(torch.device(device))
-    return Memory(total_bytes=total, free_bytes=free, bound_by=device)
-
-
 def stat_of(meminfo: Path, name: str) -> int:
     """Return one line of /proc/meminfo in bytes; 0 if it is not there."""
     try:

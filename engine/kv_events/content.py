@@ -253,11 +253,6 @@ class KVContent:
                 self._lost[page] = self._renewed
         return self._settled(touched)
 
-    def lost_behind(self, namespace: str, keys: bytes, have: int) -> list[KVEvent]:
-        """Return the events for a prompt of whose pages storage has the first `have` only, and not the next one."""
-        digests = self._digests(keys[: (have + 1) * self._key_bytes], self._chain(namespace).seed)
-        return self.lost(digests[have:])
-
     def keys_of(self, hashes: Sequence[int]) -> tuple[str, bytes]:
         """Return the namespace and the keys of a prompt's first pages, by their hashes, as far as these are a chain."""
         keys: list[bytes] = []

@@ -165,12 +165,6 @@ class PrefixIndex:
         # By closure, a node with host pages has ancestors with host pages.
         return node.host is not None
 
-    def has_child(self, parent: Node, namespace: str, first_key: bytes) -> bool:
-        """Whether a child of `parent`, in RECLAIMING or not, begins with the page of this key."""
-        if parent.namespace != namespace:
-            raise BrokenInvariant(f"{parent} is not of namespace {namespace!r}")
-        return first_key in parent.children
-
     def nodes(self) -> Iterator[Node]:
         """Iterate over all nodes except roots, parents first. The order depends only on the calls made so far."""
         return self.tree.nodes()

@@ -257,8 +257,8 @@ def test_unknown_request_is_one_line_and_exit_code_2(simulate, monkeypatch, caps
 
 def test_timeline_files_are_written(simulate, monkeypatch, capsys, tmp_path) -> None:
     path = simulate(1, 12).path
-    page, trace = tmp_path / "t.html", tmp_path / "t.json"
-    code, out, _ = run(monkeypatch, capsys, "timeline", path, "--html", page, "--perfetto", trace)
+    page = tmp_path / "t.html"
+    code, out, _ = run(monkeypatch, capsys, "timeline", path, "--html", page)
     assert code == 0
     assert str(page) in out
     assert page.stat().st_size > 10_000

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import re
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -21,7 +19,6 @@ from tidekv.engine.trace.explain import explain
 from tidekv.engine.trace.page import ACTIVITIES, html_page
 from tidekv.engine.trace.pool_use import PoolHistory, PoolUse
 from tidekv.engine.trace.request_traces import RequestTraces, read_request_traces
-from tidekv.engine.trace.trace_events import trace_events
 from tidekv.states import events
 from tidekv.states.errors import InvalidRequest
 from tools.browser import find_browser, opened_page
@@ -227,14 +224,6 @@ def test_page_needs_nothing_from_elsewhere_and_no_name_can_break_out_of_it(reque
 
 def test_page_of_no_requests_is_a_page() -> None:
     assert "<canvas" in html_page([], now_s=0.0, title="nothing")
-
-
-def test_trace_events_are_balanced_and_cover_the_states(request_traces: RequestTraces) -> None:
-    trace = json.loads(trace_events(request_traces.all, now_s=request_traces.last_at_s))["traceEvents"]
-    phases = Counter(event["ph"] for event in trace)
-    assert phases["b"] == phases["e"] == sum(len(request_trace.works) for request_trace in request_traces.all)
-    assert phases["X"] == sum(len(request_trace.states) for request_trace in request_traces.all)
-    assert all(event.get("dur", 0) >= 0 and event.get("ts", 0) >= 0 for event in trace)
 
 
 def test_terminal_shows_every_request_and_the_lanes_of_one(request_traces: RequestTraces) -> None:

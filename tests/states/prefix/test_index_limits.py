@@ -33,7 +33,6 @@ WRONG_CALLS: dict[str, Callable[[PrefixIndex, PagePool, Node], object]] = {
     "child of nothing": lambda index, device, node: index.insert_pending(node, "", b"", page_ids()),
     "child with other pages": lambda index, device, node: index.insert_pending(node, "", keys(9), device.take(2)),
     "child in another namespace": lambda index, device, node: index.insert_pending(node, "x", keys(9), device.take(1)),
-    "question in another namespace": lambda index, device, node: index.has_child(node, "x", keys(9)),
     "second device copy": lambda index, device, node: index.give_device(node, device.take(3)),
     "host copy of another length": lambda index, device, node: index.give_host(node, page_ids([0])),
     "host copy below none": lambda index, device, node: index.give_host(leaf_of(node), page_ids([0])),

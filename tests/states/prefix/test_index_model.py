@@ -264,7 +264,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
         match = self.index.match(prompt[0], keys(*prompt[1]))
         start = match.device_pages
         suffix = prompt[1][start:][: self.device.free]
-        if not suffix or self.index.has_child(match.device_node, prompt[0], keys(*suffix[:1])):
+        if not suffix or keys(*suffix[:1]) in match.device_node.children:
             return
         ids, load = self.device.take(len(suffix)), FakeLoad()
         node = self.index.insert_pending(match.device_node, prompt[0], keys(*suffix), ids, load)
