@@ -60,10 +60,11 @@ prefill's computation included. A plan takes what storage has from the faster of
 times as long as with both or more, both bring a part and finish at the same time. When prefill has sent everything
 and fetches are still under way, the last of these are requested from prefill as well if it sends them markedly sooner.
 While one of the two throughputs is unknown, one plan at a time measures it with a part of its pages; pages that were
-just stored are read back for the same purpose. A storage that is not used because it was slow is measured again once
-its measurement is old. From the second time on that a prompt is asked for, `soonest` is meant to be within a fifth of
-the better of always waiting for storage and never using it: `python3 dev.py bench policies` and `bench first-rounds`
-measure that on real processes. `wait_complete` uses all of storage from the first hit on, and waits for it when it is
+just stored are read back for the same purpose, until a read is not faster than those before it. A storage that is not
+used because it was slow is measured again once its measurement is old. From the second time on that a prompt is asked
+for, `soonest` is meant to be within a fifth of the better of always waiting for storage and never using it:
+`python3 dev.py bench policies` and `bench first-rounds` measure that on real processes. `wait_complete` uses all of
+storage from the first hit on, and waits for it when it is
 slow. The pages of windows and states are not split.
 
 **Prefetch for waiting requests.** A request that waits for device memory has already looked up its pages in storage. If

@@ -177,7 +177,7 @@ class Measurement(LateFetch):
     It owns its host pages. `keys` name the pages: their path may leave the tree at once.
     """
 
-    __slots__ = ("keys", "namespace", "op")
+    __slots__ = ("_is_late", "keys", "namespace", "op")
 
     def __init__(
         self, state: CoreState, storage: StorageAdmission, *, namespace: str, keys: bytes, host_pages: PageIds
@@ -190,14 +190,21 @@ class Measurement(LateFetch):
         self.namespace = namespace
         self.keys = keys
         self.op = 0
+        self._is_late = False
 
     def ended(self, event: Outcome, error: str) -> None:
         """Count the outcome of the read; note how long it took; free the host pages."""
         self._storage.call_ended(event)
-        super().ended(event, error)
+        if isinstance(event, PagesFetched) and event.good == len(self.host_pages):
+            # Lateness was noted as a lower bound, which is no first measurement.
+            self._storage.note_throughput(
+                begun_at_s=self._begun_at_s, pages=self._queued_pages, is_trial=not self._is_late
+            )
+        self.abandon()
 
     def late(self) -> None:
         """Note that storage takes at least this long: plans wait for a measurement."""
+        self._is_late = True
         self._storage.call_is_late()
         self._storage.note_throughput(begun_at_s=self._begun_at_s, pages=self._queued_pages)
 
@@ -418,17 +425,15 @@ class StorageAdmission:
         self.pages_in_flight += len(fetch.host_pages)
 
     def measure(self, leaf: Node, stored: int) -> None:
-        """Read some of the first `stored` pages of a path, which storage has now, if its speed is unknown, or only
-        measured once and not faster than prefill.
+        """Read some of the first `stored` pages of a path, which storage has now, until its speed is confirmed.
 
         Without this, the first hits would have to be fetched in part, or not at all, before the rest could be. A first
-        read may include a stall, or the opening of files, and hits that are not fetched do not correct it.
+        read may include a stall, or the opening of files. If it makes storage look several times slower, yet faster
+        than prefill, the plans of the first hits leave a part of their pages to prefill.
         """
         state, settings = self._state, self._state.settings
         count = min(stored, MEASURED_PAGES_MAX, settings.host_pages // 2)
-        page_s = self._throughput.page_s
-        is_known = page_s and not (self._throughput.is_single and page_s >= self._link_load().page_s)
-        is_due = settings.prefetch == "soonest" and not (self.pages_in_flight or is_known)
+        is_due = settings.prefetch == "soonest" and not (self.pages_in_flight or self._throughput.is_confirmed)
         if is_due and self.is_usable and count * settings.page_size >= max(settings.prefetch_threshold_tokens, 1):
             state.run_guarded(partial(self._measure, leaf, count), recover=lambda: None)
 
@@ -456,11 +461,15 @@ class StorageAdmission:
             undo.keep()
         self.pages_in_flight += count
 
-    def note_throughput(self, *, begun_at_s: float, pages: int) -> None:
-        """Record the speed of a complete or late fetch, which began with `pages` pages under way."""
+    def note_throughput(self, *, begun_at_s: float, pages: int, is_trial: bool = False) -> None:
+        """Record the speed of a complete or late fetch, which began with `pages` pages under way.
+
+        `is_trial`: it was made to measure, and is complete.
+        """
         if not self.is_measured:
-            self._throughput.forget()
-        self._throughput.note(taken_s=self._state.now_s - begun_at_s, pages=pages, now_s=self._state.now_s)
+            self._throughput.begin_again()
+        note = self._throughput.note_trial if is_trial else self._throughput.note
+        note(taken_s=self._state.now_s - begun_at_s, pages=pages, now_s=self._state.now_s)
 
     # --- The breaker ---
 

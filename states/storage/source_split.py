@@ -19,7 +19,7 @@ If the cost of storage is unknown, one plan at a time fetches the first 1/PROBE_
 than the shortest hit that is fetched, as a measurement; if that of prefill is unknown, too, it fetches everything, and
 each recomputation halves its fetches. Plans made meanwhile fetch nothing, because reads cannot be cancelled: those of a
 slow storage would delay the fetches of all later plans. Mostly storage is known before its first hit, because pages
-that were just put are read (`StorageAdmission.measure`).
+that were just put are read, until a read is not faster than those before it (`StorageAdmission.measure`).
 
 The cost of a page from prefill includes its computation. So a prefill instance that computes slowly is asked for few
 pages that storage has.

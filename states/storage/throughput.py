@@ -27,13 +27,19 @@ SHORT_PARTS = 8
 class ThroughputEstimator:
     """Throughput estimate of one source."""
 
-    __slots__ = ("_count", "_noted_at_s", "_pages", "_seconds")
+    __slots__ = ("_count", "_noted_at_s", "_pages", "_seconds", "is_confirmed")
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
         """Drop all measurements, because another storage is attached."""
+        self.is_confirmed = False
+        """Whether more than the first measurement is known, which may include a stall, or the opening of files."""
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Drop all measurements, because they do not hold any more. A confirmed estimate stays so."""
         self._count = self._pages = self._seconds = 0.0
         self._noted_at_s = float("-inf")
 
@@ -47,12 +53,25 @@ class ThroughputEstimator:
         is_short = pages * SHORT_PARTS * self._count < self._pages
         if is_short and pages * self.page_s < taken_s < self.fetch_s:
             return
+        self.is_confirmed |= self._count > 0
         if taken_s * MUCH_FASTER < pages * self.page_s:
-            self.forget()
+            self.begin_again()
         self._count = WEIGHT * self._count + 1
         self._pages = WEIGHT * self._pages + pages
         self._seconds = WEIGHT * self._seconds + taken_s
         self._noted_at_s = now_s
+
+    def note_trial(self, *, taken_s: float, pages: int, now_s: float) -> None:
+        """Add a fetch that was made to measure. Until the estimate is confirmed, only the fastest counts; one that is
+        not faster confirms it.
+        """
+        if self.is_confirmed:
+            self.note(taken_s=taken_s, pages=pages, now_s=now_s)
+        elif not self._count or taken_s < pages * self.page_s:
+            self.begin_again()
+            self.note(taken_s=taken_s, pages=pages, now_s=now_s)
+        else:
+            self.is_confirmed = True
 
     @property
     def page_s(self) -> float:
@@ -63,11 +82,6 @@ class ThroughputEstimator:
     def fetch_s(self) -> float:
         """Seconds per fetch; 0 if unknown."""
         return self._seconds / self._count if self._count else 0.0
-
-    @property
-    def is_single(self) -> bool:
-        """Whether the estimate is that of one fetch, which a stall or the opening of files may have made slow."""
-        return self._count == 1.0
 
     def is_old(self, now_s: float) -> bool:
         """Whether the last measurement is more than ESTIMATE_FRESH_S ago, or there is none."""

@@ -71,6 +71,33 @@ def test_one_fetch_shows_that_a_stall_is_over() -> None:
     assert throughput.page_s < 0.06
 
 
+def test_of_the_fetches_made_to_measure_the_fastest_counts_until_one_is_not_faster() -> None:
+    """They may include the opening of files, or a stall that is less than several times a read."""
+    throughput = ThroughputEstimator()
+    for taken_s in (1.0, 0.9, 0.3):
+        throughput.note_trial(taken_s=taken_s, pages=10, now_s=0.0)
+        assert throughput.page_s == pytest.approx(taken_s / 10)
+        assert not throughput.is_confirmed
+    throughput.note_trial(taken_s=0.8, pages=10, now_s=0.0)
+    assert throughput.page_s == pytest.approx(0.03)
+    assert throughput.is_confirmed
+    # From now on it is one of many.
+    throughput.note_trial(taken_s=0.2, pages=10, now_s=0.0)
+    assert 0.02 < throughput.page_s < 0.03
+    throughput.begin_again()
+    assert throughput.is_confirmed
+    throughput.forget()
+    assert not throughput.is_confirmed
+
+
+def test_two_fetches_of_requests_confirm_the_estimate() -> None:
+    throughput = ThroughputEstimator()
+    throughput.note(taken_s=1.0, pages=10, now_s=0.0)
+    assert not throughput.is_confirmed
+    throughput.note(taken_s=1.0, pages=10, now_s=0.0)
+    assert throughput.is_confirmed
+
+
 def stored_rig(**settings: object) -> Rig:
     rig = Rig(prefetch_threshold_tokens=0, prefetch_base_s=4.0, prefetch_per_ki_token_s=0.001, **settings)
     rig.attach_storage()
