@@ -13,6 +13,8 @@ so does a round in which the default fetched the same pages as the better one.
 
 The second figure needs no quiet machine: what the plans chose. Of prompts of at least CHOICE_TOKENS, it is the share
 that the default fetched from a storage that is much faster than prefill, at the worst of the rounds from the second on.
+
+The file has all cells; docs/performance.md is generated from benchmarks/results/first_rounds.json.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from benchmarks.figures import Figures, option_parser
+from benchmarks.figures import option_parser
 from benchmarks.throttled import ThrottledStorage
 from tidekv import (
     DecodeEngine,
@@ -43,6 +45,7 @@ from tidekv import (
     StorageOptions,
     open_storage,
 )
+from tidekv.engine.demo.artefact import write_artefact
 from tidekv.engine.demo.link import Throttle
 from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 
@@ -105,6 +108,17 @@ class Cell:
     def name(self) -> str:
         """The conditions."""
         return f"{self.tokens:,} tokens, {self.at_once} at once, storage x {self.speed:g}"
+
+    def as_json(self) -> dict[str, object]:
+        """Return the conditions and the figures of this cell."""
+        return {
+            "speed": self.speed,
+            "tokens": self.tokens,
+            "at_once": self.at_once,
+            "over_better": self.over_better,
+            "ready_ms": {arm: [1000 * mean for mean in self.means_s(arm)] for arm in ARMS},
+            "fetched": self.fetched_shares(),
+        }
 
 
 def prompt(number: int, tokens: int) -> bytes:
@@ -209,8 +223,8 @@ def lines_of(cells: Sequence[Cell]) -> Iterator[str]:
         yield f"{cell.name:44} {cell.over_better:11.2f}" + "".join(means) + f"  {shares}"
 
 
-async def measure(figures: Figures, lengths: Sequence[int], speeds: Sequence[float], at_once: Sequence[int]) -> None:
-    """Measure all cells, print the table, and add the figure."""
+async def measure(lengths: Sequence[int], speeds: Sequence[float], at_once: Sequence[int]) -> list[Cell]:
+    """Measure all cells, and print the table."""
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
         async with open_bench(Path(folder), lengths) as bench:
@@ -219,14 +233,18 @@ async def measure(figures: Figures, lengths: Sequence[int], speeds: Sequence[flo
                     await bench.measure(cell)
                 cells.append(cell)
                 print(*list(lines_of(cells))[0 if len(cells) == 1 else -1 :], sep="\n", flush=True)
-    for line in lines_of(cells):
-        figures.note(line)
+    return cells
+
+
+def figures_of(cells: Sequence[Cell]) -> dict[str, object]:
+    """Return both figures with their cells, and all cells."""
     worst = max(cells, key=lambda cell: cell.over_better)
-    figures.add("first_rounds.over_better", worst.over_better, worst.name)
+    figures: dict[str, object] = {"over_better": worst.over_better, "over_better_in": worst.name}
     clear = [cell for cell in cells if cell.speed > 1 and cell.tokens >= CHOICE_TOKENS]
     if clear:
         least = min(clear, key=lambda cell: min(cell.fetched_shares()[1:]))
-        figures.add("first_rounds.fetched", min(least.fetched_shares()[1:]), least.name)
+        figures |= {"fetched": min(least.fetched_shares()[1:]), "fetched_in": least.name}
+    return figures | {"cells": [cell.as_json() for cell in cells]}
 
 
 def main() -> None:
@@ -236,8 +254,9 @@ def main() -> None:
     parser.add_argument("--speeds", type=float, nargs="+", default=SPEEDS, help="storage speed over link speed")
     parser.add_argument("--at-once", type=int, nargs="+", default=AT_ONCE, help="requests at once; divisors of 4")
     chosen = parser.parse_args()
-    with Figures(chosen.json) as figures, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(measure(figures, chosen.lengths, chosen.speeds, chosen.at_once))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        cells = runner.run(measure(chosen.lengths, chosen.speeds, chosen.at_once))
+    write_artefact(chosen.json, figures_of(cells), "python3 dev.py bench first-rounds")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
 """Table of targets and last measured figures in docs/performance.md: `python -m benchmarks.performance_page PAGE`.
 
 The figures are in benchmarks/results/targets.json, as one run of `python3 dev.py bench all --json` wrote it, whole or
-of some targets. A target that was not measured there is only named, with its bound: it has no figure.
+of some targets. A target that was not measured there is only named, with its bound: it has no figure. Beside it,
+first_rounds.json has what `python3 dev.py bench first-rounds --json` wrote.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.target_table import TARGETS
 
-FIGURES = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "targets.json"
+RESULTS = Path(__file__).resolve().parent / "results"
+FIGURES = RESULTS / "targets.json"
+FIRST_ROUNDS = RESULTS / "first_rounds.json"
 BEGIN = "<!-- Generated: python -m benchmarks.performance_page docs/performance.md -->"
 END = "<!-- End of the figures. -->"
 
@@ -47,6 +51,7 @@ def figures_table() -> str:
     for target in modeled:
         value = f"{_value(figures[target.name])} {target.unit}"
         lines.append(f"| {target.name} | {target.asks} | {target.published} | {value} |")
+    lines += first_rounds()
     lines += [
         "",
         "### Targets without a kept figure",
@@ -56,6 +61,32 @@ def figures_table() -> str:
     ]
     lines.append(", ".join(target.name for target in TARGETS if target.name not in figures and not target.is_model))
     return "\n".join(lines).strip()
+
+
+def first_rounds() -> Iterator[str]:
+    """Yield the table of the default storage policy's first rounds; nothing if no run was kept."""
+    if not FIRST_ROUNDS.is_file():
+        return
+    report = json.loads(FIRST_ROUNDS.read_text())
+    about = report["about"]
+    yield from (
+        "",
+        "### First rounds of the default storage policy",
+        "",
+        f"`{about['command']}` ({about['date']}, commit {about['commit']}, {about['machine']}, load {about['load']}): "
+        "mean time to ready of the second, third and fourth round of the same prompts, and the part of them that the "
+        "default fetched from storage. The last column is the worst of these rounds over the better of always and "
+        "never, where the default fetched other pages than that one; at most 1.2 is asked for. "
+        "[Method](measuring.md#default-policy-on-real-processes).",
+        "",
+        "| storage over link | tokens | at once | default, ms | always, ms | never, ms | fetched | over the better |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
+    )
+    for cell in report["figures"]["cells"]:
+        times = (" / ".join(f"{ms:.1f}" for ms in cell["ready_ms"][arm][1:]) for arm in ("default", "always", "never"))
+        fetched = " / ".join(f"{share:.0%}" for share in cell["fetched"][1:])
+        what = f"{cell['speed']:g} | {cell['tokens']:,} | {cell['at_once']}"
+        yield f"| {what} | {' | '.join(times)} | {fetched} | {cell['over_better']:.2f} |"
 
 
 def _value(measured: float) -> str:

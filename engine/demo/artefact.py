@@ -55,9 +55,9 @@ def _commit() -> str:
     return found.stdout.strip()
 
 
-def write_artefact(path: Path, figures: Mapping[str, object]) -> None:
+def write_artefact(path: Path, figures: Mapping[str, object], program: str = "tidekv") -> None:
     """Write figures with what they are about. Raises InvalidRequest if the file cannot be written."""
     try:
-        path.write_text(json.dumps({"about": about(), "figures": figures}, indent=1) + "\n")
+        path.write_text(json.dumps({"about": about(program), "figures": figures}, indent=1) + "\n")
     except OSError as error:
         raise InvalidRequest(f"{str(path)!r} cannot be written: {cause_of(error)}") from error

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import performance_page
+from benchmarks.first_rounds import PROMPTS, ROUNDS, Cell, figures_of
 from benchmarks.performance_page import figures_table, with_figures
 from benchmarks.target_table import TARGETS
+from tidekv.engine.demo.artefact import write_artefact
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
 
@@ -25,6 +27,7 @@ def test_rows_have_the_figures_of_one_run_and_targets_without_one_are_only_named
     first, second = [target for target in TARGETS if not target.is_model and target.at_least is not None][:2]
     run = tmp_path / "targets.json"
     monkeypatch.setattr(performance_page, "FIGURES", run)
+    monkeypatch.setattr(performance_page, "FIRST_ROUNDS", tmp_path / "none.json")
     about = {"command": "bench all", "date": "2026-11-26", "commit": "abc1234", "machine": "x86_64"}
     rows = [
         {"target": first.name, "measured": 2 * (first.at_least or 0), "words": ""},
@@ -39,3 +42,17 @@ def test_rows_have_the_figures_of_one_run_and_targets_without_one_are_only_named
     run.unlink()
     assert {first.name, second.name} <= set(figures_table().splitlines()[-1].split(", "))
     assert "pass" not in figures_table() and "### Model" not in figures_table()
+
+
+def test_first_rounds_are_shown_if_a_run_of_them_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(performance_page, "FIRST_ROUNDS", tmp_path / "first_rounds.json")
+    assert "First rounds" not in figures_table()
+    cell = Cell(speed=16.0, tokens=4096, at_once=1)
+    for arm, ready_s in (("default", 0.02), ("always", 0.01), ("never", 0.08)):
+        for number in range(ROUNDS):
+            cell.fetched[arm, number] += [0 if arm == "never" else 4096 if arm == "always" else 1024] * PROMPTS
+            for one in range(PROMPTS):
+                cell.ready_s[arm, number, one].append(ready_s)
+    write_artefact(tmp_path / "first_rounds.json", figures_of([cell]), "python3 dev.py bench first-rounds")
+    row = "| 16 | 4,096 | 1 | 20.0 / 20.0 / 20.0 | 10.0 / 10.0 / 10.0 | 80.0 / 80.0 / 80.0 | 25% / 25% / 25% | 2.00 |"
+    assert row in figures_table().splitlines()
