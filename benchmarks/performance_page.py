@@ -36,21 +36,6 @@ def figures_table() -> str:
         measured = figures[target.name]
         verdict = "pass" if target.passes(measured) else "short"
         lines.append(f"| {target.name} | {target.asks} | {target.asked} | {_value(measured)} | {verdict} |")
-    modeled = [target for target in TARGETS if target.is_model and target.name in figures]
-    if modeled:
-        lines += [
-            "",
-            "### Model consistency",
-            "",
-            "Results of the core on a [modeled clock](measuring.md#published-tables-on-a-modeled-clock), beside what "
-            "others have published. They are no verdicts: the constants of the model come from the same publications.",
-            "",
-            "| row | what is modeled | published | model |",
-            "|---|---|---|---:|",
-        ]
-    for target in modeled:
-        value = f"{_value(figures[target.name])} {target.unit}"
-        lines.append(f"| {target.name} | {target.asks} | {target.published} | {value} |")
     lines += first_rounds()
     lines += [
         "",
