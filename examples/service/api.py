@@ -40,9 +40,9 @@ class FlushBody(msgspec.Struct, frozen=True):
 
 
 class StorageBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Storage to use from now on; None: no storage."""
+    """Whether to use the storage that the service was started with."""
 
-    uri: str | None
+    attached: bool
 
 
 class RequestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,8 +55,10 @@ class RequestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Api:
     """The routes of one decode worker."""
 
-    def __init__(self, worker: DecodeWorker) -> None:
+    def __init__(self, worker: DecodeWorker, *, storage: str = "") -> None:
+        """`storage`: URI that the service was started with. Clients reach these routes too, so they name no other."""
         self._worker = worker
+        self._storage = storage
         self._started_at = int(time.time())
 
     def app(self) -> Starlette:
@@ -203,14 +205,16 @@ class Api:
         return await _operate(request, dict[str, object], act)
 
     async def exchange_storage(self, request: Request) -> Response:
-        """Use the storage of `{"uri": "file:/data"}` from now on, or none (`{"uri": null}`); requests go on."""
+        """Stop using storage (`{"attached": false}`), for its maintenance, or use it again; requests go on."""
 
-        async def act(body: StorageBody) -> dict[str, str | None]:
-            if body.uri is None:
-                await self._worker.engine.detach_storage()
+        async def act(body: StorageBody) -> dict[str, bool]:
+            if not self._storage:
+                raise InvalidRequest("the service was started without --storage")
+            if body.attached:
+                await self._worker.engine.attach_storage(self._storage)
             else:
-                await self._worker.engine.attach_storage(body.uri)
-            return {"uri": body.uri}
+                await self._worker.engine.detach_storage()
+            return {"attached": body.attached}
 
         return await _operate(request, StorageBody, act)
 

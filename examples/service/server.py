@@ -100,7 +100,9 @@ async def serve(options: ServiceOptions, listener: socket.socket) -> None:
         ) as worker:
             if provider := options.tracer_provider():
                 trace_requests(engine, provider)
-            config = uvicorn.Config(Api(worker).app(), lifespan="off", log_level="warning", access_log=False)
+            config = uvicorn.Config(
+                Api(worker, storage=options.storage).app(), lifespan="off", log_level="warning", access_log=False
+            )
             server = DrainingServer(config, worker, drain_timeout_s=options.drain_timeout_s)
             await prefill_worker.is_up.wait()
             # uvicorn sets these when it serves; a supervisor may stop the service as soon as it has read the address.

@@ -31,17 +31,20 @@ if os.environ.get("SPANS"):
 """What opentelemetry-instrument does to a process, in short."""
 
 
-def test_prompts_that_prefill_has_stored_hit_a_storage_attached_later(serving, tmp_path: Path, monkeypatch) -> None:
+def test_prompts_that_prefill_has_stored_hit_once_storage_is_attached_again(
+    serving, tmp_path: Path, monkeypatch
+) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(PROVIDER)
     spans = tmp_path / "spans"
     monkeypatch.setenv("SPANS", str(spans))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
     stored = f"file:{tmp_path / 'pages'}?capacity=64MB"
-    with serving(tmp_path / "log", "--prefill-storage", stored, "--traces") as service:
+    with serving(tmp_path / "log", "--storage", stored, "--prefill-storage", stored, "--traces") as service:
+        assert httpx.post(f"{service.url}/storage", json={"attached": False}).json() == {"attached": False}
         expected = service.tokens(PROMPT, 4)
         assert httpx.post(f"{service.url}/flush", json={"tiers": ["l3"]}).status_code == 400  # No storage is attached.
-        assert httpx.post(f"{service.url}/storage", json={"uri": stored}).json() == {"uri": stored}
+        assert httpx.post(f"{service.url}/storage", json={"attached": True}).json() == {"attached": True}
         assert httpx.post(f"{service.url}/flush", json={"tiers": ["l1", "l2"]}).json()["dropped"]["l1"] > 0
 
         deadline = time.monotonic() + LIMIT_S
@@ -55,7 +58,6 @@ def test_prompts_that_prefill_has_stored_hit_a_storage_attached_later(serving, t
         answer = service.complete(PROMPT, 4)
         assert answer.choices[0].token_ids == expected
         assert answer.usage.sources["l3"] > 0
-        assert httpx.post(f"{service.url}/storage", json={"uri": None}).status_code == 200
         service.wait_idle()
     names = [json.loads(line)["name"] for line in spans.read_text().splitlines()]
     assert names.count("tidekv.restore") == 2
