@@ -51,21 +51,17 @@ still waits for device memory, or returns to the queue. With `wait_complete` the
 
 **Throughput of storage.** The core measures the time of a page, `page_s`, over the last fetches; each counts 7/8 of the
 one after it. A plan fetches at most `n` pages with `(pages under way + n) * page_s <= fetch_deadline_share * time that
-it may take`. After {ESTIMATE_FRESH_S:g} s without a fetch the measurement bounds no plan any more, and the next one
-replaces it.
+it may take`. After {ESTIMATE_FRESH_S:g} s without a fetch the measurement bounds no plan any more.
 
 **Split between storage and transfer.** With `soonest` the throughput of the transfer is measured in the same way,
-prefill's computation included. A plan takes what storage has from the faster of the two. If the prompt would take
-{MARKED_GAIN:g}
-times as long as with both or more, both bring a part and finish at the same time. When prefill has sent everything
-and fetches are still under way, the last of these are requested from prefill as well if it sends them markedly sooner.
-While one of the two throughputs is unknown, one plan at a time measures it with a part of its pages; pages that were
-just stored are read back for the same purpose, until a read is not faster than those before it. A storage that is not
-used because it was slow is measured again once its measurement is old. From the second time on that a prompt is asked
-for, `soonest` is meant to be within a fifth of the better of always waiting for storage and never using it:
-`python3 dev.py bench policies` and `bench first-rounds` measure that on real processes. `wait_complete` uses all of
-storage from the first hit on, and waits for it when it is
-slow. The pages of windows and states are not split.
+prefill's computation included. A plan takes what storage has from the faster of the two, or a part from each, if that
+is {MARKED_GAIN:g} times as fast or more. When prefill has sent everything and fetches are still under way, the last of
+these are requested from prefill as well if it sends them markedly sooner. While one of the two throughputs is unknown,
+one plan at a time measures it with a part of its pages, until a read is not faster than those before it; a storage that
+was slow is measured again once its measurement
+is old. From the second time on that a prompt is asked for, `soonest` is meant to be within a fifth of the better of
+always waiting for storage and never using it ([Measuring](measuring.md#default-policy-on-real-processes)). The pages of
+windows and states are not split.
 
 **Prefetch for waiting requests.** A request that waits for device memory has already looked up its pages in storage. If
 `lookahead_pages_max` is set, these pages are fetched to the host meanwhile and count as `l3`; reads that are still
