@@ -38,8 +38,18 @@ class Client(HttpClient):
     async def prefill(
         self, url: str, prompt: list[int], *, count: int, request_id: str, room: Mapping[str, Any]
     ) -> None:
-        """Let prefill compute a prompt and send its KV. Raises RequestLost."""
-        await self.post(f"{url}/generate", _body(prompt, count, request_id, room))
+        """Let prefill compute a prompt and send its KV. Raises RequestLost.
+
+        A request whose connection broke is sent once more, as routers do: a server that was stopped for longer than its
+        limit on idle connections closes them before it reads what has arrived.
+        """
+        body = _body(prompt, count, request_id, room)
+        try:
+            await self.post(f"{url}/generate", body)
+        except HttpError:
+            raise
+        except RequestLost:
+            await self.post(f"{url}/generate", body)
 
     async def abort(self, url: str, request_id: str) -> None:
         """Abort a request, if the server knows it. An error is no concern of an aborted request."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 from uuid import uuid4
 
+from benchmarks.ports import HOST
 from benchmarks.servers.cluster import Cluster, start
 from benchmarks.servers.conversations import FIRST_WORD
 from benchmarks.servers.events import STORAGE, Event
@@ -76,6 +77,7 @@ async def running(
         return [variant.server(role, number, options=given, folder=folder, place=place) for number in range(count)]
 
     prefill_servers = servers("prefill", prefills if variant.is_pair else 0, options)
+    place = replace(place, prefills=[f"{HOST}:{server.bootstrap_port}" for server in prefill_servers])
     decode_servers = servers("decode", decodes, decode_options) if variant.is_pair else servers(PLAIN, 1, options)
 
     def connect() -> tuple[Client, Route]:

@@ -49,6 +49,8 @@ class Place:
     all_tokens: int
     page_size: int
     hangs: bool = False
+    prefills: Sequence[str] = ()
+    """The bootstrap services of all prefill servers, host:port."""
 
     @property
     def uri(self) -> str:
@@ -163,6 +165,7 @@ def _tidekv(role: str, place: Place, metrics_port: int, *, ratio: float | None) 
     tokens = place.all_tokens if ratio is None else ratio * place.device_tokens
     return {
         "dials": [f"{HOST}:*"],
+        "prefills": list(place.prefills),
         "host": f"{int(tokens * KV_BYTES) >> 20}MB",
         "uri": place.uri,
         "engine": {"metrics": {"listen": f"{HOST}:{metrics_port}"}},

@@ -150,6 +150,23 @@ async def test_an_error_within_a_stream_counts_by_the_status_that_it_has_without
     assert len(outcome.answers) == 6
 
 
+async def test_a_request_whose_connection_to_prefill_breaks_is_sent_once_more() -> None:
+    seen: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        seen.append(await reader.readexactly(int(head.partition("content-length: ")[2].partition("\r")[0])))
+        if len(seen) > 1:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, client_of() as client:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await client.prefill(url, [1, 2], count=1, request_id="r", room={"bootstrap_room": 7})
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+
+
 async def test_a_refused_request_is_an_error_with_its_status() -> None:
     async with serving(FakeSglang(fails=1)) as one, client_of() as client:
         with pytest.raises(HttpError) as caught:
@@ -190,7 +207,7 @@ def test_the_plugin_of_tidekv_is_the_one_that_an_installation_has() -> None:
 
 
 def test_the_backend_tidekv_gets_its_settings_at_both_ends(tmp_path: Path) -> None:
-    place = Place(StorageFolder(tmp_path / "storage"), 2048, 4096, 16)
+    place = Place(StorageFolder(tmp_path / "storage"), 2048, 4096, 16, prefills=["127.0.0.1:7", "127.0.0.1:8"])
     sides = {
         role: VARIANTS["tidekv"].server(role, 0, options=OPTIONS, folder=tmp_path, place=place)
         for role in ("prefill", "decode")
@@ -200,6 +217,7 @@ def test_the_backend_tidekv_gets_its_settings_at_both_ends(tmp_path: Path) -> No
         assert "--disaggregation-transfer-backend=tidekv" in server.command()
     settings = json.loads(sides["decode"].environment()["TIDEKV_SGLANG"])
     assert settings["host"] == "8MB"
+    assert settings["prefills"] == ["127.0.0.1:7", "127.0.0.1:8"], "those that compute for one that is gone"
     assert settings["engine"]["metrics"]["listen"] == f"127.0.0.1:{sides['decode'].metrics_port}"
     assert sides["prefill"].metrics_port == 0
 
