@@ -19,6 +19,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from tidekv.backends.keys.chain import namespace_seed
 from tidekv.engine.prompts import PromptDigest
 from tidekv.engine.thread.loop_thread import LoopThread
 from tidekv.engine.thread.server_streams import ServerStreams, StreamGate, server_streams
@@ -68,6 +69,13 @@ class _Chunk(NamedTuple):
     end_token: int | None
 
 
+class _Stored(NamedTuple):
+    """By what storage names a prompt's pages, where decode's promise does not say; as `Room.finish` has them."""
+
+    tokens: bytes | None = None
+    key_seed: bytes | None = None
+
+
 @dataclass(slots=True, eq=False)
 class _HandOver:
     """One request's pages so far. Only the peer's loop changes it after its creation."""
@@ -81,6 +89,8 @@ class _HandOver:
     first_token: int | None = None
     """Set by `finish`."""
     aux: Mapping[str, object] = field(default_factory=dict)
+    """Set by `finish`."""
+    stored: _Stored = field(default_factory=lambda: _Stored())
     """Set by `finish`."""
     bytes_sent: int = 0
     """Of the rooms that have ended."""
@@ -216,18 +226,28 @@ class PrefillThread:
         chunk = _Chunk(page_ids(pages), start_token, end_token)
         self._change(request_id, lambda handed: handed.chunks.append(chunk), reads_pages=True)
 
-    def finish(self, request_id: str, *, first_token: int, aux: Mapping[str, object] | None = None) -> None:
+    def finish(
+        self,
+        request_id: str,
+        *,
+        first_token: int,
+        aux: Mapping[str, object] | None = None,
+        tokens: bytes | None = None,
+        namespace: str | None = None,
+    ) -> None:
         """All pages of the prompt were handed over. Never waits. Does nothing if the hand-over has ended.
 
-        `aux` is that of `Room.finish`. Raises InvalidRequest for a first token that is not in the peer's vocabulary,
-        and for values that cannot be sent.
+        `aux` and `tokens` are those of `Room.finish`; `namespace` is that of the prompt's pages in storage, for
+        promises that bring none (`DecodeRequest.prompt_digest`). Raises InvalidRequest for a first token that is not in
+        the peer's vocabulary, and for values that cannot be sent.
         """
         token = checked_first_token(first_token, self._peer.vocabulary)
         values = dict(aux or {})
         encode_aux(values)
+        stored = _Stored(tokens, None if namespace is None else namespace_seed(namespace))
 
         def change(handed: _HandOver) -> None:
-            handed.first_token, handed.aux = token, values
+            handed.first_token, handed.aux, handed.stored = token, values, stored
 
         self._change(request_id, change)
 
@@ -247,7 +267,7 @@ class PrefillThread:
         """
 
         def change(handed: _HandOver) -> None:
-            handed.chunks, handed.first_token, handed.aux = [], None, {}
+            handed.chunks, handed.first_token, handed.aux, handed.stored = [], None, {}, _Stored()
             handed.restarts += 1
             _fail_room(handed, cause)
 
@@ -421,7 +441,12 @@ class PrefillThread:
                     sent += 1
                 if handed.chunks is not chunks:
                     return
-            await room.finish(first_token=handed.first_token, aux=handed.aux)
+            await room.finish(
+                first_token=handed.first_token,
+                aux=handed.aux,
+                tokens=handed.stored.tokens,
+                key_seed=handed.stored.key_seed,
+            )
         except TidekvError as error:
             room.fail(PrefillCause.RAISED.words(str(error)))
 

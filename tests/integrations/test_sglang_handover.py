@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -27,9 +29,12 @@ from tests.support.sglang_contract import (
     request,
 )
 from tests.support.waits import LIMIT_S
+from tidekv.backends.keys.chain import page_digests
 from tidekv.engine.integrations.sglang.handover.plugin import HOOKS, check_hooks, register
+from tidekv.engine.integrations.sglang.handover.requests import PageNamespaces
 from tidekv.engine.integrations.sglang.handover.settings import BackendSettings, read_settings
 from tidekv.engine.integrations.sglang.handover.tree import KeptTree
+from tidekv.engine.kv_events.messages import hash_of
 from tidekv.states.errors import InvalidConfig
 
 pytestmark = pytest.mark.nixl
@@ -38,10 +43,10 @@ SETTINGS = '{"dials": ["127.0.0.1:*"], "host": "1MB"}'
 
 
 class Servers:
-    """A prefill and a decode scheduler of one rank."""
+    """A prefill and a decode scheduler of one rank. `prefill`: one that is there already."""
 
-    def __init__(self) -> None:
-        self.prefill = sys.modules["sglang.srt.disaggregation.prefill"].PrefillBootstrapQueue()
+    def __init__(self, prefill: Any = None) -> None:
+        self.prefill = prefill or sys.modules["sglang.srt.disaggregation.prefill"].PrefillBootstrapQueue()
         self.decode = sys.modules["sglang.srt.disaggregation.decode"].DecodePreallocQueue()
         self.mixin = sys.modules["sglang.srt.disaggregation.decode"].SchedulerDisaggregationDecodeMixin
 
@@ -250,6 +255,107 @@ def test_a_flush_waits_for_copies_and_empties_host_memory(servers: Servers) -> N
     assert servers.serve(PROMPT, [1, 2, 3, 4, 5, 6], [20, 21, 22, 23, 24, 25], 12) == {"transfer": 22}
 
 
+def test_a_retracted_request_takes_the_pages_that_the_tree_has_and_loads_the_rest(servers: Servers) -> None:
+    queue, pool = servers.decode, servers.pools[1]
+    retracted = request(PROMPT, 5, output_ids=array("q", [1, 2, 3]), lock=None)
+    pool.compute([*PROMPT, 1, 2], [9, 8, 7, 6, 5, 4])
+    slots = [page * PAGE + offset for page in (9, 8, 7, 6, 5, 4) for offset in range(PAGE)]
+    copies = pool.get_cpu_copy(slots)
+    for copy in copies:
+        copy[:8] = 777  # What the tree has is read by others, and stays as it is.
+    retracted.kv.retraction_backup = SimpleNamespace(cpu_tensors=copies)
+    pool.compute([1] * 16, [7, 6, 5, 4])
+    queue.tree_cache.matched, queue.free_pages = slots[:8], [20, 21, 22, 23]
+    queue.resume(retracted)
+    assert pool.holds([*PROMPT, 1, 2], [9, 8, 20, 21, 22, 23])
+    row = queue.req_to_token_pool.req_to_token[retracted.kv.req_pool_idx]
+    assert row[:24:PAGE].tolist() == [page * PAGE for page in (9, 8, 20, 21, 22, 23)]
+    assert retracted.kv.cache_protected_len == 8
+    assert queue.tree_cache.locked == [retracted.lock]
+    queue.tree_cache.unlock(retracted.lock)
+
+
+def test_a_retracted_request_that_the_tree_has_forgotten_is_loaded_as_a_whole(servers: Servers) -> None:
+    queue, pool = servers.decode, servers.pools[1]
+    retracted = request(PROMPT, 5, output_ids=array("q", [1]), lock=None)
+    pool.compute(PROMPT, [9, 8, 7, 6, 5, 4])
+    slots = [page * PAGE + offset for page in (9, 8, 7, 6, 5, 4) for offset in range(PAGE)]
+    retracted.kv.retraction_backup = SimpleNamespace(cpu_tensors=pool.get_cpu_copy(slots[:22]))
+    queue.free_pages = [20, 21, 22, 23, 24, 25]
+    queue.resume(retracted)
+    assert pool.holds(PROMPT, [20, 21, 22, 23, 24, 25])
+    queue.tree_cache.unlock(retracted.lock)
+
+
+def test_prefill_writes_through_so_that_another_decode_starts_warm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugged: None
+) -> None:
+    fetch = '"engine": {"storage": {"prefetch": "wait_complete", "prefetch_threshold_tokens": 0}}'
+    shared = f', "uri": "file:{tmp_path}?capacity=100MB", {fetch}}}'
+    monkeypatch.setenv("TIDEKV_SGLANG", SETTINGS[:-1] + shared)
+    prefill = sys.modules["sglang.srt.disaggregation.prefill"].PrefillBootstrapQueue()
+    monkeypatch.setenv("TIDEKV_SGLANG", SETTINGS)
+    first = Servers(prefill)
+    try:
+        salted = {"cache_salt": "mine"}
+        for room, more in ((11, {}), (12, salted)):
+            asked = first.ask(PROMPT, [9, 8, 7, 6, 5, 4], room, **more)
+            first.send(PROMPT, [1, 2, 3, 4, 5, 6], room, **more)
+            first.commit(asked)
+            first.settle()
+        statistics = prefill.kv_manager.prefill.statistics
+        first.wait(lambda: statistics()["store_pages_put"] == 10)
+        first.decode.kv_manager.decode.close()
+        monkeypatch.setenv("TIDEKV_SGLANG", SETTINGS[:-1] + shared)
+        first.decode = Servers(prefill).decode
+        found = first.serve(PROMPT, [1, 2, 3, 4, 5, 6], [20, 21, 22, 23, 24, 25], 13)
+        assert found == {"l3": 20, "transfer": 2}
+        # Under other weights its pages have other names, too.
+        module = sys.modules["sglang.srt.managers.scheduler_components.weight_updater"]
+        received = SimpleNamespace(flush_cache=True, weight_version="v2")
+        prefill.scheduler.tree_cache = SimpleNamespace(reset=lambda: None)
+        module.SchedulerWeightUpdaterManager(prefill.scheduler).flush_cache_after_weight_update(received, True, "")
+        asked = first.ask(PROMPT, [30, 31, 32, 33, 34, 35], 14)
+        first.send(PROMPT, [1, 2, 3, 4, 5, 6], 14)
+        first.commit(asked)
+        first.wait(lambda: statistics()["store_pages_put"] == 15)
+        first.settle()
+    finally:
+        first.close()
+
+
+def test_host_memory_and_storage_are_published_under_the_hashes_of_sglang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugged: None
+) -> None:
+    zmq = pytest.importorskip("zmq")
+    endpoint = f"ipc://{tmp_path}/e"
+    more = f', "uri": "file:{tmp_path}/l3?capacity=100MB", "engine": {{"kv_events": {{"endpoint": "{endpoint}"}}}}}}'
+    monkeypatch.setenv("TIDEKV_SGLANG", SETTINGS[:-1] + more)
+    wanted = {hash_of(digest) for digest in page_digests(np.asarray(PROMPT, dtype="<u4").tobytes(), PAGE)}
+    assert len(wanted) == 5
+    held: dict[str, set[int]] = {}
+    with zmq.Context() as context, context.socket(zmq.SUB) as listener:
+        listener.linger = 0
+        listener.subscribe("")
+        servers = Servers()
+        try:
+            listener.connect(endpoint)
+            servers.serve(PROMPT, [1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 4], 11)
+
+            def all_are_published() -> bool:
+                while listener.poll(0):
+                    _, events, *_ = msgspec.msgpack.decode(listener.recv_multipart()[2])
+                    for event in events:
+                        if event["type"] == "BlockStored":
+                            held.setdefault(event["medium"], set()).update(event["block_hashes"])
+                return held.get("CPU") == wanted and held.get("STORAGE") == wanted
+
+            servers.wait(all_are_published)
+            assert set(held) == {"CPU", "STORAGE"}, "SGLang publishes its tree itself"
+        finally:
+            servers.close()
+
+
 def test_another_prefill_computes_the_prompt_of_one_that_is_gone(
     monkeypatch: pytest.MonkeyPatch, plugged: None
 ) -> None:
@@ -280,7 +386,7 @@ def test_a_copy_that_outlives_a_flush_unlocks_nothing_in_the_new_tree() -> None:
     decode = SimpleNamespace(offer=lambda *args, release, **more: released.append(release), flush=lambda: None)
     pool = SimpleNamespace(req_to_token=torch.zeros((8, 24), dtype=torch.int32))
     tree = UnifiedRadixCache(pool)
-    kept = KeptTree(decode, tree)  # type: ignore[arg-type]  # The part of the decode end that it calls.
+    kept = KeptTree(decode, tree, PageNamespaces())  # type: ignore[arg-type]  # The part of the decode end that it calls.
     served = request(PROMPT, 5)
     tree.checkpoint_into_tree(served, up_to=len(PROMPT))
     kept.offer(served)

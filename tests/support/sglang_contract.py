@@ -188,6 +188,13 @@ class MHATokenToKVPool:
         self.k_buffer = [torch.zeros(pages * PAGE, HEADS, DIM) for _ in range(LAYERS)]
         self.v_buffer = [torch.zeros(pages * PAGE, HEADS, DIM) for _ in range(LAYERS)]
 
+    def get_cpu_copy(self, indices):
+        return [buffer[indices].clone() for buffer in (*self.k_buffer, *self.v_buffer)]
+
+    def load_cpu_copy(self, copies, indices):
+        for buffer, copy in zip((*self.k_buffer, *self.v_buffer), copies, strict=True):
+            buffer[indices.long()] = copy
+
     def token(self, page: int, offset: int = 0) -> list[float]:
         """The first element of a token's K and V in each layer."""
         at = page * PAGE + offset
@@ -232,15 +239,20 @@ class MetadataBuffers:
 
 def request(tokens: list[int], room: int, **more: Any) -> SimpleNamespace:
     """A request, as both schedulers have it."""
-    fields = {"extra_key": None, "cache_salt": None, "lora_id": None, "bootstrap_addr": CommonKVManager.bootstrap_addr}
+    fields = {
+        "output_ids": array("q"),
+        "extra_key": None,
+        "cache_salt": None,
+        "lora_id": None,
+        "bootstrap_addr": CommonKVManager.bootstrap_addr,
+    }
     return SimpleNamespace(
         build_rebootstrap_payload=lambda: {"input_ids": tokens, "bootstrap_room": room},
         rid=f"r{room}",
         origin_input_ids=array("q", tokens),
-        output_ids=array("q"),
         full_untruncated_fill_ids=array("q", tokens),
         bootstrap_room=room,
-        kv=SimpleNamespace(req_pool_idx=room % ROWS, cache_protected_len=0),
+        kv=SimpleNamespace(req_pool_idx=room % ROWS, cache_protected_len=0, retraction_backup=None),
         last_node=f"node of {room}",
         **{**fields, **more},
     )
@@ -253,6 +265,8 @@ class UnifiedRadixCache:
 
     def __init__(self, req_to_token_pool: Any) -> None:
         self.req_to_token_pool, self.locked = req_to_token_pool, []
+        self.matched: list[int] = []
+        """Slots of the tokens that a match finds."""
 
     def checkpoint_into_tree(self, req, *, up_to):
         req.kv.cache_protected_len = up_to // PAGE * PAGE
@@ -268,8 +282,18 @@ class UnifiedRadixCache:
         self.locked.remove(lock)
 
 
+class Req:
+    """The part of a request that copies KV back after a retraction; `self` is what `request` returns."""
+
+    def load_kv_cache(self, req_to_token_pool, token_to_kv_pool_allocator):
+        slots = req_to_token_pool.req_to_token[self.kv.req_pool_idx, : self.kv.kv_committed_len]
+        token_to_kv_pool_allocator.load_cpu_copy(self.kv.retraction_backup.cpu_tensors, slots)
+        self.kv.retraction_backup = None
+
+
 class PrefillBootstrapQueue:
     def __init__(self, pages: int = 64) -> None:
+        self.scheduler = SimpleNamespace()
         self.token_to_kv_pool, self.metadata_buffers = MHATokenToKVPool(pages), MetadataBuffers()
         self.kv_manager = self._init_kv_manager()
 
@@ -286,6 +310,7 @@ class PrefillBootstrapQueue:
 class DecodePreallocQueue:
     def __init__(self, pages: int = 64) -> None:
         self.token_to_kv_pool, self.metadata_buffers = MHATokenToKVPool(pages), MetadataBuffers()
+        self.free_pages: list[int] = []
         self.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros((ROWS, pages * PAGE), dtype=torch.int32))
         tree = sys.modules["sglang.srt.mem_cache.unified_radix_cache"].UnifiedRadixCache
         self.tree_cache = tree(self.req_to_token_pool)
@@ -302,6 +327,28 @@ class DecodePreallocQueue:
     def _create_receiver_and_enqueue(self, req, is_rebootstrap=False):
         receiver = _factory()("receiver")(self.kv_manager, req.bootstrap_addr, req.bootstrap_room)
         return SimpleNamespace(req=req, kv_receiver=receiver)
+
+    def _match_prefix_and_lock(self, req):
+        req.lock = self.tree_cache.lock(req.last_node)
+        matched = torch.tensor(self.tree_cache.matched, dtype=torch.int32)
+        return SimpleNamespace(prefix_indices=matched, l1_prefix_len=len(matched))
+
+    def _pre_alloc(self, req, prefix_indices=None, prefix_len=None, total_prefix_len=None):
+        prefix_len = prefix_len or 0
+        tokens = req.kv.kv_committed_len = len(req.origin_input_ids) + max(len(req.output_ids) - 1, 0)
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        if prefix_len:
+            row[:prefix_len] = prefix_indices
+        slots = [page * PAGE + offset for page in self.free_pages for offset in range(PAGE)][: tokens - prefix_len]
+        row[prefix_len:tokens] = torch.tensor(slots, dtype=torch.int32)
+        return row[prefix_len:tokens]
+
+    def resume(self, req):
+        """What `resume_retracted_reqs` does with one request."""
+        self._pre_alloc(req)
+        req_class = sys.modules["sglang.srt.managers.schedule_batch"].Req
+        allocator = SimpleNamespace(load_cpu_copy=self.token_to_kv_pool.load_cpu_copy)
+        req_class.load_kv_cache(req, self.req_to_token_pool, allocator)
 
 
 class SchedulerDisaggregationDecodeMixin:
@@ -345,6 +392,7 @@ def modules(*, without: str = "") -> Iterator[None]:
         },
         "sglang.srt.disaggregation.prefill": {"PrefillBootstrapQueue": _copy(PrefillBootstrapQueue)},
         "sglang.srt.mem_cache.unified_radix_cache": {"UnifiedRadixCache": _copy(UnifiedRadixCache)},
+        "sglang.srt.managers.schedule_batch": {"Req": _copy(Req)},
         "sglang.srt.managers.scheduler_components.weight_updater": {
             "SchedulerWeightUpdaterManager": _copy(SchedulerWeightUpdaterManager)
         },

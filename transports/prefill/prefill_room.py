@@ -237,6 +237,7 @@ class Room:
         aux: Mapping[str, Any] | None = None,
         cached: Mapping[str, int] | None = None,
         tokens: bytes | None = None,
+        key_seed: bytes | None = None,
     ) -> None:
         """Send the first token and `aux` to decode. Call it always, even if no page had to be sent.
 
@@ -244,7 +245,8 @@ class Room:
 
         `cached` is the number of tokens that prefill had cached, by source. `tokens` is the prompt as packed
         little-endian u32, for a peer with storage whose promises bring no tokens: without them its pages there cannot
-        be named.
+        be named. `key_seed`, 32 bytes or none, starts the keys of the pages there if the promise has none: one that
+        names the prompt by a digest of its own.
 
         Raises InvalidRequest if pages of the prompt or of a component are missing, if `first_token` is no token of the
         peer's vocabulary (integers of numpy and torch are taken), or if a value cannot be sent; then
@@ -269,6 +271,7 @@ class Room:
             for room_writer in self._room_writers:
                 room_writer.state.finish()
             self.tokens = tokens or self.tokens
+            self._key_seed = key_seed if self._key_seed is None else self._key_seed
             for room_writer in self._room_writers:
                 room_writer.send_aux(message)
             self._send_context.callbacks.on_finish(self)

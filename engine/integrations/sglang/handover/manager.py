@@ -14,6 +14,7 @@ from tidekv.engine.integrations.sglang.handover.decode_end import DecodeEnd
 from tidekv.engine.integrations.sglang.handover.limits import check_decode, check_supported, unequal
 from tidekv.engine.integrations.sglang.handover.pools import MetadataRows, forward_streams, wrap_pool
 from tidekv.engine.integrations.sglang.handover.prefill_end import PrefillEnd
+from tidekv.engine.integrations.sglang.handover.requests import PageNamespaces
 from tidekv.engine.integrations.sglang.handover.settings import read_settings
 from tidekv.engine.integrations.sglang.handover.tree import KeptTree
 from tidekv.states.errors import InvalidConfig
@@ -66,7 +67,8 @@ class TidekvManager(CommonKVManager):  # type: ignore[misc]  # SGLang has no typ
             server=forward_streams(pool.device, queue),
         )
         self.queue = queue
-        self.tree = KeptTree(self.decode, queue.tree_cache)
+        self.names = queue.scheduler.tidekv_names = PageNamespaces()
+        self.tree = KeptTree(self.decode, queue.tree_cache, self.names)
 
     def open_prefill(self, queue: Any) -> None:
         """Start the prefill end over the pools of SGLang's queue, and register it."""
@@ -80,6 +82,7 @@ class TidekvManager(CommonKVManager):  # type: ignore[misc]  # SGLang has no typ
             name=f"sglang-prefill-{self.attn_tp_rank}",
             server=forward_streams(pool.device, queue),
         )
+        self.names = queue.scheduler.tidekv_names = PageNamespaces()
         _, self.rank_port = parse_address(self.prefill.address)
         self.register_to_bootstrap()
 

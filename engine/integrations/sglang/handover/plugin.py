@@ -11,11 +11,13 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple  # SGLang has no types.
 
+from tidekv.engine.integrations.sglang.handover.requests import rename_before_flush
 from tidekv.engine.integrations.sglang.handover.settings import BACKEND, VARIABLE, read_settings
 from tidekv.engine.integrations.sglang.handover.tree import (
+    allocate_behind_match,
     flush_before_reset,
+    load_behind_match,
     offer_checkpoint,
-    rename_before_flush,
 )
 from tidekv.engine.log import engine_log
 from tidekv.states.errors import InvalidConfig
@@ -25,7 +27,7 @@ FACTORY: Final = "sglang.srt.disaggregation.utils.get_kv_class"
 
 
 class Hook(NamedTuple):
-    """A function of SGLang, and what runs before or after it."""
+    """A function of SGLang, and what runs before, after or around it."""
 
     target: str
     kind: str
@@ -70,6 +72,8 @@ def reap(scheduler: Any) -> None:
 HOOKS: Final = (
     Hook("sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager", "after", open_decode),
     Hook("sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue", "after", give_request),
+    Hook("sglang.srt.disaggregation.decode.DecodePreallocQueue._pre_alloc", "around", allocate_behind_match),
+    Hook("sglang.srt.managers.schedule_batch.Req.load_kv_cache", "around", load_behind_match),
     Hook("sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin.process_decode_queue", "before", reap),
     Hook("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager", "after", open_prefill),
     Hook("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender", "after", attach_request),

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from tidekv.backends.device.pool import DevicePool
+from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.integrations.sglang.handover.settings import BackendSettings
 from tidekv.engine.integrations.step_pacing import StepPacing
 from tidekv.engine.log import engine_log
@@ -35,6 +36,8 @@ class Sending:
 
     name: str
     prompt: PromptDigest
+    packed: bytes = field(repr=False)
+    """Its tokens, by which storage names its pages."""
     pages: int = 0
     """Pages handed over so far."""
     is_sent: bool = False
@@ -93,6 +96,7 @@ class PrefillEnd:
             listen=listen,
             model=model,
             lease_s=settings.lease_s,
+            storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
         )
         self._thread = PrefillThread(peer, promise_timeout_s=settings.promise_timeout_s, server=server)
         self._page_size = pool.layout.page_size
@@ -111,10 +115,10 @@ class PrefillEnd:
         """The address that decode workers connect to."""
         return self._thread.address
 
-    def open(self, room: int, prompt: PromptDigest) -> Sending:
+    def open(self, room: int, prompt: PromptDigest, packed: bytes) -> Sending:
         """Begin a hand-over. One that cannot begin has failed on return; nothing is raised."""
         self._names += 1
-        sending = Sending(f"{room}#{self._names}", prompt)
+        sending = Sending(f"{room}#{self._names}", prompt, packed)
         try:
             self._thread.open(sending.name, prompt, room=str(room))
         except TidekvError as error:
@@ -135,11 +139,20 @@ class PrefillEnd:
         end = sending.prompt.prompt_tokens if is_last else None
         self._do(sending, lambda: self._thread.send(sending.name, list(pages), start_token=start, end_token=end))
 
-    def finish(self, sending: Sending, *, first_token: int, row: bytes) -> None:
-        """Hand over what goes with the first token; all pages were."""
+    def finish(self, sending: Sending, *, first_token: int, row: bytes, namespace: str) -> None:
+        """Hand over what goes with the first token; all pages were. `namespace`: that of its pages in storage."""
         sending.is_sent = True
         if not sending.failure:
-            self._do(sending, lambda: self._thread.finish(sending.name, first_token=first_token, aux={"row": row}))
+            self._do(
+                sending,
+                lambda: self._thread.finish(
+                    sending.name,
+                    first_token=first_token,
+                    aux={"row": row},
+                    tokens=sending.packed,
+                    namespace=namespace,
+                ),
+            )
 
     def poll(self, sending: Sending) -> None:
         """Take what has ended, for all hand-overs, and whether this one may be computed."""
@@ -161,6 +174,10 @@ class PrefillEnd:
             self._thread.stop(sending.name, cause)
         except TidekvError as error:
             LOG.error("a hand-over was not stopped in time", request_id=sending.name, cause=str(error))
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return the counts of the hand-overs and of storage. Waits for a turn of the peer's loop."""
+        return self._thread.statistics()
 
     def close(self) -> None:
         """End all hand-overs and stop. Idempotent."""

@@ -14,7 +14,6 @@ from tidekv.engine.integrations.sglang.handover.manager import TidekvManager
 from tidekv.engine.integrations.sglang.handover.requests import (
     can_recompute,
     digest_of_prompt,
-    namespace_of,
     packed_prompt,
 )
 from tidekv.engine.log import engine_log
@@ -137,7 +136,7 @@ class TidekvReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang has no t
             packed=packed,
             prompt=digest_of_prompt(request, packed),
             prefill=self._prefill_address(),
-            namespace=namespace_of(request, self._mgr.tree.salt),
+            namespace=self._mgr.names.of(request),
             pages=np.concatenate((held.astype(np.int64), np.asarray(kv_indices, dtype=np.int64))),
             have_tokens=have_tokens,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from typing import Any  # SGLang's requests have no types.
+from uuid import uuid4
 
 import numpy as np
 
@@ -36,6 +37,28 @@ def namespace_of(request: Any, reset_salt: str = "") -> str:
     """Return the namespace of a request's pages on this server: its key, which has the adapter, and its salt."""
     parts = [request.extra_key or "", request.cache_salt or "", reset_salt]
     return json.dumps(parts) if any(parts) else ""
+
+
+class PageNamespaces:
+    """The namespaces of pages on one server, which other weights change."""
+
+    def __init__(self) -> None:
+        self._salt = ""
+
+    def of(self, request: Any) -> str:
+        """Return the namespace of a request's pages now."""
+        return namespace_of(request, self._salt)
+
+    def rename(self, weight_version: str | None) -> None:
+        """Name pages otherwise from now on: other weights give other KV for the same tokens."""
+        self._salt = uuid4().hex if weight_version is None else f"weights {weight_version}"
+
+
+def rename_before_flush(updater: Any, received: Any, *more: Any, **named: Any) -> None:
+    """Name pages otherwise. Runs before SGLang's `flush_cache_after_weight_update`, unless that keeps the cache."""
+    names = getattr(updater.scheduler, "tidekv_names", None)
+    if names is not None and received.flush_cache:
+        names.rename(received.weight_version)
 
 
 def digest_of_prompt(request: Any, packed: bytes) -> PromptDigest:

@@ -30,6 +30,7 @@ class TidekvSender(CommonKVSender):  # type: ignore[misc]  # SGLang has no types
         self.sending: Sending | None = None
         self._mgr = mgr
         self._cause = ""
+        self._namespace = ""
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
 
     def attach(self, request: Any) -> None:
@@ -39,9 +40,9 @@ class TidekvSender(CommonKVSender):  # type: ignore[misc]  # SGLang has no types
                 raise InvalidConfig("SGLang has not given this backend its queue")
             if type(self.bootstrap_room) is not int:
                 raise InvalidConfig(f"the request names the room {short(self.bootstrap_room)}, which is no number")
-            self.sending = self._mgr.prefill.open(
-                self.bootstrap_room, digest_of_prompt(request, packed_prompt(request))
-            )
+            packed = packed_prompt(request)
+            self.sending = self._mgr.prefill.open(self.bootstrap_room, digest_of_prompt(request, packed), packed)
+            self._namespace = self._mgr.names.of(request)
         except Exception as error:
             LOG.exception("a request is not handed over", request_id=str(self.bootstrap_room))
             self._fail(f"{type(error).__name__}: {error}")
@@ -62,7 +63,8 @@ class TidekvSender(CommonKVSender):  # type: ignore[misc]  # SGLang has no types
             prefill.send(sending, kv_indices.tolist(), is_last=is_last)
             if is_last:
                 row = self._mgr.rows.read(self.aux_index)
-                prefill.finish(sending, first_token=max(0, int.from_bytes(row[:4], "little", signed=True)), row=row)
+                first = max(0, int.from_bytes(row[:4], "little", signed=True))
+                prefill.finish(sending, first_token=first, row=row, namespace=self._namespace)
         except Exception as error:
             LOG.exception("pages were not handed over", request_id=str(self.bootstrap_room))
             self._stop(f"pages were not handed over: {type(error).__name__}: {error}")

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any  # SGLang's tree and requests have no types.
-from uuid import uuid4
 
 from tidekv.engine.integrations.sglang.handover.decode_end import DecodeEnd
-from tidekv.engine.integrations.sglang.handover.requests import namespace_of, packed_tokens
+from tidekv.engine.integrations.sglang.handover.requests import PageNamespaces, packed_tokens
 from tidekv.engine.log import engine_log
 
 LOG = engine_log("tidekv.sglang")
 OFFERED = "tidekv_offered_tokens"
 """Attribute of SGLang's requests: leading tokens that were offered."""
+MATCHED = "tidekv_matched_tokens"
+"""Attribute of SGLang's retracted requests: leading tokens whose pages are the tree's again."""
 
 
 class KeptTree:
     """Offers the pages that enter the tree, and locks their nodes until they are copied."""
 
-    def __init__(self, decode: DecodeEnd, tree: Any) -> None:
-        self.salt = ""
-        """What the names of pages have besides the request's own namespace."""
+    def __init__(self, decode: DecodeEnd, tree: Any, names: PageNamespaces) -> None:
+        self._names = names
         self._resets = 0
         self._decode = decode
         self._tree = tree
@@ -37,9 +38,7 @@ class KeptTree:
         packed, pages = packed_tokens(request, end), table[start:end:page_size].cpu().numpy() // page_size
         release = partial(self._release, self._tree.lock(request.last_node), self._resets)
         try:
-            self._decode.offer(
-                packed, pages, start_token=start, namespace=namespace_of(request, self.salt), release=release
-            )
+            self._decode.offer(packed, pages, start_token=start, namespace=self._names.of(request), release=release)
         except BaseException:
             release()
             raise
@@ -48,10 +47,6 @@ class KeptTree:
         """Unlock the nodes whose pages are copied, and leave the engine its turns. `is_empty`: nothing is computed."""
         self._decode.reap()
         self._decode.pace(is_empty=is_empty)
-
-    def rename(self, weight_version: str | None) -> None:
-        """Name pages otherwise from now on: other weights give other KV for the same tokens."""
-        self.salt = uuid4().hex if weight_version is None else f"weights {weight_version}"
 
     def flush(self) -> None:
         """Empty the host memory before SGLang forgets its tree, and with it all locks."""
@@ -84,8 +79,37 @@ def flush_before_reset(tree: Any) -> None:
             LOG.exception("host memory was not flushed")
 
 
-def rename_before_flush(updater: Any, received: Any, *more: Any, **named: Any) -> None:
-    """Name pages otherwise. Runs before SGLang's `flush_cache_after_weight_update`, unless that keeps the cache."""
-    kept = getattr(getattr(updater.scheduler, "tree_cache", None), "tidekv", None)
-    if kept is not None and received.flush_cache:
-        kept.rename(received.weight_version)
+def allocate_behind_match(original: Callable[..., Any], queue: Any, request: Any, *prefix: Any, **named: Any) -> Any:
+    """Give a retracted request the pages that the tree still has of it, and allocate the rest.
+
+    Runs around SGLang's `DecodePreallocQueue._pre_alloc`, which gives it pages for all of its tokens.
+    """
+    backup = request.kv.retraction_backup
+    if prefix or named or backup is None or backup.cpu_tensors is None or not hasattr(queue.tree_cache, "tidekv"):
+        return original(queue, request, *prefix, **named)
+    setattr(request, MATCHED, 0)
+    match = queue._match_prefix_and_lock(request)
+    made = original(queue, request, match.prefix_indices, match.l1_prefix_len, match.l1_prefix_len)
+    request.kv.cache_protected_len = match.l1_prefix_len
+    setattr(request, MATCHED, match.l1_prefix_len)
+    LOG.debug("a retracted request goes on", request_id=str(request.rid), l1_tokens=match.l1_prefix_len)
+    return made
+
+
+def load_behind_match(original: Callable[..., Any], request: Any, rows: Any, allocator: Any) -> Any:
+    """Copy back the KV of a retracted request that the tree does not have.
+
+    Runs around SGLang's `Req.load_kv_cache`, which writes the KV of all of its tokens: that of tokens whose pages are
+    the tree's goes to page 0, which nothing reads.
+    """
+    matched = int(getattr(request, MATCHED, 0))
+    if not matched:
+        return original(request, rows, allocator)
+    row = rows.req_to_token[request.kv.req_pool_idx]
+    shared = row[:matched].clone()
+    row[:matched] = 0
+    try:
+        return original(request, rows, allocator)
+    finally:
+        row[:matched] = shared
+        setattr(request, MATCHED, 0)
