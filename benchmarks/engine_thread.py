@@ -24,6 +24,7 @@ from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.engine.thread.engine_thread import EngineThread, Restored
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
@@ -48,10 +49,14 @@ def rig(*, answers: bool) -> Iterator[EngineThread]:
     network = LoopbackNetwork()
     pool = DevicePool.allocate(LAYOUT, IN_FLIGHT * 5)
     serve = SyntheticPrefill(pool).serve if answers else never_answer
-    peer = PrefillPeer(device=pool, transport=LoopbackTransport("prefill-0", network), listen="prefill", on_room=serve)
+    peer = PrefillPeer(
+        PrefillConfig(listen="prefill"), device=pool, transport=LoopbackTransport("prefill-0", network), on_room=serve
+    )
     device = DevicePool.allocate(LAYOUT, IN_FLIGHT * 12)
     transport = LoopbackTransport("decode-0", network)
-    with EngineThread(EngineConfig(loop_stall_report_s=1.0), device=device, transport=transport) as thread:
+    with EngineThread(
+        DecodeEngine(EngineConfig(loop_stall_report_s=1.0), device=device, transport=transport)
+    ) as thread:
 
         async def start(_: DecodeEngine) -> None:
             await peer.__aenter__()

@@ -40,6 +40,7 @@ from tidekv import (
     HostPool,
     KVLayout,
     NixlTransport,
+    PrefillConfig,
     PrefillPeer,
     open_storage,
 )
@@ -91,7 +92,7 @@ async def be_prefill(told: Connection) -> None:
         await room.finish(first_token=1)
         await room.received()
 
-    async with PrefillPeer(device=pool, transport=transport, model="synthetic", on_room=serve) as peer:
+    async with PrefillPeer(PrefillConfig(model="synthetic"), device=pool, transport=transport, on_room=serve) as peer:
         told.send(peer.address)
         loop = asyncio.get_running_loop()
         while await loop.run_in_executor(None, told.recv):

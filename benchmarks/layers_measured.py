@@ -29,6 +29,7 @@ from tidekv import (
     HostPool,
     KVLayout,
     LoopbackTransport,
+    PrefillConfig,
     PrefillPeer,
     ReadyRequest,
 )
@@ -216,7 +217,12 @@ async def open_rig(pages: int) -> AsyncIterator[LayersRig]:
         await room.received()
 
     async with (
-        PrefillPeer(device=theirs, transport=LoopbackTransport("prefill-0", network), listen="prefill", on_room=serve),
+        PrefillPeer(
+            PrefillConfig(listen="prefill"),
+            device=theirs,
+            transport=LoopbackTransport("prefill-0", network),
+            on_room=serve,
+        ),
         DecodeEngine(
             EngineConfig(default_deadline_s=600.0),
             device=ours,

@@ -25,6 +25,7 @@ from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.states.errors import TransferFailed
 from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
@@ -72,9 +73,9 @@ async def run_multiturn(
     rounds = [RoundHits(0, {"l1": 0, "l2": 0, "l3": 0, "transfer": 0}) for _ in range(ROUNDS)]
     async with (
         PrefillPeer(
+            PrefillConfig(listen="prefill"),
             device=prefill_pool,
             transport=LoopbackTransport("prefill", network),
-            listen="prefill",
             on_room=prefill.serve,
         ),
         DecodeEngine(

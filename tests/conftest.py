@@ -28,6 +28,7 @@ from tidekv import (
 )
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.decode.values import ReadyRequest
+from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.states.commands import ReportReady
 from tidekv.states.events import AbortRequested
 from tidekv.states.handover.rooms import Rooms
@@ -141,7 +142,8 @@ def make_pair() -> Iterator[MakePair]:
             prefill_pages=prefill_pages,
             storage=storage,
             prefill_namespace=prefill_namespace,
-            prefill_options={"lease_s": LEASE_S, "storage": prefill_storage, "host": prefill_host},
+            prefill_config=PrefillConfig(lease_s=LEASE_S),
+            prefill_parts={"storage": prefill_storage, "host": prefill_host},
         ) as pair:
             yield Pair(pair.engine, pair.peer, pair.prefill, pair.device, pair.host, pair.network, pair.faults)
 

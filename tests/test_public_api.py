@@ -21,6 +21,7 @@ from tidekv import (
     KVLayout,
     NixlTransport,
     PrefillCause,
+    PrefillConfig,
     PrefillPeer,
     ReadyRequest,
     RequestFailed,
@@ -47,7 +48,11 @@ async def test_every_call_works_as_documented(tmp_path: Path) -> None:
     received: list[str] = []
 
     async with PrefillPeer(
-        device=prefill_pool, transport=NixlTransport(name="prefill-0"), listen="127.0.0.1:0", storage=None, on_room=None
+        PrefillConfig(listen="127.0.0.1:0"),
+        device=prefill_pool,
+        transport=NixlTransport(name="prefill-0"),
+        storage=None,
+        on_room=None,
     ) as peer:
 
         async def serve(request_id: str, page_count: int, tokens: object = ids) -> None:

@@ -218,21 +218,22 @@ def _transport(loaded: Loaded, name: str, *, listens: bool) -> Callable[[], Nixl
     dial_tls = None if listens else dial_context(section)
 
     def make() -> NixlTransport:
-        from tidekv.transports.nixl.transport import NixlTransport
+        from tidekv.transports.nixl.transport import ListenOptions, NixlOptions, NixlTransport
 
         return NixlTransport(
             section.name or name,
             secret=secret,
             listen_tls=listen_tls,
             dial_tls=dial_tls,
-            backends=section.backends,
-            progress_delay_us=section.progress_delay_us,
-            call_timeout_s=section.call_timeout_s,
-            close_timeout_s=section.close_timeout_s,
-            data_network=section.data_network,
             dials=() if listens else loaded.configuration.decode.prefill,
-            announces=section.announces,
-            allow_no_secret=section.allow_no_secret,
+            listening=ListenOptions(announces=section.announces, allow_no_secret=section.allow_no_secret),
+            nixl=NixlOptions(
+                backends=section.backends,
+                progress_delay_us=section.progress_delay_us,
+                call_timeout_s=section.call_timeout_s,
+                close_timeout_s=section.close_timeout_s,
+                data_network=section.data_network,
+            ),
         )
 
     return make

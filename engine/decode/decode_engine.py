@@ -74,15 +74,13 @@ class DecodeEngine:
         components: Sequence[ComponentPools] = (),
         storage: Storage | None = None,
         transport: Transport,
-        recompute: Recompute | None = None,
         ranks: RankGroup | None = None,
     ) -> None:
         """Start nothing. Raises InvalidConfig for parts that do not fit each other.
 
         `components`: sliding windows and recurrent states of the model, which are transferred with the KV of every
         page; a prefix then ends at a position from which all of them can continue.
-        `recompute` is the last resort: if no prefill of a request's list can send the missing pages, it computes them
-        on this machine, and the request becomes READY. `ranks`: one of several engines that make the same decisions.
+        `ranks`: one of several engines that make the same decisions.
         """
         self.config: EngineConfig = checked(config, EngineConfig, "config", InvalidConfig)
         self._runtime = Runtime(
@@ -92,11 +90,11 @@ class DecodeEngine:
             components=components,
             storage=storage,
             transport=transport,
-            recompute=recompute,
             ranks=ranks,
         )
         self._runtime.make_status = StatusServer
         self.layout = device.layout
+        self.device = device
         self._calls = self._runtime.calls
 
     def publish_to(self, server_events: ServerEvents) -> None:
@@ -105,6 +103,14 @@ class DecodeEngine:
         Raises InvalidConfig if `config.kv_events` names an endpoint.
         """
         self._runtime.publish_to(server_events)
+
+    def recompute_with(self, recompute: Recompute) -> None:
+        """Give the last resort: if no prefill of a request's list can send the missing pages, `recompute` computes them
+        on this machine, on the engine's loop, and the request becomes READY. Call it before the engine is entered.
+
+        Raises InvalidConfig for an engine in lent device pages, EngineClosed if it was entered.
+        """
+        self._runtime.recompute_with(recompute)
 
     async def __aenter__(self) -> Self:
         """Start all parts. If one raises, stop all and raise its error; EngineClosed if entered before."""

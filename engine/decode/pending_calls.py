@@ -82,8 +82,9 @@ class LiveCall:
 class PendingCalls:
     """All calls in flight, and the tokens that operations still need."""
 
-    def __init__(self, *, page_size: int, layer_count: int, last_resort: Recompute | None, vocabulary: int = 0) -> None:
-        self.last_resort = last_resort
+    def __init__(self, *, page_size: int, layer_count: int, vocabulary: int = 0) -> None:
+        self.last_resort: Recompute | None = None
+        """Computes pages that no prefill can send, if the caller gave it; set before the start."""
         self.on_use_end: Callable[[int], None] = _ignore
         """Called with the number of an early READY whose pages its caller does not use any more."""
         self.on_grown: Callable[[ReadyRequest, int], None] = _ignore_growth

@@ -98,7 +98,6 @@ class Runtime:
         components: Sequence[ComponentPools] = (),
         storage: Storage | None,
         transport: Transport,
-        recompute: Recompute | None,
         ranks: RankGroup | None = None,
     ) -> None:
         """Start nothing. Raises InvalidConfig for parts that do not fit each other."""
@@ -107,8 +106,6 @@ class Runtime:
             checked(host, HostPool, "host", InvalidConfig)
         if ranks is not None:
             checked(ranks, RankGroup, "ranks", InvalidConfig)
-        if recompute is not None and not callable(recompute):
-            raise InvalidConfig(f"recompute must be a coroutine function or none, not {short(recompute)}")
         check_storage(storage)
         if storage is not None and host is None:
             raise InvalidConfig("storage needs a host pool: its pages land there before they go to the device")
@@ -117,8 +114,11 @@ class Runtime:
         check_components(components, device=device, host=host)
         if config.page_checksums:
             check_hashable(device.memory, "device pool")
-        if config.device == "lent":
-            _check_lent(components=components, recompute=recompute)
+        if config.device == "lent" and components:
+            names = ", ".join(repr(pools.name) for pools in components)
+            raise InvalidConfig(
+                f"config.device is 'lent': components ({names}) are not supported with lent device pages"
+            )
         self.config = config
         self.clock: Callable[[], float] | None = None
         """The time of the core, if a test makes it; set before the start."""
@@ -137,7 +137,6 @@ class Runtime:
         self.calls = PendingCalls(
             page_size=device.layout.page_size,
             layer_count=layer_count(device),
-            last_resort=recompute,
             vocabulary=config.vocabulary,
         )
         self.log.context_of = self.calls.context_of
@@ -190,6 +189,19 @@ class Runtime:
                 "leave one of them out"
             )
         self._server_events = server_events
+
+    def recompute_with(self, recompute: Recompute) -> None:
+        """See `DecodeEngine.recompute_with`."""
+        if not callable(recompute):
+            raise InvalidConfig(f"recompute must be a coroutine function, not {short(recompute)}")
+        if self.config.device == "lent":
+            raise InvalidConfig(
+                "config.device is 'lent': there is nothing to recompute with, since the caller computes what"
+                " restore_into left out"
+            )
+        if self.loop is not None:
+            raise EngineClosed("recompute_with is called before the engine is entered")
+        self.calls.last_resort = recompute
 
     async def start(self) -> None:
         """Start all parts. If one raises, stop all and raise its error. Raises EngineClosed the second time."""
@@ -610,17 +622,6 @@ class Runtime:
                 **counts,
             }
         return found
-
-
-def _check_lent(*, components: Sequence[ComponentPools], recompute: Recompute | None) -> None:
-    """Raise InvalidConfig for parts that an engine in lent device pages does not support."""
-    if components:
-        names = ", ".join(repr(pools.name) for pools in components)
-        raise InvalidConfig(f"config.device is 'lent': components ({names}) are not supported with lent device pages")
-    if recompute is not None:
-        raise InvalidConfig(
-            "config.device is 'lent': recompute must be none, since the caller computes what restore_into left out"
-        )
 
 
 class Closable(Protocol):

@@ -33,6 +33,7 @@ from tidekv.engine.demo.model import ModelShape, PagedModel, build_llama
 from tidekv.engine.demo.model_prefill import ModelPrefill
 from tidekv.engine.demo.prefix_pages import PrefixPages
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.states.component_specs import ComponentKind
 from tidekv.states.errors import TransferFailed
@@ -225,16 +226,18 @@ async def prefill_worker(
                 components=components,
             )
         async with PrefillPeer(
+            PrefillConfig(
+                listen=listen,
+                model=order.fingerprint,
+                lease_s=lease_s,
+                close_deadline_s=close_deadline_s,
+                bigram_keys=bigram_keys,
+                metrics_listen=metrics_listen,
+            ),
             device=pool,
             transport=transport() if transport else _transport(order),
-            listen=listen,
-            model=order.fingerprint,
             components=components,
             on_room=worker.serve,
-            lease_s=lease_s,
-            close_deadline_s=close_deadline_s,
-            bigram_keys=bigram_keys,
-            metrics_listen=metrics_listen,
         ) as peer:
             yield peer, worker, pages
 

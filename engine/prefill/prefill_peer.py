@@ -23,14 +23,14 @@ from tidekv.backends.device.pool import DevicePool
 from tidekv.engine.log import engine_log, own_context, run_in
 from tidekv.engine.metrics import Histogram, MetricsServer, PrefillCollector
 from tidekv.engine.poller import PollerThread
-from tidekv.engine.prefill.prompt_store import PromptStore, PromptStoreSettings
+from tidekv.engine.prefill.prefill_config import PrefillConfig, PromptStoreSettings
+from tidekv.engine.prefill.prompt_store import PromptStore
 from tidekv.engine.prompts import PromptDigest
 from tidekv.engine.staging import make_staging
 from tidekv.engine.watchdog import Watchdog
 from tidekv.states.errors import EngineClosed, InvalidConfig, PrefillCause, TidekvError
-from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import Identity, PoolMemory
-from tidekv.states.validation import Count, PositiveCount, Seconds, Text, checked, host_and_port, short
+from tidekv.states.validation import Text, checked, short
 from tidekv.transports.base import Poller, Transport
 from tidekv.transports.blocking import settled
 from tidekv.transports.local_rank import LocalRank
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 LOG = engine_log("tidekv.engine")
 
-__all__ = ["PrefillPeer", "PromptStoreSettings", "Room", "RoomOutcome", "RoomSettings"]
+__all__ = ["PrefillConfig", "PrefillPeer", "PromptStoreSettings", "Room", "RoomOutcome", "RoomSettings"]
 
 
 class Layout(Protocol):
@@ -74,7 +74,8 @@ class PrefillPeer:
     """Serves the KV of prompts to decode workers, for as long as the `async with` block lasts.
 
         transport = NixlTransport(name="prefill-0", secret=secret)
-        async with PrefillPeer(device=pool, transport=transport, listen="10.0.0.5:7000") as peer:
+        config = PrefillConfig(listen="10.0.0.5:7000")
+        async with PrefillPeer(config, device=pool, transport=transport) as peer:
             room = await peer.room("r1", prompt_digest(tokens))
             await room.send(pages, start_token=0)
             await room.finish(first_token=token, aux={})
@@ -106,76 +107,25 @@ class PrefillPeer:
 
     def __init__(
         self,
+        config: PrefillConfig | None = None,
         *,
         device: PrefillPool,
         transport: Transport,
-        listen: str = "127.0.0.1:0",
-        model: str = "",
-        components: Sequence[ComponentPools] = (),
         on_room: Callable[[Room], Awaitable[None]] | None = None,
-        lease_s: float = 10.0,
-        settings: RoomSettings | None = None,
+        components: Sequence[ComponentPools] = (),
         storage: Storage | None = None,
         host: HostPool | None = None,
-        store_settings: PromptStoreSettings | None = None,
-        close_deadline_s: float = 5.0,
-        bigram_keys: bool = False,
-        metrics_listen: str | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-        kv_heads_total: int = 0,
-        stages: int = 1,
-        contexts: int = 1,
-        stripe_pages: int = 0,
-        vocabulary: int = 0,
-        loop_stall_report_s: float = 0.25,
     ) -> None:
-        """Check the arguments and open nothing. Raises InvalidConfig.
-
-        `close_deadline_s`: seconds that leaving the block waits for writes in flight before it closes the transport
-        under them. `bigram_keys` must equal the same option of the decode workers' `EngineConfig`. Of `components` only
-        the device pools are used. `metrics_listen`: host:port at which Prometheus scrapes this peer; with port 0 the
-        system chooses, see `metrics_address`. None disables metrics. `loop_stall_report_s`: a callback that keeps the
-        loop for longer while rooms are open is logged with its place, since decode takes a peer whose loop does not
-        turn for a silent one; `tidekv_prefill_loop_lag_seconds` has the distribution.
-
-        `rank` of `ranks`: the place of this peer among the tensor-parallel ranks of a prefill instance, each of which
-        has a peer of its own. Decode workers list them in order (`DecodeRequest(prefill="host:7000,host:7001")`).
-        A decode instance may have another number of ranks: each pair of ranks exchanges the heads that both hold. A
-        room opens on every prefill rank once all ranks of the decode instance have sent the same promise.
-        `kv_heads_total`: KV heads of the model, needed if there are more ranks than heads; 0 means the sum of the heads
-        of all ranks. `stages`: number of pipeline stages that the ranks form, counted stage by stage; if decode has
-        another number, all stages of each end must have equally many layers.
-
-        `contexts`: number of context-parallel groups that the ranks form, counted context by context, each with all
-        stages. Every rank holds, and sends, a part of each prompt's pages: stripes of `stripe_pages` pages in turns, or
-        with 0 one run of pages (`room.held`). Not with `storage`.
-
-        `vocabulary`: number of token ids of the model, to check first tokens where they are given; 0: not checked.
+        """Check the arguments and open nothing. Of `components` only the device pools are used. Raises InvalidConfig
+        for parts that do not fit each other.
         """
-        checked(model, Text, "model", InvalidConfig)
-        checked(listen, Text, "listen", InvalidConfig)
-        if metrics_listen is not None:
-            host_and_port(metrics_listen, "metrics_listen", InvalidConfig, any_port=True)
-        checked(lease_s, Seconds, "lease_s", InvalidConfig)
-        checked(close_deadline_s, Seconds, "close_deadline_s", InvalidConfig)
-        checked(bigram_keys, bool, "bigram_keys", InvalidConfig)
-        checked(loop_stall_report_s, Seconds, "loop_stall_report_s", InvalidConfig)
-        checked(rank, Count, "rank", InvalidConfig)
-        checked(kv_heads_total, Count, "kv_heads_total", InvalidConfig)
-        checked(stripe_pages, Count, "stripe_pages", InvalidConfig)
-        checked(vocabulary, Count, "vocabulary", InvalidConfig)
-        for name, count in (("ranks", ranks), ("stages", stages), ("contexts", contexts)):
-            checked(count, PositiveCount, name, InvalidConfig)
-        if contexts > 1 and storage is not None:
+        config = PrefillConfig() if config is None else config
+        checked(config, PrefillConfig, "config", InvalidConfig)
+        if config.place.contexts > 1 and storage is not None:
             raise InvalidConfig(
-                f"a prefill peer of {contexts} contexts holds a part of each prompt, and cannot write prompts to"
-                " storage: let the decode workers store them, or use contexts=1"
+                f"a prefill peer of {config.place.contexts} contexts holds a part of each prompt, and cannot write"
+                " prompts to storage: let the decode workers store them, or use contexts=1"
             )
-        if settings is not None:
-            checked(settings, RoomSettings, "settings", InvalidConfig)
-        if store_settings is not None:
-            checked(store_settings, PromptStoreSettings, "store_settings", InvalidConfig)
         if on_room is not None and not callable(on_room):
             raise InvalidConfig(f"on_room must be a coroutine function or none, not {short(on_room)}")
         if components:
@@ -187,52 +137,32 @@ class PrefillPeer:
         self._device = device
         self._components = tuple(components)
         self._transport = transport
-        self._listen = listen
-        self.vocabulary = vocabulary
+        self.config = config
         self._on_room = on_room
-        self._metrics_listen = metrics_listen
         self._metrics: MetricsServer | None = None
         self._write_s = Histogram()
-        self._watchdog = Watchdog(limit_s=loop_stall_report_s)
+        self._watchdog = Watchdog(limit_s=config.loop_stall_report_s)
         self._poller: Poller | None = None
         """A poller to share, instead of one of its own; for tests."""
-        self._close_deadline_s = close_deadline_s
         self._tasks = OwnedTasks(f"prefill peer {transport.instance}", instance=transport.instance)
         self._stack = AsyncExitStack()
         self._was_entered = False
-        place = RankPlace(
-            rank=rank,
-            ranks=ranks,
-            stages=stages,
-            kv_heads_total=kv_heads_total,
-            contexts=contexts,
-            stripe_pages=stripe_pages,
-        )
         self._store: PromptStore | None = None
         if storage is not None:
-            self._store = PromptStore(
-                storage,
-                device=device,
-                host=host,
-                model=model,
-                components=components,
-                settings=store_settings,
-                bigram_keys=bigram_keys,
-                place=place,
-            )
+            self._store = PromptStore(storage, config, device=device, host=host, components=components)
         # Decode workers may require checksums of pages; those in GPU memory would have to be copied to be hashed.
         memories = (device.memory, *(pools.device.memory for pools in components))
         self._checksum_thread = ChecksumThread() if all(memory.kind == "DRAM" for memory in memories) else None
-        self._staging = make_staging((settings or RoomSettings()).staging_bytes, memories)
-        identity = with_components(device.layout.identity(model), components)
+        self._staging = make_staging(config.rooms.staging_bytes, memories)
+        identity = with_components(device.layout.identity(config.model), components)
         self._sender = Sender(
             transport,
             LocalRank(
-                identity=msgspec.structs.replace(identity, bigram_keys=bigram_keys),
+                identity=msgspec.structs.replace(identity, bigram_keys=config.bigram_keys),
                 memory=device.memory,
                 component_memory={pools.name: pools.device.memory for pools in components},
-                place=place,
-                vocabulary=vocabulary,
+                place=config.place,
+                vocabulary=config.vocabulary,
                 hashing=self._checksum_thread,
                 staging=None if self._staging is None else self._staging.staging,
             ),
@@ -243,8 +173,8 @@ class PrefillPeer:
                 on_written=self._write_s.observe,
                 on_busy=self._watchdog.set_busy,
             ),
-            lease_s=lease_s,
-            settings=settings,
+            lease_s=config.lease_s,
+            settings=config.rooms,
         )
 
     async def __aenter__(self) -> Self:
@@ -269,7 +199,7 @@ class PrefillPeer:
                 poller = PollerThread()
                 poller.start()
                 stack.push_async_callback(poller.close)
-            if self._metrics_listen is not None:
+            if self.config.metrics_listen is not None:
                 collector = PrefillCollector(
                     self.statistics,
                     ended=self._sender.ended,
@@ -277,7 +207,7 @@ class PrefillPeer:
                     write_s=self._write_s,
                     loop_lag=self._watchdog.lag,
                 )
-                self._metrics = MetricsServer(self._metrics_listen, collector, option="metrics_listen")
+                self._metrics = MetricsServer(self.config.metrics_listen, collector, option="metrics_listen")
                 stack.push_async_callback(asyncio.to_thread, self._metrics.close)
             if self._checksum_thread is not None:
                 stack.push_async_callback(self._checksum_thread.close)
@@ -285,7 +215,7 @@ class PrefillPeer:
                 stack.push_async_callback(self._staging.copier.close)
             # Registered before the start: closing a transport whose start failed releases what it had opened by then.
             stack.push_async_callback(self._transport.close)
-            await self._transport.start(poller=poller, listen=self._listen)
+            await self._transport.start(poller=poller, listen=self.config.listen)
             if self._store is not None:
                 # File I/O copies inside the call that posts it, which would delay transfers that share its poller.
                 storage_poller = PollerThread(name="tidekv-storage-poller")
@@ -294,7 +224,7 @@ class PrefillPeer:
                 stack.push_async_callback(self._store.close)
                 await self._store.start(storage_poller)
             stack.push_async_callback(self._end_rooms)
-            await self._sender.start(self._listen)
+            await self._sender.start(self.config.listen)
             if self._store is not None:
                 # Registered last, so that it runs first: prompts being stored still need their rooms' pages.
                 stack.push_async_callback(self._store.settle)
@@ -367,18 +297,18 @@ class PrefillPeer:
         """
         ending = asyncio.get_running_loop().create_task(self._close_rooms(), name="end of a prefill peer's rooms")
         try:
-            await asyncio.wait([ending], timeout=self._close_deadline_s)
+            await asyncio.wait([ending], timeout=self.config.close_deadline_s)
         finally:
             if not ending.done():
                 await self._transport.close()
             # Writes have ended with the transport; a task of `on_room` may still ignore its cancellation.
             try:
-                await settled(ending, timeout_s=self._close_deadline_s)
+                await settled(ending, timeout_s=self.config.close_deadline_s)
             except TimeoutError:
                 ending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
                 raise TidekvError(
-                    f"rooms did not end within {self._close_deadline_s:g} s of the transport's end: on_room ignores its"
-                    " cancellation, or copies its pages"
+                    f"rooms did not end within {self.config.close_deadline_s:g} s of the end of the transport: on_room"
+                    " ignores its cancellation, or copies its pages"
                 ) from None
 
     async def _close_rooms(self) -> None:

@@ -38,11 +38,9 @@ from tidekv.backends.storage.label import set_label
 from tidekv.engine.log import engine_log
 from tidekv.engine.stored_layouts import layout_at
 from tidekv.states.errors import InvalidConfig, StorageFailed, TidekvError
-from tidekv.states.handover.rank_place import SOLE, RankPlace
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
 from tidekv.states.types import page_ids
-from tidekv.states.validation import Count, Options, PositiveCount, Seconds
 from tidekv.transports.blocking import settled
 from tidekv.transports.tasks import OwnedTasks, own_cancels_only
 
@@ -52,6 +50,7 @@ if TYPE_CHECKING:
     from tidekv.backends.base import Poller
     from tidekv.backends.component_pools import ComponentPools
     from tidekv.backends.storage.base import Storage
+    from tidekv.engine.prefill.prefill_config import PrefillConfig
     from tidekv.states.types import PageIds
     from tidekv.transports.prefill.prefill_room import Room
 
@@ -80,27 +79,6 @@ COUNTS = (
 """Names of the counts, so that statistics have all of them from the start."""
 
 
-class PromptStoreSettings(Options, frozen=True, kw_only=True):
-    """Bounds of what a prefill worker writes to storage. Raises InvalidConfig."""
-
-    batch_pages: PositiveCount = 32
-    """Pages of one put."""
-    rooms_max: PositiveCount = 64
-    """Maximum prompts being stored at once; further ones are not stored."""
-    hold_s: Seconds = 1.0
-    """Maximum time for which a room lends its pages; pages not in host memory by then are not stored."""
-    put_timeout_s: Seconds = 30.0
-    """Maximum time of one put."""
-    breaker_failures: Count = 8
-    """Consecutive failures of storage after which nothing is stored until a probe succeeds. 0 disables the breaker."""
-    breaker_backoff_s: Seconds = 1.0
-    """Time until the first probe, if a call has succeeded since the last probe."""
-    breaker_backoff_max_s: Seconds = 30.0
-    """Maximum time between probes: each waits twice as long as the one before, up to this, until a call succeeds."""
-    close_wait_s: Seconds = 2.0
-    """Maximum time that closing waits for prompts being stored, before it cancels them."""
-
-
 class StoredPages:
     """One kind of pages, full ones or those of a component: device pool, host pages on their way, and storage."""
 
@@ -127,14 +105,11 @@ class PromptStore:
     def __init__(
         self,
         storage: Storage,
+        config: PrefillConfig,
         *,
         device: object,
         host: HostPool | None,
-        model: str,
         components: Sequence[ComponentPools] = (),
-        settings: PromptStoreSettings | None = None,
-        bigram_keys: bool = False,
-        place: RankPlace = SOLE,
     ) -> None:
         """Check the arguments and open nothing. Raises InvalidConfig.
 
@@ -144,7 +119,7 @@ class PromptStore:
             raise InvalidConfig(f"storage needs a DevicePool, whose pages it can copy, not {type(device).__name__}")
         if host is not None and not same_pages(host.layout, device.layout):
             raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
-        self.settings = settings or PromptStoreSettings()
+        self.settings = config.store
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._storage = storage
         host = host or HostPool.allocate(device.layout, min(device.num_pages, BOUNCE_PAGES))
@@ -158,9 +133,9 @@ class PromptStore:
             )
             for pools in components
         }
-        self._prompt_keys = PromptKeys(PageKeys(device.layout.page_size, bigrams=bigram_keys))
-        identity = with_components(device.layout.identity(model), components)
-        self._layout = layout_at(place, identity)
+        self._prompt_keys = PromptKeys(PageKeys(device.layout.page_size, bigrams=config.bigram_keys))
+        identity = with_components(device.layout.identity(config.model), components)
+        self._layout = layout_at(config.place, identity)
         self._changed = asyncio.Event()
         self._tasks = OwnedTasks("prompt store")
         self._breaker = CircuitBreaker()

@@ -12,7 +12,7 @@ One wake-up of the loop serves all orders posted meanwhile, in their order. Only
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import nullcontext, suppress
 from contextvars import Context, copy_context
 from dataclasses import replace
@@ -44,22 +44,14 @@ from tidekv.engine.thread.tickets import (
     Ticket,
     Tickets,
 )
-from tidekv.states.errors import EngineClosed, InvalidRequest, OutOfPages, TidekvError
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, OutOfPages, TidekvError
 from tidekv.states.validation import Count, SecondsOrZero, Text, checked
 
 if TYPE_CHECKING:
-    from tidekv.backends.component_pools import ComponentPools
-    from tidekv.backends.device.pool import DevicePool
-    from tidekv.backends.host.pool import HostPool
     from tidekv.backends.keys.chain import Tokens
-    from tidekv.backends.storage.base import Storage
-    from tidekv.engine.config.engine_config import EngineConfig
     from tidekv.engine.decode.component_pages import LeftComponents
     from tidekv.engine.decode.lent_pages import Pages
-    from tidekv.engine.decode.values import ReadyRequest, Recompute
-    from tidekv.engine.kv_events.watcher import ServerEvents
-    from tidekv.engine.ranks.group import RankGroup
-    from tidekv.transports.base import Transport
+    from tidekv.engine.decode.values import ReadyRequest
 
 __all__ = ["EngineThread", "Failed", "Finished", "Offered", "Outcome", "Restored", "RestoredInto", "Retracted"]
 
@@ -83,54 +75,30 @@ class EngineThread:
     pickled, so it cannot be passed to a spawned process.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        device: DevicePool,
-        host: HostPool | None = None,
-        components: Sequence[ComponentPools] = (),
-        storage: Storage | None = None,
-        transport: Transport,
-        recompute: Recompute | None = None,
-        ranks: RankGroup | None = None,
-        name: str = "tidekv-engine",
-    ) -> None:
-        """Build the parts and start nothing. Parts and errors are those of `DecodeEngine`.
+    def __init__(self, engine: DecodeEngine, *, name: str = "tidekv-engine") -> None:
+        """Start nothing. The thread enters and leaves the engine, which was not entered before.
 
-        `recompute` runs on the engine's loop. With `ranks`, starting waits for the other ranks, which start in
-        processes or threads of their own.
+        What the engine was given to call, such as `recompute`, runs on its loop. With `ranks`, starting waits for the
+        other ranks, which start in processes or threads of their own.
         """
-        self._engine = DecodeEngine(
-            config,
-            device=device,
-            host=host,
-            components=components,
-            storage=storage,
-            transport=transport,
-            recompute=recompute,
-            ranks=ranks,
-        )
-        self._page_size = device.layout.page_size
-        self._pool_pages = device.num_pages
-        self._page_keys = config.page_keys(device.layout.page_size)
+        self._engine = checked(engine, DecodeEngine, "engine", InvalidConfig)
+        config, page_size = engine.config, engine.layout.page_size
+        self._page_size = page_size
+        self._pool_pages = engine.device.num_pages
+        self._page_keys = config.page_keys(page_size)
         self._vocabulary = config.vocabulary or None
         self._tickets = Tickets()
         self._mailbox = Mailbox()
         is_lent = config.device == "lent"
         # Copies of lent pages begin behind the host engine's work, and must not wait for what it enqueues meanwhile.
-        within = partial(own_stream, device.device) if is_lent else nullcontext
+        within = partial(own_stream, engine.device.device) if is_lent else nullcontext
         self._loop = EngineLoop(self._engine, name=name, on_end=self._end, within=within)
-        self._server = server_streams(device.device) if is_lent else None
+        self._server = server_streams(engine.device.device) if is_lent else None
         self._gate: StreamGate | None = None
         """With lent pages in GPU memory, once started: calls that touch them, and what must not overtake these."""
         self._name = name
         self._is_draining = False
         self._callbacks_raised = 0
-
-    def publish_to(self, server_events: ServerEvents) -> None:
-        """Give KV events to a server that publishes events itself. Call it before `start`; raises as `DecodeEngine`."""
-        self._engine.publish_to(server_events)
 
     def follow(self, server: ServerStreams) -> None:
         """Begin `restore_into` and `offer` behind these streams; without it, with lent pages in GPU memory, behind the

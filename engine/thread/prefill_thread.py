@@ -241,7 +241,7 @@ class PrefillThread:
         promises that bring none (`DecodeRequest.prompt_digest`). Raises InvalidRequest for a first token that is not in
         the peer's vocabulary, and for values that cannot be sent.
         """
-        token = checked_first_token(first_token, self._peer.vocabulary)
+        token = checked_first_token(first_token, self._peer.config.vocabulary)
         values = dict(aux or {})
         encode_aux(values)
         stored = _Stored(tokens, None if namespace is None else namespace_seed(namespace))

@@ -20,7 +20,7 @@ import uvloop
 
 from examples.service.model import load
 from examples.service.options import PrefillOptions
-from tidekv import DevicePool, InvalidConfig, NixlTransport, PrefillPeer, open_storage
+from tidekv import DevicePool, InvalidConfig, NixlTransport, PrefillConfig, PrefillPeer, open_storage
 from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.model import PagedModel
 from tidekv.engine.demo.model_prefill import ModelPrefill
@@ -47,10 +47,9 @@ async def serve(options: PrefillOptions) -> None:
         )
         # `on_room` runs for each prompt that decode requests; see ModelPrefill.serve for the use of a room.
         async with PrefillPeer(
+            PrefillConfig(listen=options.listen, model=model.fingerprint),
             device=pool,
             transport=NixlTransport(name=options.name, secret=os.environ.get("TIDEKV_SECRET", "")),
-            listen=options.listen,
-            model=model.fingerprint,
             on_room=worker.serve,
             storage=open_storage(options.storage) if options.storage else None,
         ) as peer:

@@ -75,8 +75,8 @@ if TYPE_CHECKING:
     )
     from tidekv.engine.journal import Replayer
     from tidekv.engine.opentelemetry import trace_requests
+    from tidekv.engine.prefill.prefill_config import PrefillConfig, PromptStoreSettings
     from tidekv.engine.prefill.prefill_peer import PrefillPeer, PrefillPool
-    from tidekv.engine.prefill.prompt_store import PromptStoreSettings
     from tidekv.engine.prompts import PromptDigest, prompt_digest
     from tidekv.engine.ranks.group import RankGroup
     from tidekv.engine.thread.engine_thread import (
@@ -91,11 +91,12 @@ if TYPE_CHECKING:
     from tidekv.engine.thread.prefill_thread import HandedOver, PrefillThread
     from tidekv.states.commands import Fallback
     from tidekv.states.component_specs import ComponentKind
+    from tidekv.states.handover.rank_place import RankPlace
     from tidekv.states.storage_policy import StoragePolicy
     from tidekv.transports.base import Transport
     from tidekv.transports.control.peer_backoff import BackoffLimits
     from tidekv.transports.loopback import LoopbackNetwork, LoopbackTransport
-    from tidekv.transports.nixl.transport import NixlTransport
+    from tidekv.transports.nixl.transport import ListenOptions, NixlOptions, NixlTransport
     from tidekv.transports.prefill.prefill_room import Room, RoomOutcome
     from tidekv.transports.prefill.room_writer import RoomSettings
 
@@ -133,10 +134,12 @@ __all__ = [
     "LayersLost",
     "LeftComponents",
     "LinkClosed",
+    "ListenOptions",
     "LocalProtocolError",
     "LoopbackNetwork",
     "LoopbackTransport",
     "MetricsOptions",
+    "NixlOptions",
     "NixlTransport",
     "Offered",
     "OfferedPages",
@@ -148,6 +151,7 @@ __all__ = [
     "PeerOptions",
     "PoolBalance",
     "PrefillCause",
+    "PrefillConfig",
     "PrefillPeer",
     "PrefillPool",
     "PrefillThread",
@@ -158,6 +162,7 @@ __all__ = [
     "RankBroken",
     "RankGroup",
     "RankLost",
+    "RankPlace",
     "RanksDiverged",
     "ReadyComponent",
     "ReadyRequest",
@@ -221,19 +226,23 @@ _LATER = {
     "LoopbackNetwork": "tidekv.transports.loopback",
     "LoopbackTransport": "tidekv.transports.loopback",
     "MetricsOptions": "tidekv.engine.config.engine_config",
+    "ListenOptions": "tidekv.transports.nixl.transport",
+    "NixlOptions": "tidekv.transports.nixl.transport",
     "NixlTransport": "tidekv.transports.nixl.transport",
     "Offered": "tidekv.engine.thread.engine_thread",
     "OfferedPages": "tidekv.engine.decode.values",
     "PageLayout": "tidekv.backends.page_layout",
     "PeerOptions": "tidekv.engine.config.engine_config",
     "PoolBalance": "tidekv.engine.decode.values",
+    "PrefillConfig": "tidekv.engine.prefill.prefill_config",
     "PrefillPeer": "tidekv.engine.prefill.prefill_peer",
     "PrefillPool": "tidekv.engine.prefill.prefill_peer",
     "PromptDigest": "tidekv.engine.prompts",
     "PromptLookUp": "tidekv.engine.decode.values",
-    "PromptStoreSettings": "tidekv.engine.prefill.prompt_store",
+    "PromptStoreSettings": "tidekv.engine.prefill.prefill_config",
     "PrefillThread": "tidekv.engine.thread.prefill_thread",
     "RankGroup": "tidekv.engine.ranks.group",
+    "RankPlace": "tidekv.states.handover.rank_place",
     "ReadyComponent": "tidekv.engine.decode.component_pages",
     "ReadyRequest": "tidekv.engine.decode.values",
     "Recompute": "tidekv.engine.decode.values",

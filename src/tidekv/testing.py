@@ -17,6 +17,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import Tokens, pack_tokens
@@ -27,6 +29,7 @@ from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill, synthetic_first_token
+from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.states.events import ClockAdvanced
 from tidekv.states.validation import SecondsOrZero, checked
@@ -171,14 +174,15 @@ async def loopback_pair(
     storage: Storage | None = None,
     clock: Clock | None = None,
     prefill_namespace: str = "",
-    prefill_options: Mapping[str, Any] | None = None,
+    prefill_config: PrefillConfig | None = None,
+    prefill_parts: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[LoopbackPair]:
     """Run a decode engine and a prefill worker without a model, for as long as the block lasts.
 
     `config`, `storage` and the pools of `device_pages` and `host_pages` (0: none) are those of the engine, which closes
     the storage. `clock`: the time of both workers; None: real time. The bytes that prefill computes depend on
-    `prefill_namespace`, too, which `wrong_pages` does not expect. `prefill_options` are further arguments of
-    `PrefillPeer`.
+    `prefill_namespace`, too, which `wrong_pages` does not expect. `prefill_config`, but for
+    its address, and `prefill_parts` are further arguments of `PrefillPeer`.
     """
     network = LoopbackNetwork()
     transport = LoopbackTransport("decode-0", network)
@@ -199,11 +203,11 @@ async def loopback_pair(
         _clock = PrefillPeer._clock if clock is None else staticmethod(clock)
 
     peer = Peer(
+        msgspec.structs.replace(prefill_config or PrefillConfig(), listen=PREFILL),
         device=prefill_pool,
         transport=LoopbackTransport("prefill-0", network),
-        listen=PREFILL,
         on_room=serve,
-        **(prefill_options or {}),
+        **(prefill_parts or {}),
     )
     engine = DecodeEngine(
         config or EngineConfig(),

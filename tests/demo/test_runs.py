@@ -21,6 +21,7 @@ from tidekv import (
     InvalidRequest,
     KVLayout,
     LoopbackTransport,
+    PrefillConfig,
     PrefillPeer,
     RequestFailed,
     open_storage,
@@ -103,7 +104,9 @@ async def serve(
     prefill = ModelPrefill(paged.PagedModel(llama, pool), pages, compute, chunk_tokens=2 * PAGE_SIZE)
     phase = Phase("run")
     transport = LoopbackTransport("prefill-0", network)
-    async with PrefillPeer(device=pool, transport=transport, listen="prefill", on_room=prefill.serve) as peer:
+    async with PrefillPeer(
+        PrefillConfig(listen="prefill"), device=pool, transport=transport, on_room=prefill.serve
+    ) as peer:
         async with decode_engine(network, MODEL_LAYOUT, l1=l1, l2=l2 if cache else 0) as (engine, device):
             run = ConversationRun(
                 Pass(engine=engine, prefill="prefill", phase=phase, in_flight_max=2, cache=cache),
@@ -182,7 +185,7 @@ async def test_a_wrong_prompt_fails_its_request_and_keeps_no_pages(llama: paged.
     with pytest.raises(InvalidRequest, match="multiple of the page size"):
         ModelPrefill(paged.PagedModel(llama, pool), pages, compute, chunk_tokens=PAGE_SIZE + 1)
     async with (
-        PrefillPeer(device=pool, transport=transport, listen="prefill", on_room=prefill.serve),
+        PrefillPeer(PrefillConfig(listen="prefill"), device=pool, transport=transport, on_room=prefill.serve),
         decode_engine(network, MODEL_LAYOUT, l1=20, l2=0) as (engine, _),
     ):
         for prompt in ([1] * 33, [10**6] * 9):  # Longer than the prefill pool; a token the model does not know.
@@ -215,9 +218,9 @@ async def test_a_replay_verifies_every_page(tmp_path: Path, compute: ComputeThre
     phase = Phase("replay")
     async with (
         PrefillPeer(
+            PrefillConfig(listen="prefill"),
             device=pool,
             transport=LoopbackTransport("prefill-0", network),
-            listen="prefill",
             on_room=prefill.serve,
         ),
         decode_engine(network, SYNTHETIC_LAYOUT, l1=200, l2=220) as (engine, device),

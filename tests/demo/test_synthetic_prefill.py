@@ -17,6 +17,7 @@ from tidekv import (
     InvalidRequest,
     KVLayout,
     LoopbackTransport,
+    PrefillConfig,
     PrefillPeer,
     RequestFailed,
 )
@@ -40,9 +41,9 @@ async def workers(
     prefill = SyntheticPrefill(pool, chunk_pages=2)
     async with (
         PrefillPeer(
+            PrefillConfig(listen="prefill"),
             device=pool,
             transport=LoopbackTransport("prefill-0", network),
-            listen="prefill",
             on_room=lambda room: on_room(prefill, room),
         ),
         DecodeEngine(
@@ -156,7 +157,10 @@ async def test_kept_prefixes_are_sent_without_being_filled_again(monkeypatch: py
     device = DevicePool.allocate(LAYOUT, 16)
     async with (
         PrefillPeer(
-            device=pool, transport=LoopbackTransport("prefill-0", network), listen="prefill", on_room=prefill.serve
+            PrefillConfig(listen="prefill"),
+            device=pool,
+            transport=LoopbackTransport("prefill-0", network),
+            on_room=prefill.serve,
         ),
         DecodeEngine(EngineConfig(), device=device, transport=LoopbackTransport("decode-0", network)) as engine,
     ):

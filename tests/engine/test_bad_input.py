@@ -17,6 +17,7 @@ from tidekv import (
     InvalidRequest,
     KVLayout,
     LoopbackTransport,
+    PrefillConfig,
     PrefillPeer,
     RequestFailed,
     open_storage,
@@ -48,10 +49,9 @@ async def test_a_prefill_that_differs_is_refused_by_the_field(
     network = LoopbackNetwork()
     async with (
         PrefillPeer(
+            PrefillConfig(listen="prefill", model=model),
             device=DevicePool.allocate(layout(**changes), 8),
             transport=LoopbackTransport("prefill-0", network),
-            listen="prefill",
-            model=model,
         ),
         DecodeEngine(
             EngineConfig(model="m"),

@@ -26,7 +26,9 @@ async def play(turns: Turns, *, leaks: bool) -> dict[str, tidekv.PoolBalance]:
     network = tidekv.LoopbackNetwork()
     pools = [tidekv.DevicePool.allocate(LAYOUT, 64) for _ in range(2)]
     ends = [tidekv.LoopbackTransport(name, network) for name in ("p", "d")]
-    peer = tidekv.PrefillPeer(device=pools[0], transport=ends[0], listen="prefill", on_room=prefill)
+    peer = tidekv.PrefillPeer(
+        tidekv.PrefillConfig(listen="prefill"), device=pools[0], transport=ends[0], on_room=prefill
+    )
     host = tidekv.HostPool.allocate(LAYOUT, 16)
     async with (
         peer,

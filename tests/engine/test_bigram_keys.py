@@ -26,6 +26,7 @@ from tidekv import (
     HostPool,
     KVLayout,
     LoopbackTransport,
+    PrefillConfig,
     PrefillPeer,
     Replayer,
     RequestFailed,
@@ -123,12 +124,14 @@ async def bench(
     options = {**PATIENT, "bigram_keys": bigram_keys, "prefetch_threshold_tokens": 0, **config}
     async with (
         PrefillPeer(
+            PrefillConfig(
+                listen="prefill",
+                lease_s=LEASE_S,
+                bigram_keys=bigram_keys if peer_bigram_keys is None else peer_bigram_keys,
+            ),
             device=made.prefill_pool,
             transport=LoopbackTransport("prefill-0", made.network),
-            listen="prefill",
-            lease_s=LEASE_S,
             on_room=made.serve,
-            bigram_keys=bigram_keys if peer_bigram_keys is None else peer_bigram_keys,
             storage=open_storage(prefill_storage) if prefill_storage else None,
         ) as peer,
         DecodeEngine(

@@ -108,10 +108,12 @@ def test_the_core_is_told_of_the_components_and_their_pages() -> None:
 def test_an_engine_on_a_thread_takes_them_too() -> None:
     with pytest.raises(InvalidConfig, match="'state' is given 2 times"):
         EngineThread(
-            EngineConfig(),
-            device=DevicePool.allocate(LAYOUT, 8),
-            components=(state(), state()),
-            transport=LoopbackTransport("decode-0", LoopbackNetwork()),
+            DecodeEngine(
+                EngineConfig(),
+                device=DevicePool.allocate(LAYOUT, 8),
+                components=(state(), state()),
+                transport=LoopbackTransport("decode-0", LoopbackNetwork()),
+            )
         )
 
 

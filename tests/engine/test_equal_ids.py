@@ -27,6 +27,7 @@ from tidekv import (
     LoopbackNetwork,
     LoopbackTransport,
     NixlTransport,
+    PrefillConfig,
     PrefillPeer,
     RequestFailed,
     TransferFailed,
@@ -62,7 +63,7 @@ class Prefill:
         self.kv = SyntheticKV(self.pool)
         self.free = list(range(0, 64, PAGES))[:-1]
         self.peer = PrefillPeer(
-            device=self.pool, transport=transport, listen=listen, on_room=None if by_name else self.serve
+            PrefillConfig(listen=listen), device=self.pool, transport=transport, on_room=None if by_name else self.serve
         )
 
     def fill(self, tokens: list[int], namespace: str) -> tuple[int, list[int]]:

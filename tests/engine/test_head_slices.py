@@ -127,10 +127,12 @@ def test_engines_on_threads_of_their_own_decide_as_one(prefills: dict[str, str])
     pools = [DevicePool.allocate(decode.layout(), 32) for _ in range(2)]
     threads = [
         EngineThread(
-            EngineConfig(close_deadline_s=5.0),
-            device=pool,
-            transport=NixlTransport(f"decode-{rank}", dials=["127.0.0.1:*"]),
-            ranks=RankGroup(rank=rank, ranks=2, address=address),
+            DecodeEngine(
+                EngineConfig(close_deadline_s=5.0),
+                device=pool,
+                transport=NixlTransport(f"decode-{rank}", dials=["127.0.0.1:*"]),
+                ranks=RankGroup(rank=rank, ranks=2, address=address),
+            )
         )
         for rank, pool in enumerate(pools)
     ]

@@ -26,6 +26,7 @@ from tidekv import (
     LoopbackTransport,
     NixlTransport,
     PageLayout,
+    PrefillConfig,
     PrefillPeer,
     Replayer,
     RequestFailed,
@@ -99,10 +100,9 @@ async def worker(
     ]
     async with (
         PrefillPeer(
+            PrefillConfig(listen="127.0.0.1:0" if nixl else "prefill", lease_s=LEASE_S),
             device=prefill_pool,
             transport=ends[0],
-            listen="127.0.0.1:0" if nixl else "prefill",
-            lease_s=LEASE_S,
             on_room=SyntheticPrefill(prefill_pool, chunk_pages=3).serve,
         ) as peer,
         DecodeEngine(

@@ -228,14 +228,11 @@ def test_parts_that_the_mode_does_not_support_are_refused_by_name() -> None:
     async def recompute(job: object) -> tuple[int, dict[str, object]]:
         return 0, {}
 
-    for match, parts in (("recompute must be none", {"recompute": recompute}),):
-        with pytest.raises(InvalidConfig, match=match):
-            DecodeEngine(
-                engine_config(device="lent"),
-                device=DevicePool.allocate(LAYOUT, 4),
-                transport=LoopbackTransport("alone"),
-                **parts,
-            )
+    engine = DecodeEngine(
+        engine_config(device="lent"), device=DevicePool.allocate(LAYOUT, 4), transport=LoopbackTransport("alone")
+    )
+    with pytest.raises(InvalidConfig, match="there is nothing to recompute with"):
+        engine.recompute_with(recompute)
 
 
 async def test_the_end_of_the_engine_ends_calls_and_offers(make_pair) -> None:

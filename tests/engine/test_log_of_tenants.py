@@ -26,6 +26,7 @@ from tidekv import (
     EngineThread,
     KVLayout,
     LoopbackTransport,
+    PrefillConfig,
     PrefillPeer,
     RequestFailed,
 )
@@ -131,13 +132,15 @@ async def test_no_record_has_the_id_or_a_token_of_another_tenant(
         fix_plan(self, *given)
 
     monkeypatch.setattr(Restore, "fix_plan", fails_once)
-    peer = PrefillPeer(device=pool, transport=LoopbackTransport("prefill-0", network), listen="prefill", on_room=serve)
+    peer = PrefillPeer(
+        PrefillConfig(listen="prefill"), device=pool, transport=LoopbackTransport("prefill-0", network), on_room=serve
+    )
     engine = DecodeEngine(
         EngineConfig(loop_stall_report_s=0.05),
         device=DevicePool.allocate(LAYOUT, 64),
         transport=LoopbackTransport("decode-0", network),
-        recompute=recompute,
     )
+    engine.recompute_with(recompute)
     # Both are entered within a request, as in a service that starts them lazily.
     with bound_contextvars(trace_id="trace of a"):
         await peer.__aenter__()
@@ -181,12 +184,13 @@ def test_requests_from_other_threads_keep_their_own_ids(records: io.StringIO) ->
     async def recompute(job: RecomputeJob) -> tuple[int, dict[str, object]]:
         return 1, dict(structlog.contextvars.get_contextvars())
 
-    thread = EngineThread(
+    engine = DecodeEngine(
         EngineConfig(),
         device=DevicePool.allocate(LAYOUT, 64),
         transport=LoopbackTransport("decode-0", LoopbackNetwork()),
-        recompute=recompute,
     )
+    engine.recompute_with(recompute)
+    thread = EngineThread(engine)
     outcomes: list[Any] = []
     with thread:
         for tenant in TENANTS:

@@ -12,6 +12,7 @@ from tidekv import (
     InvalidRequest,
     LoopbackTransport,
     PrefillCause,
+    PrefillConfig,
     PrefillPeer,
     RequestFailed,
     prompt_digest,
@@ -43,7 +44,7 @@ async def test_a_prefill_of_another_model_is_told_by_the_field(make_pair) -> Non
     async with make_pair() as pair:
         pool = DevicePool.allocate(pair.device.layout, 8)
         transport = LoopbackTransport("other", pair.network)
-        async with PrefillPeer(device=pool, transport=transport, listen="other", model="another model"):
+        async with PrefillPeer(PrefillConfig(listen="other", model="another model"), device=pool, transport=transport):
             failed = await failure(pair, "other")
         assert failed.cause == PrefillCause.MISMATCH
         assert "differs in model: ours is '', theirs is 'another model'" in failed.detail
@@ -57,7 +58,7 @@ async def test_an_exception_in_on_room(make_pair, caplog: pytest.LogCaptureFixtu
     async with make_pair() as pair:
         pool = DevicePool.allocate(pair.device.layout, 8)
         transport = LoopbackTransport("buggy", pair.network)
-        async with PrefillPeer(device=pool, transport=transport, listen="buggy", on_room=bug):
+        async with PrefillPeer(PrefillConfig(listen="buggy"), device=pool, transport=transport, on_room=bug):
             failed = await failure(pair, "buggy")
         assert failed.cause == PrefillCause.RAISED
         assert failed.detail == "ZeroDivisionError: first line\\nsecond line"
@@ -68,7 +69,7 @@ async def test_a_prefill_that_closes(make_pair) -> None:
     async with make_pair() as pair:
         pool = DevicePool.allocate(pair.device.layout, 8)
         transport = LoopbackTransport("closing", pair.network)
-        peer = PrefillPeer(device=pool, transport=transport, listen="closing")
+        peer = PrefillPeer(PrefillConfig(listen="closing"), device=pool, transport=transport)
         async with peer:
             restoring = asyncio.create_task(failure(pair, "closing"))
             await peer.room("r1", prompt_digest(PROMPT))

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.prompts import DIGEST, PROMPT
 from tests.support.waits import LIMIT_S
 from tidekv.engine.poller import PollerThread
+from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer, Room
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause, TransferFailed
@@ -97,8 +98,9 @@ def network() -> LoopbackNetwork:
 
 
 def peer(network: LoopbackNetwork, **settings: object) -> PrefillPeer:
-    fields = {"device": Pool(fill=3), "transport": LoopbackTransport("prefill-0", network), "model": "m"}
-    return PrefillPeer(**(fields | settings))
+    parts = {"device": Pool(fill=3), "transport": LoopbackTransport("prefill-0", network)}
+    config = {name: settings.pop(name) for name in PrefillConfig.__struct_fields__ if name in settings}
+    return PrefillPeer(PrefillConfig(**{"model": "m", **config}), **(parts | settings))
 
 
 async def test_a_prompt_is_handed_over(network: LoopbackNetwork) -> None:
@@ -390,13 +392,10 @@ async def test_an_on_room_that_blocks_the_loop_is_logged_with_its_place_and_meas
         room.fail("enough")
 
     peer = PrefillPeer(
+        PrefillConfig(listen="prefill", model="m", loop_stall_report_s=0.02, metrics_listen="127.0.0.1:0"),
         device=Pool(fill=1),
         transport=LoopbackTransport("prefill-0", network),
-        listen="prefill",
-        model="m",
         on_room=blocks,
-        loop_stall_report_s=0.02,
-        metrics_listen="127.0.0.1:0",
     )
     async with peer, Decode(network) as decode:
         decode.promise("prefill", "r1")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import Pair
 from tests.support.waits import expected
-from tidekv import DecodeRequest, DevicePool, LoopbackTransport, PrefillPeer, RequestFailed
+from tidekv import DecodeRequest, DevicePool, LoopbackTransport, PrefillConfig, PrefillPeer, RequestFailed
 
 TOKENS = 24
 PAGES = 7
@@ -26,7 +26,7 @@ async def silent_prefill(pair: Pair) -> AsyncIterator[None]:
 
     pool = DevicePool.allocate(pair.device.layout, 256)
     transport = LoopbackTransport("silent", pair.network)
-    async with PrefillPeer(device=pool, transport=transport, listen="silent", on_room=never):
+    async with PrefillPeer(PrefillConfig(listen="silent"), device=pool, transport=transport, on_room=never):
         yield
 
 

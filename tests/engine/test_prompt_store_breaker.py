@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.waits import expected
 from tidekv import open_storage
-from tidekv.engine.prefill.prompt_store import PromptStoreSettings
+from tidekv.engine.prefill.prefill_config import PromptStoreSettings
 from tidekv.states.errors import InvalidConfig, StorageFailed
 
 

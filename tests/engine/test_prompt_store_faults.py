@@ -7,6 +7,7 @@ import contextlib
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.waits import LIMIT_S
@@ -230,7 +231,8 @@ async def test_a_room_whose_program_ignores_its_cancellation_does_not_keep_the_p
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(TidekvError, match="on_room ignores its cancellation"):
             async with make_pair() as pair:
-                pair.peer._on_room, pair.peer._close_deadline_s = ignore, 0.05
+                pair.peer._on_room = ignore
+                pair.peer.config = msgspec.structs.replace(pair.peer.config, close_deadline_s=0.05)
                 restoring = asyncio.ensure_future(pair.restore("r1", PROMPT))
                 await serving.wait()
                 await pair.engine.abort("r1")

@@ -24,8 +24,10 @@ from tidekv import (
     JournalOptions,
     KVEventsOptions,
     KVLayout,
+    ListenOptions,
     LoopbackTransport,
     MetricsOptions,
+    NixlOptions,
     NixlTransport,
     PeerOptions,
     PrefillPeer,
@@ -35,8 +37,10 @@ from tidekv import (
     StorageOptions,
     open_storage,
 )
+from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PromptStoreSettings, RoomSettings
 from tidekv.states import errors
+from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.settings import CoreSettings
 from tidekv.states.validation import checked
 
@@ -187,7 +191,11 @@ PARTS: dict[str, Callable[[str, object], object]] = {
     "RankGroup": lambda name, value: RankGroup(**{"rank": 0, "ranks": 2, "address": "127.0.0.1:7000", name: value}),
     "PromptStoreSettings": lambda name, value: PromptStoreSettings(**{name: value}),
     "RoomSettings": lambda name, value: RoomSettings(**{name: value}),
+    "ListenOptions": lambda name, value: ListenOptions(**{name: value}),
+    "NixlOptions": lambda name, value: NixlOptions(**{name: value}),
     "NixlTransport": lambda name, value: NixlTransport(**{"name": "decode-0", name: value}),
+    "PrefillConfig": lambda name, value: PrefillConfig(**{name: value}),
+    "RankPlace": lambda name, value: PrefillConfig(place=RankPlace(**{name: value})),
     "PrefillPeer": lambda name, value: PrefillPeer(
         **{"device": DevicePool.allocate(LAYOUT, 4), "transport": LoopbackTransport("prefill-0"), name: value}
     ),
@@ -208,12 +216,17 @@ WRONG_PARTS = [
     *[("PromptStoreSettings", name, 2.5) for name in ("batch_pages", "rooms_max", "breaker_failures")],
     *[("PromptStoreSettings", name, float("nan")) for name in ("hold_s", "put_timeout_s", "close_wait_s")],
     *[("RoomSettings", name, 0) for name in ("writes_in_flight_max", "pages_per_write_max")],
-    *[("NixlTransport", name, value) for name in ("progress_delay_us", "links_max") for value in (2.5, 0, "1")],
-    *[("NixlTransport", name, float("inf")) for name in ("call_timeout_s", "close_timeout_s")],
+    *[("NixlOptions", "progress_delay_us", value) for value in (2.5, 0, "1")],
+    *[("NixlOptions", name, float("inf")) for name in ("call_timeout_s", "close_timeout_s")],
+    *[("ListenOptions", "links_max", value) for value in (2.5, 0, "1")],
+    *[("ListenOptions", name, 5) for name in ("announces", "allow_no_secret", "offences")],
+    *[("NixlTransport", name, 5) for name in ("listening", "nixl")],
     *[("NixlTransport", name, "\ud800") for name in ("name", "secret")],
-    *[("PrefillPeer", name, 2.5) for name in ("rank", "ranks", "stages", "kv_heads_total", "model", "on_room")],
-    *[("PrefillPeer", name, float("inf")) for name in ("lease_s", "close_deadline_s", "settings", "store_settings")],
-    *[("DecodeEngine", name, 5) for name in ("config", "device", "host", "storage", "recompute", "ranks")],
+    *[("RankPlace", name, 2.5) for name in ("rank", "ranks", "stages", "kv_heads_total", "contexts", "stripe_pages")],
+    *[("PrefillConfig", name, 2.5) for name in ("model", "place", "vocabulary", "rooms", "store")],
+    *[("PrefillConfig", name, float("inf")) for name in ("lease_s", "close_deadline_s", "loop_stall_report_s")],
+    *[("PrefillPeer", name, 2.5) for name in ("config", "on_room")],
+    *[("DecodeEngine", name, 5) for name in ("config", "device", "host", "storage", "ranks")],
     *[("open_storage", name, 5) for name in ("uri", "options")],
 ]
 

@@ -10,6 +10,7 @@ from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, KVLayo
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.decode.values import RecomputeJob
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.states.errors import EngineClosed, InvalidConfig
 from tidekv.transports.loopback import LoopbackNetwork
 
 PAGE_SIZE = 4
@@ -34,7 +35,9 @@ async def test_the_caller_computes_what_no_prefill_sends() -> None:
         return 77, {"computed": "here"}
 
     transport = LoopbackTransport("decode", LoopbackNetwork())
-    async with DecodeEngine(EngineConfig(), device=device, transport=transport, recompute=recompute) as engine:
+    engine = DecodeEngine(EngineConfig(), device=device, transport=transport)
+    engine.recompute_with(recompute)
+    async with engine:
         ready = await engine.restore(DecodeRequest(request_id="r1", tokens=PROMPT, prefill=["nobody", "no one"]))
         assert (ready.first_token, ready.aux) == (77, {"computed": "here"})
         assert kv.verify(ready.pages.tolist(), digests_of(PROMPT)) == []
@@ -57,7 +60,9 @@ async def test_a_last_resort_that_fails_tells_why() -> None:
 
     device = DevicePool.allocate(LAYOUT, 32)
     transport = LoopbackTransport("decode", LoopbackNetwork())
-    async with DecodeEngine(EngineConfig(), device=device, transport=transport, recompute=recompute) as engine:
+    engine = DecodeEngine(EngineConfig(), device=device, transport=transport)
+    engine.recompute_with(recompute)
+    async with engine:
         with pytest.raises(RequestFailed, match="no room for activations") as failed:
             await engine.restore(DecodeRequest(request_id="r1", tokens=PROMPT, prefill="nobody"))
         assert failed.value.cause == "recompute failed"
@@ -75,7 +80,9 @@ async def test_pages_of_an_aborted_computation_are_kept_until_it_ends() -> None:
         return 1, {}
 
     transport = LoopbackTransport("decode", LoopbackNetwork())
-    async with DecodeEngine(EngineConfig(), device=device, transport=transport, recompute=recompute) as engine:
+    engine = DecodeEngine(EngineConfig(), device=device, transport=transport)
+    engine.recompute_with(recompute)
+    async with engine:
         restoring = asyncio.create_task(engine.restore(DecodeRequest(request_id="r1", tokens=PROMPT, prefill="nobody")))
         await started.wait()
         await engine.abort("r1")
@@ -87,3 +94,16 @@ async def test_pages_of_an_aborted_computation_are_kept_until_it_ends() -> None:
         await engine.wait_settled()
         engine._core.check()
         assert engine.statistics()["core"]["device_free"] == 32
+
+
+async def test_the_last_resort_is_a_function_that_is_given_before_the_start() -> None:
+    async def recompute(job: RecomputeJob) -> tuple[int, dict[str, object]]:
+        return 1, {}
+
+    transport = LoopbackTransport("decode", LoopbackNetwork())
+    engine = DecodeEngine(EngineConfig(), device=DevicePool.allocate(LAYOUT, 4), transport=transport)
+    with pytest.raises(InvalidConfig, match="recompute must be a coroutine function, not 5"):
+        engine.recompute_with(5)
+    async with engine:
+        with pytest.raises(EngineClosed, match="before the engine is entered"):
+            engine.recompute_with(recompute)

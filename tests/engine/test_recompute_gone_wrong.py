@@ -20,7 +20,9 @@ REQUEST = DecodeRequest(request_id="r1", tokens=list(range(10)), prefill="nobody
 
 def make_engine(recompute: Callable[[RecomputeJob], Awaitable[object]]) -> DecodeEngine:
     transport = LoopbackTransport("decode", LoopbackNetwork())
-    return DecodeEngine(EngineConfig(), device=DevicePool.allocate(LAYOUT, 8), transport=transport, recompute=recompute)
+    engine = DecodeEngine(EngineConfig(), device=DevicePool.allocate(LAYOUT, 8), transport=transport)
+    engine.recompute_with(recompute)
+    return engine
 
 
 WRONG = [None, 5, (5, None), ("no token", {}), (5, [1]), (1, {}, 2), (-1, {}), (1.5, {}), (2**40, {}), (True, {})]

@@ -15,7 +15,16 @@ from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner
 
-from tidekv import DevicePool, InvalidRequest, KVLayout, LoopbackNetwork, LoopbackTransport, PrefillPeer, open_storage
+from tidekv import (
+    DevicePool,
+    InvalidRequest,
+    KVLayout,
+    LoopbackNetwork,
+    LoopbackTransport,
+    PrefillConfig,
+    PrefillPeer,
+    open_storage,
+)
 from tidekv.engine.cli.main import app
 from tidekv.engine.trace import top
 from tidekv.engine.trace.live import LiveView
@@ -64,7 +73,9 @@ async def test_top_shows_what_a_live_engine_has(make_pair) -> None:
 async def test_top_shows_the_rooms_of_a_prefill_peer() -> None:
     pool = DevicePool.allocate(KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32", page_size=4), 8)
     transport = LoopbackTransport("prefill-0", LoopbackNetwork())
-    async with PrefillPeer(device=pool, transport=transport, listen="prefill", metrics_listen="127.0.0.1:0") as peer:
+    async with PrefillPeer(
+        PrefillConfig(listen="prefill", metrics_listen="127.0.0.1:0"), device=pool, transport=transport
+    ) as peer:
         now = await asyncio.to_thread(top.scrape, peer.metrics_address)
     words = printed(top.show(now, None, 0.0))
     assert re.search(r"sending +│ +0 ", words), words

@@ -37,6 +37,7 @@ from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_components import wrong_components
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.poller import PollerThread
+from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.transports.nixl import transport
 from tidekv.transports.prefill.prefill_room import Room
 
@@ -180,7 +181,9 @@ async def open_prefill(
         rooms[room.request_id] = room
         await worker.serve(room)
 
-    prefill = PrefillPeer(device=pool, components=components, transport=NixlTransport(name), on_room=serve, **options)
+    prefill = PrefillPeer(
+        PrefillConfig(**options), device=pool, components=components, transport=NixlTransport(name), on_room=serve
+    )
     prefill._poller = gate
     async with prefill as peer:
         try:

@@ -19,6 +19,7 @@ from tidekv import (
     HostPool,
     KVLayout,
     LoopbackTransport,
+    PrefillConfig,
     PrefillPeer,
     RequestFailed,
     open_storage,
@@ -85,9 +86,9 @@ class HeldStorage:
 async def open_peer(held: Held) -> AsyncIterator[PrefillPeer]:
     pool = DevicePool.allocate(LAYOUT, 64)
     async with PrefillPeer(
+        PrefillConfig(listen="prefill"),
         device=pool,
         transport=LoopbackTransport("prefill", held.network),
-        listen="prefill",
         on_room=SyntheticPrefill(pool).serve,
     ) as peer:
         yield peer

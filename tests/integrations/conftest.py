@@ -16,7 +16,16 @@ from types import ModuleType
 import pytest
 
 from tests.support.configs import engine_config
-from tidekv import DecodeEngine, DecodeRequest, DevicePool, HostPool, KVLayout, NixlTransport, PrefillPeer
+from tidekv import (
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    HostPool,
+    KVLayout,
+    NixlTransport,
+    PrefillConfig,
+    PrefillPeer,
+)
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 
@@ -83,9 +92,9 @@ async def _engine_on(uri: str, layout: KVLayout) -> AsyncIterator[Restored]:
         transport=NixlTransport(name="decode-0", dials=["127.0.0.1:*"]),
     )
     peer = PrefillPeer(
+        PrefillConfig(model="m"),
         device=prefill_pool,
         transport=NixlTransport("prefill-0"),
-        model="m",
         on_room=SyntheticPrefill(prefill_pool, vocabulary=1000).serve,
     )
     async with peer, engine:

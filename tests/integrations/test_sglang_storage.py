@@ -15,7 +15,16 @@ import torch
 
 from tests.support.configs import engine_config
 from tests.support.waits import LIMIT_S
-from tidekv import DecodeEngine, DecodeRequest, DevicePool, HostPool, KVLayout, NixlTransport, PrefillPeer
+from tidekv import (
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    HostPool,
+    KVLayout,
+    NixlTransport,
+    PrefillConfig,
+    PrefillPeer,
+)
 from tidekv.backends.keys.chain import pack_tokens, page_digests
 from tidekv.backends.storage.label import label_of, read_label
 from tidekv.backends.storage.uri import open_storage
@@ -385,7 +394,9 @@ async def test_a_decode_engine_hits_what_sglang_wrote_and_the_reverse(backend: M
         storage=open_storage(uri),
         transport=NixlTransport(name="decode-0", dials=["127.0.0.1:*"]),
     )
-    peer = PrefillPeer(device=prefill_pool, transport=NixlTransport("prefill-0"), model="m", on_room=synthetic.serve)
+    peer = PrefillPeer(
+        PrefillConfig(model="m"), device=prefill_pool, transport=NixlTransport("prefill-0"), on_room=synthetic.serve
+    )
     async with peer, engine:
 
         async def restored(request_id: str, tokens: list[int]) -> tuple[dict[str, int], list[bytes]]:

@@ -26,6 +26,7 @@ from tidekv import (
     HostPool,
     LoopbackTransport,
     NixlTransport,
+    PrefillConfig,
     PrefillPeer,
     open_storage,
 )
@@ -114,12 +115,10 @@ class Rig:
                 await room.received()
 
         async with PrefillPeer(
+            PrefillConfig(listen="127.0.0.1:0" if self.nixl else "prefill", model="m", bigram_keys=self.bigram_keys),
             device=pool,
             transport=self.transport("prefill-0"),
-            listen="127.0.0.1:0" if self.nixl else "prefill",
-            model="m",
             on_room=serve,
-            bigram_keys=self.bigram_keys,
         ) as peer:
             self.address = peer.address
             yield

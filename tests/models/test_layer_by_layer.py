@@ -18,6 +18,7 @@ from tidekv import (
     KVLayout,
     LayersLost,
     LoopbackTransport,
+    PrefillConfig,
     PrefillPeer,
 )
 from tidekv.backends.copies import cpu_moves
@@ -53,7 +54,12 @@ async def test_the_token_after_the_first_is_exact(monkeypatch: pytest.MonkeyPatc
         await room.received()
 
     async with (
-        PrefillPeer(device=theirs, transport=LoopbackTransport("prefill-0", network), listen="prefill", on_room=serve),
+        PrefillPeer(
+            PrefillConfig(listen="prefill"),
+            device=theirs,
+            transport=LoopbackTransport("prefill-0", network),
+            on_room=serve,
+        ),
         DecodeEngine(
             engine_config(),
             device=ours,

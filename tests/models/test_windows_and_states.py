@@ -28,6 +28,7 @@ from tidekv import (
     HostPool,
     LoopbackTransport,
     NixlTransport,
+    PrefillConfig,
     PrefillPeer,
     ReadyRequest,
     open_storage,
@@ -294,9 +295,9 @@ async def worker(name: str, folder: Path, *, nixl: bool = False) -> AsyncIterato
 
     async with (
         PrefillPeer(
+            PrefillConfig(listen="127.0.0.1:0" if nixl else "prefill"),
             device=prefill_pool,
             transport=ends[0],
-            listen="127.0.0.1:0" if nixl else "prefill",
             components=theirs,
             on_room=serve,
         ) as peer,

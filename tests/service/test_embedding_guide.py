@@ -24,6 +24,7 @@ from tidekv import (
     LayersLost,
     LoopbackTransport,
     NixlTransport,
+    PrefillConfig,
     PrefillPeer,
     PrefillThread,
     Restored,
@@ -147,7 +148,7 @@ def test_the_scheduler_snippet_answers_and_makes_way(guide: dict[str, Any], pref
         DecodeRequest(request_id=f"r{number}", tokens=prompt, prefill=prefill, send_prompt=True)
         for number, prompt in enumerate(PROMPTS)
     ]
-    with EngineThread(EngineConfig(), **parts) as engine:
+    with EngineThread(DecodeEngine(EngineConfig(), **parts)) as engine:
         answers = guide["schedule"](engine, requests, step_batch, OUTPUT)
         assert answers == {f"r{number}": expected(prompt) for number, prompt in enumerate(PROMPTS)}
         engine.wait_settled()
@@ -176,10 +177,10 @@ async def with_components(
     network = LoopbackNetwork()
     async with (
         PrefillPeer(
+            PrefillConfig(listen="prefill"),
             device=DevicePool.allocate(guide["layout"], 16),
             components=ours,
             transport=LoopbackTransport("prefill-0", network),
-            listen="prefill",
             on_room=on_room,
         ),
         DecodeEngine(
@@ -326,7 +327,9 @@ def test_the_snippet_of_a_prefill_thread_works(guide: dict[str, Any]) -> None:
     source.write_pages(pages, torch.randint(0, 255, (3, source.layout.page_bytes)).to(torch.uint8))
     with (
         PrefillThread(peer) as prefill,
-        EngineThread(EngineConfig(), device=target, transport=NixlTransport("d", dials=["127.0.0.1:*"])) as decode,
+        EngineThread(
+            DecodeEngine(EngineConfig(), device=target, transport=NixlTransport("d", dials=["127.0.0.1:*"]))
+        ) as decode,
     ):
         decode.submit(DecodeRequest(request_id="r", tokens=prompt, prefill=prefill.address))
         step = guide["prefill_step"]

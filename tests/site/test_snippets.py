@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 import tidekv
 from tests.support.snippets import ROOT, snippet, snippets
 from tests.support.waits import LIMIT_S
-from tidekv import DecodeRequest, DevicePool, KVLayout, LoopbackTransport, PrefillPeer, Room
+from tidekv import DecodeRequest, DevicePool, KVLayout, LoopbackTransport, PrefillConfig, PrefillPeer, Room
 from tidekv.backends.storage.uri import ENTRY_POINT_GROUP
 from tidekv.testing import loopback_pair
 from tidekv.transports.loopback import LoopbackNetwork
@@ -214,9 +214,9 @@ async def test_spans_are_made() -> None:
         await room.received()
 
     peer = PrefillPeer(
+        PrefillConfig(listen="prefill"),
         device=DevicePool.allocate(LAYOUT, 8),
         transport=LoopbackTransport("prefill-0", network),
-        listen="prefill",
         on_room=serve,
     )
     names: dict[str, Any] = {

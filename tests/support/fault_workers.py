@@ -24,6 +24,7 @@ from tidekv.engine.demo.prefill_process import ComponentOrder
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.poller import PollerThread
+from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.states.errors import RequestFailed
 from tidekv.transports.nixl import transport as nixl
@@ -68,12 +69,11 @@ async def serve_prefill(line: said.Line, order: PrefillOrder) -> None:
     gate = GatedPoller(poller)
     transport = nixl.NixlTransport(order.name)
     peer = PrefillPeer(
+        PrefillConfig(listen=order.listen, lease_s=order.lease_s),
         device=pool,
         components=components,
         transport=transport,
-        listen=order.listen,
         on_room=prefill.serve,
-        lease_s=order.lease_s,
     )
     peer._poller = gate
     async with peer, asyncio.TaskGroup() as group:

@@ -15,6 +15,7 @@ from tidekv import (
     KVLayout,
     LoopbackNetwork,
     LoopbackTransport,
+    PrefillConfig,
     PrefillPeer,
     ReadyRequest,
 )
@@ -64,11 +65,10 @@ async def loopback_pair(
         **parts,
     )
     peer = PrefillPeer(
+        PrefillConfig(model=config.model, bigram_keys=config.bigram_keys),
         device=pool,
         transport=LoopbackTransport("prefill-0", network),
         on_room=synthetic.serve,
-        model=config.model,
-        bigram_keys=config.bigram_keys,
     )
     async with peer, engine:
         yield Pair(engine, peer.address)

@@ -34,9 +34,11 @@ from tidekv.engine.demo.conversations import Transcripts, agent_options, make_wo
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.demo.traces import read_trace
+from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.engine.ranks.group import RankGroup
 from tidekv.states.errors import EngineClosed, LayersLost, RankLost, RequestFailed, TidekvError
+from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.ranks.agreement import LEADER
 from tidekv.states.types import FULL
 from tidekv.transports.nixl.transport import NixlTransport
@@ -155,13 +157,14 @@ class RankWorker:
         prefill_pool = DevicePool.allocate(LAYOUT, PREFILL_PAGES)
         self._prefill_rank = SyntheticPrefill(prefill_pool, chunk_pages=max(4, plan.device_pages // 32))
         self.peer = PrefillPeer(
+            PrefillConfig(
+                listen=plan.prefill.split(",")[plan.rank],
+                lease_s=LEASE_S,
+                place=RankPlace(rank=plan.rank, ranks=plan.ranks),
+            ),
             device=prefill_pool,
             transport=NixlTransport(f"prefill-{plan.rank}"),
-            listen=plan.prefill.split(",")[plan.rank],
-            lease_s=LEASE_S,
             on_room=self._serve_room,
-            rank=plan.rank,
-            ranks=plan.ranks,
         )
         storage = open_storage("memory:?capacity=16MiB")
         self._faults = RankFaults(plan.rank, plan.fault_rate)

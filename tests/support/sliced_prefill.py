@@ -21,9 +21,11 @@ from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.layout import KVLayout
 from tidekv.engine.demo.synthetic import prompt_digests
 from tidekv.engine.demo.synthetic_components import component_digest
+from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.handover.head_slices import partition_of
+from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import page_ids
 from tidekv.transports.nixl.transport import NixlTransport
 from tidekv.transports.prefill.prefill_room import Room
@@ -123,15 +125,19 @@ async def _serve(instances: Sequence[Instance], pipe: Connection) -> None:
             for rank in range(instance.ranks):
                 prefill = SlicedPrefill(instance, rank)
                 peer = PrefillPeer(
+                    PrefillConfig(
+                        place=RankPlace(
+                            rank=rank,
+                            ranks=instance.ranks,
+                            kv_heads_total=instance.total,
+                            contexts=instance.contexts,
+                            stripe_pages=instance.stripe_pages,
+                        )
+                    ),
                     device=prefill.pool,
                     components=prefill.components,
                     transport=NixlTransport(f"prefill-{number}-{rank}"),
                     on_room=prefill.serve,
-                    rank=rank,
-                    ranks=instance.ranks,
-                    kv_heads_total=instance.total,
-                    contexts=instance.contexts,
-                    stripe_pages=instance.stripe_pages,
                 )
                 await stack.enter_async_context(peer)
                 of_ranks.append(peer.address)

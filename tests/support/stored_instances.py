@@ -12,11 +12,21 @@ from benchmarks.ports import free_address
 from tests.support.configs import engine_config
 from tests.support.parallel_instances import PAGE_SIZE, Model, Place, RankPools
 from tests.support.waits import LEASE_S, LIMIT_S, PATIENT, PATIENT_GROUP
-from tidekv import DecodeEngine, DecodeRequest, HostPool, LoopbackTransport, PrefillPeer, RankGroup, ReadyRequest
+from tidekv import (
+    DecodeEngine,
+    DecodeRequest,
+    HostPool,
+    LoopbackTransport,
+    PrefillConfig,
+    PrefillPeer,
+    RankGroup,
+    ReadyRequest,
+)
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.converted_storage import ConvertedStorage
 from tidekv.engine.demo.synthetic import prompt_digests
+from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import page_ids
 from tidekv.transports.loopback import LoopbackNetwork
 from tidekv.transports.prefill.prefill_room import Room
@@ -33,17 +43,18 @@ class PrefillRank:
         self.served = asyncio.Event()
         """Set after each room, when its pages were copied for storage."""
         self.peer = PrefillPeer(
+            PrefillConfig(
+                listen=f"prefill-{place.rank}",
+                lease_s=LEASE_S,
+                place=RankPlace(
+                    rank=place.rank, ranks=place.tp * place.pp, stages=place.pp, kv_heads_total=model.kv_heads_total
+                ),
+            ),
             device=self.pools.device,
             components=self.pools.components,
             transport=LoopbackTransport(f"prefill-{place.rank}", network),
-            listen=f"prefill-{place.rank}",
-            lease_s=LEASE_S,
             on_room=self._serve,
             storage=storage,
-            rank=place.rank,
-            ranks=place.tp * place.pp,
-            stages=place.pp,
-            kv_heads_total=model.kv_heads_total,
         )
 
     async def _serve(self, room: Room) -> None:

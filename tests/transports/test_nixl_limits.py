@@ -9,7 +9,7 @@ import pytest
 from tidekv.states.errors import InvalidConfig, TransferFailed
 from tidekv.transports.base import Link
 from tidekv.transports.control.peer_backoff import BackoffLimits
-from tidekv.transports.nixl.transport import NixlTransport
+from tidekv.transports.nixl.transport import ListenOptions, NixlTransport
 
 
 async def stay(link: Link) -> None:
@@ -17,7 +17,7 @@ async def stay(link: Link) -> None:
 
 
 async def test_as_many_links_are_taken_as_was_said() -> None:
-    listening = NixlTransport("prefill", links_max=2)
+    listening = NixlTransport("prefill", listening=ListenOptions(links_max=2))
     listener = await listening.listen("127.0.0.1:0", stay)
     dialling = NixlTransport("decode", dials=["127.0.0.1:*"])
     links = [await dialling.dial(listener.address) for _ in range(2)]
@@ -31,7 +31,7 @@ async def test_as_many_links_are_taken_as_was_said() -> None:
 
 async def test_whoever_offends_more_often_than_was_said_is_kept_away() -> None:
     limits = BackoffLimits(forgiven=0, pause_s=100.0, pause_s_max=100.0)
-    listening = NixlTransport("prefill", secret="right", offences=limits)
+    listening = NixlTransport("prefill", secret="right", listening=ListenOptions(offences=limits))
     listener = await listening.listen("127.0.0.1:0", stay)
     for secret in ("wrong", "right"):
         with pytest.raises(TransferFailed):
@@ -43,11 +43,13 @@ async def test_whoever_offends_more_often_than_was_said_is_kept_away() -> None:
 def test_no_links_at_all_are_refused_at_once() -> None:
     for limit in ("links_max", "links_per_address_max"):
         with pytest.raises(InvalidConfig, match=limit):
-            NixlTransport("prefill", **{limit: 0})
+            ListenOptions(**{limit: 0})
 
 
 async def test_one_address_has_as_many_links_as_was_said() -> None:
-    listener = await NixlTransport("prefill", links_per_address_max=1).listen("127.0.0.1:0", stay)
+    listener = await NixlTransport("prefill", listening=ListenOptions(links_per_address_max=1)).listen(
+        "127.0.0.1:0", stay
+    )
     dialling = NixlTransport("decode", dials=["127.0.0.1:*"])
     link = await dialling.dial(listener.address)
     with pytest.raises(TransferFailed):

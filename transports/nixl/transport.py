@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from tidekv.states.errors import InvalidConfig, InvalidRequest, LocalProtocolError, TransferFailed
 from tidekv.states.types import PageIds, PoolMemory
-from tidekv.states.validation import PositiveCount, Seconds, Text, checked, host_and_port, short
+from tidekv.states.validation import Options, PositiveCount, Seconds, Text, checked, host_and_port, short
 from tidekv.transports import process, wire
 from tidekv.transports.base import Drive, Exchange, Link, Listener, PeerMemory, Poller
 from tidekv.transports.blocking import call_in_thread, settled
@@ -67,12 +67,52 @@ Name = Annotated[
 ]
 
 
+class NixlOptions(Options, frozen=True, kw_only=True):
+    """Options of the NIXL agent. Raises InvalidConfig."""
+
+    backends: Mapping[str, Mapping[str, str]] | None = None
+    """Options of NIXL plugins, by the plugin's name. None: UCX only."""
+    data_network: Literal["auto", "loopback", "any"] = "auto"
+    """Devices on which UCX opens ports: "loopback" on this machine only, "any" on every network device, RDMA included.
+    "auto" is "any" if this worker listens on an address of the network or if one of `dials` is on another machine;
+    otherwise "loopback". Devices named in `UCX_NET_DEVICES` or in `backends` take precedence.
+    """
+    progress_delay_us: PositiveCount = 200_000
+    """Microseconds between turns of NIXL's own progress thread."""
+    call_timeout_s: Seconds = 30.0
+    """Maximum seconds of each set-up call, such as starting a backend."""
+    close_timeout_s: Seconds = 5.0
+    """Maximum seconds that `close` waits for writes before it destroys the agent under them."""
+
+
+class ListenOptions(Options, frozen=True, kw_only=True):
+    """Which control links a prefill worker accepts. Raises InvalidConfig."""
+
+    announces: tuple[str, ...] = ()
+    """Addresses under which decode workers dial this worker, if connections to it are forwarded; without forwarding the
+    address that a connection reaches is known.
+    """
+    allow_no_secret: bool = False
+    """Listen on the network without a secret and without required client certificates."""
+    links_max: PositiveCount = 1024
+    """Maximum control links."""
+    links_per_address_max: PositiveCount = 128
+    """Maximum control links of one address."""
+    offences: BackoffLimits = BackoffLimits()
+    """How often an address may break the protocol before it is refused for a growing time."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for one in self.announces:
+            host_and_port(one, "announces", InvalidConfig)
+
+
 class NixlTransport:
     """A `Transport` over one NIXL agent. The constructor is cheap; `start` makes the agent, in a thread.
 
-    `backends` maps names of NIXL plugins to their options. `secret` and the TLS contexts are those of the control
-    links: prefill listens under `listen_tls`, decode dials under `dial_tls`, and both must have the same `secret`. A
-    listening context that requires certificates accepts no decode worker without one. The bulk data is not encrypted.
+    `secret` and the TLS contexts are those of the control links: prefill listens under `listen_tls`, decode dials under
+    `dial_tls`, and both must have the same `secret`. A listening context that requires certificates accepts no decode
+    worker without one. The bulk data is not encrypted.
 
     After a restart the same `name` gives another `instance`, which NIXL needs: it cannot reuse names.
 
@@ -88,17 +128,9 @@ class NixlTransport:
         secret: str = "",
         dial_tls: ssl.SSLContext | None = None,
         listen_tls: ssl.SSLContext | None = None,
-        backends: Mapping[str, Mapping[str, str]] | None = None,
-        progress_delay_us: int = 200_000,
-        call_timeout_s: float = 30.0,
-        close_timeout_s: float = 5.0,
-        links_max: int = 1024,
-        links_per_address_max: int = 128,
-        offences: BackoffLimits | None = None,
-        data_network: Literal["auto", "loopback", "any"] = "auto",
         dials: Iterable[str] | None = None,
-        announces: Iterable[str] = (),
-        allow_no_secret: bool = False,
+        listening: ListenOptions | None = None,
+        nixl: NixlOptions | None = None,
     ) -> None:
         """Raises InvalidConfig.
 
@@ -106,51 +138,35 @@ class NixlTransport:
         others, whatever a request names. Without it every address that a request names is dialled: leave it out only
         where the program, and not its clients, chooses `DecodeRequest.prefill`. An entry is host:port; the host may be
         a network such as "10.0.0.0/24" or contain `*` ("*.prefill.svc"), the port may be a range such as "7000-7007" or
-        `*`. `announces` are the addresses
-        under which decode workers dial this prefill worker, if connections to it are forwarded; without forwarding the
-        address that a connection reaches is known.
-
-        `data_network` selects the devices on which UCX opens ports: "loopback" on this machine only, "any" on every
-        network device, RDMA included. "auto" is "any" if this worker listens on an address of the network or if one of
-        `dials` is on another machine; otherwise "loopback". Devices named in
-        `UCX_NET_DEVICES` or in `backends` take precedence. `call_timeout_s` bounds each set-up call, such as starting a
-        backend. `close_timeout_s` is the number of seconds that `close` waits for writes before it destroys the agent
-        under them.
-
-        A prefill worker accepts at most `links_max` control links, `links_per_address_max` of one address, and refuses
-        an address for a growing time if it breaks the protocol more often than `offences` allows. Without a secret or
-        required client certificates it listens on loopback only, unless `allow_no_secret`.
+        `*`. A prefill worker without a secret or required client certificates listens on loopback only, unless
+        `listening` allows more.
         """
         checked(name, Name, "name", InvalidConfig)
         checked(secret, Text, "secret", InvalidConfig)
-        checked(progress_delay_us, PositiveCount, "progress_delay_us", InvalidConfig)
-        checked(call_timeout_s, Seconds, "call_timeout_s", InvalidConfig)
-        checked(close_timeout_s, Seconds, "close_timeout_s", InvalidConfig)
-        checked(links_max, PositiveCount, "links_max", InvalidConfig)
-        checked(links_per_address_max, PositiveCount, "links_per_address_max", InvalidConfig)
-        checked(data_network, Literal["auto", "loopback", "any"], "data_network", InvalidConfig)
+        if listening is None:
+            listening = ListenOptions()
+        checked(listening, ListenOptions, "listening", InvalidConfig)
+        nixl = NixlOptions() if nixl is None else checked(nixl, NixlOptions, "nixl", InvalidConfig)
         self.name = name
         # A random suffix: peers that knew the process before its restart cannot load the same NIXL name again.
         self.instance = f"{name}-{uuid.uuid4().hex}"
-        self._backends = UCX_ONLY if backends is None else backends
-        self._data_network = data_network
+        self._backends = UCX_ONLY if nixl.backends is None else nixl.backends
+        self._data_network = nixl.data_network
         self._dials = None if dials is None else Dials.parse(dials)
         self._is_on_loopback = False
-        self._progress_delay_us = progress_delay_us
-        self._call_timeout_s = call_timeout_s
-        self._close_timeout_s = close_timeout_s
+        self._progress_delay_us = nixl.progress_delay_us
+        self._call_timeout_s = nixl.call_timeout_s
+        self._close_timeout_s = nixl.close_timeout_s
         self._control = control.ControlOptions(
             secret=secret,
             dial_tls=dial_tls,
             listen_tls=listen_tls,
-            links_max=links_max,
-            links_per_address_max=links_per_address_max,
-            offences=offences or BackoffLimits(),
-            allow_no_secret=allow_no_secret,
-            announces=tuple(announces),
+            links_max=listening.links_max,
+            links_per_address_max=listening.links_per_address_max,
+            offences=listening.offences,
+            allow_no_secret=listening.allow_no_secret,
+            announces=listening.announces,
         )
-        for one in self._control.announces:
-            host_and_port(one, "announces", InvalidConfig)
         self._is_closed = False
         self._poller: Poller | None = None
         self._agent: NixlAgent | None = None

@@ -17,6 +17,7 @@ from tidekv import (
     KVLayout,
     LoopbackNetwork,
     LoopbackTransport,
+    PrefillConfig,
     PrefillPeer,
 )
 from tidekv.backends.keys.chain import pack_tokens, page_digests
@@ -60,9 +61,9 @@ async def decode_on(storage: Any) -> AsyncIterator[DecodeEngine]:
     pool = DevicePool.allocate(LAYOUT, 128)
     async with (
         PrefillPeer(
+            PrefillConfig(listen="prefill"),
             device=pool,
             transport=LoopbackTransport("prefill", network),
-            listen="prefill",
             on_room=SyntheticPrefill(pool, chunk_pages=8).serve,
         ),
         DecodeEngine(

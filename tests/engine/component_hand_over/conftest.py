@@ -19,6 +19,7 @@ from tidekv import (
     LoopbackTransport,
     NixlTransport,
     PageLayout,
+    PrefillConfig,
     PrefillPeer,
 )
 from tidekv.backends.keys.chain import pack_tokens
@@ -137,10 +138,10 @@ async def open_worker(
     prefill = SyntheticPrefill(prefill_pool, chunk_pages=3, components=there)
     async with (
         PrefillPeer(
+            PrefillConfig(listen="127.0.0.1:0" if nixl else "prefill"),
             device=prefill_pool,
             components=there,
             transport=ends[0],
-            listen="127.0.0.1:0" if nixl else "prefill",
             on_room=prefill.serve,
         ) as peer,
         DecodeEngine(

@@ -20,6 +20,7 @@ from tidekv import (
     HostPool,
     KVLayout,
     LoopbackTransport,
+    PrefillConfig,
     PrefillPeer,
     ReadyRequest,
     open_storage,
@@ -163,24 +164,25 @@ def worker() -> MakeWorker:
         device, prefill_pool = DevicePool.allocate(FULL, 48), DevicePool.allocate(FULL, 48)
         theirs = tuple(component(kind, 24, 0) for kind in chosen)
         ours = tuple(component(kind, device_pages, 0 if kind in without_host else host_pages) for kind in chosen)
+        engine = DecodeEngine(
+            engine_config(journal_path=None if journal is None else str(journal), **settings),
+            device=device,
+            host=HostPool.allocate(FULL, 48) if host_pages else None,
+            components=ours,
+            storage=open_storage(storage) if isinstance(storage, str) else storage,
+            transport=LoopbackTransport("decode-0", network),
+        )
+        if recompute is not None:
+            engine.recompute_with(recompute)
         async with (
             PrefillPeer(
+                PrefillConfig(listen="prefill", lease_s=LEASE_S),
                 device=prefill_pool,
                 transport=LoopbackTransport("prefill-0", network),
-                listen="prefill",
-                lease_s=LEASE_S,
                 components=theirs,
                 on_room=SyntheticPrefill(prefill_pool, chunk_pages=3, components=theirs).serve,
             ),
-            DecodeEngine(
-                engine_config(journal_path=None if journal is None else str(journal), **settings),
-                device=device,
-                host=HostPool.allocate(FULL, 48) if host_pages else None,
-                components=ours,
-                storage=open_storage(storage) if isinstance(storage, str) else storage,
-                transport=LoopbackTransport("decode-0", network),
-                recompute=recompute,
-            ) as engine,
+            engine,
         ):
             made = Worker(engine, device, ours)
             yield made
@@ -203,10 +205,9 @@ def made_parts() -> tuple[dict[str, object], Callable[[EngineThread], Callable[[
         "transport": LoopbackTransport("decode-0", network),
     }
     peer = PrefillPeer(
+        PrefillConfig(listen="prefill", lease_s=LEASE_S),
         device=prefill_pool,
         transport=LoopbackTransport("prefill-0", network),
-        listen="prefill",
-        lease_s=LEASE_S,
         components=theirs,
         on_room=SyntheticPrefill(prefill_pool, components=theirs).serve,
     )

@@ -18,6 +18,7 @@ from tidekv import (
     InvalidConfig,
     InvalidRequest,
     LoopbackTransport,
+    PrefillConfig,
     PrefillPeer,
     Room,
     open_storage,
@@ -55,10 +56,9 @@ async def pair(
         await prefill.serve(room)
 
     peer = PrefillPeer(
+        PrefillConfig(listen="prefill", lease_s=LEASE_S),
         device=pool,
         transport=LoopbackTransport("prefill-0", network),
-        listen="prefill",
-        lease_s=LEASE_S,
         components=theirs,
         on_room=serve,
         storage=storage() if writes else None,
@@ -142,12 +142,11 @@ class Plain:
 
 async def test_storage_for_one_size_of_pages_is_refused() -> None:
     peer = PrefillPeer(
+        PrefillConfig(listen="prefill", lease_s=LEASE_S),
         device=DevicePool.allocate(FULL, 8),
         transport=LoopbackTransport("prefill-0", LoopbackNetwork()),
-        listen="prefill",
-        lease_s=LEASE_S,
         components=(component("state", 4, 0),),
-        storage=Plain(),  # type: ignore[arg-type]  # Its methods are set one by one.
+        storage=Plain(),
     )
     with pytest.raises(InvalidConfig, match="plain: cannot hold component 'state'"):
         async with peer:

@@ -20,6 +20,7 @@ from tidekv import (
     HostPool,
     KVLayout,
     LoopbackTransport,
+    PrefillConfig,
     PrefillPeer,
     RankGroup,
     ReadyRequest,
@@ -32,6 +33,7 @@ from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_components import wrong_components
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.states.errors import CopyFailed
+from tidekv.states.handover.rank_place import RankPlace
 from tidekv.transports.loopback import LoopbackNetwork
 
 SIZE = 4
@@ -85,14 +87,11 @@ async def instance(storage: str | None = None) -> AsyncIterator[list[Rank]]:
         pool, theirs, ours = DevicePool.allocate(FULL, 48), components(0), components(16)
         device = DevicePool.allocate(FULL, 48)
         peer = PrefillPeer(
+            PrefillConfig(listen=f"prefill-{rank}", lease_s=LEASE_S, place=RankPlace(rank=rank, ranks=RANKS)),
             device=pool,
             transport=LoopbackTransport(f"prefill-{rank}", network),
-            listen=f"prefill-{rank}",
-            lease_s=LEASE_S,
             components=theirs,
             on_room=SyntheticPrefill(pool, components=theirs).serve,
-            rank=rank,
-            ranks=RANKS,
         )
         engine = DecodeEngine(
             engine_config(**PATIENT, close_deadline_s=2.0, prefetch_threshold_tokens=SIZE),

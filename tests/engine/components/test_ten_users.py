@@ -27,6 +27,7 @@ from tidekv import (
     KVLayout,
     LoopbackTransport,
     NixlTransport,
+    PrefillConfig,
     PrefillPeer,
     RankGroup,
     ReadyRequest,
@@ -37,6 +38,7 @@ from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_components import wrong_components
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+from tidekv.states.handover.rank_place import RankPlace
 from tidekv.transports.loopback import LoopbackNetwork
 
 SIZE = 20
@@ -167,14 +169,15 @@ async def instance(model: str, over: str, folder: Path) -> AsyncIterator[Instanc
             await prefill.serve(room)
 
         peer = PrefillPeer(
+            PrefillConfig(
+                listen="127.0.0.1:0" if over == "nixl" else f"prefill-{number}",
+                lease_s=LEASE_S,
+                place=RankPlace(rank=number, ranks=count),
+            ),
             device=pool,
             transport=ends[0],
-            listen="127.0.0.1:0" if over == "nixl" else f"prefill-{number}",
-            lease_s=LEASE_S,
             components=theirs,
             on_room=serve,
-            rank=number,
-            ranks=count,
         )
         group = RankGroup(
             rank=number,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tidekv import DecodeRequest, EngineConfig, EngineThread, Finished, InvalidRequest, Restored
+from tidekv import DecodeEngine, DecodeRequest, EngineConfig, EngineThread, Finished, InvalidRequest, Restored
 
 
 def test_a_scheduler_leaves_a_window_and_a_record(made_parts) -> None:
     parts, start_prefill = made_parts
     prompt = list(range(24))
     request = {"tokens": prompt, "prefill": "prefill", "send_prompt": True}
-    with EngineThread(EngineConfig(), **parts) as thread:
+    with EngineThread(DecodeEngine(EngineConfig(), **parts)) as thread:
         stop_prefill = start_prefill(thread)
         try:
             thread.submit(DecodeRequest(request_id="r1", **request))

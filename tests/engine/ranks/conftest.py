@@ -20,6 +20,7 @@ from tidekv import (
     HostPool,
     KVLayout,
     LoopbackTransport,
+    PrefillConfig,
     PrefillPeer,
     open_storage,
 )
@@ -30,6 +31,7 @@ from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.ranks.group import RankGroup
 from tidekv.states.errors import StorageFailed
+from tidekv.states.handover.rank_place import RankPlace
 from tidekv.states.types import PageIds
 from tidekv.transports.prefill.prefill_room import Room
 
@@ -86,14 +88,12 @@ class Rank:
         prefill_pool = DevicePool.allocate(layout, max(256, 2 * device_pages))
         self.prefill = SyntheticPrefill(prefill_pool, chunk_pages=3)
         self.peer = PrefillPeer(
+            PrefillConfig(
+                listen=self.prefills[rank], lease_s=LEASE_S, place=RankPlace(rank=rank, ranks=ranks, stages=stages)
+            ),
             device=prefill_pool,
             transport=LoopbackTransport(f"prefill-{rank}"),
-            listen=self.prefills[rank],
-            lease_s=LEASE_S,
             on_room=self._serve,
-            rank=rank,
-            ranks=ranks,
-            stages=stages,
         )
         group = {"silence_s": 30.0, "vote_timeout_s": 60.0, "hold_s": 60.0, "form_timeout_s": LIMIT_S, **fields}
         self.engine = DecodeEngine(

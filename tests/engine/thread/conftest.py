@@ -17,11 +17,13 @@ from tidekv import (
     HostPool,
     KVLayout,
     LoopbackTransport,
+    PrefillConfig,
     PrefillPeer,
     ReadyRequest,
     Restored,
 )
 from tidekv.backends.keys.chain import pack_tokens
+from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.thread.server_streams import ServerStreams
@@ -117,16 +119,18 @@ def running_rig(
     device = DevicePool.allocate(LAYOUT, device_pages)
     pool = DevicePool.allocate(LAYOUT, prefill_pages)
     peer = PrefillPeer(
+        PrefillConfig(listen="prefill"),
         device=pool,
         transport=LoopbackTransport("prefill-0", network),
-        listen="prefill",
         on_room=SyntheticPrefill(pool, chunk_pages=3).serve if answers else ignore_room,
     )
     thread = EngineThread(
-        engine_config(**{"prefetch_threshold_tokens": 0, "close_deadline_s": 2.0, **config}),
-        device=device,
-        host=HostPool.allocate(LAYOUT, host_pages) if host_pages else None,
-        transport=LoopbackTransport("decode-0", network),
+        DecodeEngine(
+            engine_config(**{"prefetch_threshold_tokens": 0, "close_deadline_s": 2.0, **config}),
+            device=device,
+            host=HostPool.allocate(LAYOUT, host_pages) if host_pages else None,
+            transport=LoopbackTransport("decode-0", network),
+        )
     )
     if server is not None:
         thread.follow(server)

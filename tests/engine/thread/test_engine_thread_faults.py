@@ -27,6 +27,7 @@ from tidekv import (
     Restored,
     Retracted,
 )
+from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.thread import loop
 from tidekv.states.errors import BrokenInvariant, TidekvError
 from tidekv.transports.loopback import LoopbackNetwork
@@ -37,9 +38,11 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", pag
 
 def make_thread(**config: object) -> EngineThread:
     return EngineThread(
-        engine_config(**config),
-        device=DevicePool.allocate(LAYOUT, 8),
-        transport=LoopbackTransport("decode-0", LoopbackNetwork()),
+        DecodeEngine(
+            engine_config(**config),
+            device=DevicePool.allocate(LAYOUT, 8),
+            transport=LoopbackTransport("decode-0", LoopbackNetwork()),
+        )
     )
 
 

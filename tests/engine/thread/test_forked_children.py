@@ -18,6 +18,7 @@ from tidekv import (
     KVLayout,
     LoopbackNetwork,
     LoopbackTransport,
+    PrefillConfig,
     PrefillPeer,
     PrefillThread,
     open_storage,
@@ -59,7 +60,7 @@ def in_child(call: Callable[[], object]) -> str:
 @pytest.fixture
 def prefill() -> Iterator[PrefillThread]:
     transport = LoopbackTransport("prefill", LoopbackNetwork())
-    peer = PrefillPeer(device=DevicePool.allocate(LAYOUT, 16), transport=transport, listen="prefill")
+    peer = PrefillPeer(PrefillConfig(listen="prefill"), device=DevicePool.allocate(LAYOUT, 16), transport=transport)
     with PrefillThread(peer) as thread:
         thread.open("r1", PROMPT)
         yield thread

@@ -25,11 +25,13 @@ from tidekv import (
     KVLayout,
     NixlTransport,
     PeerOptions,
+    PrefillConfig,
     PrefillPeer,
     PrefillThread,
     Restored,
     prompt_digest,
 )
+from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.thread.engine_thread import Outcome
 from tidekv.states.errors import RequestFailed
 from tidekv.transports.prefill.prefill_room import Room, RoomOutcome
@@ -84,7 +86,9 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     config = engine_config(peer=PeerOptions(attempts=2, silence_s=10.0))
     with (
         PrefillThread(peer, promise_timeout_s=LIMIT_S) as prefill,
-        EngineThread(config, device=target, transport=NixlTransport("decode", dials=["127.0.0.1:*"])) as decode,
+        EngineThread(
+            DecodeEngine(config, device=target, transport=NixlTransport("decode", dials=["127.0.0.1:*"]))
+        ) as decode,
     ):
         yield Pair(prefill, source, decode, target)
 
@@ -279,7 +283,9 @@ def test_a_prompt_that_waits_longer_does_not_keep_those_behind_it(monkeypatch: p
 
 
 def test_a_start_that_fails_leaves_no_thread() -> None:
-    peer = PrefillPeer(device=DevicePool.allocate(LAYOUT, 16), transport=NixlTransport("p"), listen="203.0.113.9:1")
+    peer = PrefillPeer(
+        PrefillConfig(listen="203.0.113.9:1"), device=DevicePool.allocate(LAYOUT, 16), transport=NixlTransport("p")
+    )
     with pytest.raises(Exception, match=r"203\.0\.113\.9|secret"):
         PrefillThread(peer).start()
     assert "tidekv-prefill" not in {thread.name for thread in threading.enumerate()}
@@ -314,7 +320,9 @@ def test_a_prefill_whose_loop_is_late_for_longer_than_the_silence_fails_no_reque
     config = EngineConfig(peer=PeerOptions(silence_s=0.6, heartbeat_s=0.2))
     with (
         PrefillThread(peer) as prefill,
-        EngineThread(config, device=target, transport=NixlTransport("decode", dials=["127.0.0.1:*"])) as decode,
+        EngineThread(
+            DecodeEngine(config, device=target, transport=NixlTransport("decode", dials=["127.0.0.1:*"]))
+        ) as decode,
     ):
         request = DecodeRequest(
             request_id="r", tokens=PROMPT, prefill=prefill.address, deadline_s=LIMIT_S, send_prompt=True

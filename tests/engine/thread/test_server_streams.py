@@ -34,6 +34,7 @@ from tidekv import (
     prompt_digest,
 )
 from tidekv.backends.keys.chain import pack_tokens
+from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.thread import server_streams as module
 from tidekv.engine.thread.server_streams import ServerStreams
@@ -176,7 +177,7 @@ class Pair:
         self.prefill = stack.enter_context(PrefillThread(peer, promise_timeout_s=LIMIT_S))
         config = engine_config(peer=PeerOptions(attempts=2, silence_s=10.0))
         transport = NixlTransport("decode", dials=["127.0.0.1:*"])
-        self.decode = stack.enter_context(EngineThread(config, device=self.target, transport=transport))
+        self.decode = stack.enter_context(EngineThread(DecodeEngine(config, device=self.target, transport=transport)))
         self.decode.submit(DecodeRequest(request_id="r", tokens=PROMPT, prefill=self.prefill.address))
         self.prefill.open("r", prompt_digest(PROMPT))
 

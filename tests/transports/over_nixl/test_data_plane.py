@@ -13,7 +13,7 @@ from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import InvalidConfig
 from tidekv.transports.base import Link
 from tidekv.transports.control import connection
-from tidekv.transports.nixl.transport import NixlTransport
+from tidekv.transports.nixl.transport import NixlOptions, NixlTransport
 
 pytestmark = pytest.mark.nixl
 
@@ -66,7 +66,7 @@ async def test_workers_of_one_process_have_devices_of_their_own(start: Start, ca
     for listen, options in (
         ("0.0.0.0:0", {}),
         ("", {"dials": ("127.0.0.1:7000,192.0.2.77:7000",)}),
-        ("", {"data_network": "any"}),
+        ("", {"nixl": NixlOptions(data_network="any")}),
     ):
         caplog.clear()
         _, ports = await start(listen=listen, **options)
@@ -75,14 +75,14 @@ async def test_workers_of_one_process_have_devices_of_their_own(start: Start, ca
         (record,) = [record for record in caplog.records if record.name.startswith("tidekv.transports")]
         assert "reads and writes the memory of this process without the secret" in record.getMessage()
     caplog.clear()
-    _, ports = await start(listen="0.0.0.0:0", data_network="loopback")
+    _, ports = await start(listen="0.0.0.0:0", nixl=NixlOptions(data_network="loopback"))
     assert not on_network(ports)
 
 
 async def test_devices_named_in_the_options_of_the_backend_are_kept(start: Start) -> None:
-    _, ports = await start(backends={"UCX": {"engine_config": "NET_DEVICES=all"}})
+    _, ports = await start(nixl=NixlOptions(backends={"UCX": {"engine_config": "NET_DEVICES=all"}}))
     assert on_network(ports)
-    _, ports = await start(backends={"UCX": {"engine_config": "MAX_RNDV_RAILS=1"}})
+    _, ports = await start(nixl=NixlOptions(backends={"UCX": {"engine_config": "MAX_RNDV_RAILS=1"}}))
     assert not on_network(ports)
 
 
@@ -124,4 +124,4 @@ def test_a_link_knows_whether_it_leaves_the_machine(ours: str, theirs: str, *, l
 
 def test_a_network_that_there_is_not_is_refused() -> None:
     with pytest.raises(InvalidConfig, match=r"data_network .*auto, loopback"):
-        NixlTransport("worker", data_network="lan")
+        NixlTransport("worker", nixl=NixlOptions(data_network="lan"))

@@ -18,7 +18,7 @@ from tidekv.engine.poller import PollerThread
 from tidekv.states.errors import TransferFailed
 from tidekv.states.types import Identity, page_ids
 from tidekv.transports import wire
-from tidekv.transports.nixl.transport import NixlTransport
+from tidekv.transports.nixl.transport import NixlOptions, NixlTransport
 
 pytestmark = pytest.mark.nixl
 
@@ -58,7 +58,7 @@ class Here:
     def __init__(self, *, seed: int | None, options: Mapping[str, Any]) -> None:
         self.pool = NumpyPool(PAGES + 5, PIECES, seed=seed)
         self.poller = PollerThread()
-        self.transport = NixlTransport("here", close_timeout_s=0.2, **options)
+        self.transport = NixlTransport("here", nixl=NixlOptions(close_timeout_s=0.2, **options))
 
     async def know(self, child: NixlChild) -> Any:
         ready = child.ready

@@ -28,7 +28,7 @@ from tidekv.states.types import PoolMemory, Segment, page_ids
 from tidekv.transports import wire
 from tidekv.transports.nixl import transport as nixl
 from tidekv.transports.nixl.agent import NixlAgent, Request
-from tidekv.transports.nixl.transport import NixlTransport
+from tidekv.transports.nixl.transport import NixlOptions, NixlTransport
 
 pytestmark = pytest.mark.nixl
 
@@ -294,8 +294,8 @@ async def test_wrong_settings_are_refused(poller: PollerThread) -> None:
     with pytest.raises(InvalidConfig, match="name"):
         NixlTransport("")
     with pytest.raises(InvalidConfig, match="progress_delay_us"):
-        NixlTransport("x", progress_delay_us=0)
-    transport = NixlTransport("x", backends={"NO_SUCH_PLUGIN": {}})
+        NixlTransport("x", nixl=NixlOptions(progress_delay_us=0))
+    transport = NixlTransport("x", nixl=NixlOptions(backends={"NO_SUCH_PLUGIN": {}}))
     with pytest.raises(TransferFailed, match="backend NO_SUCH_PLUGIN cannot be started"):
         await transport.start(poller=poller)
     await transport.close()

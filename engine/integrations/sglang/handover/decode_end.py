@@ -26,6 +26,7 @@ from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config.engine_config import EngineConfig
+from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.lent_pages import Pages
 from tidekv.engine.decode.values import DecodeRequest, RestoredPages
 from tidekv.engine.integrations.sglang.handover.settings import BackendSettings
@@ -129,16 +130,18 @@ class DecodeEnd:
         config = msgspec.structs.replace(config, device="lent")
         self._settle_s = config.copy_deadline_s + config.close_deadline_s
         self._engine = EngineThread(
-            config,
-            device=pool,
-            host=HostPool.allocate(layout, max(1, settings.host_bytes // layout.page_bytes)),
-            storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
-            transport=NixlTransport(
-                name=name,
-                secret=settings.secret(),
-                dial_tls=settings.dial_tls(),
-                dials=settings.dials,
-            ),
+            DecodeEngine(
+                config,
+                device=pool,
+                host=HostPool.allocate(layout, max(1, settings.host_bytes // layout.page_bytes)),
+                storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
+                transport=NixlTransport(
+                    name=name,
+                    secret=settings.secret(),
+                    dial_tls=settings.dial_tls(),
+                    dials=settings.dials,
+                ),
+            )
         )
         if server is not None:
             self._engine.follow(server)

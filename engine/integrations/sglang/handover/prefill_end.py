@@ -17,12 +17,13 @@ from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.integrations.sglang.handover.settings import BackendSettings
 from tidekv.engine.integrations.step_pacing import StepPacing
 from tidekv.engine.log import engine_log
+from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer
 from tidekv.engine.thread.prefill_thread import HandedOver, PrefillThread
 from tidekv.engine.thread.server_streams import ServerStreams
 from tidekv.states.errors import TidekvError
 from tidekv.states.handover.prompt_digest import PromptDigest
-from tidekv.transports.nixl.transport import NixlTransport
+from tidekv.transports.nixl.transport import ListenOptions, NixlTransport
 from tidekv.transports.prefill.prefill_room import RoomOutcome
 
 LOG = engine_log("tidekv.sglang")
@@ -86,16 +87,14 @@ class PrefillEnd:
         Raises what `PrefillPeer` raises as it is entered.
         """
         peer = PrefillPeer(
+            PrefillConfig(listen=listen, model=model, lease_s=settings.lease_s),
             device=pool,
             transport=NixlTransport(
                 name=name,
                 secret=settings.secret(),
                 listen_tls=settings.listen_tls(),
-                announces=settings.announces,
+                listening=ListenOptions(announces=settings.announces),
             ),
-            listen=listen,
-            model=model,
-            lease_s=settings.lease_s,
             storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
         )
         self._thread = PrefillThread(peer, promise_timeout_s=settings.promise_timeout_s, server=server)

@@ -21,6 +21,7 @@ import msgspec
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.storage.uri import open_storage
+from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest
 from tidekv.engine.integrations.vllm.blocks import in_order
 from tidekv.engine.integrations.vllm.handover.blocks import BlockOrder, wrap_blocks
@@ -37,12 +38,13 @@ from tidekv.engine.integrations.vllm.kv_events import EventFeed, RankReport
 from tidekv.engine.integrations.vllm.settings import CPU_BACKEND, backends_of
 from tidekv.engine.integrations.vllm.start_report import report_tiers
 from tidekv.engine.log import engine_log
+from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer, Room
 from tidekv.engine.thread.engine_thread import EngineThread, Failed, Offered, RestoredInto
 from tidekv.engine.thread.prefill_thread import PrefillThread
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause, RequestFailed, TidekvError
 from tidekv.states.handover.prompt_digest import PromptDigest
-from tidekv.transports.nixl.transport import NixlTransport
+from tidekv.transports.nixl.transport import ListenOptions, NixlTransport
 from tidekv.transports.prefill.prefill_room import RoomOutcome
 
 LOG = engine_log("tidekv.vllm")
@@ -57,16 +59,14 @@ class PrefillWorker:
         """Start, and add to `counts`. Raises what `PrefillPeer` raises as it is entered."""
         settings = handover.settings
         peer = PrefillPeer(
+            PrefillConfig(listen=handover.listen, model=order.identity(handover.fingerprint), lease_s=settings.lease_s),
             device=pool,
             transport=NixlTransport(
                 name=f"{handover.name}-prefill",
                 secret=settings.secret(),
                 listen_tls=settings.listen_tls(),
-                announces=settings.announces,
+                listening=ListenOptions(announces=settings.announces),
             ),
-            listen=handover.listen,
-            model=order.identity(handover.fingerprint),
-            lease_s=settings.lease_s,
             on_room=self._refuse_unknown,
         )
         self._thread = PrefillThread(peer, promise_timeout_s=settings.promise_timeout_s)
@@ -192,7 +192,7 @@ class DecodeWorker:
             peer=msgspec.structs.replace(settings.engine.peer, attempts=max(2, settings.engine.peer.attempts)),
         )
         self._events = None if handover.events is None else EventFeed(handover, kind=handover.events.kind)
-        self._engine = EngineThread(
+        engine = DecodeEngine(
             config,
             device=pool,
             host=HostPool.allocate(layout, _host_pages(handover, pool)),
@@ -205,7 +205,8 @@ class DecodeWorker:
             ),
         )
         if self._events is not None:
-            self._engine.publish_to(self._events.server_events)
+            engine.publish_to(self._events.server_events)
+        self._engine = EngineThread(engine)
         self._counts = counts
         self._jobs: dict[int, RestoreJob | OfferJob] = {}
         """Calls of the engine that have no outcome yet, by ticket."""
