@@ -58,10 +58,9 @@ prefill's computation included. A plan takes what storage has from the faster of
 is {MARKED_GAIN:g} times as fast or more. When prefill has sent everything and fetches are still under way, the last of
 these are requested from prefill as well if it sends them markedly sooner. While one of the two throughputs is unknown,
 one plan at a time measures it with a part of its pages, until a read is not faster than those before it; a storage that
-was slow is measured again once its measurement
-is old. From the second time on that a prompt is asked for, `soonest` is meant to be within a fifth of the better of
-always waiting for storage and never using it ([Measuring](measuring.md#default-policy-on-real-processes)). The pages of
-windows and states are not split.
+was slow is measured again once its measurement is old. From the second time on that a prompt is asked for,
+`soonest` is meant to be within a fifth of the better of always waiting for storage and never using it
+([Measuring](measuring.md#default-policy-on-real-processes)). The pages of windows and states are not split.
 
 **Prefetch for waiting requests.** A request that waits for device memory has already looked up its pages in storage. If
 `lookahead_pages_max` is set, these pages are fetched to the host meanwhile and count as `l3`; reads that are still

@@ -173,7 +173,7 @@ def component_pages_left(
     if left is None:
         return ()
     if not isinstance(left, Mapping):
-        raise InvalidRequest(f"tails must be a mapping of component to (first, pages), not {short(left)}")
+        raise InvalidRequest(f"component_pages must be a mapping of component to (first, pages), not {short(left)}")
     checked = []
     for name, each in left.items():
         tail = given.get(name)

@@ -3,10 +3,10 @@
 A request needs the component pages of the *end of its prompt*: the trailing pages of a window, the snapshot of a state.
 They do not depend on how far the full KV is restored. For each component, its positions are served from the first one
 on by the nearest source that has the page: device, host, storage. Prefill writes the pages from the first position on
-that none of them has, up to the end of the prompt, as the tail of the hand-over:
+that none of them has, up to the end of the prompt:
 
     position        5    6    7    8 (partial)
-    window          L1   L2   L3   prefill        [first, tail) cached, [tail, page_count) sent
+    window          L1   L2   L3   prefill        [first, sent_from) cached, [sent_from, page_count) sent
     window          L1   .    L3   prefill        6 is missing: prefill sends 6, 7 and 8
     state                          prefill        its only position: the end of the prompt
 
@@ -215,37 +215,39 @@ class ComponentRestore:
         if not self._uses_host(request):
             host = {}
         here = {*device, *host}
-        fetched, tail = self.storage.to_fetch(request, name, first, here)
+        fetched, sent_from = self.storage.to_fetch(request, name, first, here)
         read = self.storage.read_ahead(request, name, fetched)
         landing = page_ids()
         if fetched and read is None:
             taken = self.storage.take_host(request, name, len(fetched))
             if taken is None:
-                fetched, tail = page_ids(), gap(first, request.full_pages, here)
+                fetched, sent_from = page_ids(), gap(first, request.full_pages, here)
             else:
                 landing = taken
                 undo.callback(self._index.give_back, {name: taken}, "host")
-        shared = {at: device[at] for at in range(first, tail) if is_shared and at in device}
-        filled = [at for at in range(first, tail) if at not in shared]
+        shared = {at: device[at] for at in range(first, sent_from) if is_shared and at in device}
+        filled = [at for at in range(first, sent_from) if at not in shared]
         own = component_pages.own[name]
         joining = page_ids()
         # Only pages whose full pages are in the tree can join the index.
-        if is_shared and filled and tail <= plan.end:
+        if is_shared and filled and sent_from <= plan.end:
             joining = self._index.take("device", name, len(filled)) or page_ids()
             undo.callback(self._index.give_back, {name: joining})
             component_pages.own[name] = own + joining
-        targets = dict(zip((*filled, *range(tail, request.page_count)), (*joining, *own), strict=False))
+        targets = dict(zip((*filled, *range(sent_from, request.page_count)), (*joining, *own), strict=False))
         table = component_pages.tables[name] = page_ids(
             shared[at] if at in shared else targets[at] for at in range(first, request.page_count)
         )
         if joining:
-            component_pages.joining[name] = tail - first
+            component_pages.joining[name] = sent_from - first
         # A caller that recomputes writes to the same pages; prefill must not.
-        component_pages.remote[name] = page_ids() if request.recompute.is_chosen or is_filled else table[tail - first :]
-        component_pages.tails[name] = request.page_count if is_filled else tail
-        if is_filled and tail < request.page_count:
-            component_pages.received[name] = tail
-        if not is_shared and tail == request.page_count:
+        component_pages.remote[name] = (
+            page_ids() if request.recompute.is_chosen or is_filled else table[sent_from - first :]
+        )
+        component_pages.sent_from[name] = request.page_count if is_filled else sent_from
+        if is_filled and sent_from < request.page_count:
+            component_pages.received[name] = sent_from
+        if not is_shared and sent_from == request.page_count:
             tier = "storage" if fetched else "device" if first in device else "host"
             component_pages.hits[name] = tier
         of_device = {at: device[at] for at in filled if at in device}
@@ -312,7 +314,8 @@ class ComponentRestore:
         component_pages = request.component_pages
         assert component_pages is not None
         return tuple(
-            ComponentPages(name, component_pages.tails[name], pages) for name, pages in component_pages.remote.items()
+            ComponentPages(name, component_pages.sent_from[name], pages)
+            for name, pages in component_pages.remote.items()
         )
 
     def snapshots_of(self, request: Request) -> dict[str, dict[int, int]]:

@@ -684,10 +684,10 @@ class RequestComponents:
         "remote",
         "request",
         "resumed_pages",
+        "sent_from",
         "sharers",
         "snapshots",
         "tables",
-        "tails",
     )
 
     def __init__(self, request: Request) -> None:
@@ -709,7 +709,7 @@ class RequestComponents:
         """Fetches from storage whose pages are not on the device yet."""
         self.firsts: dict[str, int] = {}
         """By component, the first position that the end of the prompt needs."""
-        self.tails: dict[str, int] = {}
+        self.sent_from: dict[str, int] = {}
         """By component, the first position that prefill, or a recomputing caller, writes."""
         self.tables: dict[str, PageIds] = {}
         """By component, its pages at the prompt's end, at positions from `firsts` on."""

@@ -121,7 +121,10 @@ CALLS: dict[str, tuple[Callable, str]] = {
     "finish None": (lambda engine, ready: engine.finish(ready, None), "tokens must be a sequence of ints"),
     "finish 5": (lambda engine, ready: engine.finish(ready, 5), "tokens must be a sequence of ints"),
     "finish floats": (lambda engine, ready: engine.finish(ready, [1.5]), "token 1.5 at position 0 is not an int"),
-    "finish tails": (lambda engine, ready: engine.finish(ready, [], component_pages=[1]), "tails must be a mapping"),
+    "finish component_pages": (
+        lambda engine, ready: engine.finish(ready, [], component_pages=[1]),
+        "component_pages must be a mapping",
+    ),
     "retract None": (lambda engine, ready: engine.retract(ready, None), "tokens must be a sequence of ints"),
     "resume": (lambda engine, ready: engine.resume(ready), "retracted must be a RetractedRequest"),
     "drop": (lambda engine, ready: engine.drop(None), "retracted must be a RetractedRequest, not None"),
