@@ -15,7 +15,7 @@ from tidekv.engine.metrics.fold import Histogram, MetricsFold
 from tidekv.engine.metrics.prefill_collector import PrefillCollector
 from tidekv.engine.trace.causes import EXTENDED
 from tidekv.states.core import Core
-from tidekv.states.records.request import DECLINED
+from tidekv.states.records.causes import DECLINED
 from tidekv.states.settings import CoreSettings
 
 BEGIN = "<!-- All metrics, from the code: python -m tools.metrics_page docs/observability.md -->"

@@ -76,7 +76,7 @@ class MetricsFold:
         self.cuts: Counter[str] = Counter()
         """Spans asked of prefill by extend, by the cause of the failure."""
         self.declined: Counter[str] = Counter()
-        """Pages that storage had and that were not fetched, by the cause: `tidekv.states.records.request.DECLINED`."""
+        """Pages that storage had and that were not fetched, by the cause: `tidekv.states.records.causes.DECLINED`."""
         self.raises: Counter[str] = Counter()
         """Raises that the core survived, by the rule: a function of `tidekv.states`."""
         self.evicted: Counter[str] = Counter()

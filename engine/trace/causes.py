@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states import events
 from tidekv.states.commands import FALLBACKS
-from tidekv.states.records.request import DECLINED, LOAD_CAUSES, LOST_CAUSES
+from tidekv.states.records.causes import DECLINED, LOAD_CAUSES, LOST_CAUSES
 from tidekv.states.storage_policy import POLICY_FIELDS
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from tidekv.states.records.request import LOST_CAUSES
+from tidekv.states.records.causes import LOST_CAUSES
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import page_ids, without
 

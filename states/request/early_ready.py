@@ -27,7 +27,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import ReportEarly, ReportLayers, ReportLayersLost
-from tidekv.states.records.request import LOAD_CAUSES, Load, Request, Stage
+from tidekv.states.records.causes import LOAD_CAUSES
+from tidekv.states.records.request import Load, Request, Stage
 from tidekv.states.rollback import Rollback
 
 if TYPE_CHECKING:

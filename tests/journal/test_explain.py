@@ -19,7 +19,8 @@ from tidekv.engine.trace.request_traces import read_request_traces
 from tidekv.states import events
 from tidekv.states.errors import PrefillCause
 from tidekv.states.loads import loads
-from tidekv.states.records.request import DECLINED, LOAD_CAUSES, State
+from tidekv.states.records.causes import DECLINED, LOAD_CAUSES
+from tidekv.states.records.request import State
 from tidekv.states.request import guards_and_actions
 from tidekv.states.request.table import TRANSITIONS
 

@@ -11,7 +11,7 @@ from tests.support.recount import counters_of, recount, scraped
 from tidekv import Replayer
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
 from tidekv.engine.trace.request_traces import RequestTraces
-from tidekv.states.records.request import DECLINED, LOAD_CAUSES
+from tidekv.states.records.causes import DECLINED, LOAD_CAUSES
 
 PAGE_BYTES = 1024
 

@@ -8,7 +8,7 @@ from typing import Any
 from tidekv.engine.trace import causes
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
-from tidekv.states.records.request import LOST_CAUSES
+from tidekv.states.records.causes import LOST_CAUSES
 
 Play = Any  # A core played by hand by the fixture `play`; tests cannot import its class.
 CASES: dict[str, tuple[Callable[[Play], None], tuple[str, ...], tuple[str, ...]]] = {}

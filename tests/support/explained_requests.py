@@ -9,7 +9,7 @@ from tidekv.engine.trace import causes
 from tidekv.states import commands, events
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
-from tidekv.states.records.request import LOAD_CAUSES
+from tidekv.states.records.causes import LOAD_CAUSES
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.restore import Restore
 

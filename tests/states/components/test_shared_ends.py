@@ -14,7 +14,7 @@ from tests.support.component_stories import cached, device_pages, raise_at_promi
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
 from tidekv.states.components.shared_ends import SharedEndCopy
-from tidekv.states.records.request import LOST_CAUSES
+from tidekv.states.records.causes import LOST_CAUSES
 
 PROMPT = b"abcdefghi"
 """Four full pages of two tokens, and a partial one."""
