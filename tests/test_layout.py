@@ -438,7 +438,7 @@ def test_a_comparison_of_states_is_found_in_each_of_its_forms(line: str) -> None
 # --- Owners ---
 
 OWNERS = {
-    "tidekv.states.records.request": ("Request",),
+    "tidekv.states.records.request": ("Ahead", "Request", "RoomRecord", "Span"),
     "tidekv.states.records.request_parts": (
         "Admission",
         "Attempts",
@@ -569,7 +569,6 @@ SHARED_NAMES = {
     "ComponentRequest",
     "Failed",
     "Group",
-    "LentPages",
     "Load",
     "Operation",
     "Option",

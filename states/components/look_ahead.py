@@ -120,7 +120,7 @@ class ComponentLookAhead:
                 )
             )
             undo.keep()
-        ahead.components[read.component] = read
+        ahead.add_component(read)
         storage.ahead_in_flight += 1
         storage.pages_in_flight += count
         read.begun_at_s, read.queued_pages = state.now_s, storage.pages_in_flight
@@ -182,14 +182,14 @@ class ComponentLookAhead:
             self._storage.fetch_given_up(read, component=read.component)
             self._end_read(read)
         assert read.request.ahead is not None
-        read.request.ahead.components.pop(read.component, None)
+        read.request.ahead.forget_component(read)
 
     def adopted(self, ahead: Ahead) -> None:
         """Remove the reads that are fetches of the request's plan now."""
         for read in [read for read in ahead.components.values() if read.is_adopted]:
             # `pages_in_flight` keeps counting their pages, now for a fetch.
             self._storage.ahead_in_flight -= not read.is_landed
-            del ahead.components[read.component]
+            ahead.forget_component(read)
 
     def _end_read(self, read: ComponentAhead) -> None:
         """Remove a read from the counts of reads in flight."""

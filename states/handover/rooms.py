@@ -123,7 +123,7 @@ class Rooms:
         if untried > 1:
             # A prefill that hangs must not use up the time of those behind it in the list.
             now_s = self._state.now_s
-            room.answer_due_s = now_s + (request.deadline_at_s - now_s) / untried
+            room.await_answer(now_s + (request.deadline_at_s - now_s) / untried)
             self._state.set_deadline(request, room.answer_due_s)
         self._state.emit(
             SendPromise(
@@ -200,7 +200,8 @@ class Rooms:
         elif not span.continues(event):
             self._state.count("chunks_repeated")
         else:
-            end = span.cursors[event.rank] = event.first + event.count
+            span.take(event)
+            end = event.first + event.count
             if event.last and end == span.first + span.count:
                 span.ended.add(event.rank)
                 if len(span.ended) == room.ranks and span.queued_pages:
@@ -236,7 +237,7 @@ class Rooms:
         request = room.request
         if not settled and not room.is_aborted:
             self._state.emit(SendAbort(request_id=request.request_id, generation=room.generation))
-            room.is_aborted = True
+            room.was_aborted()
         has_writer = not (settled or room.is_written)
         # The room keeps component pages that prefill, or a caller that has begun early, may write to. The others leave
         # with the request.
@@ -289,9 +290,7 @@ class Rooms:
     def note_writer(self, request: Request, event: PromiseSent) -> None:
         """Record the peer that writes to the room, and the number of its ranks."""
         assert request.room is not None
-        request.room.writer, request.room.ranks = event.writer, event.ranks
-        # The time to connect to prefill is no property of its throughput.
-        request.room.spans[0].asked_at_s = self._state.now_s
+        request.room.was_connected(event.writer, event.ranks, self._state.now_s)
 
     def note_late_writer(self, event: PromiseSent) -> None:
         """Record the writer of a room that its request has already left."""

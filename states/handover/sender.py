@@ -120,7 +120,7 @@ class _Span(msgspec.Struct):
     first: int
     pages: PageIds
     cursor: int
-    ended: bool = False
+    is_posted: bool = False
     posted: deque[_Posted] = msgspec.field(default_factory=deque)
 
     @property
@@ -201,7 +201,7 @@ class SenderRoom:
     @property
     def is_complete(self) -> bool:
         """Whether all that was requested so far is in place and reported."""
-        return self.finished and all(span.ended and not span.posted for span in self._spans.values())
+        return self.finished and all(span.is_posted and not span.posted for span in self._spans.values())
 
     @property
     def pages_unlanded(self) -> int:
@@ -342,8 +342,8 @@ class SenderRoom:
                 if len(held) > pages_max:
                     held, end = held[:pages_max], held[pages_max]
                 span.cursor = end
-                span.ended = self._is_final(span) and end == span.end
-                span.posted.append(_Posted(first, end - first, span.ended, landed=False))
+                span.is_posted = self._is_final(span) and end == span.end
+                span.posted.append(_Posted(first, end - first, span.is_posted, landed=False))
                 self.in_flight += 1
                 source = self._sources[span.component]
                 ours = _picked(source.pages, held, first=source.first)
@@ -373,9 +373,9 @@ class SenderRoom:
             return chunks
         # Component pages first: the last chunk of span 0 waits for them.
         for span in (*self._spans_of(full=False), *self._spans_of(full=True)):
-            if self.finished and not span.ended and span.cursor == span.end:
+            if self.finished and not span.is_posted and span.cursor == span.end:
                 # All pages were posted before prefill finished: an empty chunk marks the end.
-                span.ended = True
+                span.is_posted = True
                 span.posted.append(_Posted(span.end, 0, last=True, landed=True))
             landed: list[_Posted] = []
             while span.posted and span.posted[0].landed:
@@ -398,7 +398,7 @@ class SenderRoom:
     def _are_components_reported(self) -> bool:
         """Whether all component pages of the promise are in place and reported."""
         promised = (span for span in self._spans_of(full=False) if span.number == 0)
-        return all(span.ended and not span.posted for span in promised)
+        return all(span.is_posted and not span.posted for span in promised)
 
     def _spans_of(self, *, full: bool) -> list[_Span]:
         """The spans of full pages, or those of components, in the order in which they were requested."""

@@ -93,7 +93,7 @@ class LookAhead:
         if self._components is not None:
             began = self._components.start(request, self._state.settings.lookahead_pages_max - self.pages)
             if request.ahead is not None:
-                request.ahead.taken += began
+                request.ahead.use(began)
                 self.pages += began
         if request.ahead is None or request.ahead.pin is None:
             self._start_pages(request)
@@ -118,15 +118,14 @@ class LookAhead:
         if allowed * settings.page_size < threshold:
             return
         ahead = request.look_ahead(state.index.tree.attachment)
-        ahead.first = ahead.joined = first
-        ahead.pin = state.index.pin(match.host_node)
+        ahead.begin(first, state.index.pin(match.host_node))
         end = first + allowed
         while first < end and (pages := state.make_host_room(min(settings.fetch_run_pages, end - first))):
             self._fetch(request, ahead, first, pages, deadline_s)
             first += pages
-        if not ahead.runs:
+        if not ahead.runs and ahead.pin is not None:
             state.index.unpin(ahead.pin)
-            ahead.pin = None
+            ahead.read_nothing()
             if not ahead.components:
                 self.drop(request)
 
@@ -149,7 +148,7 @@ class LookAhead:
             )
             undo.keep()
         ahead.runs.append(run)
-        ahead.taken += count
+        ahead.use(count)
         self.pages += count
         self._storage.take(count)
         self._storage.ahead_in_flight += 1
@@ -221,14 +220,13 @@ class LookAhead:
             undo.callback(index.unpin, pin)
             index.unpin(ahead.pin)
             undo.keep()
-        ahead.pin = pin
-        ahead.joined = node.depth_pages
+        ahead.join(pin, node.depth_pages)
         if ahead.attachment == index.tree.attachment:
             # Only if the same storage is still attached: another one may not have these pages.
             self._mark_stored(node, run.first)
         self._state.host.give_back(run.host_pages)
         run.host_pages = page_ids()
-        del ahead.runs[0]
+        ahead.forget_runs(1)
         if node.depth_pages < run.first + count:
             # A node in RECLAIMING blocks the rest.
             self._cut(ahead, 0)
@@ -249,7 +247,7 @@ class LookAhead:
         if request.ahead is not None:
             # `pages_in_flight` keeps counting their pages, now for a load.
             self._storage.ahead_in_flight -= sum(not run.is_landed for run in request.ahead.runs[:count])
-            del request.ahead.runs[:count]
+            request.ahead.forget_runs(count)
             if self._components is not None:
                 self._components.adopted(request.ahead)
 
@@ -265,7 +263,7 @@ class LookAhead:
             self._components.give_up(read)
         if ahead.pin is not None:
             state.index.unpin(ahead.pin)
-            ahead.pin = None
+            ahead.read_nothing()
         request.end_look_ahead()
         if ahead.taken:
             self.pages -= ahead.taken

@@ -5,7 +5,7 @@
             ──▶ RoomRecord ──▶ Span  pages that prefill was asked to write
             ──▶ Ahead                host pages fetched while the request waits for device pages
             ──▶ RequestComponents    pages of components, and their fetches from storage (ComponentFetch)
-            ──▶ LentPages            device pages of the embedder, if the engine has none of its own
+            ──▶ Loan                 device pages of the embedder, if the engine has none of its own
 
 The records refer to one another in both directions, so they share a module. They hold facts and derived properties
 only. The rules that change them are in the rooms of each concept above this one: `loads`, `handover`, `components`, and
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from tidekv.states.component_specs import ComponentTable
+from tidekv.states.records.loan import Loan
 from tidekv.states.records.request_parts import (
     Admission,
     Attempts,
@@ -34,8 +35,6 @@ from tidekv.states.records.request_parts import (
 from tidekv.states.types import FULL, PageIds, page_ids, without
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from tidekv.states.events import ChunkLanded, RequestArrived
     from tidekv.states.prefix.component_index import ComponentReceipt
     from tidekv.states.prefix.index import Receipt
@@ -145,7 +144,7 @@ class Request:
         self.component_pages: RequestComponents | None = None
         self.ahead: Ahead | None = None
         """Reads from storage that were started while it waits for device pages."""
-        self.lent = LentPages(event.lent_pages, held=event.held_pages) if event.lent_pages else None
+        self.lent = Loan(event.lent_pages, held=event.held_pages) if event.lent_pages else None
         """Pages of the embedder, one for each page of the prompt, if device pages are lent."""
 
     def forget_plan(self) -> None:
@@ -279,50 +278,6 @@ class Request:
 
     def __repr__(self) -> str:
         return f"<Request {self.request_id!r} generation {self.generation} {self.state.value}>"
-
-
-class LentPages:
-    """Device pages that the embedder lends to one request until its outcome, and what they hold so far.
-
-    The first `held` pages hold the prompt from the start. They are not lent: other requests may have them too.
-    """
-
-    __slots__ = ("_sources", "lent", "pages")
-
-    SOURCES = ("", "l1", "l2", "l3", "transfer")
-
-    def __init__(self, pages: Iterable[int], *, held: int) -> None:
-        self.pages = page_ids(pages)
-        """One page for each page of the prompt."""
-        self.lent = self.pages[held:]
-        """Those that may be written to."""
-        self._sources = bytearray(len(self.pages))
-        """By page, the place of its source in SOURCES; 0 until the page is in place."""
-        self.note(0, held, "l1")
-
-    def note(self, first: int, count: int, source: str) -> None:
-        """Note that pages [first, first + count) of the prompt are in place."""
-        self._sources[first : first + count] = bytes([self.SOURCES.index(source)]) * count
-
-    @property
-    def good(self) -> int:
-        """Number of leading pages that are in place."""
-        end = self._sources.find(0)
-        return len(self.pages) if end < 0 else end
-
-    def forget_rest(self) -> None:
-        """Forget what is in place after the first missing page: it is about to be written again."""
-        good = self.good
-        self._sources[good:] = bytes(len(self.pages) - good)
-
-    def sources(self, *, prompt_tokens: int, page_size: int) -> dict[str, int]:
-        """Return the tokens of the good pages by source; their sum is the number of good tokens."""
-        good = self._sources[: self.good]
-        tokens = {name: good.count(number) * page_size for number, name in enumerate(self.SOURCES) if number}
-        if good:
-            # The last page of the prompt may be partial.
-            tokens[self.SOURCES[good[-1]]] -= max(len(good) * page_size - prompt_tokens, 0)
-        return tokens
 
 
 # --- Loads ---
@@ -467,6 +422,14 @@ class Span:
         self.cursors: dict[int, int] = {}
         self.ended: set[int] = set()
 
+    def take(self, event: ChunkLanded) -> None:
+        """Note a chunk that continues the span: the cursor of its rank moves to its end."""
+        self.cursors[event.rank] = event.first + event.count
+
+    def was_connected(self, at_s: float) -> None:
+        """Note that its writer is known only now: the time to connect is no property of prefill's throughput."""
+        self.asked_at_s = at_s
+
     def continues(self, event: ChunkLanded) -> bool:
         """Whether a chunk begins at its rank's cursor and ends within the span."""
         cursor = self.cursors.get(event.rank, self.first)
@@ -524,6 +487,27 @@ class RoomRecord:
         """Request id and generation: what frames of this room carry beside this process's instance and epoch."""
         return (self.request.request_id, self.generation)
 
+    def await_answer(self, due_s: float) -> None:
+        """Ask the next prefill at this time, unless this one has sent something by then."""
+        self.answer_due_s = due_s
+
+    def was_connected(self, writer: str, ranks: int, at_s: float) -> None:
+        """Note the peer that writes to the room, and the number of its ranks."""
+        self.writer, self.ranks = writer, ranks
+        self.spans[0].was_connected(at_s)
+
+    def was_aborted(self) -> None:
+        """Note that prefill was told to stop."""
+        self.is_aborted = True
+
+    def begin_use(self, op: int) -> None:
+        """Note that the caller may write to its pages until this operation has ended."""
+        self.user_op = op
+
+    def end_use(self) -> None:
+        """Note that the caller's operation on its pages has ended."""
+        self.user_op = 0
+
     def span_of(self, event: ChunkLanded) -> Span | None:
         """Return the span that a chunk belongs to; None if the room has no such span or rank."""
         known = 0 <= event.span < len(self.spans) and 0 <= event.rank < self.ranks
@@ -580,6 +564,36 @@ class Ahead:
         self.components: dict[str, ComponentAhead] = {}
         self.taken = 0
         """Pages that it uses of `lookahead_pages_max`."""
+
+    def use(self, pages: int) -> None:
+        """Count pages that it uses of `lookahead_pages_max`."""
+        self.taken += pages
+
+    def begin(self, first: int, pin: Receipt) -> None:
+        """Begin to read full pages from this position on, behind pinned host pages."""
+        self.first = self.joined = first
+        self.pin = pin
+
+    def read_nothing(self) -> None:
+        """Note that no full page is read ahead, and that its pin was given back."""
+        self.pin = None
+
+    def join(self, pin: Receipt, depth_pages: int) -> None:
+        """Note that the first run has joined the tree, which is pinned as far as that now."""
+        self.pin = pin
+        self.joined = depth_pages
+
+    def forget_runs(self, count: int) -> None:
+        """Remove the first runs: they have joined the tree, or are loads of the plan now."""
+        del self.runs[:count]
+
+    def add_component(self, read: ComponentAhead) -> None:
+        """Note the read of a component's pages."""
+        self.components[read.component] = read
+
+    def forget_component(self, read: ComponentAhead) -> None:
+        """Remove the read of a component's pages, if it is there: it was given up, or a fetch of the plan has it."""
+        self.components.pop(read.component, None)
 
 
 class ComponentAhead:

@@ -61,7 +61,7 @@ class EarlyUse:
         request = self.request
         self._rooms.user_left(self.op)
         if request.room is not None and request.room.user_op == self.op:
-            request.room.user_op = 0
+            request.room.end_use()
         request.early.end()
         if self._state.requests.get(request.request_id) is request:
             self._state.request_changed(request)
@@ -117,7 +117,7 @@ class EarlyReady:
             )
             undo.keep()
         request.early.begin(use.op, layers)
-        room.user_op = use.op
+        room.begin_use(use.op)
 
     def _lose(self, request: Request, cause: str) -> None:
         self._state.emit(ReportLayersLost(request_id=request.request_id, generation=request.generation, cause=cause))
@@ -128,7 +128,7 @@ class EarlyReady:
         if room is not None and room.user_op:
             self._state.operations.pop(room.user_op, None)
             request.early.end()
-            room.user_op = 0
+            room.end_use()
         request.early.report(0)
 
     def leave(self, request: Request) -> None:

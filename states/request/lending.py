@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Progressed
     from tidekv.states.handover.rooms import Rooms
-    from tidekv.states.records.request import LentPages, Request
+    from tidekv.states.records.loan import Loan
+    from tidekv.states.records.request import Request
     from tidekv.states.storage.admission import StorageAdmission
 
 
@@ -47,7 +48,7 @@ class Lending:
         self._rooms = rooms
         self._offers = offers
         self._backups = backups
-        self.returning: dict[LentPages, ReportRestored | ReportFailed] = {}
+        self.returning: dict[Loan, ReportRestored | ReportFailed] = {}
         """Pages of ended requests, each with the outcome to report when no page has a writer any more."""
         self._is_due = False
 
@@ -72,7 +73,7 @@ class Lending:
 
     # --- The restore ---
 
-    def grant(self, request: Request, lent: LentPages) -> bool:
+    def grant(self, request: Request, lent: Loan) -> bool:
         """Admit a request, unless something may still write to its pages on behalf of an earlier generation.
 
         After an exception, `Restore.leave` gives back what was taken so far.
@@ -87,7 +88,7 @@ class Lending:
         request.held.take(lent.pages[match.device_pages :], page_ids())
         return True
 
-    def match(self, request: Request, lent: LentPages) -> MatchResult:
+    def match(self, request: Request, lent: Loan) -> MatchResult:
         """Return what is in place as the device part, and what host memory has beyond it."""
         found = self._state.index.match(request.namespace, request.keys)
         good, end = lent.good, found.host_node.depth_pages
@@ -148,7 +149,7 @@ class Lending:
         else:
             self._owe(request.lent, report)
 
-    def _owe(self, lent: LentPages, outcome: ReportRestored | ReportFailed) -> None:
+    def _owe(self, lent: Loan, outcome: ReportRestored | ReportFailed) -> None:
         self.returning[lent] = outcome
         self._is_due = True
 

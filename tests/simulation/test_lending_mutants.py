@@ -12,7 +12,8 @@ from simulation.simulate import draw_settings, lending
 from tidekv.states.backup.offers import Offer, Offers
 from tidekv.states.loads.loads import Loads
 from tidekv.states.pages.page_pool import LentPool
-from tidekv.states.records.request import LentPages, Load, Request
+from tidekv.states.records.loan import Loan
+from tidekv.states.records.request import Load, Request
 from tidekv.states.request.lending import Lending
 from tidekv.states.types import PageIds
 
@@ -37,7 +38,7 @@ def pages_go_back_while_something_writes_to_them(patch: pytest.MonkeyPatch) -> N
 
 @mutant
 def the_next_generation_does_not_wait_for_the_writers_of_the_last(patch: pytest.MonkeyPatch) -> None:
-    def grant(self: Lending, request: Request, lent: LentPages) -> bool:
+    def grant(self: Lending, request: Request, lent: Loan) -> bool:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(LentPool, "has_writers", lambda pool, pages: False)
             return original(self, request, lent)
@@ -56,15 +57,15 @@ def a_copy_of_a_request_that_left_is_forgotten(patch: pytest.MonkeyPatch) -> Non
 
 @mutant
 def pages_after_a_gap_count_as_good(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LentPages, "good", property(lambda self: sum(1 for source in self._sources if source)))
+    patch.setattr(Loan, "good", property(lambda self: sum(1 for source in self._sources if source)))
 
 
 @mutant
 def pages_to_be_written_again_count_as_good(patch: pytest.MonkeyPatch) -> None:
-    def forget_rest(self: LentPages) -> None:
+    def forget_rest(self: Loan) -> None:
         pass
 
-    patch.setattr(LentPages, "forget_rest", forget_rest)
+    patch.setattr(Loan, "forget_rest", forget_rest)
 
 
 @mutant
