@@ -285,13 +285,13 @@ def configs_of(uri: str, *, spec: Any = None, groups: int = 1, backend: str = "F
 class Vllm:
     """Both sides and paged tensors, driven in the order in which vLLM calls them. One request at a time."""
 
-    def __init__(self, module: ModuleType, uri: str, *, seed: int = 0, **changes: Any) -> None:
+    def __init__(self, module: ModuleType, uri: str, *, seed: int = 0, device: str = "cpu", **changes: Any) -> None:
         configs = configs_of(uri, **changes)
         heads, width = configs[1].kv_cache_groups[0].kv_cache_spec.num_kv_heads, 2 * DIM
         if isinstance(configs[1].kv_cache_groups[0].kv_cache_spec, MLAAttentionSpec):
             width = DIM
         shape = (LAYERS, BLOCKS, BLOCK, heads, width)
-        stored = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        stored = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
         self.caches = {name: stored[layer].transpose(1, 2) for layer, name in enumerate(NAMES)}
         self.scheduler = module.TidekvConnector(configs[0], KVConnectorRole.SCHEDULER, configs[1])
         self.worker = module.TidekvConnector(configs[0], KVConnectorRole.WORKER, configs[1])
@@ -373,7 +373,7 @@ class Vllm:
             for slot in range(BLOCK)
             for head in range(cache.shape[1])
         ]
-        return torch.cat(found).numpy().tobytes()
+        return torch.cat(found).cpu().numpy().tobytes()
 
     def close(self) -> None:
         self.worker.shutdown()

@@ -6,6 +6,7 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import sha256
 from types import ModuleType, SimpleNamespace
 from typing import Any  # vLLM's objects are not typed here.
@@ -89,10 +90,16 @@ class HandoverVllm:
         tensor_parallel: int = 1,
         heads: int = HEADS,
         events: bool = False,
+        device: str = "cpu",
+        enqueue: Callable[[Callable[[], None]], None] | None = None,
         **handover: Any,
     ):
-        """`events`: vLLM publishes KV events; those of the connector are in `published`, by step."""
+        """`events`: vLLM publishes KV events; those of the connector are in `published`, by step.
+
+        `enqueue`: puts work of the model on its stream, of a device that has one; the work may run later.
+        """
         self.role = role
+        self.enqueue = enqueue or (lambda work: work())
         self.heads = heads
         ranks = tensor_parallel
         sends, receives = role != "kv_consumer", role != "kv_producer"
@@ -122,7 +129,7 @@ class HandoverVllm:
         shape = (LAYERS, BLOCKS, heads, BLOCK, 2 * DIM) if is_head_first else (LAYERS, BLOCKS, BLOCK, heads, 2 * DIM)
         self.caches_by_rank = []
         for rank in range(ranks):
-            stored = torch.randn(shape, generator=torch.Generator().manual_seed(100 * rank + seed))
+            stored = torch.randn(shape, generator=torch.Generator().manual_seed(100 * rank + seed)).to(device)
             self.caches_by_rank.append([layer if is_head_first else layer.transpose(1, 2) for layer in stored])
         self.tables: dict[str, list[int]] = {}
         self.requests: dict[str, Any] = {}
@@ -246,7 +253,8 @@ class HandoverVllm:
     def overwrite(self, blocks: Sequence[int]) -> None:
         """Blocks that another request uses from now on."""
         for cache in (cache for caches in self.caches_by_rank for cache in caches):
-            cache[list(blocks)] = 7.0
+            # Block by block: a list of blocks would be copied to a GPU, which waits for it.
+            self.enqueue(lambda cache=cache: [cache[block].fill_(7.0) for block in blocks])  # type: ignore[misc]
 
     def finish(self, name: str) -> tuple[bool, dict[str, Any] | None]:
         """A request has finished, or was aborted."""
@@ -269,7 +277,7 @@ class HandoverVllm:
         """Whether the blocks of a request have the KV of these tokens, from token `first` on."""
         for rank, caches in enumerate(self.caches_by_rank):
             for layer, cache in enumerate(caches):
-                rows = cache[self.tables[name]].permute(0, 2, 1, 3).flatten(0, 1)[first : len(tokens)]
+                rows = cache.cpu()[self.tables[name]].permute(0, 2, 1, 3).flatten(0, 1)[first : len(tokens)]
                 if not torch.equal(rows, kv_of(tokens, layer, rank, heads=self.heads)[first:]):
                     return False
         return True
@@ -300,8 +308,12 @@ class HandoverVllm:
         return ended
 
     def _forward(self, request: Any, count: int, rank: int) -> None:
-        first = request.num_computed_tokens
+        first, table = request.num_computed_tokens, list(self.tables[request.request_id])
         for layer, cache in enumerate(self.caches_by_rank[rank]):
-            kv = kv_of(request.prompt_token_ids, layer, rank, heads=self.heads)
-            for at in range(first, first + count):
-                cache[self.tables[request.request_id][at // BLOCK], :, at % BLOCK] = kv[at]
+            kv = kv_of(request.prompt_token_ids, layer, rank, heads=self.heads).to(cache.device)
+            self.enqueue(partial(_fill, cache, kv, table, range(first, first + count)))
+
+
+def _fill(cache: torch.Tensor, kv: torch.Tensor, table: Sequence[int], places: range) -> None:
+    for at in places:
+        cache[table[at // BLOCK], :, at % BLOCK] = kv[at]

@@ -359,6 +359,8 @@ class DecodeWorker:
         if job.request_id in self._aborted:
             # Its client has left: no failure, and nothing that vLLM would compute.
             self._aborted.discard(job.request_id)
+            # If it ended before prefill was asked, prefill would hold the blocks until its own limit.
+            self._decline(job.room, self._handover.own_address(job.prefill), job.prompt)
             return
         if not cause:
             return

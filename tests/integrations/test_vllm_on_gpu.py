@@ -1,0 +1,220 @@
+"""vLLM's connector with KV in GPU memory, driven as vLLM's model runner does: a step is enqueued, and nothing waits.
+
+The GPU is a real one (marked `gpu`), or threads stand in for its streams. In both the model is slow: a save, a send or
+a restore that does not wait for the stream of the model reads, or loses, other bytes. Blocks that vLLM gets back are
+overwritten at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any  # vLLM's objects are not typed here.
+
+import pytest
+import torch
+
+from benchmarks.gpu.thread_streams import ThreadStreams
+from tests.support.vllm_contract import BLOCK, Vllm, upon_contract
+from tests.support.vllm_handover import HandoverVllm, request_of
+from tidekv.engine.thread import server_streams
+
+pytestmark = pytest.mark.nixl
+PROMPT = [*range(100, 100 + 4 * BLOCK), 1, 2]
+PLACES = [7, 3, 11, 2, 5]
+OTHERS = [12, 13, 14, 15, 16]
+STEP_S = 0.02
+"""Seconds by which the model is behind, on threads; passing does not depend on it."""
+STEP_CYCLES = 20_000_000
+
+
+class StandIn:
+    """A stream of the model for which a thread stands in."""
+
+    name = "cpu"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._streams = ThreadStreams()
+        self._pause = threading.Event()
+        monkeypatch.setattr(server_streams, "streams_of", lambda _: self._streams)
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        self._streams.current().enqueue(lambda: self._pause.wait(STEP_S))
+        self._streams.current().enqueue(work)
+
+    def settle(self) -> None:
+        """Wait for the model, as a test does and a server does not."""
+        self._streams.synchronize()
+
+    def close(self) -> None:
+        self._pause.set()
+        self._streams.close()
+
+
+class Gpu:
+    """A stream of the model on a GPU; this thread's current one, as vLLM's is."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))  # type: ignore[no-untyped-call]
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        torch.cuda._sleep(STEP_CYCLES)  # type: ignore[no-untyped-call]  # The only way to keep a stream busy for sure.
+        work()
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        self._stack.close()
+
+
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(params=["stand-in", pytest.param("gpu", marks=NEEDS_GPU)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    device = StandIn(monkeypatch) if request.param == "stand-in" else Gpu()
+    if request.param == "gpu":
+        # Nothing that the connector does may wait for the whole device.
+        monkeypatch.setattr(device, "settle", torch.cuda.synchronize)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("the device was synchronized"))
+    yield device
+    monkeypatch.undo()
+    device.close()
+
+
+@pytest.fixture
+def connector() -> Iterator[ModuleType]:
+    with upon_contract() as module:
+        yield module
+
+
+Start = Callable[..., HandoverVllm]
+
+
+@pytest.fixture
+def start(connector: ModuleType, device: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Makes vLLMs, which end with the test."""
+    # UCX's transport within a process aborts if one of its agents ends while another connects to it.
+    monkeypatch.setenv("UCX_TLS", "tcp" if device.name == "cpu" else "tcp,cuda_copy")
+    started: list[HandoverVllm] = []
+
+    def start_one(role: str, **settings: Any) -> HandoverVllm:
+        vllm = HandoverVllm(connector, role, seed=len(started), device=device.name, enqueue=device.enqueue, **settings)
+        started.append(vllm)
+        return vllm
+
+    yield start_one
+    for vllm in sorted(started, key=lambda vllm: vllm.role):
+        vllm.close()
+
+
+def prefilled(prefill: HandoverVllm, name: str, blocks: list[int]) -> dict[str, Any]:
+    """A prompt that prefill has enqueued in steps, and what its answer says."""
+    assert prefill.add(request_of(name, PROMPT, {"do_remote_decode": True}), blocks) == 0
+    prefill.compute(name, chunk=12)
+    held, params = prefill.finish(name)
+    assert held and params is not None
+    return params
+
+
+@pytest.mark.parametrize("is_head_first", [True, False], ids=["heads first", "tokens first"])
+def test_decode_gets_what_the_model_of_prefill_has_still_to_compute(
+    start: Start, device: Any, is_head_first: bool
+) -> None:
+    prefill = start("kv_producer", is_head_first=is_head_first)
+    decode = start("kv_consumer", is_head_first=is_head_first)
+    for turn in range(3):
+        # The last user of these blocks may still write to them, since vLLM gives them on while its steps run.
+        decode.overwrite([1, 2, 3, 4, 5])
+        name = f"d{turn}"
+        decode.add(request_of(name, [turn, *PROMPT[1:]], _asked(prefill, turn)), [1, 2, 3, 4, 5])
+        decode.step_until(lambda: len(decode.loaded) == turn + 1)
+        assert decode.holds(name, [turn, *PROMPT[1:]])
+        device.settle()
+        assert decode.holds(name, [turn, *PROMPT[1:]]), "an earlier step wrote to the blocks after the restore"
+        prefill.step_until(lambda: len(prefill.freed) == turn + 1)
+        prefill.overwrite(PLACES)
+    assert not decode.invalid
+
+
+def _asked(prefill: HandoverVllm, turn: int) -> dict[str, Any]:
+    name, tokens = f"p{turn}", [turn, *PROMPT[1:]]
+    assert prefill.add(request_of(name, tokens, {"do_remote_decode": True}), PLACES) == 0
+    prefill.compute(name, chunk=12)
+    held, params = prefill.finish(name)
+    assert held and params is not None
+    return params
+
+
+def test_what_decode_offers_is_read_after_the_step_and_restored_behind_the_next(start: Start, device: Any) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    assert decode.add(request_of("own", PROMPT, None), PLACES) == 0
+    decode.compute("own", chunk=100)
+    assert decode.finish("own") == (True, None)
+    decode.step_until(lambda: decode.freed)
+    decode.overwrite(PLACES)
+    assert decode.counts["offer_pages_written"] == 4
+    params = prefilled(prefill, "p", PLACES)
+    decode.overwrite(OTHERS)
+    decode.add(request_of("d", PROMPT, params), OTHERS)
+    decode.step_until(lambda: decode.loaded)
+    device.settle()
+    assert decode.holds("d", PROMPT)
+    assert decode.counts["restore_tokens_l2"] == 4 * BLOCK
+    assert decode.counts["restore_tokens_transfer"] == 2
+
+
+def test_a_prompt_that_prefill_preempts_is_sent_as_it_was_computed_again(start: Start) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    params = {"do_remote_prefill": True, "prefill": prefill.scheduler._handover_scheduler._prefill.address, "room": "r"}
+    decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
+    decode.step()
+    prefill.add(request_of("p", PROMPT, {"do_remote_decode": True, "room": "r"}), PLACES)
+    prefill.step({"p": 2 * BLOCK})
+    prefill.preempt("p", OTHERS)
+    prefill.compute("p", chunk=12)
+    assert prefill.finish("p")[0]
+    decode.step_until(lambda: decode.loaded)
+    assert decode.holds("d", PROMPT)
+    assert not decode.invalid
+
+
+def test_an_aborted_restore_gives_its_blocks_back_and_writes_no_more(start: Start, device: Any) -> None:
+    prefill, decode = start("kv_producer"), start("kv_consumer")
+    params = prefilled(prefill, "p", PLACES)
+    decode.overwrite(OTHERS)
+    decode.add(request_of("d", PROMPT, params), OTHERS)
+    decode.step()
+    assert decode.finish("d") == (False, None)
+    decode.step_until(lambda: decode.loaded)
+    decode.overwrite(OTHERS)
+    prefill.step_until(lambda: prefill.freed)
+    device.settle()
+    assert all((cache[OTHERS] == 7.0).all() for cache in decode.caches)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_storage_role_saves_and_loads_kv_in_gpu_memory(connector: ModuleType, tmp_path: Path) -> None:
+    vllm = Vllm(connector, f"file:{tmp_path}?capacity=1GB", device="cuda")
+    try:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types for it.
+        with torch.cuda.stream(stream):
+            saved = [vllm.page(block) for block in PLACES[:4]]
+            assert vllm.serve(PROMPT, PLACES) == 0
+            torch.cuda._sleep(STEP_CYCLES)  # type: ignore[no-untyped-call]  # As above.
+            for cache in vllm.caches.values():
+                cache.zero_()
+            # What the stream has still to do with these blocks comes before the load.
+            assert vllm.serve(PROMPT, OTHERS) == 4 * BLOCK
+            assert [vllm.page(block) for block in OTHERS[:4]] == saved
+    finally:
+        vllm.close()
