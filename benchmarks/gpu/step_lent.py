@@ -1,6 +1,7 @@
 """Pages in tensors that a serving engine lends, of the shapes that SGLang and vLLM allocate.
 
-An engine with `device="lent"` restores into them and is offered what they hold, by way of all sources; and the copies
+The contract tests of both integrations, which need neither, drive them with a model that is behind its stream. An
+engine with `device="lent"` restores into them and is offered what they hold, by way of all sources; and the copies
 of the vLLM connector move whole pages between blocks of any strides and host memory, behind a forward pass that spins.
 """
 
@@ -17,6 +18,7 @@ import uvloop
 
 from benchmarks.gpu.copy_rig import CopyRig, Forward
 from benchmarks.gpu.report import Report, Setting
+from benchmarks.gpu.step_tests import run_pytest
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import pack_tokens
@@ -33,6 +35,9 @@ from tidekv.states.errors import InvalidConfig, RequestFailed
 from tidekv.transports.nixl.transport import NixlTransport
 
 MODEL = "gpu-lent"
+CONTRACTS = ("tests/integrations/test_vllm_on_gpu.py", "tests/integrations/test_sglang_on_gpu.py")
+SHORT = ("tests/integrations/test_vllm_block_copies.py",)
+CONTRACTS_S = 60.0
 LAYERS, HEADS, DIM, PAGE = 3, 4, 64, 16
 LAYOUT = KVLayout(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype="bfloat16", page_size=PAGE)
 Lend = Callable[[int, torch.device], DevicePool]
@@ -211,6 +216,8 @@ def check_blocks(rig: CopyRig, order: str, *, rounds: int) -> str:
 def run(setting: Setting, report: Report) -> None:
     """Check lent pools behind an engine, then the copies of the vLLM connector."""
     os.environ.setdefault("UCX_MODULES", "^ib")
+    files, chosen = (CONTRACTS, ["-m", "gpu"]) if setting.on_cuda else (SHORT if setting.short else CONTRACTS, [])
+    run_pytest(setting, report, files, *chosen, limit_s=CONTRACTS_S)
     rig = CopyRig(setting)
     for order in ("HND", "NHD"):
         wrong = check_blocks(rig, order, rounds=2 if setting.short else 10)

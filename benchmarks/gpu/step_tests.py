@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.report import Report, Setting
@@ -27,12 +28,17 @@ def run(setting: Setting, report: Report) -> None:
         chosen = ["-m", "gpu"]
     else:
         files, chosen = list(SHORT if setting.short else ON_THE_CPU), []
+    run_pytest(setting, report, files, *chosen, limit_s=LIMIT_S)
+
+
+def run_pytest(setting: Setting, report: Report, files: Sequence[str], *chosen: str, limit_s: float) -> None:
+    """Run these files in a process of its own, and report what failed."""
     results = setting.work / "tests.xml"
     # Only the plugins that the tests need: others of the machine may warn, and a warning is an error here.
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     options = ["-q", "-p", "pytest_asyncio.plugin", "-p", "no:cacheprovider", "--durations=5", f"--junitxml={results}"]
     command = [sys.executable, "-m", "pytest", *options, *chosen, *files]
-    done = subprocess.run(command, cwd=ROOT, check=False, timeout=LIMIT_S, env=environment)
+    done = subprocess.run(command, cwd=ROOT, check=False, timeout=limit_s, env=environment)
     if not results.exists():
         report.check("pytest ran", False, f"it exited with {done.returncode} and wrote no results")
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import sys
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from tests.support.sglang_contract import (
     modules,
     request,
 )
-from tests.support.waits import LIMIT_S
+from tests.support.sglang_servers import Servers
 from tidekv.backends.keys.chain import page_digests
 from tidekv.engine.integrations.sglang.handover.plugin import HOOKS, check_hooks, register
 from tidekv.engine.integrations.sglang.handover.requests import PageNamespaces
@@ -40,102 +39,6 @@ from tidekv.states.errors import InvalidConfig
 pytestmark = pytest.mark.nixl
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
 SETTINGS = '{"dials": ["127.0.0.1:*"], "host": "1MB"}'
-
-
-class Servers:
-    """A prefill and a decode scheduler of one rank. `prefill`: one that is there already."""
-
-    def __init__(self, prefill: Any = None) -> None:
-        self.prefill = prefill or sys.modules["sglang.srt.disaggregation.prefill"].PrefillBootstrapQueue()
-        self.decode = sys.modules["sglang.srt.disaggregation.decode"].DecodePreallocQueue()
-        self.mixin = sys.modules["sglang.srt.disaggregation.decode"].SchedulerDisaggregationDecodeMixin
-
-    @property
-    def pools(self) -> tuple[Any, Any]:
-        return self.prefill.token_to_kv_pool, self.decode.token_to_kv_pool
-
-    def close(self) -> None:
-        self.decode.kv_manager.decode.close()
-        self.prefill.kv_manager.prefill.close()
-
-    # --- Prefill ---
-
-    def send(self, tokens: list[int], pages: list[int], room: int, *, chunks: int = 1, **more: Any) -> Any:
-        """Compute a prompt, and hand it over chunk by chunk; returns its request."""
-        req = request(tokens, room, **more)
-        assert self.prefill.create_sender(req, 2)
-        sender = req.disagg_kv_sender
-        self.wait(lambda: sender.poll() == KVPoll.WaitingForInput)
-        assert sender.pop_decode_prefix_len() == 0
-        sender.init(len(pages), room % 8)
-        self.pools[0].compute(tokens, pages)
-        step = -(-len(pages) // chunks)
-        for first in range(0, len(pages), step):
-            if first + step >= len(pages):
-                row, buffers = room % 8, self.prefill.metadata_buffers
-                buffers.output_ids[row, 0], buffers.cached_tokens[row, 0] = tokens[-1] + 1, 4
-                buffers.cached_tokens[row, 1] = 4
-                buffers.bootstrap_room[row, 0] = room
-            sender.send(np.asarray(pages[first : first + step], dtype=np.int32), None)
-        return req
-
-    # --- Decode ---
-
-    def ask(self, tokens: list[int], pages: list[int], room: int, *, have: int = 0, **more: Any) -> Any:
-        """Ask for a prompt of which the tree has the first `have` tokens; returns what SGLang queues."""
-        asked = self.decode._create_receiver_and_enqueue(request(tokens, room, **more))
-        receiver, req = asked.kv_receiver, asked.req
-        if receiver.poll() == KVPoll.Bootstrapping:
-            assert self.decode.kv_manager.try_ensure_parallel_info(req.bootstrap_addr)
-            receiver.init(0)
-        if receiver.poll() != KVPoll.WaitingForInput:
-            return asked
-        table = self.decode.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        for number, page in enumerate(pages):
-            for offset in range(PAGE):
-                table[number * PAGE + offset] = page * PAGE + offset
-        receiver.send_metadata(
-            np.asarray(pages[have // PAGE :], dtype=np.int32), room % 8, None, decode_prefix_len=have
-        )
-        return asked
-
-    def commit(self, asked: Any) -> None:
-        """What SGLang does with a request whose prompt has arrived."""
-        self.wait(lambda: asked.kv_receiver.poll() == KVPoll.Success)
-        assert (
-            int(self.decode.metadata_buffers.bootstrap_room[asked.req.bootstrap_room % 8, 0])
-            == asked.req.bootstrap_room
-        )
-        self.decode.tree_cache.checkpoint_into_tree(asked.req, up_to=len(asked.req.origin_input_ids))
-        asked.kv_receiver.clear()
-
-    def settle(self) -> None:
-        """Let what the tree took in be copied."""
-        self.wait(self._is_reaped)
-
-    def _is_reaped(self) -> bool:
-        self.mixin.process_decode_queue(self.decode.scheduler)
-        return not self.decode.tree_cache.locked
-
-    def serve(
-        self, tokens: list[int], theirs: list[int], ours: list[int], room: int, *, have: int = 0
-    ) -> dict[str, int]:
-        """Serve a prompt; returns its tokens by source."""
-        asked = self.ask(tokens, ours, room, have=have)
-        sent = self.send(tokens, theirs, room)
-        self.commit(asked)
-        self.wait(lambda: sent.disagg_kv_sender.poll() == KVPoll.Success)
-        sent.disagg_kv_sender.clear()
-        assert self.pools[1].holds(tokens, ours)
-        self.settle()
-        return {source: count for source, count in asked.kv_receiver.restore.sources.items() if count}
-
-    @staticmethod
-    def wait(condition: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + LIMIT_S
-        while not condition():
-            assert time.monotonic() < end_s, "it did not happen"
-            time.sleep(0.001)
 
 
 @pytest.fixture

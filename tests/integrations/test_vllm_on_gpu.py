@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any  # vLLM's objects are not typed here.
@@ -136,11 +137,11 @@ def test_decode_gets_what_the_model_of_prefill_has_still_to_compute(
         decode.overwrite([1, 2, 3, 4, 5])
         name = f"d{turn}"
         decode.add(request_of(name, [turn, *PROMPT[1:]], _asked(prefill, turn)), [1, 2, 3, 4, 5])
-        decode.step_until(lambda: len(decode.loaded) == turn + 1)
+        decode.step_until(partial(decode.loaded.__contains__, name))
         assert decode.holds(name, [turn, *PROMPT[1:]])
         device.settle()
         assert decode.holds(name, [turn, *PROMPT[1:]]), "an earlier step wrote to the blocks after the restore"
-        prefill.step_until(lambda: len(prefill.freed) == turn + 1)
+        prefill.step_until(partial(prefill.freed.__contains__, f"p{turn}"))
         prefill.overwrite(PLACES)
     assert not decode.invalid
 

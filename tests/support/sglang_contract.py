@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -183,10 +183,16 @@ def _wrapped(inner, hook, hook_type):
 class MHATokenToKVPool:
     """Keys and values of `pages` pages; page 0 is SGLang's own."""
 
+    device = "cpu"
+    """Where pools are made; for tests with a GPU."""
+
     def __init__(self, pages: int) -> None:
         self.page_size, self.dtype = PAGE, torch.float32
-        self.k_buffer = [torch.zeros(pages * PAGE, HEADS, DIM) for _ in range(LAYERS)]
-        self.v_buffer = [torch.zeros(pages * PAGE, HEADS, DIM) for _ in range(LAYERS)]
+        shape = (pages * PAGE, HEADS, DIM)
+        self.k_buffer = [torch.zeros(shape, device=self.device) for _ in range(LAYERS)]
+        self.v_buffer = [torch.zeros(shape, device=self.device) for _ in range(LAYERS)]
+        self.enqueue: Callable[[Callable[[], None]], None] = lambda work: work()
+        """Puts work of the model on the stream of its forward."""
 
     def get_cpu_copy(self, indices):
         return [buffer[indices].clone() for buffer in (*self.k_buffer, *self.v_buffer)]
@@ -202,10 +208,13 @@ class MHATokenToKVPool:
 
     def compute(self, tokens: list[int], pages: list[int]) -> None:
         """Write what a model would: values that depend on the token and its place."""
+        self.enqueue(functools.partial(self._compute, list(tokens), list(pages)))
+
+    def _compute(self, tokens: list[int], pages: list[int]) -> None:
         for place, token in enumerate(tokens):
             at = pages[place // PAGE] * PAGE + place % PAGE
             for number, buffer in enumerate((*self.k_buffer, *self.v_buffer)):
-                buffer[at] = token * 8 + number + place / 1024
+                buffer[at].fill_(token * 8 + number + place / 1024)
 
     def holds(self, tokens: list[int], pages: list[int]) -> bool:
         """Whether pages hold the KV of these tokens."""

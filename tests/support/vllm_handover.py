@@ -253,8 +253,7 @@ class HandoverVllm:
     def overwrite(self, blocks: Sequence[int]) -> None:
         """Blocks that another request uses from now on."""
         for cache in (cache for caches in self.caches_by_rank for cache in caches):
-            # Block by block: a list of blocks would be copied to a GPU, which waits for it.
-            self.enqueue(lambda cache=cache: [cache[block].fill_(7.0) for block in blocks])  # type: ignore[misc]
+            self.enqueue(partial(_overwrite, cache, list(blocks)))
 
     def finish(self, name: str) -> tuple[bool, dict[str, Any] | None]:
         """A request has finished, or was aborted."""
@@ -317,3 +316,9 @@ class HandoverVllm:
 def _fill(cache: torch.Tensor, kv: torch.Tensor, table: Sequence[int], places: range) -> None:
     for at in places:
         cache[table[at // BLOCK], :, at % BLOCK] = kv[at]
+
+
+def _overwrite(cache: torch.Tensor, blocks: Sequence[int]) -> None:
+    # Block by block: a list of blocks would be copied to a GPU, which waits for it.
+    for block in blocks:
+        cache[block].fill_(7.0)
