@@ -105,7 +105,7 @@ class _HandOver:
 class PrefillThread:
     """Serves rooms of a `PrefillPeer` for a host that calls from its own thread. A context manager; it lives once.
 
-        with PrefillThread(PrefillPeer(device=pool, transport=transport, listen="10.0.0.5:7000")) as prefill:
+        with PrefillThread(PrefillPeer(config, device=pool, transport=transport)) as prefill:
             prefill.open("r1", prompt_digest(tokens))
             prefill.send("r1", pages[:16], start_token=0)      # after each step of the model
             prefill.send("r1", pages[16:], start_token=1024)

@@ -71,7 +71,7 @@ async def test_next_turns_come_from_storage_with_the_length_that_the_dialog_pred
 SCRIPT = """
 import asyncio, json, sys
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, HostPool, KVLayout, LoopbackTransport
-from tidekv import PrefillPeer, open_storage
+from tidekv import PrefillConfig, PrefillPeer, open_storage
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
@@ -83,7 +83,7 @@ async def main(uri, prompts):
     network = LoopbackNetwork()
     device, pool = DevicePool.allocate(LAYOUT, 256), DevicePool.allocate(LAYOUT, 256)
     async with (
-        PrefillPeer(device=pool, transport=LoopbackTransport("prefill-0", network), listen="prefill",
+        PrefillPeer(PrefillConfig(listen="prefill"), device=pool, transport=LoopbackTransport("prefill-0", network),
                     on_room=SyntheticPrefill(pool).serve),
         DecodeEngine(EngineConfig(), device=device, host=HostPool.allocate(LAYOUT, 256), storage=open_storage(uri),
                      transport=LoopbackTransport("decode-0", network)) as engine,

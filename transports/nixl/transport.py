@@ -278,7 +278,7 @@ class NixlTransport:
             await link.close("the data plane of this worker listens on loopback only")
             raise InvalidConfig(
                 f"{address} is on another machine, which cannot write here: UCX listens on loopback only. Pass "
-                f'NixlTransport(data_network="any"), or name the network devices in {UCX_DEVICES_VARIABLE}'
+                f'NixlOptions(data_network="any"), or name the network devices in {UCX_DEVICES_VARIABLE}'
             )
         self._counts["links"] += 1
         return link
