@@ -1,0 +1,238 @@
+"""Counts of how the code of any checkout is cut: `python3 -m tools.structure [CHECKOUT]`.
+
+It counts lines of Python files, and traces one restore of 64 pages, of which storage has 41. The restore runs the code
+of the checkout with the installed packages of this interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BESIDE = ("integrations", "cli", "demo", "doctor", "simulation", "rig")
+"""Folders of `engine` that are not the library itself: they use it, or check it."""
+PACKAGES = ("src", "states", "backends", "transports", "engine")
+PAGE = 16
+PAGES = 64
+HITS = 41
+"""A number that nothing else in the restore has: a value of 41 is the hit count of storage."""
+VLLM_FORMS = ("engine/integrations/vllm", "engine/decode", "states/records", "states/request")
+
+
+def lines_in(root: Path, *folders: str) -> int:
+    """Lines of the Python files in these folders."""
+    return sum(len(path.read_text().splitlines()) for folder in folders for path in modules_in(root / folder))
+
+
+def modules_in(folder: Path) -> Iterator[Path]:
+    """Python files below a folder, each once: links are not followed."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not (Path(place) / name).is_symlink()]
+        yield from (Path(place) / name for name in sorted(names) if name.endswith(".py"))
+
+
+def request_forms(root: Path) -> list[str]:
+    """Records with the id of a request, in the folders that a request of vLLM passes at decode."""
+    return sorted(
+        f"{path.relative_to(root)}:{node.name}"
+        for folder in VLLM_FORMS
+        for path in modules_in(root / folder)
+        if path.name not in ("events.py", "commands.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and "request_id" in fields_of(node)
+    )
+
+
+def fields_of(kind: ast.ClassDef) -> set[str]:
+    """Fields that a class declares or that its `__init__` assigns."""
+    declared = [node.target for node in kind.body if isinstance(node, ast.AnnAssign)]
+    found = {target.id for target in declared if isinstance(target, ast.Name)}
+    for node in kind.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            found |= {
+                target.attr
+                for step in ast.walk(node)
+                if isinstance(step, ast.Assign)
+                for target in step.targets
+                if isinstance(target, ast.Attribute)
+            }
+    return found
+
+
+def count_lines(root: Path) -> dict[str, int]:
+    """Lines by part of the checkout."""
+    wheel = lines_in(root, *PACKAGES)
+    beside = lines_in(root, *(f"engine/{name}" for name in BESIDE))
+    return {
+        "lines of the wheel": wheel,
+        "lines of the library alone": wheel - beside,
+        "lines of benchmarks": lines_in(root, "benchmarks"),
+        "lines of simulation": lines_in(root, "simulation"),
+        "lines of tests": lines_in(root, "tests"),
+    }
+
+
+# --- In a process of its own, with the code of the checkout ---
+
+
+class Trace:
+    """Modules of the package that run on the event loop's thread while it is on."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = f"{root}{os.sep}"
+        self._last = ""
+        self._names: dict[str, str] = {}
+        self.modules: set[str] = set()
+        self.with_hits: set[str] = set()
+        self.changes = 0
+
+    def _module(self, path: str) -> str:
+        if path not in self._names:
+            real = os.path.realpath(path)
+            is_ours = real.startswith(self._root) and f"{os.sep}." not in real[len(self._root) :]
+            self._names[path] = real[len(self._root) :] if is_ours else ""
+        return self._names[path]
+
+    def note(self, frame: Any, kind: str, value: object) -> None:
+        """Take a call or a return."""
+        if kind not in ("call", "return"):
+            return
+        module = self._module(frame.f_code.co_filename)
+        if not module.startswith(("states", "backends", "transports", "engine")):
+            return
+        if kind == "call":
+            self.modules.add(module)
+            self.changes += self._last not in ("", module)
+            self._last = module
+        if kind == "return" and (is_hits(value) or has_hits(frame.f_locals)):
+            self.with_hits.add(module)
+
+
+def is_hits(value: object) -> bool:
+    """Whether a value is the hit count."""
+    return type(value) is int and value == HITS
+
+
+def has_hits(values: dict[str, object]) -> bool:
+    """Whether a local variable is the hit count, or a record with a field that is."""
+    for value in list(values.values()):
+        if is_hits(value):
+            return True
+        names = getattr(type(value), "__struct_fields__", ()) or getattr(type(value), "_fields", ())
+        if not isinstance(names, tuple):
+            continue
+        if any(is_hits(getattr(value, name, None)) for name in names):
+            return True
+    return False
+
+
+def count_triggers(kind: Any, counts: list[int]) -> None:
+    """Count the triggers of a class of events, and those that take no row."""
+    trigger = kind.trigger
+
+    def counted(self: Any, *given: Any, **named: Any) -> Any:
+        took = trigger(self, *given, **named)
+        counts[0] += 1
+        counts[1] += not took
+        return took
+
+    kind.trigger = counted
+
+
+async def restore_once(root: Path, store: str) -> dict[str, int]:
+    """Store a prompt's pages, then trace the restore of a longer prompt on another engine."""
+    import transitions
+
+    import tidekv  # That of the checkout, whose path the parent has set.
+    import tidekv.engine.decode.decode_engine  # Its machine is loaded with it.
+
+    layout = tidekv.KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32", page_size=PAGE)
+    counts = [0, 0]
+
+    async def prefill(room: Any) -> None:
+        await room.send(range(-(-room.prompt_tokens // PAGE)), start_token=0)
+        await room.finish(first_token=7)
+        await room.received()
+
+    # Before a core is made, which keeps bound triggers. A checkout may have a machine of its own.
+    for kind in (transitions.core.Event, *transitions.core.Event.__subclasses__()):
+        if "trigger" in vars(kind):
+            count_triggers(kind, counts)
+    trace = Trace(root)
+    for name, pages in (("first", HITS), ("second", PAGES)):
+        transports = [tidekv.NixlTransport(name=each) for each in (f"p-{name}", f"d-{name}")]
+        pools = [tidekv.DevicePool.allocate(layout, num_pages=2 * PAGES) for _ in range(2)]
+        host = tidekv.HostPool.allocate(layout, num_pages=2 * PAGES)
+        peer = tidekv.PrefillPeer(device=pools[0], transport=transports[0], on_room=prefill)
+        engine = tidekv.DecodeEngine(
+            tidekv.EngineConfig(),
+            device=pools[1],
+            host=host,
+            storage=tidekv.open_storage(store),
+            transport=transports[1],
+        )
+        async with peer, engine:
+            request = tidekv.DecodeRequest(
+                request_id=name, tokens=[*range(pages * PAGE + 1)], prefill=peer.address, send_prompt=True
+            )
+            counts[:] = [0, 0]
+            if name == "second":
+                sys.setprofile(trace.note)
+            ready = await engine.restore(request)
+            sys.setprofile(None)
+            found = {"triggers of a restore": counts[0], "triggers that take no row": counts[1]}
+            sources = dict(ready.sources)
+            await engine.finish(ready)
+            await engine.wait_settled()
+    assert sources["l3"] == HITS * PAGE, f"storage served {sources}"
+    return {
+        "modules of a restore": len(trace.modules),
+        "changes of module in a restore": trace.changes,
+        **found,
+        "modules that the hit count of storage passes": len(trace.with_hits),
+    }
+
+
+def measure(root: Path) -> dict[str, int]:
+    """Counts of a checkout."""
+    paths = os.pathsep.join((str(root / "src"), str(root)))
+    with tempfile.TemporaryDirectory() as place:
+        run = subprocess.run(
+            [sys.executable, str(Path(__file__).resolve()), str(root), "--trace", f"file:{place}?capacity=64MiB"],
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    if run.returncode:
+        raise SystemExit(f"the restore of {root} failed:\n{run.stderr}")
+    traced = json.loads(run.stdout.splitlines()[-1])
+    return {**count_lines(root), **traced, "forms of a vLLM request": len(request_forms(root))}
+
+
+def main() -> None:
+    """Print the counts of a checkout, or trace its restore."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("checkout", nargs="?", type=Path, default=Path(__file__).resolve().parent.parent)
+    parser.add_argument("--trace", metavar="URI", help="only trace a restore with this storage, and print JSON")
+    options = parser.parse_args()
+    root = options.checkout.resolve()
+    if options.trace:
+        print(json.dumps(asyncio.run(restore_once(root, options.trace))))
+        return
+    for name, count in measure(root).items():
+        print(f"{count:>8,}  {name}")
+
+
+if __name__ == "__main__":
+    main()
