@@ -238,7 +238,7 @@ def test_the_commands_for_a_gpu_exist() -> None:
         assert words[:2] == ["python", "-m"]
         if words[2] == "pytest":
             for word in words[3:]:
-                assert word in ("-m", "gpu") or (ROOT / word).is_file(), line
+                assert word in ("-m", "gpu") or list(ROOT.glob(word)), line
             continue
         done = subprocess.run(
             [sys.executable, "-m", words[2], "--help"], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
