@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,9 +138,54 @@ def handover_table() -> str:
     return "\n".join(lines)
 
 
+def sglang_table() -> str:
+    """Return what real SGLang servers did: each cache of decode beside the others, and what clients got amid faults."""
+    report, faults = _read("sglang.json"), _read("sglang_faults.json")
+    lines = ["No run was kept."] if report is None else _sglang_caches(report)
+    if faults is not None:
+        about, (one,) = faults["about"], faults["figures"]
+        errors = sum(one["http_errors"].values())
+        held = "nothing is held" if not any(one["held"].values()) else "pages are held"
+        lines += [
+            "",
+            f"`{about['command']}` ({about['date']}, commit {about['commit']}, {about['machine']}): {one['answers']:,} "
+            f"answers, {len(one['wrong'])} wrong, {len(one['lost'])} lost, {errors} HTTP errors, {one['aborted']} "
+            f"requests aborted; {held} at the end.",
+        ]
+    return "\n".join(lines)
+
+
+def _sglang_caches(report: Mapping[str, Any]) -> list[str]:
+    about, found = report["about"], report["figures"]
+    titles = {"none": "no cache", "l2": "HiCache, L2", "file": "HiCache, L2 and file", "tidekv": "tidekv"}
+    rows = {
+        "MiB from prefill": [f"{one['bytes_from_prefill'] / MIB:.1f}" for one in found],
+        "ms to the first token from the second turn on, p50": [
+            f"{1e3 * median(s for turn, each in one['first_token_s'].items() if int(turn) >= 1 for s in each):,.0f}"
+            for one in found
+        ],
+        "ms of CPU of decode's scheduler for a request": [
+            f"{1e3 * one['cpu_s']['decode scheduler'] / one['answers']:,.0f}" for one in found
+        ],
+        "answers": [f"{one['answers']:,}" for one in found],
+        "wrong or lost answers, HTTP errors": [
+            f"{len(one['wrong']) + len(one['lost']) + sum(one['http_errors'].values())}" for one in found
+        ],
+    }
+    return [
+        f"`{about['command']}` ({about['date']}, commit {about['commit']}, {about['machine']}, load {about['load']}). "
+        "Decode's device memory holds a third of all conversations:",
+        "",
+        f"| | {' | '.join(titles[one['variant']] for one in found)} |",
+        f"|---|{'---:|' * len(found)}",
+        *(f"| {title} | {' | '.join(cells)} |" for title, cells in rows.items()),
+    ]
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme_table,
     "docs/gpu.md": gpu_table,
+    "docs/sglang.md": sglang_table,
     "docs/vllm-handover.md": handover_table,
 }
 """The table of each page, by its path in the checkout."""
