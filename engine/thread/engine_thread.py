@@ -290,6 +290,13 @@ class EngineThread:
         checked(request, DecodeRequest, "request")
         self._loop.post(lambda: self._decline(request))
 
+    def hint(self, envelope: object) -> None:
+        """See `DecodeEngine.hint`. Never waits: outcomes are counted, and what is no envelope is logged.
+
+        Raises EngineClosed.
+        """
+        self._loop.post(lambda: self._loop.spawn(self._hint(envelope), "hint"))
+
     def abort(self, request_id: str) -> bool:
         """End a request; False if it is not live or is being given back. Never waits.
 
@@ -519,6 +526,12 @@ class EngineThread:
         await self._engine.abort(live.request_id)
         if was_ready:
             self._tickets.forget(live)
+
+    async def _hint(self, envelope: object) -> None:
+        try:
+            await self._engine.hint(envelope)
+        except InvalidRequest as error:
+            LOG.warning("KV hints are not followed", cause=str(error))
 
     def _decline(self, request: DecodeRequest) -> None:
         try:

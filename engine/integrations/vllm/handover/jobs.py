@@ -41,6 +41,8 @@ class RestoreJob:
     have_tokens: int
     namespace: str
     names: BlockNames | None = None
+    priority: int = 0
+    """As the decode engine has it: requests of higher priority come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,8 @@ class SendJob:
 class OfferJob:
     """Full blocks of a finished decode, which go to host memory and storage; vLLM holds them meanwhile.
 
-    `tokens` are those of the blocks, as packed little-endian u32.
+    `tokens` are those of the blocks, as packed little-endian u32. `hints`: an envelope of KV hints for the blocks, once
+    they are there.
     """
 
     request_id: str
@@ -67,6 +70,7 @@ class OfferJob:
     blocks: tuple[int, ...]
     namespace: str
     names: BlockNames | None = None
+    hints: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +92,9 @@ class HandoverJobs:
 
     `aborted`: requests whose restore is not needed any more. `preempted`: requests whose blocks are given to others
     with this step. `held`: prompts that have finished and whose blocks vLLM holds until the worker reports them; True
-    if all of their blocks were sent. `is_short`: a request waits for blocks, so held ones that no decode worker
-    asks for are released. `is_reset`: what was kept so far is not found any more. `publishes_again`: vLLM has told the
-    listeners of its KV events that nothing is left.
+    if all of their blocks were sent. `hints`: envelopes of KV hints of requests that have arrived. `is_short`: a
+    request waits for blocks, so held ones that no decode worker asks for are released. `is_reset`: what was kept so far
+    is not found any more. `publishes_again`: vLLM has told the listeners of its KV events that nothing is left.
     """
 
     restores: list[RestoreJob] = field(default_factory=list)
@@ -100,6 +104,7 @@ class HandoverJobs:
     aborted: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     held: dict[str, bool] = field(default_factory=dict)
+    hints: list[Mapping[str, object]] = field(default_factory=list)
     is_short: bool = False
     is_reset: bool = False
     publishes_again: bool = False
@@ -115,6 +120,7 @@ class HandoverJobs:
             or self.aborted
             or self.preempted
             or self.held
+            or self.hints
             or self.is_short
             or self.is_reset
             or self.publishes_again

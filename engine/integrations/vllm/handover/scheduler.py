@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any  # vLLM's requests are not typed here: tes
 from uuid import uuid4
 
 from tidekv.backends.keys.chain import namespace_seed, pack_tokens
+from tidekv.engine.decode.values import PRIORITY_MAX
+from tidekv.engine.integrations.vllm.handover.hints import hints_of
 from tidekv.engine.integrations.vllm.handover.jobs import (
     PREFILL_FIRST,
     BlockNames,
@@ -148,6 +150,16 @@ class DecodeScheduler:
         self._jobs = HandoverJobs()
         """Jobs of the next step."""
         self._reset_salt = ""
+        self._late_hints: dict[str, Mapping[str, object]] = {}
+        """Envelopes of KV hints that are acted on when their request has ended, by request."""
+
+    def arrived(self, request: Any) -> None:
+        """Take the KV hints of a new request."""
+        now, late = hints_of(request, namespace_of(request, self._reset_salt))
+        if now is not None:
+            self._jobs.hints.append(now)
+        if late is not None:
+            self._late_hints[request.request_id] = late
 
     def matched(self, request: Any, computed: int) -> int | None:
         """Return the tokens of the prompt behind `computed`, which ends a block, if prefill is to send them.
@@ -215,6 +227,7 @@ class DecodeScheduler:
                 have_tokens=self._computed[request_id],
                 namespace=namespace_of(request, self._reset_salt),
                 names=self._names_of(request, int(request.num_prompt_tokens) // self._block_size),
+                priority=_priority_of(request),
             )
         )
 
@@ -249,6 +262,7 @@ class DecodeScheduler:
         If a restore is still under way it is aborted, and vLLM holds the blocks by itself until that has ended.
         """
         request_id, size = request.request_id, self._block_size
+        hints = self._late_hints.pop(request_id, None)
         if (
             _names_room(request)
             and request_id not in self._claimed
@@ -274,6 +288,7 @@ class DecodeScheduler:
                 tuple(blocks[:full]),
                 namespace_of(request, self._reset_salt),
                 self._names_of(request, full),
+                hints,
             )
         )
         return True
@@ -423,6 +438,8 @@ class HandoverScheduler:
 
     def arrived(self, request: Any) -> None:
         """Take note of a new request."""
+        if self._decode is not None:
+            self._decode.arrived(request)
         if self._prefill is not None:
             self._prefill.arrived(request)
 
@@ -478,6 +495,11 @@ class HandoverScheduler:
 
     def close(self) -> None:
         """Do nothing: the scheduler's side owns no resources."""
+
+
+def _priority_of(request: Any) -> int:
+    """Return a request's priority as the decode engine has it: vLLM's is the higher, the lower its number."""
+    return max(-PRIORITY_MAX, min(PRIORITY_MAX, -int(getattr(request, "priority", 0))))
 
 
 def _digest_of(request: Any, tokens: bytes) -> PromptDigest:

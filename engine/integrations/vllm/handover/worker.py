@@ -230,6 +230,7 @@ class DecodeWorker:
                 prefill=self._handover.own_address(job.prefill),
                 namespace=job.namespace,
                 prompt_digest=job.prompt,
+                priority=job.priority,
             )
             self._jobs[self._engine.restore_into(request, job.blocks, job.have_tokens)] = job
         except TidekvError as error:
@@ -245,6 +246,11 @@ class DecodeWorker:
             self._jobs[self._engine.offer(job.tokens, job.blocks, namespace=job.namespace)] = job
         except TidekvError as error:
             self._end_offer(job, str(error))
+
+    def hint(self, envelope: Mapping[str, object]) -> None:
+        """Act on KV hints in the background."""
+        with suppress(EngineClosed):  # They are advice.
+            self._engine.hint(envelope)
 
     def decline(self, job: DeclineJob) -> None:
         """Let prefill release the blocks of a prompt that is not restored here."""
@@ -322,6 +328,8 @@ class DecodeWorker:
                 for name in ("written", "present", "declined"):
                     self._counts[f"offer_pages_{name}"] += getattr(outcome.offered, name)
                 self._freed.add(job.request_id)
+                if job.hints is not None:
+                    self.hint(job.hints)
             elif isinstance(outcome, Failed) and job is not None:
                 if _is_end_of_engine(outcome.error):
                     self._give_up(outcome.error)
@@ -447,6 +455,8 @@ class HandoverWorker:
             prefill.before_forward(jobs)
         for decode in self._decodes:
             decode.change_events(jobs)
+            for envelope in jobs.hints:
+                decode.hint(envelope)
             for request_id in jobs.aborted:
                 decode.abort(request_id)
             for job in jobs.declined:
