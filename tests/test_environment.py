@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from tests.support.waits import LIMIT_S
 from tools import environment
 from tools.environment import Package, describe
 
@@ -58,6 +61,26 @@ def test_what_was_announced_is_installed_once(
     with pytest.raises(SystemExit, match="pip failed with exit code 1"):
         environment.fill(tmp_path / "other", ["missing"], marker=tmp_path / "other" / "marker", wanted="1")
     assert not (tmp_path / "other" / "marker").exists()
+
+
+def test_a_second_start_waits_for_the_first_one_and_uses_what_that_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the environment was cleared under its maker")
+
+    waits = threading.Event()
+    monkeypatch.setattr(environment.venv, "create", never)
+    monkeypatch.setattr(environment, "say", lambda line: waits.set() if "waiting" in line else None)
+    made, marker = tmp_path / "made", tmp_path / "marker"
+    with ThreadPoolExecutor(1) as threads:
+        with environment.only_one(made):
+            second = threads.submit(environment.fill, made, ["upper"], marker=marker, wanted="1")
+            assert waits.wait(LIMIT_S)
+            (made / "bin").mkdir(parents=True)
+            (made / "bin" / "python").touch()
+            marker.write_text("1")
+        assert second.result(LIMIT_S) == made / "bin" / "python"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ anything large is downloaded. Needs only the standard library and pip, since it 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -15,8 +16,9 @@ import tempfile
 import urllib.error
 import urllib.request
 import venv
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -124,15 +126,45 @@ def fill(
     this Python has no pip.
     """
     python = directory / "bin" / "python"
-    if marker.is_file() and marker.read_text() == wanted and python.exists():
+
+    def is_filled() -> bool:
+        return marker.is_file() and marker.read_text() == wanted and python.exists()
+
+    if is_filled():
         return python
+    with only_one(directory):
+        # Another process may have made it meanwhile.
+        if not is_filled():
+            marker.unlink(missing_ok=True)
+            _fill(directory, python, requirements, mend)
+            marker.write_text(wanted)
+    return python
+
+
+@contextmanager
+def only_one(directory: Path) -> Iterator[None]:
+    """Wait for any other process that sets up an environment beside this one: two terminals may start at once."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # The lock of the parent leaves no file behind, and ends with the process.
+    lock = os.open(directory.parent, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another dev.py, which sets up an environment in {directory.parent}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _fill(directory: Path, python: Path, requirements: Sequence[str], mend: Callable[[Path], None] | None) -> None:
     if subprocess.run([*PIP, "--version"], capture_output=True, check=False).returncode:
         sys.exit(
             f"dev.py: {PIP[0]} has no pip, which fills {directory.name}. Install it (Debian, Ubuntu: apt install "
             f"python3-pip; elsewhere: {PIP[0]} -m ensurepip), or start dev.py with another Python"
         )
     say(f"setting up {directory.name} (once; needs the package registry)")
-    marker.unlink(missing_ok=True)
     venv.create(directory, with_pip=False, clear=True, symlinks=True)
     say("resolving what to install")
     packages = resolve(python, requirements)
@@ -141,8 +173,6 @@ def fill(
     install(python, packages)
     if mend is not None:
         mend(python)
-    marker.write_text(wanted)
-    return python
 
 
 def print_python(variable: str, set_up: Callable[[], Path], has: str) -> None:
