@@ -343,7 +343,7 @@ class ReportHinted(Command, frozen=True, kw_only=True):
 
     call: int
     outcome: str
-    pages: int
+    page_count: int
 
 
 class ForgetTokens(Command, frozen=True, kw_only=True):

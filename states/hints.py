@@ -111,12 +111,12 @@ class Hints:
         act = self._actions.get(event.action)
         outcome, pages = ("rejected", 0) if act is None else act(event)
         self._state.count(f"hints_{outcome}")
-        self._state.emit(ReportHinted(call=event.call, outcome=outcome, pages=pages))
+        self._state.emit(ReportHinted(call=event.call, outcome=outcome, page_count=pages))
 
     def refuse(self, event: HintReceived) -> None:
         """Report a hint on which acting has raised."""
         self._state.count("hints_rejected")
-        self._state.emit(ReportHinted(call=event.call, outcome="rejected", pages=0))
+        self._state.emit(ReportHinted(call=event.call, outcome="rejected", page_count=0))
 
     # --- Pins ---
 
@@ -149,9 +149,10 @@ class Hints:
         """Give up a pin. Can be called again after an exception."""
         if pin not in self.pins:
             return
-        self._state.end_operation(pin.op)
+        # First: if it raises, the pin keeps its end.
         if not pin.receipt.released:
             self._state.index.unpin(pin.receipt)
+        self._state.end_operation(pin.op)
         del self.pins[pin]
         self._state.may_look_ahead()
         self._state.pages_were_freed()

@@ -581,7 +581,7 @@ class PendingCalls:
         # As with a flush, other ranks have no call.
         done = self._hints.pop(command.call, None)
         if done is not None and not done.done():
-            done.set_result((command.outcome, command.pages))
+            done.set_result((command.outcome, command.page_count))
 
     def _forget_tokens(self, command: commands.ForgetTokens) -> None:
         self._tokens_left.pop(command.serial, None)

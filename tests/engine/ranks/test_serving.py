@@ -42,6 +42,32 @@ async def test_ranks_serve_through_every_tier_with_equal_pages(world, ranks: int
         await world.settle(members)
 
 
+async def test_all_ranks_act_on_the_hints_of_the_first_one_and_others_refuse_them(world) -> None:
+    def envelope(kind: str, **payload: object) -> dict[str, object]:
+        payload |= {"token_ids": list(world.PROMPT)}
+        action = {"action_id": "a", "action_type": kind, "action_version": "1.0", "payload": payload}
+        return {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+
+    full = world.FULL_PAGES * world.PAGE_SIZE
+    async with world.instance(2) as members:
+        await world.finish_all(members, await world.restore_all(members, "first"))
+        await world.settle(members)
+        (pinned,) = await members[0].engine.hint(envelope("kv.pin", ttl_ms=3_600_000))
+        assert (pinned.outcome, pinned.tokens) == ("accepted", full)
+        with pytest.raises(InvalidRequest, match="call them on rank 0 only"):
+            await members[1].engine.hint(envelope("kv.unpin"))
+        await world.settle(members)
+        assert [member.engine._core.hints.pinned_pages for member in members] == [world.FULL_PAGES] * 2
+        (demoted,) = await members[0].engine.hint(envelope("kv.demote"))
+        assert demoted.outcome == "accepted"
+        readies = await world.restore_all(members, "demoted")
+        assert readies[0].sources["l2"] == full
+        await world.finish_all(members, readies)
+        (unpinned,) = await members[0].engine.hint(envelope("kv.unpin"))
+        assert unpinned.outcome == "accepted"
+        await world.settle(members)
+
+
 async def test_stages_restore_their_own_layers_from_every_tier_and_decide_as_one(world) -> None:
     async with world.instance(2, stages=2) as members:
         await world.finish_all(members, await world.restore_all(members, "transfer"))
