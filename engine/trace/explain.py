@@ -47,7 +47,7 @@ def explain(trace: RequestTrace, *, now_s: float, unix_s: float | None = None) -
     for plan in trace.plans:
         lines += _plan(trace, plan)
     lines += _works(trace)
-    lines += [f"Meanwhile, at {_ms(at_s - trace.arrived_at_s)}, {words}." for at_s, words in trace.notes]
+    lines += [_note(at_s - trace.arrived_at_s, words) for at_s, words in trace.notes]
     lines += [
         f"Fallback at {_ms(note.at_s - trace.arrived_at_s)}: {note.cause}; {note.consequence}."
         for note in trace.fallbacks
@@ -83,6 +83,12 @@ def failures_by_cause(traces: Iterable[RequestTrace]) -> str:
         return ""
     parts = "; ".join(f"{cause}: {count}" for cause, count in counts.most_common())
     return f"Failed requests: {counts.total()} ({parts})."
+
+
+def _note(after_s: float, words: str) -> str:
+    if after_s < 0.0:
+        return f"Before it arrived, {_ms(-after_s)} earlier, {words}."
+    return f"Meanwhile, at {_ms(after_s)}, {words}."
 
 
 def _headline(trace: RequestTrace, now_s: float) -> str:

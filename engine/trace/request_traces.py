@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tidekv.engine.trace.causes import (
     AFTER_RAISES,
@@ -109,6 +110,22 @@ UNTOLD_CAUSES = (
 """Causes of an extend that no outcome reported before."""
 
 
+HINTS_MAX = 64
+"""Hints that are remembered for requests that arrive later: the last ones."""
+
+
+class _Hint(NamedTuple):
+    at_s: float
+    namespace: str
+    keys: bytes
+    words: str
+
+    def is_about(self, namespace: str, keys: bytes) -> bool:
+        """Whether it named a prefix of the prompt, or one that goes on behind it."""
+        is_same = keys.startswith(self.keys) or (self.keys.startswith(keys) and bool(keys))
+        return is_same and self.namespace == namespace
+
+
 class RequestTraces:
     """Traces of all requests of a core: a `Watcher` of its steps, from the first one on."""
 
@@ -137,6 +154,7 @@ class RequestTraces:
         self._breaker_is_open = False
         self._kept: dict[int, int] = {}
         """Tokens of a finished request, by its serial, until they are backed up."""
+        self._hints: deque[_Hint] = deque(maxlen=HINTS_MAX)
         self._given_away: dict[str, RequestTrace] = {}
         """Retracted requests that may be resumed."""
         # Each kind of command has a handler of that kind only.
@@ -158,6 +176,7 @@ class RequestTraces:
             commands.ReportFinished: self._finished,
             commands.ReportRetracted: self._retracted,
             commands.ReportDropped: self._dropped,
+            commands.ReportHinted: self._hinted,
             commands.ForgetTokens: self._forget_tokens,
         }
 
@@ -203,6 +222,9 @@ class RequestTraces:
             event.deadline_at_s,
         )
         request_trace.resumes = self._given_away.pop(event.request_id, None)
+        request_trace.notes += [
+            (hint.at_s, hint.words) for hint in self._hints if hint.is_about(event.namespace, event.keys)
+        ]
         if self._keep:
             self.all.append(request_trace)
         self._live[event.request_id] = self._by_serial[event.serial] = request_trace
@@ -228,6 +250,20 @@ class RequestTraces:
             self._policy = event.policy
         elif isinstance(event, events.StorageChanged):
             self._note_all(at_s, "storage was attached" if event.available else "storage was detached")
+
+    def _hinted(self, command: commands.ReportHinted, at_s: float, core: Core) -> None:
+        """Note the outcome of a hint at the requests whose prompt it is about, also at those that come later."""
+        event = self._event
+        if not isinstance(event, events.HintReceived) or not event.keys:
+            return
+        count = len(event.keys) // core.settings.key_bytes
+        done = f"{command.outcome}, for {command.page_count} pages"
+        hint = _Hint(at_s, event.namespace, event.keys, f"a hint to {event.action} the first {count} pages was {done}")
+        self._hints.append(hint)
+        for request in core.state.requests.values():
+            request_trace = self._live.get(request.request_id)
+            if request_trace and not request_trace.ended and hint.is_about(request.namespace, request.keys):
+                request_trace.notes.append((at_s, hint.words))
 
     def _note_all(self, at_s: float, words: str) -> None:
         """Add a note to every request that is being restored."""

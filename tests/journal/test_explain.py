@@ -194,3 +194,21 @@ def test_plan_and_sources_are_told_with_their_numbers(play: Play) -> None:
     words = words_for(play.tape.end())
     assert "matched 0 pages in L1, 4 in L2, 0 in L3; promised 8 tokens, asked prefill for 2 pages" in words
     assert "Tokens by source: 8 from host memory (L2), 3 from prefill." in words
+
+
+def test_hints_about_a_prompt_are_told_with_their_outcome_also_those_before_it(play: Play) -> None:
+    def hint(call: int, keys: bytes) -> None:
+        play.take(
+            events.HintReceived, call=call, action="pin", namespace="", keys=keys, tier="host", ttl_s=9.0, pages_max=8
+        )
+
+    hint(1, b"aabb")
+    copy = play.plan_with_host("r1", tokens=b"aabbccddeef")
+    hint(2, b"aabbcc")
+    hint(3, b"zz")
+    play.take(events.CopyEnded, op=copy.op)
+    play.bring_everything("r1")
+    words = words_for(play.tape.end())
+    assert re.search(r"Before it arrived, \d+\.0 ms earlier, a hint to pin the first 2 pages was missing, for 0", words)
+    assert re.search(r"Meanwhile, at \d+\.0 ms, a hint to pin the first 3 pages was accepted, for 3 pages", words)
+    assert "first 1 pages" not in words
