@@ -15,6 +15,7 @@ import msgspec
 
 from simulation.early_callers import EARLY_REQUESTS, draws_early
 from simulation.faults import ALWAYS
+from simulation.hints import Orchestrator
 from simulation.memory import Contents, Violation
 from simulation.rank import FAULTS, SimulatedRank
 from simulation.rank_callers import Script, draw_script
@@ -64,9 +65,19 @@ class RankGroupWorld:
     """All ranks of one instance, and the connections between them."""
 
     def __init__(
-        self, *, seed: int, ranks: int, requests: int, settings: CoreSettings, with_faults: bool, early: bool = False
+        self,
+        *,
+        seed: int,
+        ranks: int,
+        requests: int,
+        settings: CoreSettings,
+        with_faults: bool,
+        early: bool = False,
+        hints: bool = False,
     ) -> None:
-        """With `early`, callers begin with the first layers of their prompts."""
+        """With `early`, callers begin with the first layers of their prompts; with `hints` an orchestrator gives hints
+        about them to the first rank.
+        """
         self.seed = seed
         self.with_faults = with_faults
         # A source of its own, so that everything else is what it was for the same seed.
@@ -88,6 +99,15 @@ class RankGroupWorld:
         self.counts = dict.fromkeys(FAULTS, 0)
         self.slowness_s = self.random.choice((0.0, 0.0005, 0.01))
         self.ranks = [SimulatedRank(self, number, Random(f"rank {seed} {number}")) for number in range(ranks)]
+        self.orchestrator: Orchestrator | None = None
+        if hints:
+            self.orchestrator = Orchestrator(
+                seed,
+                settings,
+                give=self.ranks[0].receive,
+                after=self.schedule.after,
+                now_s=lambda: self.schedule.now_s,
+            )
         self.scripts_left = requests
         self.scripts_live = 0
         self._serial = 0
@@ -144,6 +164,9 @@ class RankGroupWorld:
         script.deadline_at_s = self.schedule.now_s + self.random.choice((0.05, 5.0, float("inf"), float("inf")))
         for rank in self.ranks:
             self.schedule.after(self.delay(rank), rank.submit, script, self.epoch)
+        if self.orchestrator is not None:
+            size = self.settings.page_size
+            self.orchestrator.arrived("", script.tokens[: len(script.tokens) // size * size])
         if self.hits("rank_dies", self.random):
             self.schedule.after(self.random.random() * 0.05, self.die, self.random.randrange(len(self.ranks)))
 
@@ -302,13 +325,14 @@ def simulate_ranks(
     always_components: bool = False,
     early: bool | None = None,
     lends: bool = False,
+    hints: bool = False,
 ) -> RanksReport:
     """Serve requests on several ranks in virtual time, with faults of single ranks drawn from the seed.
 
     Without `settings` those are drawn from the seed, too, and components with `always_components` in every seed. With
     `early` callers begin with the first layers of their prompts; None draws that from the seed with the settings. With
     `lends` host engines lend their device pages in every seed, each rank its own; otherwise the seed draws that too.
-    Raises RanksFailed with what is needed to repeat the run.
+    With `hints` the first rank is given KV hints. Raises RanksFailed with what is needed to repeat the run.
     """
     random = Random(f"settings {seed}")
     drawn = settings or with_components(draw_settings(random), seed, always=always_components)
@@ -321,7 +345,7 @@ def simulate_ranks(
     if early is None:
         early = settings is None and draws_early(seed)
     world = RankGroupWorld(
-        seed=seed, ranks=ranks, requests=requests, settings=drawn, with_faults=with_faults, early=early
+        seed=seed, ranks=ranks, requests=requests, settings=drawn, with_faults=with_faults, early=early, hints=hints
     )
     try:
         world.run(random.randint(1, 8))

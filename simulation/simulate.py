@@ -66,6 +66,7 @@ def simulate(
     always_components: bool = False,
     early: bool | None = None,
     lends: bool = False,
+    hints: bool = True,
     watch: Callable[[World], None] | None = None,
 ) -> Report:
     """Serve requests in virtual time, with faults drawn from the seed, and check every step.
@@ -73,8 +74,9 @@ def simulate(
     `faults` is "all", "none", or names of `FAULTS`; those in `without` are drawn like the others, but never strike.
     Without `settings` those are drawn from the seed, too; with `always_components` every seed has components. With
     `early` callers begin with the first layers of their prompts; None draws that from the seed with the settings. With
-    `lends` host engines lend the device pages in every seed; otherwise the seed draws that with the settings. `watch`
-    receives the world before the run starts. Raises SimulationFailed with what is needed to repeat the run.
+    `lends` host engines lend the device pages in every seed; otherwise the seed draws that with the settings. With
+    `hints` an orchestrator gives KV hints about the prompts all the time. `watch` receives the world before the run
+    starts. Raises SimulationFailed with what is needed to repeat the run.
     """
     random = Random(f"settings {seed}")
     drawn = settings or with_lent_device(with_components(draw_settings(random), seed, always=always_components), seed)
@@ -82,7 +84,9 @@ def simulate(
         drawn = lending(drawn)
     if early is None:
         early = settings is None and not drawn.lends_device and draws_early(seed)
-    world = World(seed=seed, requests=requests, faults=faults, settings=drawn, without=without, early=early)
+    world = World(
+        seed=seed, requests=requests, faults=faults, settings=drawn, without=without, early=early, hints=hints
+    )
     if watch is not None:
         watch(world)
     try:

@@ -17,6 +17,7 @@ from simulation.component_storage import SimulatedComponentStorage
 from simulation.components import LiveComponents, SimulatedComponents
 from simulation.early_callers import EarlyCaller, EarlyCallers
 from simulation.faults import Chosen, Faults
+from simulation.hints import Orchestrator
 from simulation.lending_callers import Blocks, LendingClient
 from simulation.memory import Contents, SimulatedPool, Violation
 from simulation.policies import draw_policy
@@ -80,8 +81,11 @@ class World:
         settings: CoreSettings,
         without: Collection[str] = (),
         early: bool = False,
+        hints: bool = False,
     ) -> None:
-        """With `early`, callers begin with the first layers of their prompts."""
+        """With `early`, callers begin with the first layers of their prompts; with `hints` an orchestrator gives hints
+        about them.
+        """
         self._random = random = Random(seed)
         self.settings = settings
         self.core = Core(settings)
@@ -105,6 +109,11 @@ class World:
         self.rooms_out = RoomsOut(self)
         self.frames = Frames(self, random)
         self.raising = Raising(self.core, random, self.faults)
+        self.orchestrator: Orchestrator | None = None
+        if hints:
+            self.orchestrator = Orchestrator(
+                seed, settings, give=self.step, after=self.schedule.after, now_s=lambda: self.now_s
+            )
         self.dead_writers: set[str] = set()
         self.retracting: dict[str, tuple[Caller, bytes]] = {}
         self.retracted_ids: set[str] = set()
@@ -154,7 +163,7 @@ class World:
             commands.ReportDropped: self._nothing,
             commands.ReportRetracted: self._retracted,
             commands.ReportFlushed: self._nothing,
-            commands.ReportHinted: self._nothing,
+            commands.ReportHinted: self.orchestrator.answered if self.orchestrator is not None else self._nothing,
             commands.ForgetTokens: self._forget_tokens,
         }
 
@@ -265,6 +274,8 @@ class World:
                 tokens_max=len(caller.tokens) + caller.serial % 5 if caller.serial % 3 == 0 else 0,
             )
         )
+        if self.orchestrator is not None:
+            self.orchestrator.arrived(caller.namespace, caller.tokens[:full])
 
     def end(self, caller: Caller) -> None:
         """Forget a request that has ended for its caller."""
@@ -550,6 +561,8 @@ class World:
 
     def _check_end(self) -> None:
         audit(self)
+        if self.orchestrator is not None:
+            self.orchestrator.check_end()
         core = self.core
         if self._callers:
             stuck = next(iter(self._callers))

@@ -246,7 +246,7 @@ def test_the_simulation_with_components_finds_that(name: str, monkeypatch: pytes
     with pytest.raises(SimulationFailed):
         for seed in range(SEEDS_MAX):
             settings = msgspec.structs.replace(component_settings_of(seed), share_transfers=seed % 2 == 0)
-            simulate(seed, 120, settings=settings, early=True)
+            simulate(seed, 120, settings=settings, early=True, hints=False)
 
 
 SLOW_TO_FIND = {"a_caller_that_has_stopped_frees_what_prefill_still_writes"}
@@ -261,4 +261,4 @@ def test_the_simulation_finds_that(name: str, monkeypatch: pytest.MonkeyPatch) -
         for seed in range(SEEDS_MAX):
             # Prompts are exchanged only where transfers are not shared.
             settings = msgspec.structs.replace(settings_of(seed), share_transfers=seed % 2 == 0)
-            simulate(seed, 120, FAULTS_OF.get(name, "all"), settings=settings, early=True)
+            simulate(seed, 120, FAULTS_OF.get(name, "all"), settings=settings, early=True, hints=False)

@@ -16,11 +16,13 @@ class HintedWorld:
     """A world with all faults, whose core is given hints about the prompts it has seen, between all its steps."""
 
     def __init__(self, seed: int, requests: int = 60) -> None:
-        self.random = Random(f"hints {seed}")
-        self.world = World(seed=seed, requests=requests, faults="all", settings=draw_settings(Random(f"hints {seed}")))
-        self.prompts: list[tuple[str, bytes]] = []
+        settings = draw_settings(Random(f"hints {seed}"))
+        self.world = World(seed=seed, requests=requests, faults="all", settings=settings, hints=True)
+        assert self.world.orchestrator is not None
+        self.orchestrator = self.world.orchestrator
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.calls = 0
+        self.has_prompts = False
         self.step = self.world.core.step
         self.world.core.step = self.stepped  # type: ignore[method-assign]
 
@@ -29,37 +31,23 @@ class HintedWorld:
 
     def stepped(self, event: events.Event) -> list[commands.Command]:
         given = self.step(event)
-        if isinstance(event, events.RequestArrived):
-            self.prompts.append((event.namespace, event.keys))
-        if self.prompts and self.random.random() < 0.3:
+        if self.has_prompts and self.orchestrator.random.random() < 0.3:
             given += self.hint(event.at_s)
+        # The orchestrator hears of a prompt behind its arrival.
+        self.has_prompts |= isinstance(event, events.RequestArrived) and bool(self.orchestrator.prompts)
         return given
 
     def hint(self, at_s: float) -> list[commands.Command]:
-        core, random = self.world.core, self.random
-        namespace, keys = random.choice(self.prompts[-20:])
-        width = core.settings.key_bytes
-        pages = random.randint(0, len(keys) // width)
-        action = random.choice(("prefetch", "demote", "pin", "pin", "unpin", "retain"))
+        core = self.world.core
+        hint = self.orchestrator.draw(at_s)
         self.calls += 1
-        given = self.step(
-            events.HintReceived(
-                at_s=at_s,
-                call=self.calls,
-                action=action,
-                namespace=namespace if random.random() < 0.9 else "nobody",
-                keys=keys[: pages * width],
-                tier=random.choice(("host", "storage")),
-                ttl_s=random.choice((0.0, 0.1, 5.0, 100.0)),
-                pages_max=core.settings.host_pages // random.choice((1, 2, 8)),
-            )
-        )
+        given = self.step(hint)
         (report,) = [command for command in given if isinstance(command, commands.ReportHinted)]
-        assert report.call == self.calls
+        assert report.call == hint.call
         assert core.hints.pinned_pages <= core.settings.host_pages
-        self.outcomes[action, report.outcome] += 1
+        self.outcomes[hint.action, report.outcome] += 1
         core.check()
-        return given
+        return [command for command in given if command is not report]
 
 
 @pytest.mark.parametrize("seed", range(300, 316))

@@ -35,6 +35,11 @@ def test_ranks_restore_equal_parts_into_pages_that_each_lends(seed: int, ranks: 
     assert sum(report.ends.values()) == 12
 
 
+@pytest.mark.parametrize("seed", range(24, 30))
+def test_ranks_act_on_hints_alike(seed: int) -> None:
+    assert sum(simulate_ranks(seed, 2 + seed % 2, 25, hints=True).ends.values()) == 25
+
+
 @pytest.mark.parametrize("planted", ["pages", "held_pages"])
 def test_lent_pages_that_the_ranks_do_not_vote_on_are_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if planted == "pages":

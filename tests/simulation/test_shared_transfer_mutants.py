@@ -91,7 +91,7 @@ def test_the_simulation_finds_that(name: str, monkeypatch: pytest.MonkeyPatch) -
     MUTANTS[name](monkeypatch)
     for seed in range(1, SEEDS_MAX):
         try:
-            simulate(seed, REQUESTS, settings=sharing(seed))
+            simulate(seed, REQUESTS, settings=sharing(seed), hints=False)
         except SimulationFailed:
             return
     pytest.fail(f"{SEEDS_MAX} seeds of {REQUESTS} requests did not notice that {name.replace('_', ' ')}")
@@ -109,7 +109,9 @@ def test_the_core_as_it_is_passes_the_same_seeds_and_shares_much() -> None:
 def test_without_faults_nobody_is_sent_back() -> None:
     shared = 0
     for seed in range(1, 9):
-        report = simulate(seed, REQUESTS, "none", settings=msgspec.structs.replace(sharing(seed), share_wait_s=60.0))
+        report = simulate(
+            seed, REQUESTS, "none", settings=msgspec.structs.replace(sharing(seed), share_wait_s=60.0), hints=False
+        )
         assert set(report.ends) == {"READY"}
         assert not report.counters.get("sent_back"), report
         assert not report.counters.get("shared_transfers_passed_on"), report
