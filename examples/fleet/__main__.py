@@ -40,7 +40,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def main(
     seconds: Annotated[float, typer.Option(help="Seconds of each of the two runs.", min=10)] = 120.0,
-    users: Annotated[int, typer.Option(help="Users at the same time.", min=1)] = 15,
+    users: Annotated[int, typer.Option(help="Users at the same time.", min=1)] = 30,
     policy: Annotated[list[str], typer.Option(help="Policies of the router, one run each.")] = list(POLICIES),  # noqa: B006
     kills: Annotated[bool, typer.Option(help="Kill one process of each kind, and restart the decode workers.")] = True,
     store: Annotated[bool, typer.Option(help="Give the decode workers a shared store.")] = True,
@@ -61,16 +61,15 @@ def main(
         # After the checks: torch takes seconds to import.
         from examples.fleet.report import draw, print_table
 
-        runs = [
-            asyncio.run(_run(console, options, name, seconds=seconds, users=users, seed=seed, kills=kills))
-            for name in policy
-        ]
+        runs: list[Run] = []
+        for name in policy:
+            runs.append(asyncio.run(_run(console, options, name, seconds=seconds, users=users, seed=seed, kills=kills)))
+            if json is not None:  # After each run: a long one is not lost with the next.
+                json.write_bytes(msgspec.json.format(msgspec.json.encode(runs)))
         print_table(console, runs)
         if picture is not None:
             draw(runs, picture)
             console.print(f"picture: {picture}")
-        if json is not None:
-            json.write_bytes(msgspec.json.format(msgspec.json.encode(runs)))
     except InvalidConfig as error:
         raise SystemExit(f"examples.fleet: {error}") from None
     if any(run.failed or run.wrong for run in runs):

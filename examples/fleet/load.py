@@ -20,12 +20,15 @@ from examples.fleet.processes import MODEL
 from examples.service.model import ServedModel
 
 VOCABULARY = 256
-SYSTEM_TOKENS = 256
+SYSTEM_TOKENS = 64
 SYSTEMS = 3
-QUESTION_TOKENS = (24, 64)
+QUESTION_TOKENS = (48, 96)
 ANSWER_TOKENS = 12
 TURNS = 12
-THINK_S = 0.2
+THINK_S = 6.0
+"""Seconds between an answer and the next question on average: long beside an answer, so that both policies get the same
+load.
+"""
 ANSWER_S = 60.0
 RETRIES = 4
 """Of a request that is refused, as by a worker that drains: what OpenAI's client does by itself."""

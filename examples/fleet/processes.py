@@ -30,14 +30,18 @@ ROUTER_INSTALL = "python3 -m venv .venv-routers; .venv-routers/bin/pip install v
 
 
 class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a fleet. `router`: the program `vllm-router`; `logs`: a directory for what the processes print."""
+    """Sizes of a fleet. `router`: the program `vllm-router`; `logs`: a directory for what the processes print.
+
+    The conversations of 30 users have 1,100 pages: more than the memory of one decode worker, fewer than that of all.
+    Device memory has room for the requests that are served at the same time.
+    """
 
     router: Path
     logs: Path
     prefills: int = 2
     decodes: int = 3
-    device_pages: int = 96
-    host_pages: int = 160
+    device_pages: int = 192
+    host_pages: int = 640
     store: bool = True
 
 
