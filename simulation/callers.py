@@ -114,6 +114,7 @@ class Caller:
         self.pages: PageIds = page_ids()
         self.held = 0
         """Pages of the prompt that lent pages hold before the restore."""
+        self.lent_components: dict[str, PageIds] = {}
         self.reserve: PageIds = page_ids()
 
 

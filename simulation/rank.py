@@ -256,6 +256,7 @@ class SimulatedRank:
                 generation=serial << 16,
                 early=script.early,
                 lent_pages=() if lent_pages is None else tuple(lent_pages),
+                lent_components={name: tuple(pages) for name, pages in caller.lent_components.items()},
                 held_pages=held_pages,
             )
         )
@@ -362,7 +363,7 @@ class SimulatedRank:
         caller = self.callers.pop(request_id)
         if self.lender is not None and not self.is_dead and not end.startswith("restored"):
             # Pages of a process that has ended need not be taken back.
-            self.lender.leave(caller.pages)
+            self.lender.leave(caller)
         serial = self._serials.pop(request_id, 0)
         if end not in ("finished", "retracted"):
             # A request that was not finished or retracted leaves no tokens.

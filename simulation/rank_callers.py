@@ -95,6 +95,7 @@ class RankCaller:
         self.pages: PageIds = page_ids()
         self.held = 0
         """With lent pages, how many hold the prompt from the start."""
+        self.lent_components: dict[str, PageIds] = {}
         self.reserve: PageIds = page_ids()
         self.wanted = False
         self.component_pages = LiveComponents((), len(script.tokens))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from simulation.lending_callers import RETRY_S, Blocks
+from simulation.lending_callers import RETRY_S, Blocks, ComponentBlocks
 from simulation.memory import Violation
 from simulation.rank_callers import RankCaller
 from simulation.surroundings import RankSurroundings
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from simulation.rank_callers import Script
 
 OWN_FIELDS: dict[type[events.Event | commands.Command], dict[str, object]] = {
-    events.RequestArrived: {"lent_pages": ()},
-    events.PagesOffered: {"pages": (), "offer": 0},
+    events.RequestArrived: {"lent_pages": (), "lent_components": {}},
+    events.PagesOffered: {"pages": (), "offered_components": {}, "offer": 0},
     commands.CopyToDevice: {"device_pages": page_ids()},
     commands.CopyToHost: {"device_pages": page_ids()},
-    commands.SendPromise: {"pages": page_ids()},
+    commands.SendPromise: {"pages": page_ids(), "component_pages": None},
     commands.SendExtend: {"pages": page_ids()},
     commands.ReportOffered: {"offer": 0},
 }
@@ -36,6 +36,12 @@ OWN_FIELDS: dict[type[events.Event | commands.Command], dict[str, object]] = {
 
 def without_own_fields(item: events.Event | commands.Command) -> events.Event | commands.Command:
     """Return what must be the same on all ranks."""
+    if isinstance(item, commands.CopyComponent):
+        item = msgspec.structs.replace(
+            item,
+            source_pages=page_ids() if item.source == "device" else item.source_pages,
+            target_pages=page_ids() if item.target == "device" else item.target_pages,
+        )
     empty = OWN_FIELDS.get(type(item))
     return item if empty is None else msgspec.structs.replace(item, **empty)
 
@@ -63,7 +69,8 @@ class RankLender:
         self._page_size = settings.page_size
         self._pages_of = settings.pages_of
         self._blocks = Blocks(settings.device_pages)
-        self._offers: dict[int, PageIds] = {}
+        self._component_blocks = ComponentBlocks(settings, rank.component_pages)
+        self._offers: dict[int, tuple[PageIds, dict[str, PageIds]]] = {}
         self._number = 0
         self._waiting: set[int] = set()
 
@@ -87,20 +94,26 @@ class RankLender:
         # In the same order on all ranks: otherwise two ranks may wait for blocks that each other's request has there.
         is_next = order == min(self._waiting)
         pages = self._blocks.take(self._pages_of(len(script.tokens)), rank.random) if is_next else None
-        if pages is None:
+        lent = None if pages is None else self._component_blocks.take(len(script.tokens), rank.random)
+        if pages is not None and lent is None:
+            self._blocks.free(pages)
+        if pages is None or lent is None:
             rank.after(RETRY_S, self.ask, caller)
             return
         self._waiting.remove(order)
         held = held_by(script, rank.number, len(caller.tags))
         for at in range(held):
             rank.device.put(pages[at], caller.tags[at], f"the cache of {script.request_id}")
-        caller.pages, caller.held = pages, held
+        caller.pages, caller.held, caller.lent_components = pages, held, lent
+        self._component_blocks.hold(caller)
         rank.arrive(caller, pages, held)
 
-    def leave(self, pages: PageIds) -> None:
+    def leave(self, caller: RankCaller) -> None:
         """Take back pages without contents that count."""
-        self._rank.device.expect_quiet(pages, "a request that has ended")
-        self._blocks.free(pages)
+        self._rank.device.expect_quiet(caller.pages, "a request that has ended")
+        self._component_blocks.expect_quiet(caller.lent_components, "a request that has ended")
+        self._blocks.free(caller.pages)
+        self._component_blocks.free(caller.lent_components)
 
     def restored(self, caller: RankCaller, command: commands.ReportRestored) -> None:
         """Take the pages back: check what is in place, and compute the rest."""
@@ -113,8 +126,10 @@ class RankLender:
             raise Violation(f"{command} has sources that are not {command.good_tokens} tokens")
         rank.device.expect_quiet(caller.pages, request_id)
         rank.device.expect(caller.pages[:good], tags[:good], request_id)
+        self._component_blocks.check(caller, good, is_complete=not command.cause)
         for at in range(good, len(tags)):
             rank.device.put(caller.pages[at], tags[at], f"the computation of {request_id}")
+        self._component_blocks.free(caller.lent_components)
         # The same on all ranks, however far each had come when the request ended.
         rank.end(request_id, f"restored {command.good_tokens}")
         rank.after(rank.delay(), self._generate, caller)
@@ -133,27 +148,35 @@ class RankLender:
             self._blocks.free(pages)
             return
         self._number += 1
-        self._offers[self._number] = pages
+        keys = tokens[: len(tags) * self._page_size]
+        # The same components on all ranks.
+        component_pages = self._component_blocks.compute("", keys, Random(f"offered {script.request_id}"))
+        self._offers[self._number] = (pages, component_pages)
         rank.receive(
             events.PagesOffered(
                 at_s=0.0,
                 offer=self._number,
-                keys=tokens[: len(tags) * self._page_size],
+                keys=keys,
                 pages=tuple(pages[: len(tags)]),
+                offered_components={name: tuple(ids) for name, ids in component_pages.items()},
             )
         )
         rank.after(2.5, rank.look_for_refusals)
 
     def offered(self, command: commands.ReportOffered) -> None:
         """Take the pages of an offer back."""
-        pages = self._offers.pop(command.offer)
+        pages, component_pages = self._offers.pop(command.offer)
         self._rank.device.expect_quiet(pages, command)
+        self._component_blocks.expect_quiet(component_pages, f"{command}")
         self._blocks.free(pages)
+        self._component_blocks.free(component_pages)
 
     def declined(self, offer: events.PagesOffered) -> None:
         """Take the pages of an offer back that not all ranks have made."""
         if offer.offer:
-            self._blocks.free(self._offers.pop(offer.offer))
+            pages, component_pages = self._offers.pop(offer.offer)
+            self._blocks.free(pages)
+            self._component_blocks.free(component_pages)
 
 
 def held_by(script: Script, rank: int, pages: int) -> int:

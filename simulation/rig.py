@@ -92,7 +92,12 @@ class Rig:
         assert isinstance(prefill_count, int)
         self._serial += 1
         if self.settings.lends_device:
-            fields = {"lent_pages": self.free_pages(self.pages_of(len(tokens))), **fields}
+            pages = self.pages_of(len(tokens))
+            lent = {
+                each.name: self.free_pages(pages - each.needed_from(len(tokens), self.settings.page_size), each.name)
+                for each in self.settings.components
+            }
+            fields = {"lent_pages": self.free_pages(pages), "lent_components": lent, **fields}
         full = len(tokens) // self.settings.page_size * self.settings.page_size
         if self.settings.components:
             fields = {"rest": tokens[full:], **fields}
@@ -116,9 +121,9 @@ class Rig:
         full = len(tokens) // self.settings.page_size * self.settings.page_size
         return self.step(events.FinishRequested, request_id=request_id, keys=tokens[:full], tokens=len(tokens))
 
-    def offer(self, tokens: bytes, pages: Iterable[int], *, offer: int = 1) -> list[commands.Command]:
+    def offer(self, tokens: bytes, pages: Iterable[int], *, offer: int = 1, **fields: object) -> list[commands.Command]:
         """Offer pages that hold the last pages of these tokens, which are full pages."""
-        return self.step(events.PagesOffered, offer=offer, keys=tokens, pages=tuple(pages))
+        return self.step(events.PagesOffered, offer=offer, keys=tokens, pages=tuple(pages), **fields)
 
     def abort(self, request_id: str) -> list[commands.Command]:
         """Abort a request."""
@@ -363,9 +368,11 @@ class Rig:
         """Return the state in which a request waits."""
         return self.request(request_id).state.value
 
-    def free_pages(self, count: int) -> tuple[int, ...]:
-        """Return the first pages that are not lent."""
-        pool = self.core.state.device
+    def free_pages(self, count: int, component: str = "") -> tuple[int, ...]:
+        """Return the first pages that are not lent, of the full KV or of a component."""
+        pool, components = self.core.state.device, self.core.state.components
+        if component and components is not None:
+            pool = components.device[component].account
         return tuple(page for page in range(pool.total) if pool.condition(page) is PageState.FREE)[:count]
 
     def pages_of(self, tokens: int) -> int:

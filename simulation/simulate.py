@@ -149,16 +149,23 @@ def with_components(settings: CoreSettings, seed: int, *, always: bool = False) 
 
 def with_lent_device(settings: CoreSettings, seed: int) -> CoreSettings:
     """Return the settings with lent device pages if the seed draws them, in one of five runs without components."""
+    # Component pages are lent in the seeds of `lends`: a seed that is known by its number stays what it was.
     draws = not settings.components and Random(f"lent {seed}").random() < LENT_SHARE
     return lending(settings) if draws else settings
 
 
 def lending(settings: CoreSettings) -> CoreSettings:
-    """Return settings without components for a host engine that lends its device pages."""
+    """Return settings for a host engine that lends its device pages: enough of each component for eight requests, since
+    it tries again and again for those that it lacks.
+    """
+    components = tuple(
+        msgspec.structs.replace(each, device_pages=max(each.device_pages, 8 * each.live_pages(settings.page_size)))
+        for each in settings.components
+    )
     return msgspec.structs.replace(
         settings,
         lends_device=True,
-        components=(),
+        components=components,
         share_transfers=False,
         growth_reserve_pages=0,
         prefill_share=1.0,

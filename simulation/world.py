@@ -18,7 +18,7 @@ from simulation.components import LiveComponents, SimulatedComponents
 from simulation.early_callers import EarlyCaller, EarlyCallers
 from simulation.faults import Chosen, Faults
 from simulation.hints import Orchestrator
-from simulation.lending_callers import Blocks, LendingClient
+from simulation.lending_callers import Blocks, ComponentBlocks, LendingClient
 from simulation.memory import Contents, SimulatedPool, Violation
 from simulation.policies import draw_policy
 from simulation.prefill import Peer, Prompt
@@ -172,10 +172,11 @@ class World:
         sessions = [(self._random.choice(("", "", "adapter")), b"") for _ in range(SESSIONS)]
         self._change_storage(available=True)
         blocks = Blocks(self.settings.device_pages)
+        component_blocks = ComponentBlocks(self.settings, self.component_pages)
         for _ in range(clients):
             client: Client | LendingClient
             if self.settings.lends_device:
-                client = LendingClient(self, self._random, sessions, blocks)
+                client = LendingClient(self, self._random, sessions, blocks, component_blocks)
             else:
                 client = Client(self, self._random, sessions)
             self.schedule.after(self.delay(), client.begin)
@@ -268,6 +269,7 @@ class World:
                 can_recompute=caller.can_recompute,
                 generation=self._generations.get(caller.request_id, -1) + 1,
                 lent_pages=tuple(caller.pages),
+                lent_components={name: tuple(pages) for name, pages in caller.lent_components.items()},
                 held_pages=caller.held,
                 early=self.early_callers is not None and self.early_callers.draw(),
                 # By the number and not drawn, so that other draws of a seed stay what they were.

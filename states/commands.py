@@ -319,13 +319,15 @@ class ReportRetracted(Command, frozen=True, kw_only=True):
 class ReportOffered(Command, frozen=True, kw_only=True):
     """Give offered pages back: nothing reads them any more.
 
-    In host memory now: `written` of them by this offer, `present` without it. `declined` are not.
+    In host memory now: `written` of the full pages by this offer, `present` without it. `declined` are not. Of the
+    components in `components_declined` host memory has not all pages that were offered.
     """
 
     offer: int
     written: int
     present: int
     declined: int
+    components_declined: tuple[str, ...] = ()
 
 
 class ReportFlushed(Command, frozen=True, kw_only=True):

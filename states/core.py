@@ -106,8 +106,8 @@ class Core:
         )
         self.component_backups = None if components is None else ComponentBackups(self.state, self.storage, components)
         self.backups = Backups(self.state, self.storage, self.component_backups)
-        self.offers = Offers(self.state, self.backups)
-        self.lending = Lending(self.state, self.storage, self.rooms, self.offers, self.backups)
+        self.offers = Offers(self.state, self.backups, self.component_backups)
+        self.lending = Lending(self.state, self.storage, self.rooms, self.offers, self.backups, self.component_pages)
         self.write_back = WriteBack(self.state, self.storage, self.backups)
         component_storage = None if self.component_pages is None else self.component_pages.storage
         self.lookahead = LookAhead(self.state, self.storage, component_storage)
@@ -228,6 +228,8 @@ class Core:
             raise IllegalEvent(f"request {event.request_id!r} arrived twice; the driver must refuse the second")
         if self.settings.lends_device != bool(event.lent_pages):
             raise IllegalEvent(f"request {event.request_id!r} brings device pages to a core that has its own, or none")
+        if event.lent_pages:
+            self._check_lent(event)
         self._arrivals += 1
         request = Request(
             event,
@@ -239,6 +241,17 @@ class Core:
         self.moves.append((request.request_id, request.state))
         self.state.set_deadline(request, event.deadline_at_s)
         self.actions.enqueue(request)
+
+    def _check_lent(self, event: events.RequestArrived) -> None:
+        """Raise IllegalEvent unless a request lends one page for each position that its prompt's end needs."""
+        pages, size = self.settings.pages_of(event.prompt_tokens), self.settings.page_size
+        needed = {
+            component.name: pages - component.needed_from(event.prompt_tokens, size)
+            for component in self.settings.components
+        }
+        lent = {name: len(given) for name, given in event.lent_components.items()}
+        if len(event.lent_pages) != pages or lent != needed:
+            raise IllegalEvent(f"request {event.request_id!r} lends pages {lent} of components, and needs {needed}")
 
     def _to_request(self, event: events.AbortRequested | events.RequestChanged) -> None:
         request = self.state.requests.get(event.request_id)
@@ -254,6 +267,10 @@ class Core:
     def _pages_offered(self, event: events.PagesOffered) -> None:
         if not self.settings.lends_device or len(event.pages) * self.settings.key_bytes > len(event.keys):
             raise IllegalEvent(f"offer {event.offer} of pages without keys, or to a core with device pages of its own")
+        end, size = len(event.keys) // self.settings.key_bytes, self.settings.page_size
+        needed = {each.name: min(each.trailing_pages(size), end) for each in self.settings.components}
+        if any(not given or len(given) != needed.get(name) for name, given in event.offered_components.items()):
+            raise IllegalEvent(f"offer {event.offer} of component pages that are not those of its end")
         self.offers.begin(event)
 
     def _hint_received(self, event: events.HintReceived) -> None:

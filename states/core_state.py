@@ -131,7 +131,9 @@ class CoreState:
         self.components: ComponentIndex | None = None
         """The index of component pages. None if the model has no components."""
         if settings.components:
-            self.components = ComponentIndex(self.index, settings.components, page_size=settings.page_size)
+            self.components = ComponentIndex(
+                self.index, settings.components, page_size=settings.page_size, device_pool=pool
+            )
         self.quota = PrefillQuota(settings.prefill_quota_pages)
         self.now_s = 0.0
         self.storage_available = False

@@ -53,7 +53,9 @@ class RequestArrived(Event, frozen=True, kw_only=True):
     instances that may serve it, in the order in which they are tried; two requests with the same name share the quota
     of that instance. Generations of its rooms count from `generation` on, which is above all generations of earlier
     requests with the same id. If device pages are lent, `lent_pages` are the embedder's, one for each page of the
-    prompt. The first `held_pages` of them hold it already; they are not lent, and are not touched.
+    prompt, and `lent_components` has those of each component, for the last positions of the prompt: one for each that
+    its end needs. Pages at the first `held_pages` positions hold the prompt already, in every group; they are not lent,
+    and are not touched.
     """
 
     request_id: str
@@ -74,6 +76,7 @@ class RequestArrived(Event, frozen=True, kw_only=True):
     rest: bytes = b""
     tokens_max: int = 0
     """Tokens of the prompt and of its output that will have KV at most. 0: unknown."""
+    lent_components: dict[str, tuple[int, ...]] = {}
 
 
 class AbortRequested(Event, frozen=True, kw_only=True):
@@ -133,8 +136,9 @@ class RetractedDropped(Event, frozen=True, kw_only=True):
 class PagesOffered(Event, frozen=True, kw_only=True):
     """The embedder offers device pages of its own: they hold the last pages of `keys`, and do not change meanwhile.
 
-    `keys` are those of full pages from the first one on. ReportOffered returns `offer`. With ranks, `content` names
-    the offer on all of them.
+    `keys` are those of full pages from the first one on. `offered_components` has, by component, all pages that a
+    computation which continues behind them needs. ReportOffered returns `offer`. With ranks, `content` names the offer
+    on all of them.
     """
 
     offer: int
@@ -142,6 +146,7 @@ class PagesOffered(Event, frozen=True, kw_only=True):
     pages: tuple[int, ...]
     namespace: str = ""
     content: str = ""
+    offered_components: dict[str, tuple[int, ...]] = {}
 
 
 class FlushRequested(Event, frozen=True, kw_only=True):

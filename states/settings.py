@@ -80,8 +80,8 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lends_device and (self.components or self.share_transfers or self.prefill_share < 1):
-            raise InvalidConfig("with lent device pages there are no components, shared transfers or quotas")
+        if self.lends_device and (self.share_transfers or self.prefill_share < 1):
+            raise InvalidConfig("with lent device pages there are no shared transfers or quotas")
         for component in self.components:
             if component.device_pages < component.live_pages(self.page_size):
                 raise InvalidConfig(

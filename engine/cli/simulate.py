@@ -62,8 +62,6 @@ def simulate(
 
     if ranks and (faults not in ("all", "none") or without):
         raise InvalidConfig("with --ranks, --faults must be all or none, and --without empty")
-    if lent and components:
-        raise InvalidConfig("with lent device pages there are no components: --lent or --components")
     if not journals.is_dir():
         raise InvalidConfig(f"there is no directory {str(journals)!r} to write journals to")
     chosen = faults if faults in ("all", "none") else _names(faults)

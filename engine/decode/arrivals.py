@@ -10,6 +10,7 @@ from tidekv.engine.decode.values import DecodeRequest
 from tidekv.states import events
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest
 from tidekv.states.handover.prompt_digest import digest_of
+from tidekv.states.types import FULL, page_ids
 from tidekv.states.validation import PlainText, checked
 from tidekv.transports.control.addresses import RANKS_MAX
 from tidekv.transports.wire import check_promise
@@ -17,9 +18,9 @@ from tidekv.transports.wire import check_promise
 if TYPE_CHECKING:
     import asyncio
 
+    from tidekv.engine.decode.lent_pages import PagesByGroup
     from tidekv.engine.decode.runtime import Runtime
     from tidekv.engine.decode.values import ReadyRequest, RestoredPages
-    from tidekv.states.types import PageIds
 
 GENERATIONS_MAX = 1 << 16
 """Maximum rooms of one request. Ids may be used again, but not generations of an id."""
@@ -99,10 +100,10 @@ class Arrivals:
             raise CapacityError(f"{settings.queue_max} requests wait for admission already; try again later")
 
     def post(
-        self, request: DecodeRequest, packed: bytes, *, lent_pages: PageIds | None = None, held_pages: int = 0
+        self, request: DecodeRequest, packed: bytes, *, lent_pages: PagesByGroup | None = None, held_pages: int = 0
     ) -> tuple[int, asyncio.Future[ReadyRequest | RestoredPages]]:
         """Post a request; returns its number and the future of its outcome. If it raises, nothing was posted, and no
-        page is lent. The first `held_pages` of the lent pages hold the prompt already.
+        page is lent. The lent pages at the first `held_pages` positions hold the prompt already, in every group.
         """
         runtime, config = self._runtime, self._runtime.config
         serial = self.next_serial()
@@ -112,6 +113,8 @@ class Arrivals:
         keys = page_keys.of(packed)
         within_s = config.default_deadline_s if request.deadline_s is None else request.deadline_s
         now_s = runtime.front.clock()
+        lent = dict(lent_pages or {})
+        full = lent.pop(FULL, page_ids())
         arrival = events.RequestArrived(
             at_s=now_s,
             request_id=request.request_id,
@@ -125,7 +128,8 @@ class Arrivals:
             cache=request.cache,
             generation=serial * GENERATIONS_MAX,
             can_recompute=runtime.calls.last_resort is not None,
-            lent_pages=() if lent_pages is None else tuple(lent_pages),
+            lent_pages=tuple(full),
+            lent_components={name: tuple(pages) for name, pages in lent.items()},
             held_pages=held_pages,
             early=request.early,
             # With bigrams, the KV of the prompt's end depends on the first token of the answer.
@@ -137,7 +141,10 @@ class Arrivals:
         try:
             outcome = runtime.calls.begin(request, prompt, serial=serial, deadline_at_s=arrival.deadline_at_s)
             if lent_pages is not None:
-                runtime.calls.lent.lend(request.request_id, lent_pages[held_pages:])
+                # Pages at the first positions may be in use by others: they are not lent.
+                left = len(full) - held_pages
+                written = {name: pages[-left:] if left else page_ids() for name, pages in lent_pages.items()}
+                runtime.calls.lent.lend(request.request_id, written)
             # A blocked loop delays the request before the core has seen it, too. Not behind `post`: what raises there
             # would withdraw a request that the core is about to take.
             runtime.watchdog.set_busy(True)

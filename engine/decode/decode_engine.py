@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.config.engine_config import DeviceMode
     from tidekv.engine.decode.component_pages import LeftComponents
-    from tidekv.engine.decode.lent_pages import Pages
+    from tidekv.engine.decode.lent_pages import LentComponents, Pages
     from tidekv.engine.kv_events.watcher import ServerEvents
     from tidekv.engine.ranks.group import RankGroup
     from tidekv.states.core import Core
@@ -95,6 +95,7 @@ class DecodeEngine:
         self._runtime.make_status = StatusServer
         self.layout = device.layout
         self.device = device
+        self.components = tuple(components)
         self._calls = self._runtime.calls
 
     def publish_to(self, server_events: ServerEvents) -> None:
@@ -183,17 +184,29 @@ class DecodeEngine:
 
     # --- In device pages of a host engine ---
 
-    async def restore_into(self, request: DecodeRequest, pages: Pages, have_tokens: int = 0) -> RestoredPages:
+    async def restore_into(
+        self,
+        request: DecodeRequest,
+        pages: Pages,
+        have_tokens: int = 0,
+        *,
+        component_pages: LentComponents | None = None,
+    ) -> RestoredPages:
         """Restore the prompt's KV into device pages that the caller lends (`config.device` "lent").
 
         `pages`: one page of the device pool for each page of the prompt, in order. The first `have_tokens` tokens,
         rounded down to whole pages, are in them already: these pages are not touched, and may be named in several
         calls. The others are lent. The engine may write to them until the outcome arrives: the return of this call, or
         its error. Then nothing writes to them any more, and they are the caller's again.
+        `component_pages`: by component, pages of its device pool for the last positions of the prompt, one for each
+        that its end needs: those with the last `window_tokens` tokens of a window, one record of a state. Pages at
+        positions before `have_tokens` are in place, as those of the full KV are.
 
         The outcome may be partial: if the deadline passes, or no prefill can send the rest, `good_tokens` tokens are in
-        place and the contents of later pages are undefined. It arrives as soon as nothing writes to the pages, which
-        may take longer than the deadline: until the writer has confirmed its end, or is proven dead.
+        place and the contents of later pages are undefined. With components, `good_tokens` counts up to an end at which
+        the caller can continue with them: usually `have_tokens`, where it has their pages itself. The outcome arrives
+        as soon as nothing writes to the pages, which may take longer than the deadline: until the writer has confirmed
+        its end, or is proven dead.
 
         Raises InvalidRequest (nothing was changed): a page is lent to another request already, or read by an offer.
         Raises RequestFailed if the request was aborted, and for errors of the engine. Cancelling the awaiting task
@@ -202,12 +215,19 @@ class DecodeEngine:
         """
         self._check_mode("restore_into", "lent")
         packed = self._arrivals.packed(request)
-        lent, held_pages = self._lending.check(request, packed, pages, have_tokens)
+        lent, held_pages = self._lending.check(request, packed, pages, have_tokens, component_pages)
         serial, outcome = self._arrivals.post(request, packed, lent_pages=lent, held_pages=held_pages)
         return await self._lending.settled(request.request_id, serial, outcome)
 
     def offer(
-        self, tokens: Tokens, pages: Pages, *, start_token: int = 0, namespace: str = "", lora_name: str = ""
+        self,
+        tokens: Tokens,
+        pages: Pages,
+        *,
+        start_token: int = 0,
+        namespace: str = "",
+        lora_name: str = "",
+        component_pages: LentComponents | None = None,
     ) -> asyncio.Future[OfferedPages]:
         """Write KV that the caller computed in device pages of its own to host memory and storage (`config.device`
         "lent").
@@ -215,6 +235,8 @@ class DecodeEngine:
         `tokens` is a prompt and its output from the first token on, as far as its KV is written. `pages` hold it from
         `start_token` on, a multiple of the page size. Only full pages are kept. Pages in host memory already are not
         copied; the others are, if all before them are in host memory or under way there by an earlier offer.
+        `component_pages`: by component, its pages at the end of the last full page: all that cover the window there,
+        the record of the state as it was there. A component that is left out is sent by prefill at that end.
 
         The offer is taken at once. The future ends when nothing reads the pages any more; do not write to them before.
         Cancelling it does not stop that. Raises InvalidRequest, having changed nothing, if a page is lent to a request.
@@ -222,7 +244,8 @@ class DecodeEngine:
         """
         self._check_mode("offer", "lent")
         packed = pack_tokens(tokens, vocabulary=self.config.vocabulary or None)
-        return self._lending.offer(packed, pages, start_token, self._arrivals.namespace(namespace, lora_name))
+        joined = self._arrivals.namespace(namespace, lora_name)
+        return self._lending.offer(packed, pages, start_token, joined, component_pages)
 
     def decline(self, request: DecodeRequest) -> None:
         """Let prefill release at once what it holds for a request that is not restored here: for its id and this very

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.backends.keys.chain import TOKEN_BYTES
-from tidekv.engine.decode.lent_pages import checked_pages
+from tidekv.engine.decode.lent_pages import checked_components, checked_pages
 from tidekv.engine.decode.values import RestoredPages
 from tidekv.states import events
 from tidekv.states.errors import InvalidRequest
+from tidekv.states.types import FULL
 from tidekv.states.validation import Count, checked
 from tidekv.transports.blocking import settled
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from tidekv.engine.decode.arrivals import Arrivals
-    from tidekv.engine.decode.lent_pages import Pages
+    from tidekv.engine.decode.lent_pages import LentComponents, Pages
     from tidekv.engine.decode.runtime import Runtime
     from tidekv.engine.decode.values import DecodeRequest, OfferedPages, ReadyRequest
     from tidekv.states.types import PageIds
@@ -29,8 +30,15 @@ class LentCalls:
         self._runtime = runtime
         self._arrivals = arrivals
 
-    def check(self, request: DecodeRequest, packed: bytes, pages: Pages, have_tokens: int) -> tuple[PageIds, int]:
-        """Return the pages of a prompt, and how many of them hold it already. Raises InvalidRequest."""
+    def check(
+        self,
+        request: DecodeRequest,
+        packed: bytes,
+        pages: Pages,
+        have_tokens: int,
+        component_pages: LentComponents | None,
+    ) -> tuple[dict[str, PageIds], int]:
+        """Return the pages of a prompt by group, and how many positions hold it already. Raises InvalidRequest."""
         tokens, where = len(packed) // TOKEN_BYTES, f"request {request.request_id!r}"
         if request.early:
             raise InvalidRequest(
@@ -48,7 +56,9 @@ class LentCalls:
         checked(have_tokens, Count, "have_tokens")
         if have_tokens > tokens:
             raise InvalidRequest(f"{where}: have_tokens must be at most its {tokens} tokens, not {have_tokens}")
-        return lent, have_tokens // settings.page_size
+        ends = {each.name: needed - each.needed_from(tokens, settings.page_size) for each in settings.components}
+        components = checked_components(component_pages, settings.components, ends, all_of=True, where=where)
+        return {FULL: lent, **components}, have_tokens // settings.page_size
 
     async def settled(
         self, request_id: str, serial: int, outcome: asyncio.Future[ReadyRequest | RestoredPages]
@@ -58,7 +68,14 @@ class LentCalls:
         assert isinstance(restored, RestoredPages), "a request in lent pages ends with them"
         return restored
 
-    def offer(self, packed: bytes, pages: Pages, start_token: int, namespace: str) -> asyncio.Future[OfferedPages]:
+    def offer(
+        self,
+        packed: bytes,
+        pages: Pages,
+        start_token: int,
+        namespace: str,
+        component_pages: LentComponents | None = None,
+    ) -> asyncio.Future[OfferedPages]:
         """Post an offer; returns the future of its end. Raises InvalidRequest, having changed nothing."""
         runtime, settings = self._runtime, self._runtime.core.settings
         checked(start_token, Count, "start_token")
@@ -76,11 +93,18 @@ class LentCalls:
                 f"offer: tokens [{start_token}, {count}) fill {full} pages of {page_size} tokens; {len(offered)} pages "
                 "were given"
             )
-        offered, number = offered[:full], self._arrivals.next_serial()
+        offered, number, end = offered[:full], self._arrivals.next_serial(), first + full
+        ends = {each.name: min(each.trailing_pages(page_size), end) for each in settings.components}
+        components = checked_components(component_pages, settings.components, ends, all_of=False, where="offer")
         event = events.PagesOffered(
-            at_s=runtime.front.clock(), offer=number, keys=keys, pages=tuple(offered), namespace=namespace
+            at_s=runtime.front.clock(),
+            offer=number,
+            keys=keys,
+            pages=tuple(offered),
+            namespace=namespace,
+            offered_components={name: tuple(ids) for name, ids in components.items() if ids},
         )
-        done = runtime.calls.expect_offer(number, offered)
+        done = runtime.calls.expect_offer(number, {FULL: offered, **components})
         try:
             runtime.front.post(event)
         except BaseException:

@@ -38,8 +38,8 @@ from tidekv.transports.tasks import own_cancels_only
 
 if TYPE_CHECKING:
     from tidekv.backends.keys.prompt_keys import Prompt
+    from tidekv.engine.decode.lent_pages import PagesByGroup
     from tidekv.states.core import Core
-    from tidekv.states.types import PageIds
 
 T = TypeVar("T")
 FlushAnswer = dict[str, dict[str, int]]
@@ -263,7 +263,7 @@ class PendingCalls:
         self._flushes.clear()
         self._hints.clear()
 
-    def expect_offer(self, offer: int, pages: PageIds) -> asyncio.Future[OfferedPages]:
+    def expect_offer(self, offer: int, pages: PagesByGroup) -> asyncio.Future[OfferedPages]:
         """Return a future for the answer to an offer, which reads these pages; `unexpect_offer` takes it back."""
         self._check_not_ended()
         return self.lent.offer(offer, pages)
@@ -519,7 +519,9 @@ class PendingCalls:
     def _tell_offered(self, command: commands.ReportOffered) -> None:
         done = self.lent.end_offer(command.offer)
         if done is not None and not done.done():
-            done.set_result(OfferedPages(command.written, command.present, command.declined))
+            done.set_result(
+                OfferedPages(command.written, command.present, command.declined, command.components_declined)
+            )
 
     def note_prefill(self, request_id: str, words: str) -> None:
         """Keep the message of this rank's prefill about a request, for the error that its caller may get."""

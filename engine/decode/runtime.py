@@ -114,11 +114,6 @@ class Runtime:
         check_components(components, device=device, host=host)
         if config.page_checksums:
             check_hashable(device.memory, "device pool")
-        if config.device == "lent" and components:
-            names = ", ".join(repr(pools.name) for pools in components)
-            raise InvalidConfig(
-                f"config.device is 'lent': components ({names}) are not supported with lent device pages"
-            )
         self.config = config
         self.clock: Callable[[], float] | None = None
         """The time of the core, if a test makes it; set before the start."""

@@ -291,6 +291,8 @@ class OfferedPages:
     """In host memory already, or brought there by an earlier offer."""
     declined: int
     """Not in host memory: it had no free page, the pages before them are not there, or a copy failed."""
+    components_declined: tuple[str, ...] = ()
+    """Components of which host memory does not have all pages that were offered, for the same reasons."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tidekv.states.prefix.component_tier import ComponentTier
     from tidekv.states.prefix.node import Node, TierName
     from tidekv.states.prefix.tiers import Tier
+    from tidekv.states.records.loan import Loan
     from tidekv.states.records.request import State
 
 STATE_PARTS = ("index", "device pool", "host pool")
@@ -228,7 +229,14 @@ def _requests(core: Core) -> int:
             list(request.held.reserve),
             request.sources.pages,
             [(load.first, load.page_count, load.stage.value) for load in request.loads],
-            *(() if request.lent is None else (list(request.lent.pages), request.lent.good)),
+            *_words_of_lent(request.lent),
         )
         crc = zlib.crc32(repr(words).encode(), crc)
     return crc
+
+
+def _words_of_lent(lent: Loan | None) -> tuple[object, ...]:
+    if lent is None:
+        return ()
+    components = [(name, list(pages.pages), pages.good) for name, pages in lent.components.items()]
+    return list(lent.full.pages), lent.full.good, components

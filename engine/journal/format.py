@@ -109,6 +109,7 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
     early: bool
     rest: bytes
     tokens_max: int
+    lent_components: dict[str, tuple[int, ...]]
 
     @classmethod
     def of(cls, event: RequestArrived, keys: bytes, rest: bytes, namespace: str) -> ArrivalRecord:
@@ -131,6 +132,7 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
             event.early,
             rest,
             event.tokens_max,
+            event.lent_components,
         )
 
     def event(self) -> RequestArrived:
@@ -182,6 +184,7 @@ class OfferRecord(msgspec.Struct, frozen=True, array_like=True, tag="PagesOffere
     keys: bytes
     pages: tuple[int, ...]
     namespace: str
+    offered_components: dict[str, tuple[int, ...]]
 
     def event(self) -> PagesOffered:
         """Return the event."""

@@ -25,7 +25,7 @@ from tidekv.backends.keys.chain import TOKEN_BYTES, pack_tokens
 from tidekv.engine.decode.component_pages import component_pages_left
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.growth import grow_from_reserve, kept_tokens, pack_output
-from tidekv.engine.decode.lent_pages import checked_pages
+from tidekv.engine.decode.lent_pages import checked_pages, copied_components
 from tidekv.engine.decode.values import DecodeRequest, RetractedRequest
 from tidekv.engine.log import engine_log
 from tidekv.engine.thread.loop import EngineLoop
@@ -50,8 +50,9 @@ from tidekv.states.validation import Count, SecondsOrZero, Text, checked
 if TYPE_CHECKING:
     from tidekv.backends.keys.chain import Tokens
     from tidekv.engine.decode.component_pages import LeftComponents
-    from tidekv.engine.decode.lent_pages import Pages
+    from tidekv.engine.decode.lent_pages import LentComponents, Pages
     from tidekv.engine.decode.values import ReadyRequest
+    from tidekv.states.types import PageIds
 
 __all__ = ["EngineThread", "Failed", "Finished", "Offered", "Outcome", "Restored", "RestoredInto", "Retracted"]
 
@@ -85,6 +86,7 @@ class EngineThread:
         config, page_size = engine.config, engine.layout.page_size
         self._page_size = page_size
         self._pool_pages = engine.device.num_pages
+        self._component_pages = {pools.name: pools.device.num_pages for pools in engine.components}
         self._page_keys = config.page_keys(page_size)
         self._vocabulary = config.vocabulary or None
         self._tickets = Tickets()
@@ -234,7 +236,13 @@ class EngineThread:
         return self._begin(ticket, work)
 
     def restore_into(
-        self, request: DecodeRequest, pages: Pages, have_tokens: int = 0, *, on_done: OnDone | None = None
+        self,
+        request: DecodeRequest,
+        pages: Pages,
+        have_tokens: int = 0,
+        *,
+        component_pages: LentComponents | None = None,
+        on_done: OnDone | None = None,
     ) -> int:
         """Restore a prompt into lent device pages; returns its ticket. Never waits.
 
@@ -247,12 +255,14 @@ class EngineThread:
         checked(request, DecodeRequest, "request")
         packed = replace(request, tokens=pack_tokens(request.tokens, vocabulary=self._vocabulary))
         # Copied and checked now: the caller may change its list before the engine's thread reads it.
-        lent = checked_pages(pages, pool_pages=self._pool_pages, where=f"request {request.request_id!r}")
+        where = f"request {request.request_id!r}"
+        lent = checked_pages(pages, pool_pages=self._pool_pages, where=where)
+        components = self._copied(component_pages, where)
         self._loop.check()
         ticket = self._tickets.arrive(request.request_id, on_done)
 
         async def work() -> Outcome:
-            restored = await self._engine.restore_into(packed, lent, have_tokens)
+            restored = await self._engine.restore_into(packed, lent, have_tokens, component_pages=components)
             return RestoredInto(ticket.number, request.request_id, restored)
 
         return self._begin_behind_streams(ticket, work)
@@ -264,6 +274,7 @@ class EngineThread:
         *,
         start_token: int = 0,
         namespace: str = "",
+        component_pages: LentComponents | None = None,
         on_done: OnDone | None = None,
     ) -> int:
         """Write computed KV through to host memory and storage; returns its ticket. Never waits.
@@ -273,14 +284,21 @@ class EngineThread:
         """
         packed = pack_tokens(tokens, vocabulary=self._vocabulary)
         offered = checked_pages(pages, pool_pages=self._pool_pages, where="offer")
+        components = self._copied(component_pages, "offer")
         self._loop.check()
         ticket = self._tickets.issue("offer", on_done)
 
         async def work() -> Outcome:
-            done = self._engine.offer(packed, offered, start_token=start_token, namespace=namespace)
+            done = self._engine.offer(
+                packed, offered, start_token=start_token, namespace=namespace, component_pages=components
+            )
             return Offered(ticket.number, await done)
 
         return self._begin_behind_streams(ticket, work)
+
+    def _copied(self, component_pages: LentComponents | None, where: str) -> dict[str, PageIds]:
+        """Return pages of components by name. Raises InvalidRequest; the engine checks their number."""
+        return copied_components(component_pages, self._component_pages, where=where)
 
     def decline(self, request: DecodeRequest) -> None:
         """Let prefill release what it holds for a request that is not restored here. Never waits.

@@ -10,6 +10,9 @@ An offer reads the embedder's pages until its copy has ended; `ReportOffered` th
 where another one's copy ends joins the tree after that one. If that one fails, the pages before it are missing, and the
 offer is declined: host pages only join the tree below host pages.
 
+Pages of components at the end of an offer are copied beside it, and join when its full pages have
+(`tidekv.states.components.offered`).
+
 Ownership. An offer owns its new host pages until they join the tree, and a host receipt for the pages before them.
 """
 
@@ -20,12 +23,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToHost, ReportOffered
-from tidekv.states.types import page_ids
+from tidekv.states.components.offered import OfferedComponents
+from tidekv.states.types import FULL, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tidekv.states.backup.backups import Backups
+    from tidekv.states.components.backups import ComponentBackups
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome, PagesOffered
     from tidekv.states.prefix.index import Receipt
@@ -38,13 +43,14 @@ class Offer:
     __slots__ = (
         "_offers",
         "base",
+        "components",
         "copied",
         "device_pages",
         "event",
         "follows",
-        "has_copied",
         "host_pages",
-        "is_reading",
+        "is_copying",
+        "is_counted",
         "op",
         "pin",
         "present",
@@ -62,14 +68,32 @@ class Offer:
         """On the path of the first `base` pages. None while it follows another offer."""
         self.follows: Offer | None = None
         self.op = 0
-        self.is_reading = False
-        """Whether its copy was started, so that its pages count in `Offers.pages_read`."""
-        self.has_copied = False
-        """Whether its copy has ended, and the offer that it follows has not."""
+        self.is_copying = False
+        """Whether its copy of full pages is under way."""
+        self.is_counted = False
+        """Whether its pages count in `Offers.pages_read`."""
+        self.components = offers.components_of(event, self)
+        """Its component pages. None without components."""
         self.present = 0
         """Number of its pages that are, or will be, in host memory without it."""
         self.copied = 0
         """Number of its pages that have joined the tree."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether a copy reads pages of the embedder."""
+        return self.is_copying or (self.components is not None and self.components.is_copying)
+
+    @property
+    def pages_read(self) -> dict[str, PageIds]:
+        """By group, the pages of the embedder that its copies read."""
+        copies = () if self.components is None else self.components.copies
+        return {FULL: self.device_pages, **{copy.component: copy.device_pages for copy in copies}}
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether host pages are to join the tree or the index."""
+        return bool(self.host_pages) or (self.components is not None and self.components.has_pages)
 
     @property
     def end(self) -> int:
@@ -92,18 +116,27 @@ class Offer:
 class Offers:
     """All offers of a core."""
 
-    def __init__(self, state: CoreState, backups: Backups) -> None:
+    def __init__(self, state: CoreState, backups: Backups, component_backups: ComponentBackups | None) -> None:
         self._state = state
         self._backups = backups
+        self._component_backups = component_backups
         self._live: dict[Offer, None] = {}
-        self.pages_read: Counter[int] = Counter()
-        """The embedder's device pages that copies read, each with the number of copies."""
+
+        self.pages_read: dict[str, Counter[int]] = {}
+        """By group, the embedder's device pages that copies read, each with the number of copies."""
 
     def __len__(self) -> int:
         return len(self._live)
 
     def __iter__(self) -> Iterator[Offer]:
         return iter(self._live)
+
+    def components_of(self, event: PagesOffered, offer: Offer) -> OfferedComponents | None:
+        """Return the component pages of an offer, which are not copied yet."""
+        index, backups = self._state.components, self._component_backups
+        if index is None or backups is None:
+            return None
+        return OfferedComponents(self._state, index, backups, event, partial(self._end_when_copied, offer))
 
     def begin(self, event: PagesOffered) -> None:
         """Start the copy of the pages that host memory lacks; report at once if there is none."""
@@ -121,19 +154,26 @@ class Offers:
         offer.present = max(min(offer.base, end) - first, 0)
         if offer.base < first:
             # The pages before the offered ones are not in host memory.
+            if offer.components is not None:
+                offer.components.begin(is_reached=False)
             self._end(offer)
             return
         if offer.follows is None:
             # The pin comes first: making room must not evict the pages that the new ones join.
             offer.pin = state.index.pin(leaf)
-        count = state.make_host_room(end - offer.base) if end > offer.base else 0
+        lacking = max(end - offer.base, 0)
+        count = state.make_host_room(lacking) if lacking else 0
         if count:
             self._copy(offer, event.pages[offer.base - first :][:count])
-            return
-        if end <= offer.base and offer.follows is None:
+        elif not lacking and offer.follows is None:
             # An earlier put of these pages may have failed, or their storage may be gone.
             self._backups.put_path(leaf)
-        self._end(offer)
+        if offer.components is not None:
+            offer.components.begin(is_reached=count == lacking)
+        for group, pages in offer.pages_read.items():
+            self.pages_read.setdefault(group, Counter()).update(pages)
+        offer.is_counted = True
+        self._end_when_copied(offer)
 
     def _find_followed(self, offer: Offer) -> None:
         """Find the live offer that brings most of the pages after `base`."""
@@ -150,8 +190,7 @@ class Offers:
         offer.op = state.start_operation(offer, deadline_s=state.settings.copy_deadline_s)
         offer.device_pages = page_ids(pages)
         state.emit(CopyToHost(op=offer.op, device_pages=offer.device_pages, host_pages=offer.host_pages))
-        self.pages_read.update(offer.device_pages)
-        offer.is_reading = True
+        offer.is_copying = True
 
     def is_late(self) -> None:
         """Count a late copy."""
@@ -162,16 +201,22 @@ class Offers:
         if error:
             self._state.count("backups_failed")
             self._give_up_host_pages(offer)
-        offer.has_copied = True
-        if offer.follows is None or not offer.host_pages:
+        offer.is_copying = False
+        self._end_when_copied(offer)
+
+    def _end_when_copied(self, offer: Offer) -> None:
+        """End an offer that reads nothing, unless its pages can only join after those of the offer that it follows."""
+        if not offer.reads and (offer.follows is None or not offer.has_pages):
             self._end(offer)
 
     def abandon(self, offer: Offer) -> None:
         """End an offer of which a step raised. Can be called again after an exception."""
         self._state.count("backups_failed")
         self._state.operations.pop(offer.op, None)
+        offer.is_copying = False
         self._give_up_host_pages(offer)
-        self._end(offer)
+        if not offer.reads:
+            self._end(offer)
 
     def _end(self, offer: Offer) -> None:
         """Join the tree, continue the offers that follow, and report. Can be called again after an exception."""
@@ -186,6 +231,10 @@ class Offers:
             offer.present += len(offer.host_pages)
             state.count("pages_backed_up", offer.copied)
         self._give_up_host_pages(offer)
+        if offer.components is not None:
+            if leaf is not None:
+                offer.components.join(leaf)
+            offer.components.give_up()
         for other in [other for other in self._live if other.follows is offer]:
             self._continue(other)
         if leaf is not None and offer.copied:
@@ -195,8 +244,8 @@ class Offers:
             offer.pin = None
         self._report(offer)
         del self._live[offer]
-        if offer.is_reading:
-            self.pages_read -= Counter(offer.device_pages)
+        for group, pages in offer.pages_read.items() if offer.is_counted else ():
+            self.pages_read[group] -= Counter(pages)
         state.pages_were_freed()
 
     def _continue(self, offer: Offer) -> None:
@@ -208,7 +257,7 @@ class Offers:
         else:
             offer.present = 0
         offer.follows = None
-        if offer.has_copied:
+        if not offer.reads:
             state.run_guarded(partial(self._end, offer), recover=partial(self.abandon, offer))
 
     def _give_up_host_pages(self, offer: Offer) -> None:
@@ -219,6 +268,12 @@ class Offers:
         """Give the pages back to the embedder."""
         declined = len(offer.event.pages) - offer.present - offer.copied
         self._state.emit(
-            ReportOffered(offer=offer.event.offer, written=offer.copied, present=offer.present, declined=declined)
+            ReportOffered(
+                offer=offer.event.offer,
+                written=offer.copied,
+                present=offer.present,
+                declined=declined,
+                components_declined=() if offer.components is None else tuple(offer.components.declined),
+            )
         )
         self._state.count("offered_pages_declined", declined)

@@ -10,7 +10,7 @@ Prefill has the pages until it knows that the whole room has arrived. It may wri
 are among the `remote` pages of the request.
 
 If the pool of a component has no fresh page, a late copy is waited for: what it brings is as good as before. It is
-looked at again after another deadline of a copy.
+looked at again after another deadline of a copy. So it is with lent pages, whose place is fixed.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ class MissingPages:
         `host_pages` are those that it reads, if they are its own.
         """
         live = [(held, self._own_positions(held, component, at)) for held, at in waiting if held.request is not None]
-        fresh = self._index.take("device", component, sum(len(positions) for _, positions in live))
+        count = sum(len(positions) for _, positions in live)
+        fresh = None if self._state.settings.lends_device else self._index.take("device", component, count)
         if fresh is None:
             self._state.set_deadline(operation, self._state.now_s + self._state.settings.copy_deadline_s, op=op)
             return False

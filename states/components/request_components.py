@@ -32,6 +32,10 @@ A request owns its pages until one of the following:
 What a source does not deliver is asked of prefill by an extend (`tidekv.states.components.missing`), and the request
 goes on.
 
+With lent pages (`tidekv.states.request.lending`) each position has the page that the embedder lends for it. Those that
+are in place count as device pages; nothing joins the index, and `leave` gives the pages back to the embedder's request.
+If copies into them are under way then, they are draining until the last one ends.
+
 A caller that recomputes needs a page at which the full KV and every component can continue: the longest such boundary
 on the device that is not the end of the prompt. It reads the component pages of that boundary, which stay the index's
 and are locked from the grant on, and writes its own pages, those for the end of the prompt.
@@ -52,7 +56,7 @@ from tidekv.states.errors import BrokenInvariant
 from tidekv.states.events import CopyEnded
 from tidekv.states.records.request import ComponentFetch, Request, RequestComponents
 from tidekv.states.rollback import Rollback
-from tidekv.states.types import PageIds, page_ids, without
+from tidekv.states.types import NO_PAGES, PageIds, page_ids, without
 
 if TYPE_CHECKING:
     from tidekv.states.components.missing import Extend
@@ -60,6 +64,7 @@ if TYPE_CHECKING:
     from tidekv.states.events import ComponentLeft, Outcome
     from tidekv.states.prefix.component_index import ComponentIndex, ComponentReceipt
     from tidekv.states.prefix.node import MatchResult, Node, TierName
+    from tidekv.states.records.loan import Loan
     from tidekv.states.records.plan import Plan
     from tidekv.states.storage.admission import StorageAdmission
 
@@ -160,6 +165,11 @@ class ComponentRestore:
     def _has_room(self, wanted: dict[str, int]) -> bool:
         return all(self._index.device[name].room >= count for name, count in wanted.items())
 
+    def hold_lent(self, request: Request, groups: Loan) -> None:
+        """Take the component pages that the embedder lends for a request, instead of those of a pool."""
+        component_pages = request.hold_components()
+        component_pages.own = {name: pages.lent for name, pages in groups.components.items()}
+
     # --- The plan ---
 
     def begin(self, request: Request, plan: Plan, host_node: Node, undo: Rollback) -> None:
@@ -209,6 +219,10 @@ class ComponentRestore:
         """Choose the sources of one component. If `is_filled`, another room brings what prefill would send."""
         first, is_shared = component_pages.firsts[name], self._index.components[name].is_shared
         device, host = self._index.sources(name, host_node, first)
+        lent = None if request.lent is None else request.lent.components[name]
+        if lent is not None:
+            # What is in place stays there: a record as well, since no other request has the page.
+            device, is_shared = lent.in_place(), True
         if request.recompute.is_chosen and not is_shared:
             # A caller that recomputes writes the record of the prompt's end.
             device = {}
@@ -225,16 +239,21 @@ class ComponentRestore:
             else:
                 landing = taken
                 undo.callback(self._index.give_back, {name: taken}, "host")
+        if lent is not None:
+            # A page that is written in part, which no tier of ours ever has, may be in place.
+            sent_from = max(sent_from, lent.good)
         shared = {at: device[at] for at in range(first, sent_from) if is_shared and at in device}
         filled = [at for at in range(first, sent_from) if at not in shared]
-        own = component_pages.own[name]
+        own = component_pages.own[name] if lent is None else lent.pages
         joining = page_ids()
         # Only pages whose full pages are in the tree can join the index.
-        if is_shared and filled and sent_from <= plan.end:
+        if is_shared and filled and sent_from <= plan.end and lent is None:
             joining = self._index.take("device", name, len(filled)) or page_ids()
             undo.callback(self._index.give_back, {name: joining})
             component_pages.own[name] = own + joining
-        targets = dict(zip((*filled, *range(sent_from, request.page_count)), (*joining, *own), strict=False))
+        every = range(first, request.page_count)
+        positions = (*filled, *range(sent_from, request.page_count)) if lent is None else every
+        targets = dict(zip(positions, (*joining, *own), strict=False))
         table = component_pages.tables[name] = page_ids(
             shared[at] if at in shared else targets[at] for at in range(first, request.page_count)
         )
@@ -247,7 +266,7 @@ class ComponentRestore:
         component_pages.sent_from[name] = request.page_count if is_filled else sent_from
         if is_filled and sent_from < request.page_count:
             component_pages.received[name] = sent_from
-        if not is_shared and sent_from == request.page_count:
+        if not self._index.components[name].is_shared and sent_from == request.page_count:
             tier = "storage" if fetched else "device" if first in device else "host"
             component_pages.hits[name] = tier
         of_device = {at: device[at] for at in filled if at in device}
@@ -343,9 +362,13 @@ class ComponentRestore:
         if copy.fetch is not None:
             self._state.run_guarded(partial(self.storage.copied, copy.fetch))
         component_pages.copies -= 1
+        request = component_pages.request
         if error:
             self._state.count("copies_failed")
             self.missing.lost(component_pages, copy.component, copy.positions, "component_copy_failed")
+        elif request is not None and request.lent is not None:
+            for position in copy.positions:
+                request.lent.components[copy.component].note(position, 1, "l2" if copy.fetch is None else "l3")
         self.settle(component_pages)
 
     def settle(self, component_pages: RequestComponents) -> None:
@@ -462,13 +485,26 @@ class ComponentRestore:
         self.storage.abandon_fetches(request.component_pages)
         if not request.component_pages.copies:
             self.give_up(request.component_pages)
+        elif request.lent is not None:
+            self._drain(request.component_pages)
         request.component_pages.request = None
         request.give_up_components()
+
+    def _drain(self, component_pages: RequestComponents) -> None:
+        """Keep lent pages from the embedder while copies may write to them. Can be called again after an exception."""
+        for name, pages in component_pages.own.items():
+            # Made before, so that nothing can raise between the change of the pool and that of the owner.
+            rest = {**component_pages.own, name: page_ids()}
+            self._index.drain({name: pages})
+            component_pages.draining[name] = component_pages.draining.get(name, NO_PAGES) + pages
+            component_pages.own = rest
 
     def give_up(self, component_pages: RequestComponents) -> None:
         """Free the pages and give back the receipts: nothing writes to the pages any more. Safe to call again."""
         self._index.give_back(component_pages.own)
         component_pages.own = {}
+        self._index.settle(component_pages.draining)
+        component_pages.draining = {}
         self.storage.give_back(component_pages)
         if component_pages.lock is not None:
             self._index.unlock(component_pages.lock)

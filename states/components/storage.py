@@ -103,6 +103,8 @@ class ComponentStorage:
             if not self._index.host[name].account.total:
                 # Its pages could not be read.
                 continue
+            if request.lent is not None:
+                first = request.lent.components[name].good
             missing = self.available_end(request.namespace, request.keys, name, first, None)
             tokens = max(request.full_pages - missing, 0) * page_size
             is_shared = self._index.components[name].is_shared

@@ -20,6 +20,7 @@ from tidekv.states.backup.offers import Offer
 from tidekv.states.components.backups import ComponentBackup, ComponentPut
 from tidekv.states.components.look_ahead import ComponentAheadRead
 from tidekv.states.components.missing import LateComponentCopy
+from tidekv.states.components.offered import OfferedCopy
 from tidekv.states.components.request_components import ComponentCopy
 from tidekv.states.components.shared_ends import SharedEndCopy, SharedEndWatch
 from tidekv.states.components.storage import ComponentRead
@@ -34,7 +35,7 @@ from tidekv.states.request.early_ready import EarlyUse, layers_in_place
 from tidekv.states.request.restore import LateRecomputation, Recomputation
 from tidekv.states.request.table import takes
 from tidekv.states.storage.admission import LateFetch, StorageQuery
-from tidekv.states.types import PageIds, page_ids, without
+from tidekv.states.types import FULL, PageIds, page_ids, without
 
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
@@ -211,29 +212,40 @@ def _check_early_uses(core: Parts) -> None:
 def _check_lent_pages(core: Parts, loads: dict[Load, None]) -> None:
     """Every lent page belongs to one request, live or returning, and is draining exactly while it may be written."""
     _require(not any(node.device for node in core.state.index.nodes()), "the index has device pages, which are lent")
-    records = [request.lent for request in core.state.requests.values()]
-    draining = page_ids()
+    draining = {FULL: page_ids()}
     for left in core.rooms.quarantine:
-        draining += left.pages
+        draining[FULL] += left.pages
     for load in loads:
         _require(not load.nodes, "a load has nodes, but device pages are lent")
         if load.stage is Stage.RECLAIMING:
-            draining += load.lent
-    owned = page_ids()
-    for lent in (*records, *core.lending.returning):
-        assert lent is not None, "a request has no lent pages"
-        owned += lent.lent
-    twice = [page for page, owners in Counter(owned).items() if owners > 1]
-    _require(not twice, f"pages {twice} are lent to two requests")
-    _require(set(draining) <= set(owned), "pages are draining that belong to no request")
-    _check_pages(core.state.device, without(owned, draining), draining)
-    read = Counter[int]()
+            draining[FULL] += load.lent
+    accounts = {FULL: core.state.device}
+    for name, tier in () if core.state.components is None else core.state.components.device.items():
+        accounts[name], draining[name] = tier.account, page_ids()
+        for left in core.rooms.quarantine:
+            draining[name] += left.component_pages.get(name, page_ids())
+        for held in _component_pages_of(core):
+            draining[name] += held.draining.get(name, page_ids())
+    read: dict[str, Counter[int]] = {}
     for offer in core.offers:
-        read.update(offer.device_pages)
-    _require(core.offers.pages_read == read, "the offered pages that are read are miscounted")
-    _require(not read.keys() & set(owned), "pages are lent, but an offer still reads them")
-    for lent in core.lending.returning:
-        _require(set(lent.lent) & set(draining), "an ended request has not got its outcome, but no page is draining")
+        for group, pages in offer.pages_read.items():
+            read.setdefault(group, Counter()).update(pages)
+    counted = {group: pages for group, pages in core.offers.pages_read.items() if pages}
+    _require(counted == {group: pages for group, pages in read.items() if pages}, "pages read by offers are miscounted")
+    lent = [*(request.lent for request in core.state.requests.values()), *core.lending.returning]
+    for group, account in accounts.items():
+        owned = page_ids()
+        for groups in lent:
+            assert groups is not None, "a request has no lent pages"
+            owned += groups.lent[group]
+        twice = [page for page, owners in Counter(owned).items() if owners > 1]
+        _require(not twice, f"pages {twice} of {group} are lent to two requests")
+        _require(set(draining[group]) <= set(owned), f"pages of {group} are draining that belong to no request")
+        _check_pages(account, without(owned, draining[group]), draining[group])
+        _require(not set(read.get(group, ())) & set(owned), f"pages of {group} are lent, but an offer still reads them")
+    for groups in core.lending.returning:
+        writes = any(set(pages) & set(draining[group]) for group, pages in groups.lent.items())
+        _require(writes, "an ended request has not got its outcome, but no page is draining")
 
 
 def _component_pages_of(core: Parts) -> list[RequestComponents]:
@@ -280,7 +292,7 @@ def _check_components(core: Parts) -> None:
     for name in components.components:
         owned, draining, on_host = page_ids(), page_ids(), page_ids()
         for held in _component_pages_of(core):
-            owned += held.own[name]
+            owned += held.own.get(name, page_ids()) if core.settings.lends_device else held.own[name]
             for fetch in held.fetches:
                 on_host += fetch.host_pages if fetch.component == name else page_ids()
         for left in core.rooms.quarantine:
@@ -295,8 +307,19 @@ def _check_components(core: Parts) -> None:
             on_host += late_copy.host_pages if late_copy.component == name else page_ids()
         for late_fetch in late:
             on_host += late_fetch.host_pages if late_fetch.component == name else page_ids()
-        _check_pages(components.device[name].account, owned, draining)
+        for copy in _offered_copies_of(core):
+            on_host += copy.host_pages if copy.component == name else page_ids()
+        if core.settings.lends_device:
+            # `_check_lent_pages` recounts the lent ones, whether a request has been admitted or not.
+            _require(components.device[name].account.holds(owned, PageState.OWNED), f"{name} pages are not lent")
+        else:
+            _check_pages(components.device[name].account, owned, draining)
         _check_pages(components.host[name].account, on_host, page_ids())
+
+
+def _offered_copies_of(core: Parts) -> list[OfferedCopy]:
+    offered = [offer.components for offer in core.offers]
+    return [copy for components in offered if components is not None for copy in components.copies]
 
 
 def _check_shared_end(core: Parts, held: RequestComponents) -> None:
@@ -427,6 +450,9 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
         elif isinstance(owner, Offer):
             _require(owner in offers and owner.op == op, "an operation belongs to an offer that is over")
             offers.discard(owner)
+        elif isinstance(owner, OfferedCopy):
+            is_live = owner in _offered_copies_of(core) and owner.op == op and owner.is_copying
+            _require(is_live, "an operation belongs to a copy of an offer that is over")
         elif isinstance(owner, AheadRead):
             run = owner.run
             _require(run in runs and run.op == op, "an operation belongs to a read ahead that does not refer to it")
@@ -439,9 +465,7 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
         elif isinstance(owner, ComponentAheadRead):
             is_live = owner.read in component_reads and owner.read.op == op and not owner.read.is_landed
             _require(is_live, "an operation belongs to a read of component pages that is over")
-    _require(
-        all(offer.has_copied and offer.follows in set(core.offers) for offer in offers), "an offer waits for nothing"
-    )
+    _require(all(offer.reads or offer.follows in set(core.offers) for offer in offers), "an offer waits for nothing")
     fetching = {load for load in core.loads if load.stage is Stage.FETCHING}
     operations = core.state.operations
     of_components = {one.fetch for one in operations.values() if isinstance(one, ComponentRead)}
@@ -544,7 +568,9 @@ def _check_lent_request(request: Request) -> None:
         at = first + loading[first].page_count
         rest += loading[first].lent
     _require(at <= end, f"{request} loads pages up to {at}, but promised {end}")
-    _require(request.held.own == request.lent.pages[end:], f"{request} does not own the lent pages from {end} on")
-    _require(set(rest) <= set(request.lent.pages[request.held.matched : end]), f"{request} loads into pages of others")
+    _require(request.held.own == request.lent.full.pages[end:], f"{request} does not own the lent pages from {end} on")
+    _require(
+        set(rest) <= set(request.lent.full.pages[request.held.matched : end]), f"{request} loads into pages of others"
+    )
     known = sum(request.sources.pages.values()) + len(rest)
     _require(not request.is_planned or known == end, f"{request} counts the sources of {known} pages of {end}")

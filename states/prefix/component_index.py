@@ -43,7 +43,14 @@ class ComponentReceipt:
 class ComponentIndex:
     """All components of one prefix index. Wrong calls raise BrokenInvariant, because they are bugs of the caller."""
 
-    def __init__(self, index: PrefixIndex, components: Sequence[Component], *, page_size: int) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        components: Sequence[Component],
+        *,
+        page_size: int,
+        device_pool: type[PagePool] = PagePool,
+    ) -> None:
         if len({component.name for component in components}) != len(components):
             raise InvalidConfig(f"components have one name each, not {[component.name for component in components]}")
         self.index = index
@@ -51,7 +58,7 @@ class ComponentIndex:
         self.device = {
             c.name: ComponentTier(
                 "device",
-                PagePool(f"device {c.name}", c.device_pages),
+                device_pool(f"device {c.name}", c.device_pages),
                 index.tree.touch,
                 cached_max=c.device_snapshots_max,
             )

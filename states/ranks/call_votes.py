@@ -36,7 +36,15 @@ CALLS = (
 """Calls that a caller makes on every rank."""
 CallName: TypeAlias = "tuple[type[Event], str]"
 
-OWN_FIELDS: dict[str, object] = {"keys": b"", "rest": b"", "lent_pages": (), "pages": (), "offer": 0}
+OWN_FIELDS: dict[str, object] = {
+    "keys": b"",
+    "rest": b"",
+    "lent_pages": (),
+    "lent_components": {},
+    "pages": (),
+    "offered_components": {},
+    "offer": 0,
+}
 """Fields of calls that the leader's frame does not carry, with their empty value. Each rank has its own: tokens are the
 same on all, but need not travel; pages and numbers of offers are not.
 """
@@ -62,7 +70,8 @@ def name_of(call: Call) -> CallName:
 
 def with_content(offer: events.PagesOffered) -> events.PagesOffered:
     """Return the offer with its name on all ranks: what it offers, but not where it lies."""
-    words = hashlib.sha256(f"{len(offer.pages)} {offer.namespace}".encode())
+    components = sorted((name, len(pages)) for name, pages in offer.offered_components.items())
+    words = hashlib.sha256(f"{len(offer.pages)} {components} {offer.namespace}".encode())
     words.update(offer.keys)
     return msgspec.structs.replace(offer, content=words.hexdigest())
 

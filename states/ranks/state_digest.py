@@ -53,7 +53,8 @@ class StateDigest:
         self._component_pages: dict[ComponentTier, int] = {
             tier: 0 for (_, device), host in tiers for tier in (device, host)
         }
-        self._readers = _LENT_PAGES if core.settings.lends_device else _PAGES
+        self._is_lent = core.settings.lends_device
+        self._readers = _LENT_PAGES if self._is_lent else _PAGES
         core.state.index.on_evict.append(self._note_eviction)
 
     def stepped(self, event: Event, given: list[Command]) -> None:
@@ -115,7 +116,7 @@ class StateDigest:
     def _note_components(self, command: Command) -> None:
         """The pages of components that a command names: those of a promise are of its room."""
         for tail in getattr(command, "component_pages", None) or ():
-            for pages in (tail.pages, getattr(tail, "own", b"")):
+            for pages in (_ONE.pack(len(tail.pages)),) if self._is_lent else (tail.pages, getattr(tail, "own", b"")):
                 if type(command) in ROOMS:
                     self._rooms = zlib.crc32(pages, zlib.crc32(_ONE.pack(tail.first), self._rooms))
                 else:
@@ -148,7 +149,20 @@ def _number_of(name: str) -> Callable[[Command], bytes]:
     return lambda command: _ONE.pack(len(getattr(command, name)))
 
 
+def _number_of_lent(side: str) -> Callable[[Command], PageIds | bytes]:
+    """Read one side of a copy of component pages: on the device, only their number."""
+
+    def read(command: Command) -> PageIds | bytes:
+        assert isinstance(command, commands.CopyComponent)
+        pages: PageIds = getattr(command, f"{side}_pages")
+        return _ONE.pack(len(pages)) if getattr(command, side) == "device" else pages
+
+    return read
+
+
 def _readers(kind: type[Command], *, are_lent: bool) -> tuple[Callable[[Command], PageIds | bytes], ...]:
+    if are_lent and kind is commands.CopyComponent:
+        return _number_of_lent("source"), _number_of_lent("target")
     names = [name for name in kind.__struct_fields__ if name in PAGE_FIELDS]
     return tuple(_number_of(name) if are_lent and name in DEVICE_FIELDS else attrgetter(name) for name in names)
 

@@ -1,54 +1,144 @@
-"""Device pages that the embedder lends to one request."""
+"""Device pages that the embedder lends to one request until its outcome, by group, and what they hold so far.
+
+The full KV is one group, each component another. A group needs the pages at the positions that the end of the prompt
+needs: all of the full KV, the trailing pages of a window, the record of a state.
+
+    positions       0   1   2   3   4   5   6      the embedder holds [0, held) of every group: these are not lent
+    full            h   h   .   .   .   .   .
+    window (3)                      .   .   .      good: the leading positions that are in place
+    state                                   .
+
+A prefix is in place if a computation can continue at its end: at the end of what the embedder holds, at the end of the
+prompt, or where the pages of all windows before it are in place, too.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.types import page_ids
+from tidekv.states.types import FULL, PageIds, page_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from tidekv.states.component_specs import Component
+
+SOURCES = ("", "l1", "l2", "l3", "transfer")
 
 
-class Loan:
-    """Device pages that the embedder lends to one request until its outcome, and what they hold so far.
+class LentGroup:
+    """The lent pages of one group, at positions [first, first + len(pages)) of the prompt.
 
     The first `held` pages hold the prompt from the start. They are not lent: other requests may have them too.
     """
 
-    __slots__ = ("_sources", "lent", "pages")
+    __slots__ = ("_sources", "first", "lent", "pages")
 
-    SOURCES = ("", "l1", "l2", "l3", "transfer")
-
-    def __init__(self, pages: Iterable[int], *, held: int) -> None:
+    def __init__(self, pages: Iterable[int], *, held: int, first: int = 0) -> None:
+        self.first = first
         self.pages = page_ids(pages)
-        """One page for each page of the prompt."""
         self.lent = self.pages[held:]
         """Those that may be written to."""
         self._sources = bytearray(len(self.pages))
         """By page, the place of its source in SOURCES; 0 until the page is in place."""
-        self.note(0, held, "l1")
+        self.note(first, min(held, len(self.pages)), "l1")
 
     def note(self, first: int, count: int, source: str) -> None:
-        """Note that pages [first, first + count) of the prompt are in place."""
-        self._sources[first : first + count] = bytes([self.SOURCES.index(source)]) * count
+        """Note that the pages at positions [first, first + count) are in place."""
+        at = first - self.first
+        self._sources[at : at + count] = bytes([SOURCES.index(source)]) * count
 
     @property
     def good(self) -> int:
-        """Number of leading pages that are in place."""
+        """End of the leading positions that are in place."""
         end = self._sources.find(0)
-        return len(self.pages) if end < 0 else end
+        return self.first + (len(self.pages) if end < 0 else end)
+
+    @property
+    def end(self) -> int:
+        """End of the prompt's pages."""
+        return self.first + len(self.pages)
+
+    def in_place(self) -> dict[int, int]:
+        """The leading pages that are in place, by position."""
+        return dict(zip(range(self.first, self.good), self.pages, strict=False))
+
+    def has(self, first: int, end: int) -> bool:
+        """Whether all pages at positions [first, end) are in place."""
+        at = first - self.first
+        return at >= 0 and 0 not in self._sources[at : end - self.first]
 
     def forget_rest(self) -> None:
         """Forget what is in place after the first missing page: it is about to be written again."""
-        good = self.good
+        good = self.good - self.first
         self._sources[good:] = bytes(len(self.pages) - good)
+
+    def counts(self, end: int) -> dict[str, int]:
+        """Return the number of pages before position `end` by source."""
+        part = self._sources[: end - self.first]
+        return {name: part.count(number) for number, name in enumerate(SOURCES) if number}
+
+    def source_of(self, position: int) -> str:
+        """Return the source of the page at a position; "" if it is not in place."""
+        return SOURCES[self._sources[position - self.first]]
+
+
+class Loan:
+    """All lent pages of one request. Compared by identity."""
+
+    __slots__ = ("components", "full", "held", "lent", "trailing_pages")
+
+    def __init__(
+        self,
+        full: Sequence[int],
+        component_pages: Mapping[str, Sequence[int]],
+        components: Sequence[Component],
+        *,
+        held: int,
+        page_size: int,
+    ) -> None:
+        """`component_pages` has, for each component, its pages at the last positions of the prompt."""
+        self.held = held
+        """Leading pages of the prompt that the embedder holds of every group."""
+        self.full = LentGroup(full, held=held)
+        self.components: dict[str, LentGroup] = {}
+        for component in components:
+            pages = component_pages[component.name]
+            first = len(full) - len(pages)
+            self.components[component.name] = LentGroup(pages, first=first, held=max(held - first, 0))
+        self.trailing_pages = {component.name: component.trailing_pages(page_size) for component in components}
+        self.lent: dict[str, PageIds] = {
+            FULL: self.full.lent,
+            **{name: pages.lent for name, pages in self.components.items()},
+        }
+        """By group, the pages that may be written to."""
+
+    def forget_rest(self) -> None:
+        """Forget, in every group, what is in place after the first missing page."""
+        self.full.forget_rest()
+        for pages in self.components.values():
+            pages.forget_rest()
+
+    @property
+    def good(self) -> int:
+        """Number of leading pages of the prompt that are in place, up to an end at which every group can continue."""
+        end = self.full.good
+        while end > self.held and not all(self._serves(name, end) for name in self.components):
+            end -= 1
+        return end
+
+    def _serves(self, name: str, end: int) -> bool:
+        """Whether a component can continue at `end`, which is beyond what the embedder holds."""
+        pages = self.components[name]
+        if end == pages.end:
+            return pages.good == end
+        return pages.has(max(end - self.trailing_pages[name], self.held), end)
 
     def sources(self, *, prompt_tokens: int, page_size: int) -> dict[str, int]:
         """Return the tokens of the good pages by source; their sum is the number of good tokens."""
-        good = self._sources[: self.good]
-        tokens = {name: good.count(number) * page_size for number, name in enumerate(self.SOURCES) if number}
+        good = self.good
+        tokens = {name: count * page_size for name, count in self.full.counts(good).items()}
         if good:
             # The last page of the prompt may be partial.
-            tokens[self.SOURCES[good[-1]]] -= max(len(good) * page_size - prompt_tokens, 0)
+            tokens[self.full.source_of(good - 1)] -= max(good * page_size - prompt_tokens, 0)
         return tokens

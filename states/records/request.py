@@ -144,8 +144,16 @@ class Request:
         self.component_pages: RequestComponents | None = None
         self.ahead: Ahead | None = None
         """Reads from storage that were started while it waits for device pages."""
-        self.lent = Loan(event.lent_pages, held=event.held_pages) if event.lent_pages else None
-        """Pages of the embedder, one for each page of the prompt, if device pages are lent."""
+        self.lent: Loan | None = None
+        """Pages of the embedder, by group, if device pages are lent."""
+        if event.lent_pages:
+            self.lent = Loan(
+                event.lent_pages,
+                event.lent_components,
+                settings.components,
+                held=event.held_pages,
+                page_size=settings.page_size,
+            )
 
     def forget_plan(self) -> None:
         """Reset all fields of a plan, as for a request that waits for admission. Frees nothing."""
@@ -242,7 +250,7 @@ class Request:
         """Note that pages [first, first + count) are in place, from this source (see `Sources`)."""
         self.sources.note(source, count)
         if self.lent is not None:
-            self.lent.note(first, count, source)
+            self.lent.full.note(first, count, source)
 
     @property
     def restore_limit(self) -> int:
@@ -646,6 +654,7 @@ class RequestComponents:
     __slots__ = (
         "cause",
         "copies",
+        "draining",
         "end",
         "fetches",
         "filler",
@@ -675,6 +684,8 @@ class RequestComponents:
         """By component, all pages that the request owns."""
         self.kept: set[tuple[str, int]] = set()
         """Entries of the caller's ComponentLeft that are in the index: component and first position."""
+        self.draining: dict[str, PageIds] = {}
+        """By component, lent pages of a left request that copies under way may still write to."""
         self.forget_plan()
 
     def forget_plan(self) -> None:

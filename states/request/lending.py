@@ -7,7 +7,11 @@ yet (host memory, storage, prefill: the same plan, states and deadlines), and en
 not grow, and is not finished.
 
 The outcome may be partial. Without a prefill that can send the rest, or past its deadline, the request ends with the
-pages in place so far, from the first one on; the embedder computes the rest.
+pages in place so far, from the first one on; the embedder computes the rest. With components it is partial only up to
+an end at which windows and states can continue (`tidekv.states.records.loan`).
+
+Components. Their pages are lent with the same request, for the positions that the end of its prompt needs, and share
+its outcome. They take the way of `tidekv.states.components.request_components`.
 
 Pages that something may still write to are *draining*, as in any mode. A request that returns to the queue waits there
 until none of its pages is draining. A request that ends gives its pages back only then, all at once, with its outcome:
@@ -23,12 +27,13 @@ from tidekv.states.errors import BrokenInvariant
 from tidekv.states.pages.page_pool import LentPool
 from tidekv.states.prefix.node import MatchResult
 from tidekv.states.rollback import Rollback
-from tidekv.states.types import page_ids
+from tidekv.states.types import FULL, page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
     from tidekv.states.backup.offers import Offers
     from tidekv.states.commands import ReportFailed
+    from tidekv.states.components.request_components import ComponentRestore
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Progressed
     from tidekv.states.handover.rooms import Rooms
@@ -41,9 +46,21 @@ class Lending:
     """Lent pages from the arrival of their request to their return."""
 
     def __init__(
-        self, state: CoreState, storage: StorageAdmission, rooms: Rooms, offers: Offers, backups: Backups
+        self,
+        state: CoreState,
+        storage: StorageAdmission,
+        rooms: Rooms,
+        offers: Offers,
+        backups: Backups,
+        component_pages: ComponentRestore | None,
     ) -> None:
         self._state = state
+        self._component_pages = component_pages
+        pools = {FULL: state.device}
+        if state.components is not None:
+            pools |= {name: tier.account for name, tier in state.components.device.items()}
+        self._pools = {name: pool for name, pool in pools.items() if isinstance(pool, LentPool)}
+        """By group, the embedder's pages. None if the device pages are the core's own."""
         self._storage = storage
         self._rooms = rooms
         self._offers = offers
@@ -55,21 +72,26 @@ class Lending:
     @property
     def is_due(self) -> bool:
         """Whether pages may be ready to be handed back."""
-        return bool(self.returning) and (self._is_due or self._pool.has_settled)
-
-    @property
-    def _pool(self) -> LentPool:
-        pool = self._state.device
-        assert isinstance(pool, LentPool), "device pages are not lent to this core"
-        return pool
+        return bool(self.returning) and (self._is_due or any(pool.has_settled for pool in self._pools.values()))
 
     def lend(self, request: Request) -> None:
-        """Take over the pages of a request that arrives."""
+        """Take over the pages of a request that arrives. An exception leaves everything as it was."""
         if request.lent is None:
             return
-        if read := self._offers.pages_read.keys() & set(request.lent.lent):
-            raise BrokenInvariant(f"pages {sorted(read)} are lent to {request}, but an offer still reads them")
-        self._pool.lend(request.lent.lent)
+        for group, pages in request.lent.lent.items():
+            if read := set(self._offers.pages_read.get(group, ())) & set(pages):
+                raise BrokenInvariant(f"pages {sorted(read)} are lent to {request}, but an offer still reads them")
+        with Rollback() as undo:
+            self._lend(request.lent, undo)
+            undo.keep()
+
+    def _lend(self, groups: Loan, undo: Rollback) -> None:
+        for group, pages in groups.lent.items():
+            self._pools[group].lend(pages)
+            undo.callback(self._pools[group].hand_back, pages)
+
+    def _has_writers(self, groups: Loan) -> bool:
+        return any(self._pools[group].has_writers(pages) for group, pages in groups.lent.items())
 
     # --- The restore ---
 
@@ -78,28 +100,36 @@ class Lending:
 
         After an exception, `Restore.leave` gives back what was taken so far.
         """
-        if self._pool.has_writers(lent.lent):
+        if self._has_writers(lent):
             return False
         lent.forget_rest()
         match = self.match(request, lent)
         request.held.lock_at(self._state.index, match.device_node)
         request.held.pin_at(self._state.index, match.host_node)
         request.held.match(match.device_pages)
-        request.held.take(lent.pages[match.device_pages :], page_ids())
+        request.held.take(lent.full.pages[match.device_pages :], page_ids())
+        if self._component_pages is not None:
+            self._component_pages.hold_lent(request, lent)
         return True
 
     def match(self, request: Request, lent: Loan) -> MatchResult:
         """Return what is in place as the device part, and what host memory has beyond it."""
         found = self._state.index.match(request.namespace, request.keys)
-        good, end = lent.good, found.host_node.depth_pages
+        good, end = lent.full.good, found.host_node.depth_pages
         return MatchResult(good, max(end - good, 0), found.device_node, found.host_node)
 
     def note_received(self, request: Request) -> None:
         """Note what the request's room has brought so far."""
-        if request.lent is not None and request.room is not None:
-            for span in request.room.spans:
-                landed = span.landed(request.room.ranks)
-                request.lent.note(span.first, landed - span.first, "transfer")
+        lent, room, held = request.lent, request.room, request.component_pages
+        if lent is None or room is None:
+            return
+        for span in room.spans:
+            pages = lent.full if span.component == FULL else lent.components[span.component]
+            pages.note(span.first, span.landed(room.ranks) - span.first, "transfer")
+        # Prefill sends what was promised of components before the last chunk of span 0.
+        if held is not None and room.ranks and len(room.spans[0].ended) == room.ranks:
+            for name, first in held.sent_from.items():
+                lent.components[name].note(first, request.page_count - first, "transfer")
 
     def commit(self, request: Request, event: Progressed) -> None:
         """End the request: the whole prompt is in place."""
@@ -111,6 +141,11 @@ class Lending:
         if state.settings.write == "selective":
             # The policy counts the prompts that each page was a part of.
             state.index.note_served(leaf)
+        if self._component_pages is not None and request.component_pages is not None:
+            if request.component_pages.lock is not None:
+                # Otherwise an exception has interrupted `leave`.
+                self._component_pages.commit(request)
+            self._component_pages.leave(request)
         with Rollback() as undo:
             undo.callback(state.take_commands_back, len(state.out))
             self._rooms.receive(room)
@@ -156,12 +191,15 @@ class Lending:
     def hand_back(self) -> None:
         """Return the pages that have no writer any more, with the outcomes. Can be called again after an exception."""
         for lent, outcome in list(self.returning.items()):
-            if self._pool.has_writers(lent.lent):
+            if self._has_writers(lent):
                 continue
             with Rollback() as undo:
-                self._pool.hand_back(lent.lent)
-                undo.callback(self._pool.lend, lent.lent)
+                for group, pages in lent.lent.items():
+                    self._pools[group].hand_back(pages)
+                    undo.callback(self._pools[group].lend, pages)
                 self._state.emit(outcome)
                 undo.keep()
             del self.returning[lent]
-        self._is_due = self._pool.has_settled = False
+        self._is_due = False
+        for pool in self._pools.values():
+            pool.has_settled = False

@@ -36,6 +36,10 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "bool": st.booleans(),
     "bytes": PAGES,
     "tuple[int, ...]": st.lists(st.integers(-1, 16), max_size=4).map(tuple),
+    # By component, whose names are the embedder's own and not those of a client.
+    "dict[str, tuple[int, ...]]": st.dictionaries(
+        st.sampled_from(["window", "state"]), st.lists(st.integers(-1, 16), max_size=4).map(tuple), max_size=2
+    ),
     "tuple[str, ...]": st.lists(WORDS, max_size=3).map(tuple),
     "StoragePolicy": st.builds(StoragePolicy),
     "tuple[ComponentLeft, ...]": st.lists(
@@ -51,7 +55,9 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 def anything(kind: type) -> st.SearchStrategy[Any]:
     """An event with any values of its fields' types, or now and then with their defaults."""
-    defaults = dict(zip(kind.__struct_fields__[::-1], kind.__struct_defaults__[::-1], strict=False))  # type: ignore[attr-defined]
+    defaults = {
+        field.name: field.default for field in msgspec.structs.fields(kind) if field.default is not msgspec.NODEFAULT
+    }
     fields: dict[str, st.SearchStrategy[Any]] = {}
     for name, words in field_types(kind).items():
         values = st.sampled_from(["r0", "r1", 'r"2']) if name == "request_id" else VALUES[words]

@@ -8,19 +8,28 @@ from random import Random
 import pytest
 
 from simulation import SimulationFailed, simulate
-from simulation.simulate import draw_settings, lending
+from simulation.simulate import draw_settings, lending, with_components
 from tidekv.states.backup.offers import Offer, Offers
+from tidekv.states.components.offered import OfferedComponents, OfferedCopy
+from tidekv.states.components.request_components import ComponentCopy, ComponentRestore
 from tidekv.states.loads.loads import Loads
 from tidekv.states.pages.page_pool import LentPool
-from tidekv.states.records.loan import Loan
+from tidekv.states.records.loan import LentGroup, Loan
 from tidekv.states.records.request import Load, Request
 from tidekv.states.request.lending import Lending
-from tidekv.states.types import PageIds
+from tidekv.states.settings import CoreSettings
+from tidekv.states.types import FULL, PageIds
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 REQUESTS = 60
 SEEDS_MAX = 60
 MUTANTS: dict[str, Mutant] = {}
+COMPONENT_MUTANTS: dict[str, Mutant] = {}
+
+
+def component_mutant(plant: Mutant) -> Mutant:
+    COMPONENT_MUTANTS[plant.__name__] = plant
+    return plant
 
 
 def mutant(plant: Mutant) -> Mutant:
@@ -57,15 +66,16 @@ def a_copy_of_a_request_that_left_is_forgotten(patch: pytest.MonkeyPatch) -> Non
 
 @mutant
 def pages_after_a_gap_count_as_good(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Loan, "good", property(lambda self: sum(1 for source in self._sources if source)))
+    in_place = property(lambda self: self.first + sum(1 for source in self._sources if source))
+    patch.setattr(LentGroup, "good", in_place)
 
 
 @mutant
 def pages_to_be_written_again_count_as_good(patch: pytest.MonkeyPatch) -> None:
-    def forget_rest(self: Loan) -> None:
+    def forget_rest(self: LentGroup) -> None:
         pass
 
-    patch.setattr(Loan, "forget_rest", forget_rest)
+    patch.setattr(LentGroup, "forget_rest", forget_rest)
 
 
 @mutant
@@ -74,7 +84,7 @@ def a_page_that_has_not_landed_counts_as_received(patch: pytest.MonkeyPatch) -> 
         if request.lent is not None and request.room is not None:
             for span in request.room.spans:
                 landed = min(span.landed(request.room.ranks) + 1, span.first + span.count)
-                request.lent.note(span.first, landed - span.first, "transfer")
+                request.lent.full.note(span.first, landed - span.first, "transfer")
 
     patch.setattr(Lending, "note_received", note_received)
 
@@ -97,13 +107,79 @@ def an_offer_joins_the_tree_before_the_one_that_it_follows(patch: pytest.MonkeyP
     patch.setattr(Offers, "_find_followed", find_followed)
 
 
-def run_until_found() -> bool:
+# --- With components ---
+
+
+@component_mutant
+def component_pages_go_back_while_a_copy_writes_to_them(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ComponentRestore, "_drain", lambda self, component_pages: None)
+
+
+@component_mutant
+def component_pages_go_back_while_prefill_writes_to_them(patch: pytest.MonkeyPatch) -> None:
+    def has_writers(self: Lending, groups: Loan) -> bool:
+        return self._pools[FULL].has_writers(groups.lent[FULL])
+
+    patch.setattr(Lending, "_has_writers", has_writers)
+
+
+@component_mutant
+def full_pages_are_good_whatever_components_hold(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Loan, "good", property(lambda self: self.full.good))
+
+
+@component_mutant
+def a_failed_copy_counts_as_in_place(patch: pytest.MonkeyPatch) -> None:
+    def copied(self: ComponentRestore, copy: ComponentCopy, error: str) -> None:
+        original(self, copy, "")
+
+    original = ComponentRestore.copied
+    patch.setattr(ComponentRestore, "copied", copied)
+
+
+@component_mutant
+def pages_of_a_failed_copy_of_an_offer_join(patch: pytest.MonkeyPatch) -> None:
+    def copied(self: OfferedComponents, copy: OfferedCopy, error: str) -> None:
+        original(self, copy, "")
+
+    original = OfferedComponents.copied
+    patch.setattr(OfferedComponents, "copied", copied)
+
+
+@component_mutant
+def an_offer_ends_while_a_copy_of_a_component_reads(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Offer, "reads", property(lambda self: self.is_copying))
+
+
+@component_mutant
+def what_prefill_was_asked_for_counts_as_in_place(patch: pytest.MonkeyPatch) -> None:
+    def hold_lent(self: ComponentRestore, request: Request, groups: Loan) -> None:
+        original(self, request, groups)
+        for pages in groups.components.values():
+            pages.note(pages.first, len(pages.pages), "transfer")
+
+    original = ComponentRestore.hold_lent
+    patch.setattr(ComponentRestore, "hold_lent", hold_lent)
+
+
+def drawn(seed: int, *, has_components: bool) -> CoreSettings:
+    settings = draw_settings(Random(f"settings {seed}"))
+    return lending(with_components(settings, seed, always=True) if has_components else settings)
+
+
+def run_until_found(*, has_components: bool = False) -> bool:
     for seed in range(1, SEEDS_MAX + 1):
         try:
-            simulate(seed, REQUESTS, settings=lending(draw_settings(Random(f"settings {seed}"))), hints=False)
+            simulate(seed, REQUESTS, settings=drawn(seed, has_components=has_components), hints=False)
         except SimulationFailed:
             return True
     return False
+
+
+@pytest.mark.parametrize("name", COMPONENT_MUTANTS)
+def test_the_simulation_of_components_finds_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    COMPONENT_MUTANTS[name](monkeypatch)
+    assert run_until_found(has_components=True), f"{SEEDS_MAX} seeds of {REQUESTS} requests did not find that {name}"
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -112,6 +188,7 @@ def test_the_simulation_finds_that(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert run_until_found(), f"{SEEDS_MAX} seeds of {REQUESTS} requests did not find that {name}"
 
 
-def test_the_core_as_it_is_passes_the_first_seeds() -> None:
-    for seed in range(1, 11):
-        simulate(seed, REQUESTS, settings=lending(draw_settings(Random(f"settings {seed}"))))
+@pytest.mark.parametrize("has_components", [False, True])
+def test_the_core_as_it_is_passes_the_first_seeds(*, has_components: bool) -> None:
+    for seed in range(1, 9):
+        simulate(seed, REQUESTS, settings=drawn(seed, has_components=has_components))

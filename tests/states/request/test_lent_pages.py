@@ -315,7 +315,7 @@ def test_the_partial_last_page_counts_with_its_tokens_only() -> None:
     assert (restored.good_tokens, restored.sources["transfer"]) == (10, 6)
 
 
-def test_components_and_shared_transfers_are_refused_with_lent_pages() -> None:
+def test_shared_transfers_are_refused_with_lent_pages() -> None:
     with pytest.raises(InvalidConfig, match="lent device pages"):
         lent_rig(share_transfers=True)
 
