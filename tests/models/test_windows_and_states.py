@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -33,7 +35,8 @@ from tidekv import (
     ReadyRequest,
     open_storage,
 )
-from tidekv.engine.decode.component_pages import LeftComponents, WindowPages
+from tidekv.engine.config.engine_config import DeviceMode
+from tidekv.engine.decode.component_pages import ReadyComponent, WindowPages
 from tidekv.engine.demo.model import generate_in_one_process
 from tidekv.transports.loopback import LoopbackNetwork
 from tidekv.transports.prefill.prefill_room import Room
@@ -185,13 +188,41 @@ def on_pools(model: CausalModel, full: DevicePool, components: tuple[ComponentPo
 
 
 @dataclass
+class Filled:
+    """A prompt in pages of the host engine, with further pages for what it generates."""
+
+    request_id: str
+    pages: npt.NDArray[np.int32]
+    component_pages: dict[str, ReadyComponent]
+    first_token: int | None
+    sources: Mapping[str, int]
+
+
+@dataclass
+class Blocks:
+    """The pages of a host engine that no request uses."""
+
+    free: dict[str, list[int]]
+
+    def take(self, group: str, count: int) -> list[int]:
+        taken, self.free[group] = self.free[group][:count], self.free[group][count:]
+        return taken
+
+    def give_back(self, filled: Filled) -> None:
+        self.free["full"] += filled.pages.tolist()
+        for name, held in filled.component_pages.items():
+            self.free[name] += held.own.tolist()
+
+
+@dataclass
 class Decode:
-    """A decode worker, and the model on its pools."""
+    """A decode worker, and the model on its pools. With `blocks` the pages are the host engine's, which lends them."""
 
     engine: DecodeEngine
     address: str
     model: ComponentModel
     components: dict[str, ComponentPools]
+    blocks: Blocks | None = None
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     async def ask(
@@ -200,14 +231,47 @@ class Decode:
         """Answer a prompt; returns the sources and the tokens. `zero`: what was restored of that component is lost
         before the model sees it. `leaves`: the components of which something is kept.
         """
+        if self.blocks is not None:
+            return await self.ask_in_blocks(self.blocks, prompt, output, zero=zero, leaves=leaves)
         ready = await self.restore(prompt)
         return await self.go_on(ready, prompt, output, zero=zero, leaves=leaves)
 
+    async def ask_in_blocks(
+        self, blocks: Blocks, prompt: list[int], output: int, *, zero: str, leaves: tuple[str, ...]
+    ) -> tuple[dict[str, int], list[int]]:
+        """The same in pages of the host engine, which offers what it keeps."""
+        pages, taken = blocks.take("full", -(-(len(prompt) + output) // SIZE)), {}
+        count, lent, ready_components = -(-len(prompt) // SIZE), {}, {}
+        for name, pools in self.components.items():
+            first = max(0, len(prompt) - (pools.window_tokens or 1)) // SIZE
+            # A window has further pages to advance to.
+            own = taken[name] = blocks.take(name, count - first + (2 if pools.window_tokens else 0))
+            lent[name] = own[: count - first]
+            ready_components[name] = ReadyComponent(first, np.array(lent[name]), np.array(own))
+        restored = await self.engine.restore_into(self._request(prompt), pages[:count], component_pages=lent)
+        assert restored.is_complete
+        filled = Filled("", np.array(pages), ready_components, restored.first_token, restored.sources)
+        for row in self.components[zero].device.rows if zero else ():
+            row[lent[zero]] = 0
+        answer, left = await asyncio.to_thread(self._answer, filled, len(prompt), output)
+        if not zero:
+            kept = [*prompt, *answer[:-1]]
+            offered = await self.engine.offer(
+                kept,
+                pages[: -(-len(kept) // SIZE)],
+                component_pages={name: ids for name, (_, ids) in left.items() if name in leaves},
+            )
+            assert not offered.declined and not offered.components_declined
+        await self.engine.wait_settled()
+        blocks.give_back(filled)
+        return {tier: tokens for tier, tokens in restored.sources.items() if tokens}, answer
+
     async def restore(self, prompt: list[int]) -> ReadyRequest:
+        return await self.engine.restore(self._request(prompt))
+
+    def _request(self, prompt: list[int]) -> DecodeRequest:
         request_id = f"r{next(self.numbers)}"
-        return await self.engine.restore(
-            DecodeRequest(request_id=request_id, tokens=prompt, prefill=self.address, send_prompt=True)
-        )
+        return DecodeRequest(request_id=request_id, tokens=prompt, prefill=self.address, send_prompt=True)
 
     async def go_on(
         self, ready: ReadyRequest, prompt: list[int], output: int, *, zero: str = "", leaves: tuple[str, ...] = ()
@@ -226,7 +290,9 @@ class Decode:
         await self.engine.wait_settled()
         return {tier: tokens for tier, tokens in ready.sources.items() if tokens}, answer
 
-    def _answer(self, ready: ReadyRequest, start: int, count: int) -> tuple[list[int], LeftComponents]:
+    def _answer(
+        self, ready: ReadyRequest | Filled, start: int, count: int
+    ) -> tuple[list[int], dict[str, tuple[int, list[int]]]]:
         """Go on from what was restored; returns the tokens, and what can be left."""
         window = record = None
         held = Held(ready.pages.tolist())
@@ -257,7 +323,9 @@ class Decode:
 
 
 @asynccontextmanager
-async def worker(name: str, folder: Path, *, nixl: bool = False) -> AsyncIterator[Decode]:
+async def worker(
+    name: str, folder: Path, *, nixl: bool = False, device_mode: DeviceMode = "owned"
+) -> AsyncIterator[Decode]:
     """A decode worker with storage, and its prefill, which has pools of its own and computes every prompt in full."""
     model = model_of(name)
     layouts = layouts_of(model, SIZE)
@@ -303,7 +371,7 @@ async def worker(name: str, folder: Path, *, nixl: bool = False) -> AsyncIterato
         ) as peer,
         DecodeEngine(
             # The first answer of storage on a busy machine may take longer than other policies wait for it.
-            engine_config(prefetch_threshold_tokens=0, prefetch="wait_complete"),
+            engine_config(prefetch_threshold_tokens=0, prefetch="wait_complete", device=device_mode),
             device=device,
             host=HostPool.allocate(layouts.full, PAGES),
             components=ours,
@@ -312,14 +380,22 @@ async def worker(name: str, folder: Path, *, nixl: bool = False) -> AsyncIterato
         ) as engine,
     ):
         components = {pools.name: pools for pools in ours}
-        yield Decode(engine, peer.address, on_pools(model, device, ours), components)
+        blocks = Blocks({name: list(range(PAGES)) for name in ("full", *components)})
+        yield Decode(
+            engine,
+            peer.address,
+            on_pools(model, device, ours),
+            components,
+            blocks if device_mode == "lent" else None,
+        )
 
 
 def in_one_process(name: str, prompt: list[int], output: int = OUTPUT) -> list[int]:
     return generate_in_one_process(model_of(name), prompt, output)
 
 
-async def check_every_tier(name: str, folder: Path, *, nixl: bool = False) -> None:
+async def check_every_tier(name: str, folder: Path, *, nixl: bool = False, device_mode: DeviceMode = "owned") -> None:
+    flushes = FLUSHES if device_mode == "owned" else {"l2": (), "l3": ("l2",)}
     prompt = prompt_of(PROMPT_TOKENS, seed=1)
     wanted = in_one_process(name, prompt)
     # The output is not one token repeated, which any prompt would match.
@@ -327,9 +403,9 @@ async def check_every_tier(name: str, folder: Path, *, nixl: bool = False) -> No
     whole = [*prompt, *wanted[:-1]]
     longer = [*whole, *prompt_of(3, seed=2)]
     second, third = in_one_process(name, whole), in_one_process(name, longer)
-    async with worker(name, folder, nixl=nixl) as decode:
+    async with worker(name, folder, nixl=nixl, device_mode=device_mode) as decode:
         assert await decode.ask(prompt) == ({"transfer": len(prompt)}, wanted)
-        for tier, flushed in FLUSHES.items():
+        for tier, flushed in flushes.items():
             await decode.engine.flush(flushed)
             assert await decode.ask(whole) == ({tier: len(whole)}, second)
             await decode.engine.flush(flushed)
@@ -340,8 +416,10 @@ async def check_every_tier(name: str, folder: Path, *, nixl: bool = False) -> No
                 sources, answer = await decode.ask(whole, zero=component)
                 assert sources == {tier: len(whole)}
                 assert answer != second, component
-    async with worker(name, folder, nixl=nixl) as restarted:
-        assert await restarted.ask(whole) == ({"l3": len(whole)}, second)
+    # Both modes read what either has stored.
+    for mode in ("owned", "lent") if device_mode == "lent" else ("owned",):
+        async with worker(name, folder, nixl=nixl, device_mode=mode) as restarted:
+            assert await restarted.ask(whole) == ({"l3": len(whole)}, second)
 
 
 MODELS = ["gemma3", "bamba", "falcon_h1", "qwen3_next", "gemma3_windows", "mamba2"]
@@ -350,6 +428,11 @@ MODELS = ["gemma3", "bamba", "falcon_h1", "qwen3_next", "gemma3_windows", "mamba
 @pytest.mark.parametrize("name", MODELS)
 async def test_windows_and_states_from_every_tier_lead_to_the_tokens_of_one_process(name: str, tmp_path: Path) -> None:
     await check_every_tier(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_windows_and_states_in_lent_pages_lead_to_the_tokens_of_one_process(name: str, tmp_path: Path) -> None:
+    await check_every_tier(name, tmp_path, device_mode="lent")
 
 
 @pytest.mark.nixl
