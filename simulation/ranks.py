@@ -20,7 +20,7 @@ from simulation.memory import Contents, Violation
 from simulation.rank import FAULTS, SimulatedRank
 from simulation.rank_callers import Script, draw_script
 from simulation.schedule import Link, Schedule
-from simulation.simulate import draw_settings, lending, with_components, with_lent_device
+from simulation.simulate import draw_settings, lending, with_components, with_lent_device, with_short_rests
 from tidekv.states.errors import TidekvError
 from tidekv.states.ranks.agreement import Opening
 from tidekv.states.ranks.vote_items import LOST_RANK
@@ -340,6 +340,8 @@ def simulate_ranks(
         drawn = with_lent_device(drawn, seed)
     if lends:
         drawn = lending(drawn)
+    if settings is None:
+        drawn = with_short_rests(drawn, seed)
     if drawn.lends_device:
         early = False
     if early is None:

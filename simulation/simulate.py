@@ -17,6 +17,7 @@ from tidekv.states.settings import CoreSettings
 from tidekv.states.storage_policy import POLICY_FIELDS
 
 CLIENTS_MAX = 16
+SHORT_RESTS_SHARE = 0.25
 LENT_SHARE = 0.2
 """Share of the runs without components in which the device pages are lent."""
 
@@ -82,6 +83,8 @@ def simulate(
     drawn = settings or with_lent_device(with_components(draw_settings(random), seed, always=always_components), seed)
     if lends:
         drawn = lending(drawn)
+    if settings is None:
+        drawn = with_short_rests(drawn, seed)
     if early is None:
         early = settings is None and not drawn.lends_device and draws_early(seed)
     world = World(
@@ -152,6 +155,14 @@ def with_lent_device(settings: CoreSettings, seed: int) -> CoreSettings:
     # Component pages are lent in the seeds of `lends`: a seed that is known by its number stays what it was.
     draws = not settings.components and Random(f"lent {seed}").random() < LENT_SHARE
     return lending(settings) if draws else settings
+
+
+def with_short_rests(settings: CoreSettings, seed: int) -> CoreSettings:
+    """Return the settings with a threshold for short rests if the seed draws one, in one of four runs that may."""
+    random = Random(f"short rests {seed}")
+    if settings.components or settings.lends_device or random.random() >= SHORT_RESTS_SHARE:
+        return settings
+    return msgspec.structs.replace(settings, recompute_threshold=random.randint(1, 6 * settings.page_size))
 
 
 def lending(settings: CoreSettings) -> CoreSettings:

@@ -141,6 +141,8 @@ class Recompute(Operation, frozen=True, kw_only=True):
     snapshots: dict[str, dict[int, int]] | None = None
     """By state, pages for snapshots that the caller takes on the way: by the number of full pages after which it does.
     """
+    is_short: bool = False
+    """Whether prefill was not asked, since the rest is short: it may release what it holds for the request."""
 
 
 class SendPromise(Command, frozen=True, kw_only=True):

@@ -87,6 +87,7 @@ COUNTERS: Final = (
     "shared_ends_passed_on",
     "shared_transfer_pages",
     "shared_transfers_passed_on",
+    "short_rests",
     "component_pages_fetched_ahead",
     "component_pages_stored",
     "transitions_raised",

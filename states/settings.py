@@ -14,6 +14,14 @@ from tidekv.states.validation import Count, PositiveCount, PositiveShare, Second
 EvictionName = Literal["lru", "lfu", "slru", "fifo", "priority"]
 
 
+def computes_rest(tokens: int, *, threshold: int) -> bool:
+    """Whether decode computes the tokens of a prompt that its device lacks, rather than asking prefill for them.
+
+    A step that computes so few ends before a transfer of them, and prefill keeps no pages for it.
+    """
+    return tokens <= threshold
+
+
 class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     """Sizes, bounds and policies of one core. Pages and tokens are counts, durations are seconds."""
 
@@ -59,6 +67,9 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     """Whether a prefill that is only late (`PrefillCause.is_lateness`) is tried beyond these attempts, with growing
     pauses, until the deadline of the request.
     """
+    recompute_threshold: Count = 0
+    """Tokens of a prompt that a caller that can compute does at once, see `computes_rest`. 0: prefill sends every rest.
+    """
     share_transfers: bool = False
     """Whether requests with a common prefix share its transfer before the first of them is READY. With components,
     requests with the same prompt share those of its end as well.
@@ -82,6 +93,8 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
         super().__post_init__()
         if self.lends_device and (self.share_transfers or self.prefill_share < 1):
             raise InvalidConfig("with lent device pages there are no shared transfers or quotas")
+        if self.recompute_threshold and (self.lends_device or self.components):
+            raise InvalidConfig("recompute_threshold must be 0 with lent device pages, and with components")
         for component in self.components:
             if component.device_pages < component.live_pages(self.page_size):
                 raise InvalidConfig(

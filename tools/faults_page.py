@@ -115,7 +115,8 @@ REQUIRED: dict[str, dict[str, str]] = {
         "pages_are_not_offered": "Nothing of the request is kept; later requests get its pages from prefill.",
         "component_is_not_left": "The next request that ends there gets them from prefill.",
         "no_cache": "No page of the request enters the cache.",
-        "recompute_fails": "The request fails with the loss of prefill, followed by the caller's error.",
+        "recompute_fails": "The request fails with the loss of prefill, followed by the caller's error. If the caller "
+        "was asked because the rest was short, prefill is asked for it.",
         "recompute_raises": "As a computation that failed.",
         "recompute_is_slow": "The pages that it writes to are owned until it has ended, even if the request ended long "
         "before.",

@@ -290,6 +290,12 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     lends them out until `finish`. "lent": those of a host engine with a prefix cache of its own, which lends them to
     each restore (`DecodeEngine.restore_into`) and offers what it computed (`DecodeEngine.offer`).
     """
+    recompute_threshold: Count = 0
+    """Tokens of a prompt that decode computes rather than receives: if no more are missing in device memory, prefill is
+    not asked, or told to release what it holds, and the engine calls `recompute`. If that fails, prefill is asked. 0:
+    only if no prefill is left. Not with components, nor with lent device pages, whose owner computes. A request that
+    waits behind others of a prefill that is at its quota waits for these.
+    """
     default_deadline_s: Seconds = 60.0
     """Deadline of requests that bring none: a restore that takes longer fails."""
     copy_deadline_s: Seconds = 30.0
@@ -364,6 +370,7 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             share_transfers=self.sharing.enabled and self.device != "lent",
             share_wait_s=self.sharing.wait_s,
             attempts_per_prefill=self.peer.attempts,
+            recompute_threshold=self.recompute_threshold,
             retries_late=self.peer.retries_late,
             **{name: getattr(self.storage, name) for name in POLICY_FIELDS},
         )

@@ -107,7 +107,8 @@ class DecodeEngine:
 
     def recompute_with(self, recompute: Recompute) -> None:
         """Give the last resort: if no prefill of a request's list can send the missing pages, `recompute` computes them
-        on this machine, on the engine's loop, and the request becomes READY. Call it before the engine is entered.
+        on this machine, on the engine's loop, and the request becomes READY. With `config.recompute_threshold` it also
+        computes short rests, instead of prefill. Call it before the engine is entered.
 
         Raises InvalidConfig for an engine in lent device pages, EngineClosed if it was entered.
         """

@@ -397,6 +397,10 @@ class Executor:
     # --- The last resort ---
 
     def _recompute(self, command: commands.Recompute) -> None:
+        live = self._calls.live(command.request_id)
+        if command.is_short and not live.request.send_prompt:
+            # A router has sent the prompt to the first prefill, which keeps pages until it is asked or told.
+            self._receiver.decline(live.request.prefills[0], command.request_id, live.prompt_digest())
         self._spawn(self._calls.recompute(command, self._recomputed), f"recompute {command.op}")
 
     def _recomputed(self, command: commands.Recompute, raised: Exception | None) -> None:

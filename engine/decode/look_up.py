@@ -50,5 +50,6 @@ async def look_up(runtime: Runtime, packed: bytes, namespace: str, *, timeout_s:
         l3=counts[2],
         transfer=rest,
         ready_s=max(known, default=0.0) if len(known) == len(waits) else None,
+        recompute=tokens - counts[0],
         not_asked=cause,
     )

@@ -202,6 +202,8 @@ class Runtime:
         """Start all parts. If one raises, stop all and raise its error. Raises EngineClosed the second time."""
         if self.loop is not None:
             raise EngineClosed("this engine was entered before: an engine lives once, make another one")
+        if self.config.recompute_threshold and self.calls.last_resort is None:
+            raise InvalidConfig("config.recompute_threshold needs recompute_with, which computes the rest of a prompt")
         self.loop = asyncio.get_running_loop()
         try:
             # What is started here lives longer than the request that may have entered the engine.

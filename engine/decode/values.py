@@ -228,6 +228,8 @@ class PromptLookUp:
     None if a speed is not known, since nothing came from there yet, or lately from storage, or
     since `prefetch` is not "soonest", which measures prefill.
     """
+    recompute: int
+    """What decode would compute if it did not ask prefill: all behind l1. See `EngineConfig.recompute_threshold`."""
     not_asked: str
     """Why l3 is not known, such as "storage did not answer within 0.05 s"; empty if it is, or if nothing is missing."""
 

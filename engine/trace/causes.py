@@ -29,6 +29,7 @@ CONSEQUENCES = {
     "store": "the pages are not kept in storage",
     "late store": "the host pages stay pinned until it has ended",
     "recompute": "nothing was left to fall back to",
+    "short recompute": "prefill is asked for them",
 }
 """Consequence of a failure, by kind of work."""
 LATE = {

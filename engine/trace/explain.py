@@ -170,7 +170,7 @@ def _works(trace: RequestTrace) -> list[str]:
             "tail": f"Copied pages {_pages(work)} of {work.component} {work.cause}",
             "backup": f"Backed up pages {_pages(work)} to the host",
             "store": f"Put pages {_pages(work)} in storage: {work.good} were stored",
-            "recompute": f"The caller computed pages {_pages(work)}",
+            "recompute": f"The caller computed pages {_pages(work)}{work.cause and f', {work.cause}'}",
             "span": _span_words(work),
         }[work.kind]
         if work.ended_at_s is None:

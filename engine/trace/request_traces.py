@@ -108,6 +108,8 @@ UNTOLD_CAUSES = (
     "end_sender_slow",
 )
 """Causes of an extend that no outcome reported before."""
+SHORT_REST = "since the device lacked few"
+"""Cause of a computation by the caller though there is a prefill."""
 
 
 HINTS_MAX = 64
@@ -292,7 +294,8 @@ class RequestTraces:
         if late:
             work.wasted = work.good if work.kind in ("fetch", "copy") else 0
         elif work.trouble:
-            self._tell_trouble(work, request_traces, CONSEQUENCES["ahead" if work.ahead else work.kind], at_s, core)
+            kind = "ahead" if work.ahead else "short recompute" if work.cause == SHORT_REST else work.kind
+            self._tell_trouble(work, request_traces, CONSEQUENCES[kind], at_s, core)
 
     def _give_up_late(self, at_s: float, core: Core) -> None:
         for op, (work, request_traces) in list(self._open.items()):
@@ -381,6 +384,8 @@ class RequestTraces:
             whither = f"to be tried again after a pause of {request.admission.retry_at_s - at_s:.1f} s"
         elif request.attempts.count > request_trace.attempts:
             whither = "for the next prefill of its list"
+        elif request.recompute.has_failed_short:
+            whither = "for prefill to send the rest"
         request_trace.attempts = request.attempts.count
         request_trace.fall_back(
             at_s, in_one_line(request.fallbacks.last_error), f"the request went back to the queue, {whither}"
@@ -457,6 +462,7 @@ class RequestTraces:
 
     def _recompute(self, command: commands.Recompute, at_s: float, core: Core) -> None:
         work = Work("recompute", command.first, len(command.pages) - command.first, at_s)
+        work.cause = SHORT_REST if command.is_short else ""
         self._begin(command.op, work, [self._live[command.request_id]])
 
     def _promise(self, command: commands.SendPromise, at_s: float, core: Core) -> None:

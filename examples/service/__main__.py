@@ -42,6 +42,9 @@ def main(
     batch_max: Annotated[int, typer.Option(help="Maximum requests computed in one step.")] = 16,
     queue_max: Annotated[int, typer.Option(help="Maximum requests that wait for admission; others get 429.")] = 64,
     drain_timeout_s: Annotated[float, typer.Option(help="Seconds that SIGTERM waits for accepted requests.")] = 30.0,
+    recompute_threshold: Annotated[
+        int, typer.Option(help="Tokens of a prompt that this worker computes itself rather than ask prefill.")
+    ] = 0,
     journal: Annotated[str, typer.Option(help="Write every event of the engine to this file.")] = "",
     traces: Annotated[
         bool, typer.Option(help="Make an OpenTelemetry span of each request; run under opentelemetry-instrument.")

@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 
 from examples.service.model import ServedModel
@@ -30,6 +31,8 @@ from tidekv import (
     InvalidRequest,
     OutOfPages,
     ReadyRequest,
+    Recompute,
+    RecomputeJob,
     RequestFailed,
 )
 from tidekv.engine.demo.compute import ComputeThread
@@ -311,30 +314,37 @@ def _known_output(generation: Generation, output: list[int]) -> list[int]:
     return output if generation.phrases is None else output[:-1]
 
 
+def recomputes(model: PagedModel, compute: ComputeThread) -> Recompute:
+    """Return what computes the rest of a prompt here: a short one, or any if no prefill is left."""
+
+    async def recompute(job: RecomputeJob) -> tuple[int, Mapping[str, object]]:
+        tokens = np.frombuffer(job.packed_tokens, dtype="<u4")[job.start_token :].tolist()
+        rest = partial(model.prefill_chunk, tokens, job.start_token, job.pages.tolist())
+        return int((await compute.run(rest)).argmax()), {}
+
+    return recompute
+
+
 @asynccontextmanager
 async def decode_worker(
     engine: DecodeEngine,
-    pool: PagedModel,
+    batch: Batch,
     model: ServedModel,
     prefill: PrefillChild | DistantPrefill,
     *,
     device_pages: int,
-    batch_max: int,
 ) -> AsyncIterator[DecodeWorker]:
     """Run a decode worker for the duration of the block. Requests live at its end are aborted."""
-    with ComputeThread("decode") as compute:
-        batch = Batch(pool, compute, batch_max=batch_max)
-        async with engine, asyncio.TaskGroup() as tasks:
-            computing = tasks.create_task(batch.run(), name="batch")
-            worker = DecodeWorker(engine, model, batch, prefill, tasks, device_pages=device_pages)
-            try:
-                yield worker
-            finally:
-                ending = [generation.task for generation in worker.live.values() if generation.task is not None]
-                for task in ending:
-                    task.cancel()
-                if ending:
-                    # A cancelled task still waits for its running step, so the batch must run until all tasks have
-                    # ended.
-                    await asyncio.wait(ending)
-                computing.cancel()
+    async with engine, asyncio.TaskGroup() as tasks:
+        computing = tasks.create_task(batch.run(), name="batch")
+        worker = DecodeWorker(engine, model, batch, prefill, tasks, device_pages=device_pages)
+        try:
+            yield worker
+        finally:
+            ending = [generation.task for generation in worker.live.values() if generation.task is not None]
+            for task in ending:
+                task.cancel()
+            if ending:
+                # A cancelled task still waits for its running step, so the batch must run until all tasks have ended.
+                await asyncio.wait(ending)
+            computing.cancel()

@@ -35,6 +35,7 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
     batch_max: int
     queue_max: int
     drain_timeout_s: float
+    recompute_threshold: int
     journal: str
     traces: bool
     kv_events: str
@@ -62,6 +63,7 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("device_pages", "host_pages", "batch_max", "queue_max"):
             option = f"--{name.replace('_', '-')}"
             checked(getattr(self, name), Annotated[int, Meta(ge=1)], option, InvalidConfig)
+        checked(self.recompute_threshold, Annotated[int, Meta(ge=0)], "--recompute-threshold", InvalidConfig)
         self.events()
         if self.storage:
             open_storage(self.storage)  # Reads the URI; nothing is opened before the engine starts.

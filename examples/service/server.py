@@ -14,7 +14,7 @@ import uvicorn
 import uvloop
 
 from examples.service.api import Api
-from examples.service.decode import DecodeWorker, decode_worker
+from examples.service.decode import Batch, DecodeWorker, decode_worker, recomputes
 from examples.service.model import load
 from examples.service.options import PrefillOptions, ServiceOptions
 from examples.service.prefill import DistantPrefill, PrefillChild
@@ -30,6 +30,7 @@ from tidekv import (
     open_storage,
     trace_requests,
 )
+from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.model import PagedModel
 
 
@@ -64,6 +65,11 @@ class DrainingServer(uvicorn.Server):
 
 async def serve(options: ServiceOptions, listener: socket.socket) -> None:
     """Run the service until a signal arrives and the worker has drained. Closes the listener."""
+    with ComputeThread("decode") as compute:
+        await _serve(options, listener, compute)
+
+
+async def _serve(options: ServiceOptions, listener: socket.socket, compute: ComputeThread) -> None:
     of_prefill = PrefillOptions(
         model=options.model,
         page_size=options.page_size,
@@ -76,6 +82,7 @@ async def serve(options: ServiceOptions, listener: socket.socket) -> None:
         keeping = tasks.create_task(prefill_worker.run(), name="prefill")
         served = await asyncio.to_thread(partial(load, options.model, page_size=options.page_size))
         device = DevicePool.allocate(served.layout, options.device_pages)
+        pool = PagedModel(served.llama, device)
         engine = DecodeEngine(
             EngineConfig(
                 model=served.fingerprint,
@@ -84,6 +91,7 @@ async def serve(options: ServiceOptions, listener: socket.socket) -> None:
                 metrics=MetricsOptions(listen="127.0.0.1:0"),
                 journal=JournalOptions(path=options.journal or None),
                 kv_events=options.events(),
+                recompute_threshold=options.recompute_threshold,
             ),
             device=device,
             host=HostPool.allocate(served.layout, options.host_pages),
@@ -94,10 +102,10 @@ async def serve(options: ServiceOptions, listener: socket.socket) -> None:
                 dials=options.prefill if options.prefill else None,  # A child's address comes from this program.
             ),
         )
-        pool = PagedModel(served.llama, device)
-        async with decode_worker(
-            engine, pool, served, prefill_worker, device_pages=options.device_pages, batch_max=options.batch_max
-        ) as worker:
+        if options.recompute_threshold:
+            engine.recompute_with(recomputes(pool, compute))
+        batch = Batch(pool, compute, batch_max=options.batch_max)
+        async with decode_worker(engine, batch, served, prefill_worker, device_pages=options.device_pages) as worker:
             if provider := options.tracer_provider():
                 trace_requests(engine, provider)
             config = uvicorn.Config(

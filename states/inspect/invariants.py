@@ -171,7 +171,7 @@ def _check_quota(core: Parts) -> None:
             is_held or not request.admission.charged,
             f"{request} is charged with {request.admission.charged} pages without a grant",
         )
-        charged[request.prefill] += request.admission.charged
+        charged[request.recompute.withheld_by(request.prefill)] += request.admission.charged
     for left in core.rooms.quarantine:
         pages = len(left.pages) + sum(load.page_count for load in left.loads)
         _require(left.charged == pages, f"a quarantine of {pages} pages is charged with {left.charged}")

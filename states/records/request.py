@@ -220,8 +220,8 @@ class Request:
 
     @property
     def prefill(self) -> str:
-        """Name of that instance; "" if the caller computes the rest."""
-        return "" if self.recompute.is_chosen else self.prefills[self.prefill_number]
+        """Name of that instance; "" if none is left and the caller computes the rest."""
+        return "" if self.recompute.is_last_resort else self.prefills[self.prefill_number]
 
     @property
     def waits_for_admission(self) -> bool:

@@ -28,6 +28,7 @@ class Admission:
     __slots__ = (
         "charged",
         "has_asked",
+        "has_spared_storage",
         "over_quota",
         "passed",
         "quota_need",
@@ -59,6 +60,8 @@ class Admission:
         """When it may leave the queue again, after its prefill was late."""
         self.has_asked = False
         """Whether storage was asked since the request last entered the queue."""
+        self.has_spared_storage = False
+        """Whether storage was not asked because the caller was to compute a short rest."""
 
     def enter_queue(self) -> None:
         """Enter the queue, for the first time or again: storage may be asked."""
@@ -67,6 +70,10 @@ class Admission:
     def ask(self) -> None:
         """Note that storage was asked, or need not be."""
         self.has_asked = True
+
+    def spare_storage(self, *, is_spared: bool) -> None:
+        """Note whether storage is not asked, since the rest is short."""
+        self.has_spared_storage = is_spared
 
     def pause(self, until_s: float) -> None:
         """Keep the request in the queue until then."""
@@ -354,11 +361,15 @@ class Fallbacks:
 class RecomputeRecord:
     """The computation of the rest of a prompt by the caller."""
 
-    __slots__ = ("computes_all", "error", "is_chosen", "is_done", "op")
+    __slots__ = ("computes_all", "error", "has_failed_short", "is_chosen", "is_done", "is_short", "op")
 
     def __init__(self) -> None:
         self.is_chosen = False
-        """Whether no prefill is left and the caller computes the pages that are not on the device."""
+        """Whether the caller computes the pages that are not on the device: no prefill is left, or they are few."""
+        self.is_short = False
+        """Whether that is because they are few. It is decided again at each try to admit the request."""
+        self.has_failed_short = False
+        """Whether the caller has failed to compute so few: then prefill is asked."""
         self.computes_all = False
         """Whether it computes from the first page on, since the pools of components have no room for pages to continue
         from beside its own.
@@ -373,6 +384,15 @@ class RecomputeRecord:
     def choose(self) -> None:
         """Let the caller compute from the next plan on."""
         self.is_chosen = True
+
+    def choose_short(self, *, is_short: bool) -> None:
+        """Note whether the caller computes the rest because it is short."""
+        self.is_chosen = self.is_short = is_short
+
+    def give_short_up(self) -> None:
+        """Ask prefill from the next plan on: the caller has failed."""
+        self.is_chosen = self.is_short = False
+        self.has_failed_short, self.error = True, ""
 
     def compute_all(self) -> None:
         """Let the caller compute from the first page on."""
@@ -390,6 +410,15 @@ class RecomputeRecord:
         """Forget the computation of a plan that is given up."""
         # The error stays: the request fails of it, also if the step that fails it raises and runs again.
         self.op, self.is_done = 0, False
+
+    @property
+    def is_last_resort(self) -> bool:
+        """Whether the caller computes because no prefill is left."""
+        return self.is_chosen and not self.is_short
+
+    def withheld_by(self, prefill: str) -> str:
+        """Return the name of the prefill that withholds the request's pages: "" if the caller computes the rest."""
+        return "" if self.is_chosen else prefill
 
     @property
     def has_begun(self) -> bool:

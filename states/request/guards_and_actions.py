@@ -98,6 +98,11 @@ def can_recompute(request: Request, event: Event) -> bool:
     return request.can_recompute and not request.recompute.is_chosen
 
 
+def has_failed_short(request: Request, event: Event) -> bool:
+    """Whether the caller failed to compute a short rest, which prefill was not asked for."""
+    return bool(request.recompute.error) and request.recompute.is_short
+
+
 def has_failed_to_recompute(request: Request, event: Event) -> bool:
     """Whether the caller's computation failed."""
     return bool(request.recompute.error)
@@ -185,6 +190,14 @@ class Actions:
         request.fallbacks.note(f"{event.cause}: {event.detail}")
         self._restore.leave(request, settled=event.settled)
         request.recompute.choose()
+        self._requeue(request)
+
+    def ask_prefill(self, request: Request, event: Progressed) -> None:
+        """Return to the queue; the next generation asks prefill for the rest that the caller could not compute."""
+        self._state.count("sent_back")
+        request.fallbacks.note(f"the recompute failed: {request.recompute.error}")
+        self._restore.leave(request, settled=True)
+        request.recompute.give_short_up()
         self._requeue(request)
 
     def _requeue(self, request: Request) -> None:

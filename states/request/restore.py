@@ -25,6 +25,7 @@ from tidekv.states.records.plan import Plan
 from tidekv.states.records.request import Load, Request, RequestComponents, Stage
 from tidekv.states.request.plan_fetches import Adoption, PlanFetches
 from tidekv.states.rollback import Rollback
+from tidekv.states.settings import computes_rest
 from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
@@ -150,6 +151,8 @@ class Restore:
     def ask_storage(self, request: Request, event: StorageDue) -> None:
         """Query storage, while the request waits, for the pages that neither device nor host has."""
         request.admission.ask()
+        self._decide_rest(request)
+        request.admission.spare_storage(is_spared=request.recompute.is_short)
         # An answer that came too late for the plan of the last generation serves this one, while it is young.
         if request.answer.answered_at_s == float("inf") or self._is_answer_old(request):
             self._ask_storage(request)
@@ -176,11 +179,15 @@ class Restore:
             return False
         if request.lent is not None:
             return self._lending.grant(request, request.lent)
+        self._decide_rest(request)
+        if self._asks_after_all(request):
+            return False
+        charged_to = request.recompute.withheld_by(request.prefill)
         available = state.device.free + state.index.device_evictable
         if request.admission.short_version == self._insertions:
             # It did not fit before, and without insertions its match cannot have grown. Skips matching every waiting
             # request again whenever some pages are freed.
-            admits = state.quota.admits(request.prefill, request.admission.quota_need)
+            admits = state.quota.admits(charged_to, request.admission.quota_need)
             request.admission.note_quota(is_over=not admits)
             if request.admission.over_quota or available < request.admission.short_need:
                 return False
@@ -192,7 +199,7 @@ class Restore:
         # The charge: pages that it takes, and cached ones that only this lock keeps from eviction.
         available_now = state.device.free + state.index.device_evictable
         charge = needed + available - available_now
-        request.admission.note_quota(is_over=not state.quota.admits(request.prefill, charge))
+        request.admission.note_quota(is_over=not state.quota.admits(charged_to, charge))
         if not request.admission.over_quota and needed <= available_now and self._asks_again(request, match):
             request.held.unlock(state.index)
             return False
@@ -205,7 +212,7 @@ class Restore:
             return False
         pages = state.device.take(needed)
         request.held.take(pages[: needed - reserve], pages[needed - reserve :])
-        state.quota.charge(request.prefill, charge)
+        state.quota.charge(charged_to, charge)
         request.admission.charge(charge)
         # The pin keeps the host part from eviction until `fix_plan` starts its copies.
         request.held.pin_at(state.index, match.host_node)
@@ -214,6 +221,26 @@ class Restore:
         for load, page_count in self._loads_on(match.device_node).items():
             self._loads.share(load, request, page_count)
         return True
+
+    def _decide_rest(self, request: Request) -> None:
+        """Decide whether the caller computes the rest because it is short, as long as the request has no grant."""
+        threshold, recompute = self._state.settings.recompute_threshold, request.recompute
+        is_open = threshold and request.can_recompute and not recompute.has_failed_short
+        if not is_open or recompute.is_last_resort:
+            return
+        rest = request.prompt_tokens - self._device_match(request).device_pages * self._state.settings.page_size
+        # Without a rest only the first token is missing, and no page is left that its computation may write to.
+        recompute.choose_short(is_short=rest > 0 and computes_rest(rest, threshold=threshold))
+
+    def _asks_after_all(self, request: Request) -> bool:
+        """Query storage if it was not, since the rest was short, and pages of the prompt were evicted since.
+
+        Returns whether to wait for the answer.
+        """
+        if request.admission.has_spared_storage and not request.recompute.is_short:
+            request.admission.spare_storage(is_spared=False)
+            self._ask_storage(request)
+        return request.answer.is_awaited
 
     def _asks_again(self, request: Request, match: MatchResult) -> bool:
         """Query storage again, if its answer is of no use by now; return whether to wait for the new one.
@@ -268,8 +295,9 @@ class Restore:
             undo.callback(request.held.relock, state.index, request.held.lock.node)
             state.index.unpin(request.held.pin)
             undo.callback(request.held.pin_at, state.index, request.held.pin.node)
-            state.quota.discharge(request.prefill, surplus)
-            undo.callback(state.quota.charge, request.prefill, surplus)
+            charged = request.recompute.withheld_by(request.prefill)
+            state.quota.discharge(charged, surplus)
+            undo.callback(state.quota.charge, charged, surplus)
             state.device.give_back(request.held.own[:surplus])
             # The pool takes the pages given back last first, so this returns the same pages.
             undo.callback(state.device.take, surplus)
@@ -327,9 +355,12 @@ class Restore:
                     component_pages=None if request.component_pages is None else request.component_pages.table,
                     resume_from=resume_from,
                     snapshots=snapshots,
+                    is_short=request.recompute.is_short,
                 )
             )
             undo.keep()
+        if request.recompute.is_short:
+            state.count("short_rests")
         return op
 
     def _match(self, request: Request) -> MatchResult:
@@ -342,9 +373,13 @@ class Restore:
             return self._lending.match(request, request.lent)
         if request.recompute.is_chosen and self._component_pages is not None:
             return self._component_pages.match(request)
-        match = self._state.index.match(request.namespace, request.keys)
         if not request.recompute.is_chosen:
-            return match
+            return self._state.index.match(request.namespace, request.keys)
+        return self._device_match(request)
+
+    def _device_match(self, request: Request) -> MatchResult:
+        """Return the part of the prompt that is in place in device memory."""
+        match = self._state.index.match(request.namespace, request.keys)
         path = self._state.index.path(match.device_node)
         leaf = match.device_node if not path else path[0].parent
         assert leaf is not None
@@ -510,7 +545,8 @@ class Restore:
 
     def _discharge(self, request: Request) -> None:
         """End the charge of the request: its prefill does not delay it any more."""
-        self._state.quota.discharge(request.prefill, request.admission.discharge())
+        charged = request.recompute.withheld_by(request.prefill)
+        self._state.quota.discharge(charged, request.admission.discharge())
         # Another request of the same prefill may be within its quota now.
         self._state.pages_were_freed()
 

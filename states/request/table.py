@@ -72,6 +72,8 @@ raises again:
   generation, with the next prefill of its list, until each was tried `attempts_per_prefill` times. After the last
   attempt, a caller that can compute the rest of the prompt itself receives that command; TRANSFER waits for it.
 - A request whose pages were lost to another writer returns to the queue as well (`PagesLost`).
+- A caller that can compute does so at once, and prefill is not asked, if the device lacks no more than
+  `recompute_threshold` tokens of the prompt. If it fails, the next generation asks prefill.
 
 A request that returns to the queue holds nothing.
 
@@ -164,6 +166,13 @@ TRANSITIONS = (
     Row(events.Progressed, (MATCH,), TRANSFER, only_if=guards.is_planned),
     Row(events.Progressed, (PREFETCH,), LOCAL_RESTORE, only_if=guards.needs_no_storage),
     Row(events.Progressed, (LOCAL_RESTORE,), TRANSFER, only_if=guards.needs_no_local_tier),
+    Row(
+        events.Progressed,
+        (TRANSFER,),
+        PREALLOC,
+        before=lambda of: of.actions.ask_prefill,
+        only_if=guards.has_failed_short,
+    ),
     Row(
         events.Progressed,
         (TRANSFER,),

@@ -111,11 +111,16 @@ PLAY_SETTINGS = CoreSettings(
 class Play:
     """Plays a core by hand, event by event, a millisecond apart, onto a tape. Tokens are bytes, two a page."""
 
-    def __init__(self, path: Path, patch: Callable[..., None]) -> None:
+    def __init__(
+        self, path: Path, patch: Callable[..., None], watch: Callable[[Core], None] = lambda core: None
+    ) -> None:
+        """`watch` receives each core before its first step."""
         self.patch = patch
+        self.watch = watch
         self.raised: list[object] = []
         """Where a planted bug has raised so far."""
         self.core = Core(PLAY_SETTINGS)
+        watch(self.core)
         self.tape = Tape(self.core, path)
         self.at_s = 1.0
         self.given: list[Command] = []
@@ -125,6 +130,7 @@ class Play:
     def begin_with(self, components: tuple[Component, ...] = (), **changes: Any) -> None:
         """Start again with components beside the KV, or with other settings."""
         self.core = Core(msgspec.structs.replace(PLAY_SETTINGS, components=components, **changes))
+        self.watch(self.core)
         self.tape = Tape(self.core, self.tape.path)
 
     def take(self, kind: type[events.Event], **fields: Any) -> list[Command]:
@@ -274,21 +280,24 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
 def play_of_rows(tmp_path: Path) -> Callable[[dict[str, Any]], set[tuple[str, State, State]]]:
     """Play rows of the table of causes; returns the transitions of requests r1 that were made: event, from, to."""
 
+    taken = set()
+
+    def watch(core: Core) -> None:
+        for trigger, pull in list(core._triggers.items()):
+
+            def pulled(request: Any, *given: Any, trigger: str = trigger.__name__, pull: Any = pull) -> Any:
+                before = request.state
+                done = pull(request, *given)
+                if request.request_id == "r1":
+                    taken.add((trigger, before, request.state))
+                return done
+
+            core._triggers[trigger] = pulled
+
     def run(rows: dict[str, Any]) -> set[tuple[str, State, State]]:
-        taken = set()
         for name, (inject, _, _) in rows.items():
             with pytest.MonkeyPatch.context() as patch:
-                played = Play(tmp_path / "play.journal", patch.setattr)
-                for trigger, pull in list(played.core._triggers.items()):
-
-                    def pulled(request: Any, *given: Any, trigger: str = trigger.__name__, pull: Any = pull) -> Any:
-                        before = request.state
-                        done = pull(request, *given)
-                        if request.request_id == "r1":
-                            taken.add((trigger, before, request.state))
-                        return done
-
-                    played.core._triggers[trigger] = pulled
+                played = Play(tmp_path / "play.journal", patch.setattr, watch)
                 inject(played)
                 assert played.given, name
         return taken

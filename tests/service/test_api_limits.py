@@ -33,7 +33,7 @@ async def client() -> AsyncIterator[tuple[httpx.AsyncClient, list[tuple[str, ...
 async def test_a_look_up_counts_the_tokens_of_each_tier() -> None:
     async def look_up(tokens: list[int], *, namespace: str) -> PromptLookUp:
         assert namespace == "tenant"
-        return PromptLookUp(l1=len(tokens), l2=0, l3=0, transfer=0, ready_s=None, not_asked="")
+        return PromptLookUp(l1=len(tokens), l2=0, l3=0, transfer=0, recompute=0, ready_s=None, not_asked="")
 
     tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
     worker = SimpleNamespace(engine=SimpleNamespace(look_up=look_up), model=SimpleNamespace(tokenizer=tokenizer))

@@ -21,7 +21,7 @@ import httpx
 import openai
 import pytest
 
-from tests.service.conftest import ROOT
+from tests.service.conftest import ROOT, run_service
 from tests.support.waits import LIMIT_S
 
 pytestmark = pytest.mark.nixl
@@ -250,6 +250,19 @@ def test_a_wrong_option_is_one_line_before_anything_large_is_imported(options: l
     assert len(said) == 1 and said[0].startswith(f"examples.service: {text.replace('PORT', port)}"), said
     assert len(imported) > 100
     assert not {line.rpartition("|")[2].strip() for line in imported} & {"torch", "transformers", "uvicorn", "nixl"}
+
+
+def test_a_short_rest_is_computed_by_the_decode_worker_with_equal_tokens(generate, tmp_path: Path) -> None:
+    prompt = prompt_of(900, 70)
+    with run_service(tmp_path / "log", "--recompute-threshold", "64") as service:
+        output = service.tokens(prompt, 12)
+        assert output == generate(prompt, 12)
+        longer = [*prompt, *output, *prompt_of(901, 20)]
+        answer = service.complete(longer, 12)
+    assert answer.choices[0].token_ids == generate(longer, 12)
+    # All full pages of the first turn are on the device, and no prefill was asked.
+    assert answer.usage.sources["l1"] == 80
+    assert answer.usage.sources["recompute"] == len(longer) - 80
 
 
 def test_sigterm_answers_what_was_accepted_and_refuses_what_comes(service, generate) -> None:

@@ -219,6 +219,15 @@ def recompute_fails(play: Play) -> None:
     play.take(events.Recomputed, op=play.last(commands.Recompute).op, error="out of patience")
 
 
+@says("the recompute failed: out of patience", "prefill is asked for them", "for prefill to send the rest",
+      "since the device lacked few", "READY", counts="short_rests sent_back")  # fmt: skip
+def short_recompute_fails(play: Play) -> None:
+    play.begin_with(recompute_threshold=8)
+    play.arrive("r1", can_recompute=True)
+    play.take(events.Recomputed, op=play.last(commands.Recompute).op, error="out of patience")
+    play.bring_everything("r1")
+
+
 @says("It failed: recompute failed (KeyError: 'r1')", "starting the recompute raised: KeyError: 'r1'")
 def recompute_raises(play: Play) -> None:
     play.bring_to("TRANSFER", can_recompute=True)

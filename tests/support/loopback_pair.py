@@ -18,6 +18,7 @@ from tidekv import (
     PrefillConfig,
     PrefillPeer,
     ReadyRequest,
+    Recompute,
 )
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 
@@ -51,19 +52,25 @@ class Pair:
 
 @contextlib.asynccontextmanager
 async def loopback_pair(
-    config: EngineConfig, *, device_pages: int = 32, host_pages: int = 32, **parts: Any
+    config: EngineConfig,
+    *,
+    device_pages: int = 32,
+    host_pages: int = 32,
+    recompute: Recompute | None = None,
+    **parts: Any,
 ) -> AsyncIterator[Pair]:
-    """A running pair; `parts` are further arguments of the engine."""
+    """A running pair; `parts` are further arguments of the engine, `device` among them if a test needs its pages."""
     network = LoopbackNetwork()
     pool = DevicePool.allocate(LAYOUT, 64)
     synthetic = SyntheticPrefill(pool, vocabulary=1000, namespace="")
     engine = DecodeEngine(
         config,
-        device=DevicePool.allocate(LAYOUT, device_pages),
         host=HostPool.allocate(LAYOUT, host_pages) if host_pages else None,
         transport=LoopbackTransport("decode-0", network),
-        **parts,
+        **{"device": DevicePool.allocate(LAYOUT, device_pages), **parts},
     )
+    if recompute is not None:
+        engine.recompute_with(recompute)
     peer = PrefillPeer(
         PrefillConfig(model=config.model, bigram_keys=config.bigram_keys),
         device=pool,

@@ -16,6 +16,7 @@ from tidekv.states import commands, events
 from tidekv.states.core_state import CoreState
 from tidekv.states.records.request import Request, State
 from tidekv.states.request import table
+from tidekv.states.request.guards_and_actions import has_failed_short
 from tidekv.states.request.lent_ends import fills_lent_pages, has_filled_lent_pages
 from tidekv.states.request.table import TRANSITIONS, Row
 
@@ -121,6 +122,12 @@ def recomputed(rig: Rig, state: State, error: str = "") -> Stimulus:
     return lambda rig: rig.step(events.Recomputed, op=op, error=error)
 
 
+def short_rest_failed(rig: Rig, state: State) -> Stimulus:
+    rig.arrive("a", b"abcdefgh", can_recompute=True)
+    op = rig.take(commands.Recompute).op
+    return lambda rig: rig.step(events.Recomputed, op=op, error="no")
+
+
 def deadline(rig: Rig, state: State) -> Stimulus:
     rig.bring(state, deadline_at_s=0.5)
     return lambda rig: rig.wait_until(0.5)
@@ -164,6 +171,8 @@ def stimulus_of(row: Row, rig: Rig, state: State) -> Stimulus:
             return lost_prefill(rig, state, prefill_count=2)
         case "ask_caller", _:
             return lost_prefill(rig, state, can_recompute=True)
+        case "ask_prefill", _:
+            return short_rest_failed(rig, state)
         case "fail_by_recompute", _:
             return recomputed(rig, state, error="no")
         case _, "waits_for_copies":
@@ -224,7 +233,8 @@ def play(row: Row, part: str, state: State, times: int) -> tuple[Plant, Rig, lis
     with pytest.MonkeyPatch.context() as patch:
         plant = Plant(patch, row, part, state)
         lends = part == "before" and row.only_if in (fills_lent_pages, has_filled_lent_pages)
-        rig = Rig(growth_reserve_pages=0 if lends else 1, lends_device=lends)
+        threshold = 8 if row.only_if is has_failed_short else 0
+        rig = Rig(growth_reserve_pages=0 if lends else 1, lends_device=lends, recompute_threshold=threshold)
         noted: list[Any] = []
         original = CoreState.note_raise
 

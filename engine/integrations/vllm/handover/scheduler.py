@@ -42,6 +42,7 @@ from tidekv.engine.integrations.vllm.handover.settings import Handover
 from tidekv.engine.integrations.vllm.scheduler import is_of_tokens
 from tidekv.engine.log import engine_log
 from tidekv.states.handover.prompt_digest import PromptDigest, digest_of
+from tidekv.states.settings import computes_rest
 from tidekv.states.validation import short
 from tidekv.transports.control.addresses import Dials
 
@@ -199,8 +200,7 @@ class DecodeScheduler:
             return 0
         if self._live.must_wait(request, computed):
             return None
-        if request.num_prompt_tokens - computed <= self._recompute_threshold:
-            # A step that computes so few tokens ends before they are here.
+        if computes_rest(request.num_prompt_tokens - computed, threshold=self._recompute_threshold):
             self._decline(request, is_short=True)
             return 0
         # vLLM asks again if it had no blocks, and may then have another number of tokens.
