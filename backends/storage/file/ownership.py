@@ -44,7 +44,9 @@ def make_root(root: Path) -> None:
     # Before anything is made behind a link, and after.
     _refuse_links_of_others(root)
     if not root.exists():
-        _make(root)
+        # Another process may make it meanwhile: engines of several ranks open the same new directory at once.
+        with contextlib.suppress(FileExistsError):
+            _make(root)
     check_root(root)
 
 

@@ -40,6 +40,21 @@ async def test_a_directory_of_another_user_is_refused(files: Rig, monkeypatch: p
     await files.open()
 
 
+async def test_a_directory_that_another_process_makes_at_the_same_moment_is_opened(
+    files: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = ownership._make
+
+    def make_after_another(path: Path) -> None:
+        make(path)
+        make(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ownership, "_make", make_after_another)
+        store = await files.open()
+    assert all(await files.put(store, range(3)))
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o722])
 async def test_a_directory_that_others_can_write_to_is_refused(files: Rig, mode: int) -> None:
     files.root.mkdir()
