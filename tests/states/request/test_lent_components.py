@@ -266,3 +266,19 @@ def test_windows_alone_continue_where_their_pages_are_in_place(held: int, good: 
     groups.components["window"].note(max(held, 5), 7 - max(held, 5), "transfer")
     # The window of seven pages begins at the fifth; only what is held or lent of it counts.
     assert groups.good == good
+
+
+def test_the_next_prefill_is_not_asked_for_the_record_of_a_partial_page_that_is_in_place() -> None:
+    rig = Rig(lends_device=True, components=(state(),), page_size=4, key_bytes=4)
+    rig.arrive("a", b"abcdefghij", prefill_count=2)
+    promise = rig.take(commands.SendPromise)
+    rig.promised(promise)
+    rig.chunk(promise)
+    rig.step(events.RoomFailed, request_id="a", generation=promise.generation, cause="gone", settled=True)
+    again = rig.take(commands.SendPromise)
+    assert again.component_pages is not None
+    assert (len(again.pages), [len(each.pages) for each in again.component_pages]) == (0, [0])
+    rig.serve(again)
+    rig.take(commands.SendReceived)
+    assert rig.take(commands.ReportRestored).good_tokens == 10
+    rig.expect_nothing_held()
