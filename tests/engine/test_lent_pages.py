@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import LAYOUT, PAGE_SIZE, Pair
 from tests.support.configs import engine_config
+from tests.support.fault_hooks import WriteGate
 from tidekv import (
     DecodeEngine,
     DevicePool,
@@ -46,22 +47,6 @@ async def restore(
     assert wrong(pair, tokens, pages, restored.good_tokens) == []
     assert sum(restored.sources.values()) == restored.good_tokens
     return restored
-
-
-class Gate:
-    """Holds every write of prefill after the first `free` ones."""
-
-    def __init__(self, pair: Pair, free: int = 0) -> None:
-        self.free = free
-        self.is_reached, self.opened = asyncio.Event(), asyncio.Event()
-        pair.network.before_write = self._before_write
-
-    async def _before_write(self, writer: str, target: str, pages: int) -> None:
-        if self.free:
-            self.free -= 1
-            return
-        self.is_reached.set()
-        await self.opened.wait()
 
 
 async def test_prefill_fills_the_lent_pages(make_pair) -> None:
@@ -110,7 +95,7 @@ async def test_a_killed_prefill_leaves_the_pages_that_have_arrived(make_pair) ->
     prompt = list(range(500, 560))
     pages = list(range(15))
     async with make_pair(device="lent") as pair:
-        gate = Gate(pair, free=2)
+        gate = WriteGate(pair.network, free=2)
         call = asyncio.create_task(pair.engine.restore_into(pair.request("r1", prompt), pages))
         await gate.is_reached.wait()
         pair.network.kill(pair.peer._transport.instance)
@@ -124,7 +109,7 @@ async def test_a_killed_prefill_leaves_the_pages_that_have_arrived(make_pair) ->
 
 async def test_a_passed_deadline_returns_the_pages_only_when_the_writer_has_stopped(make_pair) -> None:
     async with make_pair(device="lent") as pair:
-        gate = Gate(pair, free=1)
+        gate = WriteGate(pair.network, free=1)
         call = asyncio.create_task(pair.engine.restore_into(pair.request("r1", PROMPT, deadline_s=0.2), PAGES))
         await gate.is_reached.wait()
         await pair.engine._calls.wait_until(lambda: not pair.engine.states())
@@ -143,7 +128,7 @@ async def test_a_passed_deadline_returns_the_pages_only_when_the_writer_has_stop
 @pytest.mark.parametrize("way", ["abort", "cancel"])
 async def test_an_abort_waits_for_the_writer(make_pair, way: str) -> None:
     async with make_pair(device="lent") as pair:
-        gate = Gate(pair)
+        gate = WriteGate(pair.network)
         call = asyncio.create_task(pair.engine.restore_into(pair.request("r1", PROMPT), PAGES))
         await gate.is_reached.wait()
         aborting = None
@@ -237,7 +222,7 @@ def test_parts_that_the_mode_does_not_support_are_refused_by_name() -> None:
 
 async def test_the_end_of_the_engine_ends_calls_and_offers(make_pair) -> None:
     async with make_pair(device="lent", close_deadline_s=0.5) as pair:
-        gate = Gate(pair)
+        gate = WriteGate(pair.network)
         call = asyncio.create_task(pair.engine.restore_into(pair.request("r1", PROMPT), PAGES))
         await gate.is_reached.wait()
         closing = asyncio.create_task(pair.engine.__aexit__(None, None, None))

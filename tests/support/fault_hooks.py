@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tidekv.backends.device.pool import DevicePool
     from tidekv.backends.storage.base import BufferOf, Storage
     from tidekv.states.types import PoolMemory
+    from tidekv.transports.loopback import LoopbackNetwork
 
 
 class GatedPoller:
@@ -265,6 +266,22 @@ class LayerGate:
         self.before_layer = _fail if fails else _pass
         for opened in self.layers:
             opened.set()
+
+
+class WriteGate:
+    """Holds every write on a loopback network after the first `free` ones."""
+
+    def __init__(self, network: LoopbackNetwork, free: int = 0) -> None:
+        self.free = free
+        self.is_reached, self.opened = asyncio.Event(), asyncio.Event()
+        network.before_write = self._before_write
+
+    async def _before_write(self, writer: str, target: str, pages: int) -> None:
+        if self.free:
+            self.free -= 1
+            return
+        self.is_reached.set()
+        await self.opened.wait()
 
 
 _GATE_S = 120.0

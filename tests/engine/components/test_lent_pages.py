@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.components.conftest import FULL, SIZE, WINDOW_TOKENS, Worker, component
 from tests.support.configs import engine_config
+from tests.support.fault_hooks import WriteGate
 from tests.support.waits import LEASE_S, PATIENT
 from tidekv import (
     ComponentPools,
@@ -252,25 +253,9 @@ async def test_damaged_component_pages_in_host_memory_extend_the_transfer(lender
         await made.expect_nothing_held()
 
 
-class Gate:
-    """Holds every write of prefill after the first `free` ones."""
-
-    def __init__(self, made: Lender, free: int = 0) -> None:
-        self.free = free
-        self.is_reached, self.opened = asyncio.Event(), asyncio.Event()
-        made.network.before_write = self._before_write
-
-    async def _before_write(self, writer: str, target: str, pages: int) -> None:
-        if self.free:
-            self.free -= 1
-            return
-        self.is_reached.set()
-        await self.opened.wait()
-
-
 async def test_an_abort_returns_the_pages_of_every_group_when_the_writer_has_stopped(lender) -> None:
     async with lender() as made:
-        gate = Gate(made)
+        gate = WriteGate(made.network)
         call = asyncio.create_task(made.restore("r1"))
         await gate.is_reached.wait()
         call.cancel()
@@ -289,7 +274,7 @@ async def test_an_abort_returns_the_pages_of_every_group_when_the_writer_has_sto
 async def test_a_passed_deadline_returns_what_the_host_engine_can_continue_from(lender) -> None:
     async with lender() as made:
         await made.restore("r1", PROMPT[: 2 * SIZE], PAGES[:2], {"window": WINDOW[:2], "state": [6]})
-        gate = Gate(made, free=1)
+        gate = WriteGate(made.network, free=1)
         call = asyncio.create_task(made.restore("r2", have=2 * SIZE, lent={**LENT, "state": [7]}, deadline_s=0.5))
         await gate.is_reached.wait()
         await made.engine._calls.wait_until(lambda: not made.engine.states())
@@ -363,7 +348,7 @@ async def test_offered_pages_of_components_are_checked_by_name(lender, lent: obj
 
 async def test_a_lost_prefill_returns_the_pages_of_every_group(lender) -> None:
     async with lender() as made:
-        gate = Gate(made, free=1)
+        gate = WriteGate(made.network, free=1)
         call = asyncio.create_task(made.restore("r1"))
         await gate.is_reached.wait()
         made.network.kill(made.peer._transport.instance)
