@@ -137,17 +137,8 @@ async def run_conversations(
                 async with _decode_worker(
                     phase, result, prefill, tiers, model=shape.fingerprint, cache=cache
                 ) as worker:
-                    if progress is not None:
-                        progress(phase.name, 0)
                     run = ConversationRun(
-                        Pass(
-                            engine=worker.engine,
-                            prefill=prefill.address,
-                            phase=phase,
-                            in_flight_max=result.in_flight_max,
-                            cache=cache,
-                            progress=progress,
-                        ),
+                        _begun(worker, prefill, phase, result.in_flight_max, cache=cache, progress=progress),
                         PagedModel(llama, worker.device),
                         compute,
                         workload=workload,
@@ -216,17 +207,8 @@ async def run_trace(
             for cache in (True, False) if tiers.compare else (True,):
                 phase = Phase(CACHED if cache else UNCACHED)
                 async with _decode_worker(phase, result, prefill, tiers, model="synthetic", cache=cache) as worker:
-                    if progress is not None:
-                        progress(phase.name, 0)
                     run = TraceRun(
-                        Pass(
-                            engine=worker.engine,
-                            prefill=prefill.address,
-                            phase=phase,
-                            in_flight_max=result.in_flight_max,
-                            cache=cache,
-                            progress=progress,
-                        ),
+                        _begun(worker, prefill, phase, result.in_flight_max, cache=cache, progress=progress),
                         worker.device,
                         compute,
                         vocabulary=VOCABULARY,
@@ -297,6 +279,28 @@ async def _decode_worker(
         phase.bytes_sent = int(after["bytes_sent"] - before["bytes_sent"])
     result.phases.append(phase)
     result.failures += _contradictions(phase, result.layout)
+
+
+def _begun(
+    worker: _Worker,
+    prefill: PrefillProcess | DistantPrefill,
+    phase: Phase,
+    in_flight_max: int,
+    *,
+    cache: bool,
+    progress: Progress | None,
+) -> Pass:
+    """Report the start of a phase, and return the pass of it."""
+    if progress is not None:
+        progress(phase.name, 0)
+    return Pass(
+        engine=worker.engine,
+        prefill=prefill.address,
+        phase=phase,
+        in_flight_max=in_flight_max,
+        cache=cache,
+        progress=progress,
+    )
 
 
 async def _ended_rooms(prefill: PrefillProcess | DistantPrefill, phase: Phase) -> Counts | None:
