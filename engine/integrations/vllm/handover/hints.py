@@ -28,9 +28,8 @@ def hints_of(request: Any, namespace: str) -> tuple[Envelope | None, Envelope | 
     try:
         envelope = msgspec.to_builtins(given)
         actions = envelope["actions"]
-        assert isinstance(actions, list)
         named = [_with_target(action, request, namespace) for action in actions]
-    except (TypeError, KeyError, AttributeError, AssertionError):
+    except (TypeError, KeyError, AttributeError):
         return {"no envelope": str(given)[:200]}, None
     now = [action for action, is_late in named if not is_late]
     late = [action for action, is_late in named if is_late]
