@@ -72,7 +72,7 @@ class Orchestrator:
     def answered(self, command: ReportHinted) -> None:
         """Note an answer. Raises a Violation for a second one."""
         if command.call not in self._unanswered:
-            raise Violation(f"{command}, but nobody waits for that")
+            raise Violation(f"{command}, but no hint waits for that")
         self._unanswered.remove(command.call)
 
     def check_end(self) -> None:
