@@ -173,7 +173,9 @@ def test_the_page_shows_each_answer_with_its_sources_and_first_token(serving, tm
         for number in range(2):
             page.fill("#prompt", "What is a KV cache?")
             page.press("#prompt", "Enter")
-            page.wait_for_function(f"document.querySelectorAll('.facts').length === {number + 1}")
+            # The page takes the next message once the stream has ended, which is after the facts.
+            whole = ".assistant:not(.live) .facts"
+            page.wait_for_function(f"document.querySelectorAll('{whole}').length === {number + 1}")
         (first, second) = page.query_selector_all(".assistant")
         assert len(first.query_selector(".text").inner_text().split()) > 10
         tokens = [
