@@ -182,7 +182,7 @@ class HintOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class StatusOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP server that routers and orchestrators ask for health, load, and where a prompt is."""
+    """The HTTP server that routers and orchestrators ask for health, load, and where a prompt is, and give KV hints."""
 
     listen: PlainText | None = None
     """host:port of the server; with port 0 the system chooses, see `DecodeEngine.status_address`. None disables it. One
@@ -191,7 +191,9 @@ class StatusOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     token_file: PlainText | None = None
     """File with the token that callers must present, as `Authorization: Bearer TOKEN`; not for /health and /ready."""
     allow_network: bool = False
-    """Serve the network without a token: every program that reaches the port can then probe for cached prompts."""
+    """Serve the network without a token: every program that reaches the port can then probe for cached prompts, and
+    give hints.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

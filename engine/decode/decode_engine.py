@@ -92,7 +92,7 @@ class DecodeEngine:
             transport=transport,
             ranks=ranks,
         )
-        self._runtime.make_status = StatusServer
+        self._runtime.make_status = lambda runtime: StatusServer(runtime, self.hint)
         self.layout = device.layout
         self.device = device
         self.components = tuple(components)

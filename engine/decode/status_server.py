@@ -1,4 +1,4 @@
-"""What routers and orchestrators ask of a running engine, over HTTP: health, load, and where a prompt is.
+"""What routers and orchestrators ask of a running engine, over HTTP: health, load, where a prompt is, and KV hints.
 
 | path | answer |
 |---|---|
@@ -8,6 +8,7 @@
 | GET /metrics | the load under the names of vLLM's metrics, which vllm-router and llm-d read |
 | POST /probe | tokens of each prompt in device and host memory |
 | POST /look_up | tokens of each prompt by tier, storage asked, tokens that prefill would send, and seconds to READY |
+| POST /hints | an outcome for each action of an envelope of KV hints |
 
 The server's thread parses and packs; the engine's loop only looks up, a few prompts at a time.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import asdict
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
@@ -32,10 +34,11 @@ from tidekv.engine.decode.load import Load, LoadReader
 from tidekv.engine.decode.look_up import look_up
 from tidekv.engine.http_server import HttpRequest, HttpResponse, HttpServer
 from tidekv.engine.metrics.server import exposition
-from tidekv.states.errors import InvalidConfig, InvalidRequest, cause_of
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, cause_of
 from tidekv.states.validation import PlainText, Seconds
 
 if TYPE_CHECKING:
+    from tidekv.engine.decode.hints import HintOutcome
     from tidekv.engine.decode.runtime import Runtime
 
 T = TypeVar("T")
@@ -69,11 +72,14 @@ class LookUpRequest(ProbeRequest, frozen=True, forbid_unknown_fields=True):
 class StatusServer:
     """Serves one engine, from construction until `close`. Make it on the engine's loop."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        """Raises InvalidConfig for an address that cannot be served, and a token file that cannot be read."""
+    def __init__(self, runtime: Runtime, hint: Callable[[object], Coroutine[Any, Any, list[HintOutcome]]]) -> None:
+        """`hint` acts on an envelope, on the engine's loop. Raises InvalidConfig for an address that cannot be served,
+        and a token file that cannot be read.
+        """
         options = runtime.config.status
         assert options.listen is not None, "without it there is no server"
         self._runtime = runtime
+        self._hint = hint
         self._token = b"" if options.token_file is None else read_token(options.token_file)
         self._loop = asyncio.get_running_loop()
         self._reader = LoadReader()
@@ -83,7 +89,7 @@ class StatusServer:
             option="status.listen",
             what="status",
             body_bytes_max=BODY_BYTES_MAX,
-            refuse=self._without_token,
+            refuse=self._refused,
         )
         self.address = self._server.address
         """Address of the listening socket, with the port that the system chose."""
@@ -104,6 +110,7 @@ class StatusServer:
             "/metrics": ("GET", self._metrics),
             "/probe": ("POST", self._probe),
             "/look_up": ("POST", self._look_up),
+            "/hints": ("POST", self._hints),
         }
         if request.path not in routes:
             return HttpResponse(HTTPStatus.NOT_FOUND, f"paths are {', '.join(routes)}\n".encode())
@@ -117,10 +124,15 @@ class StatusServer:
         except TimeoutError:
             text = f"the engine's loop did not answer within {LOOP_S:g} s\n"
             return HttpResponse(HTTPStatus.SERVICE_UNAVAILABLE, text.encode())
+        except EngineClosed as error:
+            return HttpResponse(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode())
         except (msgspec.DecodeError, InvalidRequest) as error:
             return HttpResponse(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
 
-    def _without_token(self, request: HttpRequest) -> HttpResponse | None:
+    def _refused(self, request: HttpRequest) -> HttpResponse | None:
+        # A browser names the site of a page that posts, even to loopback, where no token need be set.
+        if request.method == "POST" and "origin" in request.headers:
+            return HttpResponse(HTTPStatus.FORBIDDEN, b"pages in a browser may not ask for this\n")
         # Open paths have no body: that of a POST would be read.
         is_open = request.path in OPEN_PATHS and request.method != "POST"
         if not self._token or is_open or self._is_allowed(request):
@@ -221,6 +233,10 @@ class StatusServer:
             return [task.result() for task in asking]
 
         return _json(await self._on_loop(all_of_them()))
+
+    async def _hints(self, request: HttpRequest) -> HttpResponse:
+        envelope = msgspec.json.decode(request.body)
+        return _json([asdict(each) for each in await self._on_loop(self._hint(envelope))])
 
     def _packed(self, asked: ProbeRequest) -> tuple[str, list[bytes]]:
         """Return the joined namespace and the packed prompts. Raises InvalidRequest."""

@@ -20,11 +20,14 @@ from tidekv.engine.kv_events.messages import hash_of
 from tidekv.states.errors import InvalidConfig
 
 
-def call(address: str | None, method: str, path: str, body: object = None, token: str = "") -> tuple[int, Any]:
+def call(
+    address: str | None, method: str, path: str, body: object = None, token: str = "", origin: str = ""
+) -> tuple[int, Any]:
     """One request; returns the status and the answer, decoded if it is JSON."""
     assert address is not None
     connection = http.client.HTTPConnection(address, timeout=60)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers |= {"Origin": origin} if origin else {}
     connection.request(method, path, None if body is None else json.dumps(body), headers)
     answer = connection.getresponse()
     raw = answer.read()
@@ -121,6 +124,39 @@ async def test_a_prompt_is_looked_up_in_every_tier_with_what_prefill_would_send(
         assert "ready_s" in found
 
 
+def pin(**payload: object) -> dict[str, object]:
+    """An envelope that pins a prompt."""
+    action = {"action_id": "a", "action_type": "kv.pin", "action_version": "1.0", "payload": payload}
+    return {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+
+
+async def test_hints_are_acted_on_and_answered_as_hint_does() -> None:
+    prompt = list(range(3 * PAGE))
+    async with loopback_pair(engine_config(status_listen="127.0.0.1:0")) as pair:
+        address = pair.engine.status_address
+        await pair.serve(prompt)
+        status, outcomes = await ask(address, "POST", "/hints", pin(token_ids=prompt, ttl_ms=60_000))
+        assert status == 200
+        assert outcomes == [{"action_id": "a", "outcome": "accepted", "tokens": 3 * PAGE, "cause": ""}]
+        assert pair.engine._core.hints.pinned_pages == 3
+        for body, word in (({"actions": []}, "no envelope"), ([], "no envelope"), (pin(), None)):
+            status, answer = await ask(address, "POST", "/hints", body)
+            assert (status, word is None) in ((400, False), (200, True))
+            assert word in answer if word else answer[0]["outcome"] == "rejected"
+        assert (await ask(address, "GET", "/hints"))[0] == 405
+
+
+async def test_a_page_in_a_browser_gives_no_hints() -> None:
+    prompt = list(range(3 * PAGE))
+    async with loopback_pair(engine_config(status_listen="127.0.0.1:0")) as pair:
+        await pair.serve(prompt)
+        envelope = pin(token_ids=prompt, ttl_ms=60_000)
+        for path, body in (("/hints", envelope), ("/probe", {"prompts": [prompt]})):
+            asked = await ask(pair.engine.status_address, "POST", path, body, origin="http://example.org")
+            assert asked[0] == 403
+        assert pair.engine._core.hints.pinned_pages == 0
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"{}", b'{"prompts": [[-1]]}', b'{"prompts": [[]]}', b'{"prompts": 3}', b'{"prompts": [], "other": 1}'],
@@ -147,11 +183,19 @@ async def test_with_a_token_only_its_holders_are_answered(tmp_path: Path) -> Non
         for token, status in (("", 401), ("other", 401), ("secret", 200)):
             assert (await ask(address, "GET", "/load", token=token))[0] == status
             assert (await ask(address, "POST", "/probe", {"prompts": [[1]]}, token=token))[0] == status
+            assert (await ask(address, "POST", "/hints", pin(token_ids=[1], ttl_ms=1), token=token))[0] == status
             assert (await ask(address, "GET", "/ready", token=token))[0] == 200
 
 
 @pytest.mark.parametrize(
-    ("start", "status"), [("POST /probe", 401), ("POST /look_up", 401), ("POST /health", 401), ("GET /ready", 413)]
+    ("start", "status"),
+    [
+        ("POST /probe", 401),
+        ("POST /look_up", 401),
+        ("POST /hints", 401),
+        ("POST /health", 401),
+        ("GET /ready", 413),
+    ],
 )
 async def test_no_body_is_read_without_the_token(tmp_path: Path, start: str, status: int) -> None:
     (tmp_path / "token").write_text("secret\n")
