@@ -1,16 +1,17 @@
 """The queue of requests that wait for device pages: priorities with ageing, bounded head-of-line blocking.
 
-Requests of the same priority are in order of arrival. Smaller requests may pass one that does not fit `passes_max`
-times; after that, all requests behind it wait until it fits. A request that is over the quota of its prefill only
-blocks the requests of that prefill: these keep their order, so that it cannot starve, and all others pass it freely.
+A request ranks by the time of its arrival, less `ageing_s` for each step of its priority. That order does not change
+while requests wait, so it is kept and not computed again for each look. Smaller requests may pass one that does not
+fit `passes_max` times; after that, all requests behind it wait until it fits. A request that is over the quota of its
+prefill only blocks the requests of that prefill: these keep their order, so that it cannot starve, and all others pass
+it freely.
 """
 
 from __future__ import annotations
 
-import heapq
-from bisect import insort
-from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias
+from bisect import bisect_left, insort
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,8 +19,14 @@ if TYPE_CHECKING:
     from tidekv.states.records.request import Request
     from tidekv.states.settings import CoreSettings
 
-Lane: TypeAlias = "tuple[int, str]"
-"""Priority and prefill of requests that are in order of arrival among themselves."""
+
+class Rank(NamedTuple):
+    """Place of a request in the order of all; the lowest is tried first."""
+
+    due_s: float
+    arrival: int
+    """Unique, so that what follows is never compared."""
+    request: Request
 
 
 class Queue:
@@ -27,29 +34,39 @@ class Queue:
 
     def __init__(self, settings: CoreSettings) -> None:
         self._settings = settings
-        self._lanes: dict[Lane, list[Request]] = {}
+        self._lines: dict[str, list[Rank]] = {}
+        """The waiting requests by prefill, in order."""
+        self._firsts: list[Rank] = []
+        """The first request of each line, in order."""
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Request]:
-        for lane in self._lanes.values():
-            yield from lane
+        for line in self._lines.values():
+            yield from (rank.request for rank in line)
 
     def add(self, request: Request) -> None:
         """Add a request, in order of arrival: one that returns to the queue gets its former place."""
-        lane = self._lanes.setdefault((request.priority, request.prefill), [])
-        insort(lane, request, key=lambda waiting: waiting.arrival)
+        rank, line = self._rank(request), self._lines.get(request.prefill, [])
+        if not line or rank < line[0]:
+            self._replace_first(line, rank)
+        insort(line, rank)
+        self._lines[request.prefill] = line
         self._count += 1
 
     def remove(self, request: Request) -> None:
         """Remove a request that was admitted or has ended."""
-        lane = self._lanes[request.priority, request.prefill]
-        lane.remove(request)
+        line = self._lines[request.prefill]
+        at = bisect_left(line, self._rank(request))
+        assert line[at].request is request, "a request in the queue changes its rank by `move` only"
+        if not at:
+            self._replace_first(line, line[1] if len(line) > 1 else None)
+        del line[at]
         self._count -= 1
-        if not lane:
-            del self._lanes[request.priority, request.prefill]
+        if not line:
+            del self._lines[request.prefill]
 
     def move(self, request: Request, priority: int) -> None:
         """Give a request that waits another priority; its place among those is that of its arrival."""
@@ -64,9 +81,9 @@ class Queue:
             self.add(request)
             raise
 
-    def waits_for_quota(self, prefill: str) -> bool:
-        """Whether the quota of this prefill holds back its waiting requests."""
-        return any(lane[0].admission.over_quota for (_, name), lane in self._lanes.items() if name == prefill)
+    def is_held_by_quota(self, request: Request) -> bool:
+        """Whether the quota of its prefill holds back a waiting request, or the first one before it."""
+        return request.admission.over_quota or self._lines[request.prefill][0].request.admission.over_quota
 
     def candidates(self, now_s: float) -> Iterator[Request]:
         """Yield the requests to try, in order; none behind one that was passed too often. The caller stops before it
@@ -76,41 +93,35 @@ class Queue:
         (`Request.over_quota`, once the caller has tried it) no other of its prefill follows. At most
         `admission_scan_max` requests are tried that are not.
         """
-        if len(self._lanes) == 1:
-            # Usual with one prefill: the order is that of arrival and needs no ranks.
-            (requests,) = self._lanes.values()
-            waiting = (request for request in requests if request.admission.retry_at_s <= now_s)
-            for request in islice(waiting, self._settings.admission_scan_max):
-                yield request
-                if request.admission.over_quota or request.admission.passed >= self._settings.passes_max:
-                    return
-            return
-        # Merge the lanes by rank. Within a lane the first waiting request has the highest rank, since it is oldest.
-        heads = [self._head(lane, 0, now_s) for lane in self._lanes]
-        heapq.heapify(heads)
-        blocked: set[str] = set()
-        tried = 0
-        while heads and tried < self._settings.admission_scan_max:
-            _, _, lane, at = heads[0]
-            request = self._lanes[lane][at]
-            if lane[1] in blocked:
-                heapq.heappop(heads)
-                continue
+        begun: list[tuple[Rank, int]] = []
+        """The next request of each line that was begun, and its place there. Lines behind are not looked at."""
+        tried = lines = 0
+        while tried < self._settings.admission_scan_max:
+            if lines < len(self._firsts) and (not begun or self._firsts[lines] < begun[0][0]):
+                rank, at = self._firsts[lines], 0
+                lines += 1
+            elif begun:
+                rank, at = heappop(begun)
+            else:
+                return
+            request = rank.request
+            line = self._lines[request.prefill]
             if request.admission.retry_at_s <= now_s:
                 yield request
                 if request.admission.over_quota:
-                    blocked.add(lane[1])
                     continue
                 tried += 1
                 if request.admission.passed >= self._settings.passes_max:
                     return
-            if at + 1 < len(self._lanes[lane]):
-                heapq.heapreplace(heads, self._head(lane, at + 1, now_s))
-            else:
-                heapq.heappop(heads)
+            if at + 1 < len(line):
+                heappush(begun, (line[at + 1], at + 1))
 
-    def _head(self, lane: Lane, at: int, now_s: float) -> tuple[float, int, Lane, int]:
-        """Return the rank of a lane's request number `at`, lowest first, and its place."""
-        request = self._lanes[lane][at]
-        waited = (now_s - request.arrived_at_s) / self._settings.ageing_s
-        return -(request.priority + waited), request.arrival, lane, at
+    def _replace_first(self, line: list[Rank], first: Rank | None) -> None:
+        """Note that another request, or none, becomes the first of a line."""
+        if line:
+            del self._firsts[bisect_left(self._firsts, line[0])]
+        if first is not None:
+            insort(self._firsts, first)
+
+    def _rank(self, request: Request) -> Rank:
+        return Rank(request.arrived_at_s - request.priority * self._settings.ageing_s, request.arrival, request)

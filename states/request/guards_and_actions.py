@@ -242,7 +242,7 @@ class Actions:
     def fail_by_deadline(self, request: Request, event: DeadlinePassed) -> None:
         """Fail because the caller's deadline has passed."""
         why = ""
-        if request.waits_for_admission and self._queue.waits_for_quota(request.prefill):
+        if request.waits_for_admission and self._queue.is_held_by_quota(request):
             why = f": prefill {request.prefill} is at its quota of device pages"
         elif request.admission.retry_at_s:
             why = (
