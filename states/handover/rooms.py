@@ -27,7 +27,7 @@ from tidekv.states.commands import SendAbort, SendExtend, SendPromise, SendRecei
 from tidekv.states.records.request import Load, Request, RoomRecord, Span
 from tidekv.states.storage.source_split import SourceLoad
 from tidekv.states.storage.throughput import ThroughputEstimator
-from tidekv.states.types import FULL, PageIds, page_ids
+from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,6 +80,8 @@ class Rooms:
         self._live: dict[RoomKey, RoomRecord] = {}
         self._draining: dict[RoomKey, Draining] = {}
         self._throughput = ThroughputEstimator()
+        self.pages_missing = 0
+        """Full pages that live rooms have asked for and that have not landed from every rank."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -90,9 +92,7 @@ class Rooms:
     @property
     def source_load(self) -> SourceLoad:
         """Measured speed of prefill, and the number of pages under way from there."""
-        spans = ((room, span) for room in self._live.values() for span in room.spans if span.component == FULL)
-        missing = sum(span.pages_missing(room.ranks) for room, span in spans)
-        return SourceLoad(self._throughput.page_s, missing)
+        return SourceLoad(self._throughput.page_s, self.pages_missing)
 
     @property
     def quarantine(self) -> list[Draining]:
@@ -137,8 +137,7 @@ class Rooms:
                 component_pages=component_pages,
             )
         )
-        self._live[room.key] = room
-        request.enter_room(room)
+        self._enter(room)
 
     def extend(self, room: RoomRecord, load: Load) -> None:
         """Withdraw a part of the promise: prefill writes the pages of `load`. No local writer is left."""
@@ -152,6 +151,7 @@ class Rooms:
             )
         )
         room.spans.append(self._span(load.first, load.page_count, load))
+        self.pages_missing += load.page_count
         self._state.count("extends")
 
     def extend_component(self, room: RoomRecord, component: str, first: int, pages: PageIds) -> None:
@@ -200,7 +200,9 @@ class Rooms:
         elif not span.continues(event):
             self._state.count("chunks_repeated")
         else:
+            before = room.pages_missing
             span.take(event)
+            self.pages_missing += room.pages_missing - before
             end = event.first + event.count
             if event.last and end == span.first + span.count:
                 span.ended.add(event.rank)
@@ -220,13 +222,21 @@ class Rooms:
     def receive(self, room: RoomRecord) -> None:
         """Close the complete room and report that to prefill, which may then free its pages."""
         self._state.emit(SendReceived(request_id=room.request.request_id, generation=room.generation))
-        del self._live[room.key]
-        room.request.leave_room()
+        self._remove(room)
 
     def reopen(self, room: RoomRecord) -> None:
         """Undo `receive`, within the same step."""
+        self._enter(room)
+
+    def _enter(self, room: RoomRecord) -> None:
         self._live[room.key] = room
+        self.pages_missing += room.pages_missing
         room.request.enter_room(room)
+
+    def _remove(self, room: RoomRecord) -> None:
+        del self._live[room.key]
+        self.pages_missing -= room.pages_missing
+        room.request.leave_room()
 
     def leave(self, room: RoomRecord, *, settled: bool) -> None:
         """Leave a room before its end.
@@ -270,8 +280,7 @@ class Rooms:
                 self._state.writers_have_left(room.lost)
                 self._state.pages_were_freed()
         request.held.give_up_own()
-        request.leave_room()
-        del self._live[room.key]
+        self._remove(room)
 
     def drained(self, request_id: str, generation: int, rank: int) -> None:
         """Record that a writer has confirmed the end of its writes. The last confirmation frees the pages."""
@@ -289,8 +298,11 @@ class Rooms:
 
     def note_writer(self, request: Request, event: PromiseSent) -> None:
         """Record the peer that writes to the room, and the number of its ranks."""
-        assert request.room is not None
-        request.room.was_connected(event.writer, event.ranks, self._state.now_s)
+        room = request.room
+        assert room is not None
+        before = room.pages_missing
+        room.was_connected(event.writer, event.ranks, self._state.now_s)
+        self.pages_missing += room.pages_missing - before
 
     def note_late_writer(self, event: PromiseSent) -> None:
         """Record the writer of a room that its request has already left."""

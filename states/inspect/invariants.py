@@ -202,6 +202,11 @@ def _check_early_uses(core: Parts) -> None:
             )
             is_kept = request.room is not None and request.room.user_op == request.early.op > 0
             _require(is_kept, f"the caller of {request} has begun, but its room may be left without it")
+    missing = sum(room.pages_missing for room in core.rooms)
+    _require(
+        core.rooms.pages_missing == missing,
+        f"{missing} pages are missing in rooms, and {core.rooms.pages_missing} counted",
+    )
     for room in core.rooms:
         _require(not room.user_op or room.user_op in uses, f"an early READY of {room.request} ended without its room")
     for left in core.rooms.quarantine:

@@ -522,6 +522,11 @@ class RoomRecord:
         return self.spans[event.span] if known else None
 
     @property
+    def pages_missing(self) -> int:
+        """Number of full pages that it asked for and that have not landed from every rank."""
+        return sum([span.pages_missing(self.ranks) for span in self.spans if span.component == FULL])
+
+    @property
     def is_written(self) -> bool:
         """Whether every rank has sent the last chunk of every span, so that the pages have no writer any more."""
         # Guards evaluate this on every event; a plain loop takes half the time of `all`.
