@@ -272,7 +272,7 @@ class DecodeEngine:
             return False
         self._driver.post(events.AbortRequested(at_s=self._driver.clock(), request_id=request_id))
         self._calls.mark_aborted(request_id)
-        await self._calls.wait_until(lambda: self._calls.serial_of(request_id) != serial)
+        await self._calls.wait_until(lambda: self._calls.serial_of(request_id) != serial, request_id=request_id)
         return True
 
     def change_request(self, request_id: str, *, priority: int | None = None, deadline_s: float | None = None) -> bool:

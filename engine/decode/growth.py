@@ -76,7 +76,7 @@ class Growth:
 
             try:
                 async with asyncio.timeout(hold_s):
-                    await self._calls.wait_until(is_answered)
+                    await self._calls.wait_until(is_answered, request_id=ready.request_id)
             except TimeoutError:
                 break
             self._calls.ready(ready)

@@ -103,7 +103,10 @@ class PendingCalls:
         self._ends: dict[str, asyncio.Future[int]] = {}
         self._flushes: dict[int, asyncio.Future[FlushAnswer]] = {}
         self._hints: dict[int, asyncio.Future[tuple[str, int]]] = {}
-        self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._waiters: dict[str, list[tuple[Callable[[], bool], asyncio.Future[None]]]] = {}
+        """Waits with a condition, by the request that it is about; "" are those about all."""
+        self._changed: dict[str, None] = {}
+        """Requests with waits that have changed since the last drain."""
         self.lent = LentPages()
         """The caller's device pages that calls are lent, or read."""
         self._ended = ""
@@ -148,10 +151,12 @@ class PendingCalls:
         if self.serial_of(request_id) == serial:
             del self._live[request_id]
             self.lent.release(request_id)
+            self._note_change(request_id)
 
     def mark_aborted(self, request_id: str) -> None:
         """Note that an abort of this live request is posted: its `restore` raises from now on."""
         self._live[request_id].is_aborted = True
+        self._note_change(request_id)
         self.end_use(request_id)
 
     def is_restoring(self, request_id: str) -> bool:
@@ -289,29 +294,34 @@ class PendingCalls:
         """Undo `expect_hint`, if the event was not posted."""
         self._hints.pop(call, None)
 
-    async def wait_until(self, holds: Callable[[], bool]) -> None:
+    async def wait_until(self, holds: Callable[[], bool], *, request_id: str = "") -> None:
         """Wait until a condition holds after a drain. Unbounded: the caller sets the deadline, or knows that the core's
-        next step ends the wait. Raises EngineClosed if the engine ends first.
+        next step ends the wait. With `request_id` it is tested only if that request has changed. Raises EngineClosed if
+        the engine ends first.
         """
         self._check_not_ended()
         if not holds():
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append((holds, waiter))
+            others = [each for each in self._waiters.get(request_id, ()) if not each[1].done()]
+            self._waiters[request_id] = [*others, (holds, waiter)]
             await waiter
 
     def after_drain(self) -> None:
         """End the waits with a condition that is now true. Call it after the core has taken events."""
         if not self._waiters:
             return
-        waiting = []
-        for holds, waiter in self._waiters:
-            if waiter.done():
-                continue
-            if holds():
+        changed, self._changed = self._changed, {}
+        for request_id in ("", *changed):
+            waiting = [each for each in self._waiters.pop(request_id, ()) if not each[1].done()]
+            true = [waiter for holds, waiter in waiting if holds()]
+            for waiter in true:
                 waiter.set_result(None)
-            else:
-                waiting.append((holds, waiter))
-        self._waiters = waiting
+            if len(true) < len(waiting):
+                self._waiters[request_id] = [each for each in waiting if not each[1].done()]
+
+    def _note_change(self, request_id: str) -> None:
+        if request_id in self._waiters:
+            self._changed[request_id] = None
 
     def note_aux(self, request_id: str, generation: int, first_token: int, aux: object) -> None:
         """Keep the first token and aux data that prefill sent with the end of a room."""
@@ -328,7 +338,7 @@ class PendingCalls:
             *self._ends.values(),
             *self._flushes.values(),
             *self._hints.values(),
-            *(waiter for _, waiter in self._waiters),
+            *(waiter for waiting in self._waiters.values() for _, waiter in waiting),
         ]
         futures += self.lent.end_all()
         for future in futures:
@@ -496,6 +506,7 @@ class PendingCalls:
 
     def _tell_restored(self, command: commands.ReportRestored) -> None:
         live = self._live.pop(command.request_id)
+        self._note_change(command.request_id)
         self.lent.release(command.request_id)
         # Without a cause the room was complete, so its first token has arrived.
         first_token, aux = (None, {}) if command.cause else live.first_tokens[command.generation]
@@ -541,6 +552,7 @@ class PendingCalls:
     def _fail(self, error: RequestFailed) -> None:
         """End a request: fail its `restore`, and its `finish` or `retract` if one was just called."""
         live = self._live.pop(error.request_id)
+        self._note_change(error.request_id)
         self.lent.release(error.request_id)
         if live.ready is not None and live.ready.layers is not None:
             live.ready.layers.fail(error)
@@ -556,6 +568,7 @@ class PendingCalls:
         assert live.ready is not None, "only a READY request grows"
         live.ready._reserve.extend(command.pages)
         live.reserves_given += 1
+        self._note_change(command.request_id)
 
     def _tell_finished(self, command: commands.ReportFinished) -> None:
         self._end(command.request_id, command.inserted, command.fallbacks)
@@ -565,6 +578,7 @@ class PendingCalls:
 
     def _end(self, request_id: str, answer: int, fallbacks: tuple[commands.Fallback, ...]) -> None:
         live = self._live.pop(request_id)
+        self._note_change(request_id)
         if live.ready is not None:
             live.ready.fallbacks = fallbacks
         done = self._ends.pop(request_id, None)
