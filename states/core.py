@@ -28,6 +28,7 @@ leaves `step`; the core must not be used after that.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -40,7 +41,7 @@ from tidekv.states.backup.offers import Offers
 from tidekv.states.backup.write_back import WriteBack
 from tidekv.states.components.backups import ComponentBackups
 from tidekv.states.components.request_components import ComponentRestore
-from tidekv.states.core_state import CoreState
+from tidekv.states.core_state import Continuation, CoreState
 from tidekv.states.errors import BrokenInvariant, IllegalEvent, PrefillCause
 from tidekv.states.events import Event
 from tidekv.states.handover.rooms import Rooms
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sized
 
     from tidekv.states.commands import Command
+    from tidekv.states.records.request import RoomKey
     from tidekv.states.settings import CoreSettings
 
 Key = TypeVar("Key")
@@ -75,6 +77,11 @@ Value = TypeVar("Value")
 RAISES_MAX = 8
 """Maximum exceptions handled per step of a request, those raised while failing it included; the next one leaves
 `step`.
+"""
+
+PART_MAX = 64
+"""Maximum deadlines, lost rooms and admissions of one step; what is left goes on in the next steps. Otherwise thousands
+at once would stop the event loop for too long.
 """
 
 MAY_MOVE_ON = (events.Granted, events.PlanDue, events.PromiseSent, events.TransitionRaised)
@@ -131,6 +138,8 @@ class Core:
         self.actions = Actions(self.state, self.queue, self.restore, self.backups, self.lending)
         self.moves: list[tuple[str, State]] = []
         """Request id and new state for each state change of the last step, in order."""
+        self.admitted = 0
+        """Requests that this step has admitted."""
         self._arrivals = 0
         self._of_queues = tuple(
             (consequence.queue(self.state), consequence.rule)
@@ -177,7 +186,7 @@ class Core:
         Raises BrokenInvariant if pools and index contradict each other; the core must not be used after that.
         """
         state = self.state
-        self.moves = []
+        self.moves, self.admitted = [], 0
         state.begin_step(event.at_s)
         self._takers[type(event)](event)
         self.settle()
@@ -291,7 +300,10 @@ class Core:
         self.state.run_guarded(partial(operation.ended, event, error), recover=operation.abandon)
 
     def _time_passed(self, event: events.ClockAdvanced) -> None:
-        while (due := self.state.pop_due()) is not None:
+        for _ in range(PART_MAX):
+            due = self.state.pop_due()
+            if due is None:
+                return
             if isinstance(due, Request):
                 self._request_due(due, event.at_s)
             else:
@@ -345,18 +357,26 @@ class Core:
         self.state.run_guarded(partial(self.rooms.drained, event.request_id, event.generation, event.rank))
 
     def _writer_lost(self, event: events.WriterLost) -> None:
-        self._lose_rooms_of(event.writer, event.cause)
+        rooms = deque(room.key for room in self.rooms.of_writer(event.writer))
+        self.state.begin_work(partial(self._lose, rooms, event.cause, is_dead=False))
 
     def _writer_dead(self, event: events.WriterDead) -> None:
-        # End the live rooms first: they move their pages to the quarantine, and `writer_dead` then frees them at once.
-        self._lose_rooms_of(event.writer, "its process is gone")
-        self.state.run_guarded(partial(self.rooms.writer_dead, event.writer))
+        rooms = deque([*(room.key for room in self.rooms.of_writer(event.writer)), *self.rooms.left_to(event.writer)])
+        self.state.begin_work(partial(self._lose, rooms, "its process is gone", is_dead=True))
 
-    def _lose_rooms_of(self, writer: str, cause: str) -> None:
+    def _lose(self, rooms: deque[RoomKey], cause: str, *, is_dead: bool) -> bool:
+        """Leave the next rooms whose writer is lost; return whether there are more. A dead one writes to none."""
+        part = [rooms[place] for place in range(min(PART_MAX, len(rooms)))]
         lost = _prefill_lost(self.state.now_s, PrefillCause.LOST, cause)
-        for room in self.rooms.of_writer(writer):
-            assert self.rooms.live(*room.key) is room, "leaving one room has ended the room of another request"
-            self.fire(room.request, lost)
+        for key in part:
+            if (room := self.rooms.live(*key)) is not None:
+                self.fire(room.request, lost)
+        # After all of them: the end of one quarantine may let requests be admitted.
+        for key in part if is_dead else ():
+            self.state.run_guarded(partial(self.rooms.settle_unsent, *key))
+        for _ in part:
+            rooms.popleft()
+        return bool(rooms)
 
     # --- The request machine ---
 
@@ -576,6 +596,9 @@ class Core:
                 waiting.admission.pass_by()
         # The next request may fit as well.
         self.state.pages_were_freed()
+        self.admitted += 1
+        if self.admitted == PART_MAX:
+            Continuation(self.state, lambda: False)  # Admission goes on in the next step, which this causes.
 
     def hand_back(self) -> None:
         """Return lent pages without a writer to the embedder, with the outcomes of their requests."""
@@ -622,7 +645,8 @@ def _may_put(core: Core) -> bool:
 def _may_admit(core: Core) -> bool:
     state = core.state
     # Freed pages concern waiting requests and loads. Without any, `pages_freed` stays set until there are some.
-    return bool(state.reclaimable_loads or (state.pages_freed and (core.queue or core.loads.has_settled)))
+    is_due = state.reclaimable_loads or (state.pages_freed and (core.queue or core.loads.has_settled))
+    return bool(is_due) and core.admitted < PART_MAX
 
 
 def _may_hand_back(core: Core) -> bool:

@@ -14,6 +14,7 @@ the order in which they are processed.
 from __future__ import annotations
 
 import heapq
+from math import nextafter
 from typing import TYPE_CHECKING, Final, Protocol
 
 from tidekv.states.commands import Fallback
@@ -112,6 +113,33 @@ class Operation(Protocol):
     def abandon(self) -> None:
         """Give back what the operation holds after `ended` has raised. Nothing is under way any more."""
         ...
+
+
+class Continuation:
+    """Operation: work that goes on in the next steps, one part in each: no step may stop the event loop for long.
+
+    Only its deadline ends it. It owns nothing, and the audit holds between two parts.
+    """
+
+    __slots__ = ("_op", "_part", "_state")
+
+    def __init__(self, state: CoreState, part: Callable[[], bool]) -> None:
+        self._state = state
+        self._part = part
+        self._op = state.start_operation(self, deadline_s=state.next_step_s() - state.now_s)
+
+    def late(self) -> None:
+        """Do the next part. If it raises, `run_guarded` calls this once more."""
+        if self._part():
+            self._state.set_deadline(self, self._state.next_step_s(), op=self._op)
+        else:
+            self._state.end_operation(self._op)
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Never called: no command has this operation's number."""
+
+    def abandon(self) -> None:
+        """Never called, see `ended`."""
 
 
 class CoreState:
@@ -329,6 +357,11 @@ class CoreState:
         self.set_deadline(operation, self.now_s + deadline_s, op=self._operation)
         return self._operation
 
+    def begin_work(self, part: Callable[[], bool]) -> None:
+        """Do the first part of some work now, and if it returns that there is more, the others in the next steps."""
+        if part():
+            Continuation(self, part)
+
     def replace_operation(self, op: int, operation: Operation) -> None:
         """Let `operation` handle the outcome of the operation under way as number `op`."""
         self.operations[op] = operation
@@ -342,6 +375,10 @@ class CoreState:
         if at_s != float("inf"):
             self._deadline_number += 1
             heapq.heappush(self._deadlines, (at_s, self._deadline_number, waiting, op))
+
+    def next_step_s(self) -> float:
+        """Return a time that has not come in this step, and has in the next one that the clock causes."""
+        return nextafter(self.now_s, float("inf"))
 
     def next_deadline_s(self) -> float | None:
         """Return the next deadline, or None. Drops entries of requests and operations that have ended."""

@@ -314,13 +314,14 @@ class Rooms:
         """Live rooms that this peer writes to."""
         return [room for room in self._live.values() if room.writer == writer]
 
-    def writer_dead(self, writer: str) -> None:
-        """Free everything in quarantine because of this peer, which is proven dead."""
-        for key in [key for key, draining in self._draining.items() if draining.writer == writer]:
-            self._settle(key)
+    def left_to(self, writer: str) -> list[RoomKey]:
+        """Left rooms that this peer may still write to."""
+        return [key for key, draining in self._draining.items() if draining.writer == writer]
 
     def settle_unsent(self, request_id: str, generation: int) -> None:
-        """Free the pages of a left room whose promise reached no writer, or that turned out to be drained."""
+        """Free the pages of a left room whose promise reached no writer, that turned out to be drained, or whose writer
+        is proven dead.
+        """
         if (request_id, generation) in self._draining:
             self._settle((request_id, generation))
 

@@ -77,12 +77,14 @@ class Evictor:
         tier.account.from_cache(tier.detach(node))
         self._remove_if_bare(node)
 
-    def drop_all(self, tier: Tier, nodes: Sequence[Node]) -> tuple[int, int]:
-        """Free the copies of these nodes, parents first, that are ready to be evicted once those below are gone.
-        Returns the numbers of pages freed and of pages that stay.
+    def drop_all(self, tier: Tier, nodes: Sequence[Node], count: int) -> tuple[int, int]:
+        """Free the copies of these nodes, parents first, that are ready to be evicted once those below are gone: at
+        least `count` pages, or all. Returns the numbers of pages freed and, if that is all, of pages that stay.
         """
         freed = stayed = 0
         for node in reversed(nodes):
+            if freed >= count:
+                break
             if (node.device if tier is self._device else node.host) is None:
                 continue
             if tier.is_ready(node):

@@ -21,6 +21,7 @@ receipts anchored there; a new node above gets the first pages. All walks are lo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from tidekv.states.errors import BrokenInvariant
@@ -35,6 +36,10 @@ from tidekv.states.prefix.tree import PageTree
 from tidekv.states.types import NO_PAGES, PageIds
 
 __all__ = ["EvictionHook", "InsertResult", "Load", "MatchResult", "Node", "PrefixIndex", "Receipt"]
+
+
+ALL = sys.maxsize
+"""More pages than a pool can have."""
 
 
 class PrefixIndex:
@@ -422,17 +427,15 @@ class PrefixIndex:
         """Free at least `count` host pages, or all that are evictable; return their number. See `evict_device`."""
         return self._dropping.evict(self.host_tier, count)
 
-    def flush(self, tier: TierName) -> tuple[int, int]:
-        """Free all evictable pages of a tier. Returns the numbers of freed pages and of protected pages that stay."""
-        flushed: Tier = self.device_tier if tier == "device" else self.host_tier
-        return self._dropping.evict(flushed, flushed.evictable), flushed.protected
-
-    def flush_namespace(self, tier: TierName, namespace: str) -> tuple[int, int]:
-        """Free the evictable pages that one namespace has in a tier. Returns the numbers of freed pages and of those
-        that stay, since a receipt, a load or a writer needs them or pages behind them.
+    def flush(self, tier: TierName, namespace: str | None = None, *, count: int = ALL) -> tuple[int, int]:
+        """Free evictable pages of a tier, or those that one namespace has there: at least `count`, or all. Returns the
+        numbers of freed pages and, if that is fewer than `count`, of those that stay, since a receipt, a load or a
+        writer needs them or pages behind them.
         """
         flushed: Tier = self.device_tier if tier == "device" else self.host_tier
-        return self._dropping.drop_all(flushed, self._nodes_of(namespace))
+        if namespace is None:
+            return self._dropping.evict(flushed, min(count, flushed.evictable)), flushed.protected
+        return self._dropping.drop_all(flushed, self._nodes_of(namespace), count)
 
     def edges_of(self, namespace: str) -> list[tuple[int, bytes]]:
         """Return the keys of each node of a namespace, with the place of its parent in this list; -1 for a root."""

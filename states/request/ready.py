@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from tidekv.states.request.restore import Restore
 
 
+FLUSH_PAGES_MAX = 4096
+"""Pages that one step flushes at least, if there are so many. Each may be a node of the index."""
+
+
 class Serving:
     """Actions of the request machine in READY, and flush."""
 
@@ -81,22 +85,27 @@ class Serving:
         self._state.forget(request)
 
     def flush(self, event: FlushRequested) -> None:
-        """Drop every unlocked page of these tiers from the cache, or those of one namespace."""
-        dropped: dict[str, int] = {}
-        spared: dict[str, int] = {}
-        index, namespace = self._state.index, event.namespace
-        if namespace is not None and "l3" in event.tiers:
+        """Drop every unlocked page of these tiers from the cache, or those of one namespace; in the next steps if they
+        are many.
+        """
+        if event.namespace is not None and "l3" in event.tiers:
             # First: a page that is spared below may be used again, and must then be put again.
-            index.forget_stored_of(namespace)
-        for tier in event.tiers:
-            if tier == "l3":
-                continue
-            name: TierName = "device" if tier == "l1" else "host"
-            dropped[tier], spared[tier] = (
-                index.flush(name) if namespace is None else index.flush_namespace(name, namespace)
-            )
-        self._state.pages_were_freed()
+            self._state.index.forget_stored_of(event.namespace)
+        dropped = {tier: 0 for tier in event.tiers if tier != "l3"}
+        self._state.begin_work(partial(self._flush, event, dropped, dict(dropped), list(dropped)))
+
+    def _flush(self, event: FlushRequested, dropped: dict[str, int], spared: dict[str, int], left: list[str]) -> bool:
+        """Drop the next pages of the tiers that are left; return whether there may be more."""
+        while left:
+            name: TierName = "device" if left[0] == "l1" else "host"
+            freed, spared[left[0]] = self._state.index.flush(name, event.namespace, count=FLUSH_PAGES_MAX)
+            dropped[left[0]] += freed
+            self._state.pages_were_freed()
+            if freed >= FLUSH_PAGES_MAX:
+                return True
+            del left[0]
         self._state.emit(ReportFlushed(call=event.call, dropped=dropped, spared=spared))
+        return False
 
     def repeat(self, request: Request, event: TransitionRaised) -> None:
         """Let a step that raised be repeated: a finish without a backup, growth without new pages."""

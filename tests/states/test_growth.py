@@ -7,7 +7,7 @@ from typing import TypeVar
 import pytest
 
 from tests.support.instructions import instructions_of
-from tidekv.states import events
+from tidekv.states import commands, events
 from tidekv.states.commands import Command
 from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings
@@ -82,3 +82,58 @@ def test_an_abort_of_a_waiting_request_costs_the_same_whatever_waits() -> None:
         return instructions_of(lambda: worker.step(events.AbortRequested, request_id=str(count), cause="aborted"))
 
     assert cost_at(1024) <= 1.02 * cost_at(32)
+
+
+@pytest.mark.parametrize("loss", ["deadline", "lost", "dead"])
+def test_the_end_of_thousands_at_once_goes_on_over_several_steps(loss: str) -> None:
+    worker = Worker()
+    for number in range(1, 1001):
+        worker.arrive(deadline_at_s=2.0)
+        worker.step(events.PromiseSent, writer="writer", ranks=1, request_id=str(number), generation=0)
+    core, at_s, ended = worker.core, 1.0, []
+    if loss != "deadline":
+        kind = events.WriterLost if loss == "lost" else events.WriterDead
+        fields = {"cause": "silence"} if loss == "lost" else {}
+        core.step(kind(at_s=at_s, writer="writer", **fields))
+        ended.append(len(core.moves))
+    while (due_s := core.next_deadline_s()) is not None and (loss == "deadline" or due_s < 1.5):
+        at_s = due_s
+        core.step(events.ClockAdvanced(at_s=at_s))
+        ended.append(len(core.moves))
+    assert sum(ended) == 1000
+    assert max(ended) <= 64
+    assert core.rooms.draining_rooms == (0 if loss == "dead" else 1000)
+    core.check()
+
+
+def test_room_for_thousands_at_once_is_granted_over_several_steps() -> None:
+    worker = Worker()
+    held = worker.core.state.device.take(worker.core.state.device.free)
+    for _ in range(1000):
+        worker.arrive()
+    worker.core.state.device.give_back(held)
+    granted = [worker.step(events.FlushRequested, call=1, tiers=("l1",))]
+    while worker.core.queue:
+        due_s = worker.core.next_deadline_s()
+        assert due_s is not None and due_s < 1.5
+        granted.append(worker.core.step(events.ClockAdvanced(at_s=due_s)))
+    assert max(sum(isinstance(each, commands.SendPromise) for each in step) for step in granted) == 64
+    worker.core.check()
+
+
+@pytest.mark.parametrize("namespace", [None, ""])
+def test_a_flush_of_a_large_cache_goes_on_over_several_steps(namespace: str | None) -> None:
+    worker = Worker()
+    for _ in range(2000):
+        worker.one_request()
+    index = worker.core.state.index
+    cached = [index.device_evictable]
+    made = worker.step(events.FlushRequested, call=1, tiers=("l1", "l2"), namespace=namespace)
+    while not made:
+        cached.append(index.device_evictable)
+        due_s = worker.core.next_deadline_s()
+        assert due_s is not None
+        made = worker.core.step(events.ClockAdvanced(at_s=due_s))
+    assert made == [commands.ReportFlushed(call=1, dropped={"l1": 8004, "l2": 0}, spared={"l1": 0, "l2": 0})]
+    assert len(cached) == 2 and cached[1] > 3800
+    worker.core.check()
