@@ -57,6 +57,7 @@ def run_rounds(setup: RoundsSetup, *, cache: bool, seed: int = 1) -> Rounds:
                 world.ask(_prompt(setup, client, number, cache=cache), setup.output_tokens + 1, _nothing)
             world.run()
             world.step(events.FlushRequested(at_s=world.schedule.now_s, call=number, tiers=("l1",)))
+            world.run()
         served = world.served[first:]
         means.append(sum(request.first_token_s for request in served) / len(served))
         rates.append(1 - (world.ledger.sources["transfer"] - sent) / (world.ledger.prompt_tokens - tokens))
