@@ -69,6 +69,7 @@ def prefill(
             listen=section.listen,
             transport=_transport(loaded, "prefill-0", listens=True),
             lease_s=section.lease_s,
+            rooms_max=section.rooms_max,
             close_deadline_s=section.close_deadline_s,
             # The option belongs to both sides, which may share one file.
             bigram_keys=loaded.configuration.engine.bigram_keys,

@@ -139,6 +139,10 @@ class PrefillSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Maximum seconds for which a room's pages are kept after the last ping of its decode worker that names it. Decode
     may ask for less.
     """
+    rooms_max: PositiveCount = 4096
+    """Maximum prompts that are open for decode workers at once; further ones wait, at most three times as many, and
+    are refused beyond that.
+    """
     close_deadline_s: Seconds = 5.0
     """Maximum time that closing waits for writes in flight before the transport is closed anyway."""
     metrics_listen: str | None = None

@@ -38,6 +38,10 @@ class PrefillConfig(Options, frozen=True, kw_only=True):
     """Name of the model, which must be that of the decode workers' `EngineConfig`."""
     lease_s: Seconds = 10.0
     """Maximum time for which a room is kept without a sign of life of its decode worker."""
+    rooms_max: PositiveCount = 4096
+    """Maximum open rooms. Further ones wait until others end, at most three times as many; beyond that they are
+    refused. The room of a prompt that is asked for (`PrefillPeer.room`) opens at once.
+    """
     rooms: RoomSettings = RoomSettings()
     """Limits of the writes of each room."""
     store: PromptStoreSettings = PromptStoreSettings()

@@ -174,6 +174,7 @@ class PrefillPeer:
                 on_busy=self._watchdog.set_busy,
             ),
             lease_s=config.lease_s,
+            rooms_max=config.rooms_max,
             settings=config.rooms,
         )
 

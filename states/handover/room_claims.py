@@ -61,6 +61,10 @@ class RoomClaims(Generic[Room, Claim]):
         until_s = self._declined_until_s.pop((name, digest), 0.0)
         return until_s if until_s > at_s else None
 
+    def is_claimed(self, name: str, digest: bytes) -> bool:
+        """Whether a claim waits for the room of a prompt."""
+        return any(waiting.digest == digest for waiting in self._claims.get(name, ()))
+
     def withdraw(self, name: str, claim: Claim) -> None:
         """Forget a claim, if it waits."""
         for waiting in self._claims.get(name, ()):

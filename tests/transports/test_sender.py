@@ -249,20 +249,45 @@ async def test_a_room_may_be_asked_for_before_and_after_its_promise(world, decod
     assert prefill.sender.statistics()["rooms_waited_for"] == 0
 
 
-async def test_waiting_and_open_rooms_are_bounded(world, decode) -> None:
+async def test_claims_that_wait_are_bounded(world) -> None:
     prefill = await world.prefill(rooms_max=1)
     waiter = asyncio.create_task(prefill.room("r9"))
     await asyncio.sleep(0)
     with pytest.raises(CapacityError):
         await prefill.room("r8")
     waiter.cancel()
+
+
+async def test_rooms_beyond_the_limit_wait_until_others_end(world, decode) -> None:
+    prefill = await world.prefill(rooms_max=1)
     link = await decode.dial(prefill.address)
-    link.send(decode.promise(decode.room("r1")))
-    link.send(decode.promise(decode.room("r2")))
+    for name in ("r1", "r2", "r3", "r4", "r5"):
+        link.send(decode.promise(decode.room(name)))
     refused = await decode.receive(link)
     assert isinstance(refused, wire.Refused)
-    assert refused.room.request_id == "r2"
-    assert len(prefill.sender._generations) <= 2
+    assert refused.room.request_id == "r5"
+    assert (refused.cause, prefill.sender.statistics()["rooms_pending"]) == (
+        "3 rooms wait until prefill has ended others",
+        3,
+    )
+    for ended, opened in (("r1", "r2"), ("r2", "r4")):
+        link.send(wire.Abort(room=decode.room("r3")))
+        assert (await decode.receive(link)).room.request_id == "r3"
+        link.send(wire.Abort(room=decode.room(ended)))
+        assert (await decode.receive(link)).room.request_id == ended
+        assert (await prefill.room(opened)).request_id == opened
+    assert prefill.sender.statistics()["rooms_pending"] == 0
+
+
+async def test_the_room_of_a_computed_prompt_opens_beyond_the_limit(world, decode) -> None:
+    prefill = await world.prefill(rooms_max=1)
+    link = await decode.dial(prefill.address)
+    waiter = asyncio.create_task(prefill.room("r2"))
+    for name in ("r1", "r2", "r3"):
+        link.send(decode.promise(decode.room(name)))
+    # Claimed before its promise came, and after it: else prefill would hold its pages until others are computed.
+    assert (await waiter).request_id == "r2"
+    assert (await prefill.room("r3")).request_id == "r3"
 
 
 async def test_closing_ends_waiters_and_rooms_and_tells_decode(world, decode) -> None:

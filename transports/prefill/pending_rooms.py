@@ -1,4 +1,6 @@
-"""Promises of rooms that wait for other ranks: a room opens once every decode rank has promised the same."""
+"""Promises of rooms that wait: for other ranks, since a room opens once every decode rank has promised the same; and
+for a place, if as many rooms are open as may.
+"""
 
 from __future__ import annotations
 
@@ -92,11 +94,20 @@ class PendingRooms:
     def __iter__(self) -> Iterator[PendingRoom]:
         return iter(list(self._by_name.values()))
 
+    def next_complete(self, request_id: str = "", digest: bytes = b"") -> PendingRoom | None:
+        """Return the oldest room that waits for nothing but a place, of this prompt if one is given."""
+        for pending_room in self._by_name.values():
+            promise = pending_room.promises[0][1]
+            is_wanted = not request_id or (promise.room.request_id, promise.prompt_digest) == (request_id, digest)
+            if is_wanted and pending_room.is_complete:
+                return pending_room
+        return None
+
     def take(self, peer: DecodePeer, promise: wire.Promise, at_s: float) -> PendingRoom:
-        """Add a promise and return its pending room. The caller checks it, and drops it when it is complete or
-        refused.
-        """
-        name = (promise.group, promise.room.request_id, promise.room.generation)
+        """Add a promise and return its pending room. The caller drops one that opens or is refused."""
+        # An instance of one rank has no group.
+        group = promise.group or f"{promise.room.instance}-{promise.room.epoch}"
+        name = (group, promise.room.request_id, promise.room.generation)
         pending_room = self._by_name.setdefault(name, PendingRoom(name))
         pending_room.take(peer, promise, at_s)
         self._by_key[promise.room] = pending_room

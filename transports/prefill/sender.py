@@ -71,6 +71,8 @@ COUNTS = (
 """Names of all counts, so that statistics contain them from the start."""
 BEYOND_BUDGET = f"the rooms of this link hold {PEER_BYTES_MAX} bytes of prompts and page lists, the most that is kept"
 DECLINED = "decode declined it"
+WAITING_MAX = 3
+"""Maximum promises that wait for each of the rooms that may be open."""
 
 
 class Sender:
@@ -87,8 +89,8 @@ class Sender:
         rooms_max: int = 4096,
         settings: RoomSettings | None = None,
     ) -> None:
-        """`lease_s` is the maximum lease in seconds; a shorter one of the decode worker applies. Raises
-        InvalidConfig.
+        """`lease_s` is the maximum lease in seconds; a shorter one of the decode worker applies. Beyond `rooms_max`
+        open rooms, promises wait, WAITING_MAX for each of them. Raises InvalidConfig.
         """
         if not 0 < lease_s <= wire.SECONDS_MAX or rooms_max < 1:
             raise InvalidConfig(
@@ -178,6 +180,9 @@ class Sender:
         if found is not None:
             found.confirm(found.prompt)
             return found
+        # Its pages are held for the room: waiting for the end of rooms that are not computed yet might never end.
+        if (pending_room := self._pending_rooms.next_complete(request_id, prompt.digest)) is not None:
+            self._open_pending(pending_room)
         until_s = self._claims.declined_until_s(request_id, prompt.digest, now)
         late = None if until_s is None else loop.call_later(until_s - now, _fail, claim, TransferFailed(DECLINED))
         try:
@@ -402,9 +407,10 @@ class Sender:
             if key not in self._room_writers and self._pending_rooms.of(key) is None:
                 self._refuse(peer, promise, f"generation {seen} of this request came before")
             return
-        waiting = len(self._room_writers) + len(self._pending_rooms)
-        if waiting >= self._rooms_max or self._is_closing:
-            self._refuse(peer, promise, f"prefill has {waiting} rooms open, or is closing")
+        waiting = len(self._pending_rooms)
+        if self._is_closing or waiting >= WAITING_MAX * self._rooms_max:
+            cause = "prefill is closing" if self._is_closing else f"{waiting} rooms wait until prefill has ended others"
+            self._refuse(peer, promise, cause)
             return
         # A newer generation replaces the older room, which decode has given up.
         older = msgspec.structs.replace(key, generation=max(seen, 0))
@@ -416,7 +422,7 @@ class Sender:
             self._refuse(peer, promise, BEYOND_BUDGET)
             return
         self._remember_generation(key)
-        if promise.ranks == 1 == peer.hello.ranks:
+        if promise.ranks == 1 == peer.hello.ranks and self._has_place(promise):
             self._open_room([(peer, promise)], [])
         elif (promise.rank, promise.ranks) != (peer.hello.rank, peer.hello.ranks):
             self._refuse_invalid(
@@ -426,18 +432,26 @@ class Sender:
             self._add_promise(peer, promise)
 
     def _add_promise(self, peer: DecodePeer, promise: wire.Promise) -> None:
-        """Add a promise to its pending room; open the room if all ranks have promised the same, refuse it if they
-        differ.
+        """Add a promise to its pending room; open the room if all ranks have promised the same and there is a place,
+        refuse it if they differ.
         """
         pending_room = self._pending_rooms.take(peer, promise, self._clock())
         if pending_room.difference:
             self.counts["promises_differ"] += 1
             self._refuse_all(pending_room, pending_room.difference)
-        elif pending_room.is_complete:
-            self._pending_rooms.drop(pending_room)
-            self._open_room(pending_room.in_order(), pending_room.extends)
+        elif pending_room.is_complete and self._has_place(promise):
+            self._open_pending(pending_room)
         else:
             self._start_lease_timer()
+
+    def _has_place(self, promise: wire.Promise) -> bool:
+        """Whether one more room may be open. That of a prompt that is computed, and claimed, always may."""
+        is_claimed = self._claims.is_claimed(promise.room.request_id, promise.prompt_digest)
+        return is_claimed or len(self._room_writers) < self._rooms_max
+
+    def _open_pending(self, pending_room: PendingRoom) -> None:
+        self._pending_rooms.drop(pending_room)
+        self._open_room(pending_room.in_order(), pending_room.extends)
 
     def _open_room(self, promises: list[tuple[DecodePeer, wire.Promise]], extends: list[wire.Extend]) -> None:
         try:
@@ -481,7 +495,7 @@ class Sender:
         request = (key.instance, key.epoch, key.request_id)
         self._generations[request] = max(key.generation, self._generations.pop(request, -1))
         # Bounded: the request with the oldest promise is forgotten first.
-        if len(self._generations) > 2 * self._rooms_max:
+        if len(self._generations) > 2 * WAITING_MAX * self._rooms_max:
             del self._generations[next(iter(self._generations))]
 
     def _refuse(self, peer: DecodePeer, promise: wire.Promise, cause: str) -> None:
@@ -545,6 +559,11 @@ class Sender:
         for peer in {room_writer.peer for room_writer in room._room_writers}:
             if peer.is_lost and not peer.rooms and not self._is_closing:
                 self._tasks.spawn(self._forget(peer), name="forget a peer")
+        while len(self._room_writers) < self._rooms_max and not self._is_closing:
+            pending_room = self._pending_rooms.next_complete()
+            if pending_room is None:
+                return
+            self._open_pending(pending_room)
 
     async def _forget(self, peer: DecodePeer) -> None:
         if peer in self._peers:
