@@ -1,13 +1,13 @@
 """Calls that may block or hang, run off the event loop and under a deadline.
 
-Each call runs in its own daemon thread: a hung call of a library must not keep the process from ending, as a worker
-thread of an executor would.
+Each call runs in a thread of its own that nothing joins: a hung call of a library must not keep the process from
+ending, as a worker thread of an executor would.
 """
 
 from __future__ import annotations
 
+import _thread
 import asyncio
-import threading
 from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
 
@@ -41,7 +41,9 @@ async def call_in_thread(call: Callable[[], T], *, what: str, timeout_s: float) 
         except RuntimeError:
             return  # The loop is closed: no caller waits for the result.
 
-    threading.Thread(target=run, name=f"tidekv-{what}", daemon=True).start()
+    # Not `Thread.start`, which waits until the thread runs: many calls would stop the loop, as long as other
+    # threads keep the interpreter.
+    _thread.start_new_thread(run, ())
     try:
         return await settled(outcome, timeout_s=timeout_s)
     except TimeoutError as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
-from tidekv.transports.blocking import settled
+from tidekv.transports.blocking import call_in_thread, settled
 
 
 async def turns(count: int = 5) -> None:
@@ -65,3 +66,17 @@ async def test_past_the_deadline_the_future_goes_on() -> None:
         await settled(future, timeout_s=0.0)
     assert not future.done()
     future.set_result(None)
+
+
+async def test_the_loop_does_not_wait_for_the_start_of_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[threading.Event] = []
+    wait = threading.Event.wait
+
+    def note(event: threading.Event, timeout: float | None = None) -> bool:
+        waited.append(event)
+        return wait(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", note)
+    idents = {await call_in_thread(threading.get_ident, what="a test", timeout_s=60.0) for _ in range(3)}
+    assert threading.get_ident() not in idents
+    assert waited == []
