@@ -18,7 +18,7 @@ from tidekv.states.components.shared_ends import SharedEndCopy
 from tidekv.states.events import ComponentLeft
 from tidekv.states.pages.page_pool import PageState
 from tidekv.states.records.causes import LOST_CAUSES
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from tidekv.states import commands, events
 from tidekv.states.backup.backups import Backup
 from tidekv.states.core import Core
 from tidekv.states.pages.page_pool import PageState
-from tidekv.states.records.request import Request, State
+from tidekv.states.records.request import Request
+from tidekv.states.records.stages import State
 from tidekv.states.settings import CoreSettings
 from tidekv.states.types import PageIds
 

@@ -28,7 +28,7 @@ from simulation.schedule import Schedule
 from simulation.tiers import Outcomes, SimulatedCopies, SimulatedStorage
 from tidekv.states import commands, events
 from tidekv.states.core import Core
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

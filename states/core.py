@@ -52,7 +52,8 @@ from tidekv.states.loads.loads import Loads
 from tidekv.states.loads.look_ahead import LookAhead
 from tidekv.states.loads.placement import LentPlacement, TreePlacement
 from tidekv.states.loads.shared_transfers import SharedTransfers
-from tidekv.states.records.request import Request, State
+from tidekv.states.records.request import Request
+from tidekv.states.records.stages import State
 from tidekv.states.request.admission_queue import Queue
 from tidekv.states.request.early_ready import EarlyReady
 from tidekv.states.request.guards_and_actions import Actions

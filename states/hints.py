@@ -237,12 +237,12 @@ class Hints:
         with Rollback() as undo:
             pages = state.host.take(count)
             undo.callback(state.host.give_back, pages)
-            read = HintRead(state, self._storage, namespace=namespace, keys=keys, host_pages=pages)
-            read.aim(self, first=first, until_s=until_s, attachment=state.index.tree.attachment)
-            read.op = state.start_operation(read, deadline_s=deadline_s)
-            undo.callback(state.operations.pop, read.op)
+            hinted = HintRead(state, self._storage, namespace=namespace, keys=keys, host_pages=pages)
+            hinted.aim(self, first=first, until_s=until_s, attachment=state.index.tree.attachment)
+            hinted.op = state.start_operation(hinted, deadline_s=deadline_s)
+            undo.callback(state.operations.pop, hinted.op)
             timeout_s = min(deadline_s, FETCH_TIMEOUT_MAX_S)
-            state.emit(FetchPages(op=read.op, request_id="", first=first, host_pages=pages, timeout_s=timeout_s))
+            state.emit(FetchPages(op=hinted.op, request_id="", first=first, host_pages=pages, timeout_s=timeout_s))
             undo.keep()
         self._storage.pages_in_flight += count
         self._storage.take(count)

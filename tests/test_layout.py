@@ -438,7 +438,10 @@ def test_a_comparison_of_states_is_found_in_each_of_its_forms(line: str) -> None
 # --- Owners ---
 
 OWNERS = {
-    "tidekv.states.records.request": ("Ahead", "Request", "RoomRecord", "Span"),
+    "tidekv.states.records.ahead": ("Ahead", "AheadRun", "ComponentAhead"),
+    "tidekv.states.records.component_fetch": ("ComponentFetch",),
+    "tidekv.states.records.component_plan": ("ComponentPlan",),
+    "tidekv.states.records.request": ("Load", "Request", "RequestComponents", "RoomRecord"),
     "tidekv.states.records.request_parts": (
         "Admission",
         "Attempts",
@@ -450,6 +453,7 @@ OWNERS = {
         "Sources",
         "StorageAnswer",
     ),
+    "tidekv.states.records.span": ("Span",),
     "tidekv.states.core_state": ("CoreState",),
 }
 """Records by module. A field of them is assigned in that module only: rules call the method that says what happened."""

@@ -46,7 +46,7 @@ from tidekv.engine.watching import Watcher
 from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, TidekvError
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 from tidekv.states.types import FULL
 from tidekv.states.validation import checked, short
 from tidekv.transports.blocking import settled

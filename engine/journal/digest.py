@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tidekv.states.prefix.node import Node, TierName
     from tidekv.states.prefix.tiers import Tier
     from tidekv.states.records.loan import Loan
-    from tidekv.states.records.request import State
+    from tidekv.states.records.stages import State
 
 STATE_PARTS = ("index", "device pool", "host pool")
 """Parts of the state with a digest after each turn; each tier of each component follows."""

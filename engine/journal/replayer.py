@@ -34,7 +34,8 @@ from tidekv.states.commands import Command
 from tidekv.states.core import Core
 from tidekv.states.errors import IllegalEvent, JournalDamaged, ReplayDiverged
 from tidekv.states.events import Event, RequestArrived
-from tidekv.states.records.request import Request, State
+from tidekv.states.records.request import Request
+from tidekv.states.records.stages import State
 
 if TYPE_CHECKING:
     from tidekv.engine.watching import Watcher

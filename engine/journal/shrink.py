@@ -116,13 +116,9 @@ def _requests_of(operation: object) -> tuple[str, ...]:
     if isinstance(operation, Backup):
         return (operation.request_id,)
     request = None
-    if isinstance(operation, ComponentRead):
-        request = operation.fetch.component_pages.request
-    elif isinstance(operation, ComponentCopy):
+    if isinstance(operation, ComponentRead | ComponentCopy):
         request = operation.component_pages.request
-    elif isinstance(operation, ComponentAheadRead):
-        request = operation.read.request
-    elif isinstance(operation, StorageQuery | Recomputation):
+    elif isinstance(operation, ComponentAheadRead | StorageQuery | Recomputation):
         request = operation.request
     return () if request is None else (request.request_id,)
 

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from tidekv.engine.metrics.fold import BOUNDS_S, Histogram, MetricsFold
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 
 POOLS = ("device", "host")
 CONDITIONS = ("free", "owned", "cached", "draining", "total", "evictable", "protected")

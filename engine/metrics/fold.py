@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidekv.engine.trace.causes import extend_cause
 from tidekv.states import commands, events
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
@@ -202,8 +202,9 @@ class MetricsFold:
         request = self.core.request(command.request_id)
         room = None if request is None else request.room
         assert self._event is not None
-        span = None if room is None or room.generation != command.generation else room.spans[command.span]
-        self.cuts[extend_cause(span, self._event)] += 1
+        if room is not None and room.generation != command.generation:
+            room = None
+        self.cuts[extend_cause(room, command.span, self._event)] += 1
 
     def _ready(self, command: commands.ReportReady) -> None:
         self._landed.pop(command.request_id, None)

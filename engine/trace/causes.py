@@ -12,7 +12,7 @@ from tidekv.states.storage_policy import POLICY_FIELDS
 if TYPE_CHECKING:
     from tidekv.engine.trace.request_trace import Work
     from tidekv.states.core import Core
-    from tidekv.states.records.request import Request, Span
+    from tidekv.states.records.request import Request, RoomRecord
     from tidekv.states.storage_policy import StoragePolicy
 
 CONSEQUENCES = {
@@ -161,12 +161,15 @@ def policy_words(before: StoragePolicy, after: StoragePolicy) -> str:
     return f"the storage policy was changed: {', '.join(changed) or 'to what it was'}"
 
 
-def extend_cause(span: Span | None, event: events.Event) -> str:
-    """Return why the step of `event` asks prefill for the pages of a span: the name, which is a metric's label.
+def extend_cause(room: RoomRecord | None, number: int, event: events.Event) -> str:
+    """Return why the step of `event` asks prefill for span `number` of a room: the name, which is a metric's label.
 
     One of `LOAD_CAUSES` or `LOST_CAUSES`, or a more exact cause from the event: "fetch_failed", "start_raised".
     """
-    cause = "" if span is None else span.cause or ("" if span.load is None else span.load.cause)
+    cause = ""
+    if room is not None:
+        load = room.fills.get(number)
+        cause = room.spans[number].cause or ("" if load is None else load.cause)
     if isinstance(event, events.CommandRaised) and cause.endswith(("fetch_short", "copy_failed")):
         return "start_raised"
     if isinstance(event, events.PagesFetched) and event.error and cause == "fetch_short":

@@ -35,7 +35,7 @@ from tidekv.states.components.request_components import ComponentCopy
 from tidekv.states.components.shared_ends import SharedEndCopy
 from tidekv.states.loads.loads import LoadCopy, LoadFetch
 from tidekv.states.loads.look_ahead import AheadRead
-from tidekv.states.records.request import Stage, State
+from tidekv.states.records.stages import Stage, State
 from tidekv.states.storage.admission import LateFetch
 from tidekv.states.storage_policy import StoragePolicy, policy_of
 from tidekv.states.types import FULL
@@ -441,7 +441,7 @@ class RequestTraces:
             return
         component_pages = owner.component_pages if isinstance(owner, ComponentCopy) else None
         if component_pages is not None and component_pages.request is not None:
-            first = component_pages.firsts[command.component]
+            first = component_pages.plan.firsts[command.component]
             work = Work("tail", first, len(command.target_pages), at_s, component=command.component)
             work.cause = "from host to device" if command.source == "host" else "of the cache to a page of its own"
             self._begin(command.op, work, [self._live[component_pages.request.request_id]])
@@ -450,7 +450,7 @@ class RequestTraces:
         """Record a copy from the filler's component pages to those of a sharer."""
         filler, sharer = copy.filler.request, copy.sharer.request
         if filler is not None and sharer is not None:
-            first = copy.sharer.received[command.component]
+            first = copy.sharer.plan.received[command.component]
             work = Work("shared tail", first, len(command.target_pages), at_s, component=command.component)
             work.cause = f"those of {filler.request_id}"
             self._begin(command.op, work, [self._live[sharer.request_id]])
@@ -487,12 +487,11 @@ class RequestTraces:
         self._span(request_trace, command.generation, command.span, command.first, len(command.pages), at_s)
         request = core.request(command.request_id)
         room = None if request is None else request.room
-        span = None if room is None else room.spans[command.span]
-        if span is None:
+        if room is None:
             return
+        span, load = room.spans[command.span], room.fills.get(command.span)
         request_trace.works[-1].component = "" if command.component == FULL else command.component
-        request_trace.works[-1].cause = EXTENDED[extend_cause(span, self._event)]
-        load = span.load
+        request_trace.works[-1].cause = EXTENDED[extend_cause(room, command.span, self._event)]
         if span.cause in UNTOLD_CAUSES:
             request_trace.fall_back(at_s, EXTENDED[span.cause], CONSEQUENCES["tail"])
         elif load is not None and load.cause in UNTOLD_CAUSES:

@@ -22,16 +22,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import FetchComponent
-from tidekv.states.records.request import Ahead, ComponentAhead
+from tidekv.states.records.ahead import ComponentAhead
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
-from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.components.storage import ComponentStorage
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.prefix.component_index import ComponentIndex
+    from tidekv.states.records.ahead import Ahead
     from tidekv.states.records.request import Request
     from tidekv.states.storage.admission import StorageAdmission
     from tidekv.states.types import PageIds
@@ -40,29 +40,35 @@ if TYPE_CHECKING:
 class ComponentAheadRead:
     """Operation: one look-ahead read of component pages."""
 
-    __slots__ = ("_lookahead", "_state", "_storage", "read")
+    __slots__ = ("_lookahead", "_state", "_storage", "read", "request")
 
     def __init__(
-        self, state: CoreState, lookahead: ComponentLookAhead, storage: StorageAdmission, read: ComponentAhead
+        self,
+        state: CoreState,
+        lookahead: ComponentLookAhead,
+        storage: StorageAdmission,
+        request: Request,
+        read: ComponentAhead,
     ) -> None:
         self._state = state
         self._lookahead = lookahead
         self._storage = storage
+        self.request = request
         self.read = read
 
     def ended(self, event: Outcome, error: str) -> None:
         """Keep the pages for the request's plan if all of them are good."""
-        self._lookahead.landed(self.read, self._storage.fetch_ended(event))
+        self._lookahead.landed(self.request, self.read, self._storage.fetch_ended(event))
 
     def late(self) -> None:
         """Give up the read; it continues without its request."""
         self._storage.call_is_late()
         # In its own `run_guarded`: the caller repeats a method that raises, which would count the call as late twice.
-        self._state.run_guarded(partial(self._lookahead.is_late, self.read))
+        self._state.run_guarded(partial(self._lookahead.is_late, self.request, self.read))
 
     def abandon(self) -> None:
         """Treat the request as if storage had nothing of this component."""
-        self._lookahead.abandon(self.read)
+        self._lookahead.abandon(self.request, self.read)
 
 
 class ComponentLookAhead:
@@ -93,21 +99,21 @@ class ComponentLookAhead:
             pages = self._components.take_host(request, name, count)
             if pages is None:
                 continue
-            self._read(ComponentAhead(request, name, positions, pages))
+            self._read(request, ComponentAhead(name, positions, pages))
             began += count
         return began
 
-    def _read(self, read: ComponentAhead) -> None:
+    def _read(self, request: Request, read: ComponentAhead) -> None:
         """Start a read, which owns its host pages."""
-        state, storage, request, count = self._state, self._storage, read.request, len(read.positions)
+        state, storage, count = self._state, self._storage, len(read.positions)
         deadline_s = state.settings.prefetch_deadline_s(
             count + storage.pages_in_flight, request.deadline_at_s - state.now_s
         )
         ahead = request.look_ahead(state.index.tree.attachment)
         with Rollback() as undo:
             undo.callback(self._index.give_back, {read.component: read.host_pages}, "host")
-            operation = ComponentAheadRead(state, self, storage, read)
-            read.op = state.start_operation(operation, deadline_s=deadline_s)
+            operation = ComponentAheadRead(state, self, storage, request, read)
+            read.run_as(state.start_operation(operation, deadline_s=deadline_s))
             undo.callback(state.operations.pop, read.op)
             state.emit(
                 FetchComponent(
@@ -123,7 +129,7 @@ class ComponentLookAhead:
         ahead.add_component(read)
         storage.ahead_in_flight += 1
         storage.pages_in_flight += count
-        read.begun_at_s, read.queued_pages = state.now_s, storage.pages_in_flight
+        read.was_queued(state.now_s, storage.pages_in_flight)
         storage.take(count)
 
     def _is_under_way(self, request: Request, name: str, positions: PageIds) -> bool:
@@ -140,49 +146,49 @@ class ComponentLookAhead:
 
     # --- Outcomes ---
 
-    def landed(self, read: ComponentAhead, good: int) -> None:
+    def landed(self, request: Request, read: ComponentAhead, good: int) -> None:
         """Take the outcome of a read, whose first `good` pages are verified. After an exception, `abandon` ends it."""
         count = len(read.positions)
         self._end_read(read)
-        read.is_landed = True
+        read.has_landed()
         if good < count:
             self._state.count("l3_pages_short", count - max(good, 0))
-            self._decline(read)
+            self._decline(request, read)
             return
         self._storage.note_throughput(begun_at_s=read.begun_at_s, pages=read.queued_pages)
         self._state.count("component_pages_fetched_ahead", count)
 
-    def is_late(self, read: ComponentAhead) -> None:
+    def is_late(self, request: Request, read: ComponentAhead) -> None:
         """Give up a late read, which keeps its host pages until it ends."""
         self._state.count("l3_fetches_late")
         self._storage.note_throughput(begun_at_s=read.begun_at_s, pages=read.queued_pages)
-        self._decline(read)
+        self._decline(request, read)
 
-    def abandon(self, read: ComponentAhead) -> None:
+    def abandon(self, request: Request, read: ComponentAhead) -> None:
         """After an exception, continue without a read that has ended. Can be called again."""
         if not read.is_landed:
-            read.is_landed = True
+            read.has_landed()
             self._end_read(read)
-        self._decline(read)
+        self._decline(request, read)
 
-    def _decline(self, read: ComponentAhead) -> None:
+    def _decline(self, request: Request, read: ComponentAhead) -> None:
         """Give up a read, and leave its component to prefill."""
-        read.request.answer.forget_component(read.component)
-        self.give_up(read)
+        request.answer.forget_component(read.component)
+        self.give_up(request, read)
 
     # --- Ends ---
 
-    def give_up(self, read: ComponentAhead) -> None:
+    def give_up(self, request: Request, read: ComponentAhead) -> None:
         """Release a read's host pages, now or when it ends. Safe to call again."""
         if read.is_landed:
             self._index.give_back({read.component: read.host_pages}, "host")
-            read.host_pages = page_ids()
+            read.disown_host()
             self._state.pages_were_freed()
         else:
             self._storage.fetch_given_up(read, component=read.component)
             self._end_read(read)
-        assert read.request.ahead is not None
-        read.request.ahead.forget_component(read)
+        assert request.ahead is not None
+        request.ahead.forget_component(read)
 
     def adopted(self, ahead: Ahead) -> None:
         """Remove the reads that are fetches of the request's plan now."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tidekv.states.records.causes import LOST_CAUSES
 from tidekv.states.rollback import Rollback
-from tidekv.states.types import page_ids, without
+from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -79,8 +79,7 @@ class MissingPages:
         Nothing writes to them any more. If the request has left, nothing is missing.
         """
         if held.request is not None:
-            held.missing.setdefault(component, set()).update(positions)
-            held.cause = cause
+            held.plan.lose(component, positions, cause)
             self._state.component_pages_were_lost(held.request)
 
     def ask(self, request: Request) -> None:
@@ -89,16 +88,15 @@ class MissingPages:
         if held is None:
             return
         assert room is not None, "a request without a room has no source that fails"
-        for name, missing in list(held.missing.items()):
+        plan = held.plan
+        for name, missing in list(plan.missing.items()):
             for first, count in _runs(sorted(missing)):
-                at = first - held.firsts[name]
-                pages = held.tables[name][at : at + count]
+                at = first - plan.firsts[name]
+                pages = plan.tables[name][at : at + count]
                 self._extend(room, name, first, pages)
-                remote = held.remote.get(name, page_ids())
-                held.remote[name] = remote + without(pages, remote)
-                missing.difference_update(range(first, first + count))
-            del held.missing[name]
-        request.fallbacks.note(LOST_CAUSES[held.cause])
+                held.let_write(name, pages)
+                plan.ask_prefill(name, first, count)
+        request.fallbacks.note(LOST_CAUSES[plan.cause])
         self._state.request_changed(request)
 
     # --- Late copies ---
@@ -130,10 +128,10 @@ class MissingPages:
             for held, _ in live:
                 # What it reads must stay as it is, even if its request is over before it ends.
                 if copy.lock is None and held.lock is not None:
-                    copy.lock = self._index.lock(held.lock.full.node, held.firsts)
+                    copy.lock = self._index.lock(held.lock.full.node, held.plan.firsts)
                     undo.callback(self._index.unlock, copy.lock)
                 if copy.pin is None and held.pin is not None:
-                    copy.pin = self._index.pin(held.pin.full.node, held.firsts)
+                    copy.pin = self._index.pin(held.pin.full.node, held.plan.firsts)
                     undo.callback(self._index.unpin, copy.pin)
             undo.keep()
         if host_pages is not None:
@@ -141,8 +139,8 @@ class MissingPages:
         copy.left = [held for held, _ in waiting if held.request is None]
         for held, positions in live:
             ours, fresh = fresh[: len(positions)], fresh[len(positions) :]
-            copy.device_pages += self._exchange(held, component, positions, ours)
-            held.copies -= 1
+            copy.device_pages += held.exchange(component, positions, ours)
+            held.copy_ended()
             self.lost(held, component, positions, cause)
         self._state.replace_operation(op, copy)
         return True
@@ -150,23 +148,9 @@ class MissingPages:
     @staticmethod
     def _own_positions(held: RequestComponents, component: str, positions: PageIds) -> PageIds:
         """The positions of pages that the request owns. The others are the index's, and are not written to."""
-        first, table = held.firsts[component], held.tables[component]
+        first, table = held.plan.firsts[component], held.plan.tables[component]
         own = set(held.own[component])
         return page_ids(at for at in positions if table[at - first] in own)
-
-    @staticmethod
-    def _exchange(component_pages: RequestComponents, component: str, positions: PageIds, fresh: PageIds) -> PageIds:
-        """Give a request fresh pages at these positions; returns the old ones, which the caller owns."""
-        first, table = component_pages.firsts[component], component_pages.tables[component][:]
-        old = page_ids(table[at - first] for at in positions)
-        for at, page in zip(positions, fresh, strict=True):
-            table[at - first] = page
-        component_pages.tables[component] = table
-        # Each at the place of the old one: the record of a state comes before the spare ones.
-        instead = dict(zip(old, fresh, strict=True))
-        component_pages.own[component] = page_ids(instead.get(page, page) for page in component_pages.own[component])
-        component_pages.remote[component] = without(component_pages.remote.get(component, page_ids()), old)
-        return old
 
     def copy_ended(self, copy: LateComponentCopy) -> None:
         """Free what a late copy has kept. Can be called again after an exception."""
@@ -182,7 +166,7 @@ class MissingPages:
             copy.pin = None
         while copy.left:
             held = copy.left.pop()
-            held.copies -= 1
+            held.copy_ended()
             self._settle(held)
         self._state.pages_were_freed()
 

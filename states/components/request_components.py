@@ -54,9 +54,10 @@ from tidekv.states.components.snapshots import Snapshots
 from tidekv.states.components.storage import ComponentStorage, gap
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.events import CopyEnded
-from tidekv.states.records.request import ComponentFetch, Request, RequestComponents
+from tidekv.states.records.component_fetch import ComponentFetch
+from tidekv.states.records.request import Request, RequestComponents
 from tidekv.states.rollback import Rollback
-from tidekv.states.types import NO_PAGES, PageIds, page_ids, without
+from tidekv.states.types import PageIds, page_ids, without
 
 if TYPE_CHECKING:
     from tidekv.states.components.missing import Extend
@@ -151,15 +152,16 @@ class ComponentRestore:
                     self._state.pages_were_freed()
             return False
         component_pages = request.hold_components()
-        component_pages.lock = lock
+        if lock is not None:
+            component_pages.was_locked(lock)
         for name, count in wanted.items():
             # After an exception, `leave` finds what was taken so far.
             pages = self._index.take("device", name, count)
             assert pages is not None, "there was room for it before"
-            component_pages.own[name] = pages
+            component_pages.take(name, pages)
         for name in self.snapshots.states:
             spare = self._index.take("device", name, self.snapshots.spare_pages(request, name))
-            component_pages.own[name] = component_pages.own[name] + (spare or page_ids())
+            component_pages.take(name, spare or page_ids())
         return True
 
     def _has_room(self, wanted: dict[str, int]) -> bool:
@@ -168,7 +170,8 @@ class ComponentRestore:
     def hold_lent(self, request: Request, groups: Loan) -> None:
         """Take the component pages that the embedder lends for a request, instead of those of a pool."""
         component_pages = request.hold_components()
-        component_pages.own = {name: pages.lent for name, pages in groups.components.items()}
+        for name, pages in groups.components.items():
+            component_pages.take(name, pages.lent)
 
     # --- The plan ---
 
@@ -179,27 +182,29 @@ class ComponentRestore:
         """
         component_pages = request.component_pages
         assert component_pages is not None
-        undo.callback(self._forget_plan, component_pages, component_pages.own, component_pages.lock)
-        component_pages.own = dict(component_pages.own)
-        firsts = component_pages.firsts = self.storage.needed_from(request)
+        undo.callback(component_pages.revert_plan, component_pages.own, component_pages.lock)
+        firsts = self.storage.needed_from(request)
+        component_pages.begin_plan(firsts)
         if component_pages.lock is None:
-            component_pages.lock = self._index.lock(plan.node, firsts)
-            undo.callback(self._index.unlock, component_pages.lock)
+            lock = self._index.lock(plan.node, firsts)
+            component_pages.was_locked(lock)
+            undo.callback(self._index.unlock, lock)
         if self._uses_host(request):
-            component_pages.pin = self._index.pin(host_node, firsts)
-            undo.callback(self._index.unpin, component_pages.pin)
+            pin = self._index.pin(host_node, firsts)
+            component_pages.was_pinned(pin)
+            undo.callback(self._index.unpin, pin)
         filler = self.shared_ends.filler_for(request)
         for name in self._index.components:
             self._choose(request, component_pages, name, plan, host_node, undo, is_filled=filler is not None)
-        if filler is not None and component_pages.received:
+        if filler is not None and component_pages.plan.received:
             self.shared_ends.join(component_pages, filler, undo)
         elif any(component_pages.remote.values()):
             self.shared_ends.offer(request, component_pages, undo)
         if request.recompute.is_chosen:
-            component_pages.resumed_pages = plan.end
+            component_pages.plan.resume(plan.end)
             for name in self.snapshots.states:
                 spare = component_pages.own[name].tolist()[1:]
-                component_pages.snapshots[name] = self.snapshots.assign(request, name, spare, first=plan.end)
+                component_pages.plan.assign(name, self.snapshots.assign(request, name, spare, first=plan.end))
 
     @staticmethod
     def _uses_host(request: Request) -> bool:
@@ -217,7 +222,7 @@ class ComponentRestore:
         is_filled: bool,
     ) -> None:
         """Choose the sources of one component. If `is_filled`, another room brings what prefill would send."""
-        first, is_shared = component_pages.firsts[name], self._index.components[name].is_shared
+        first, is_shared = component_pages.plan.firsts[name], self._index.components[name].is_shared
         device, host = self._index.sources(name, host_node, first)
         lent = None if request.lent is None else request.lent.components[name]
         if lent is not None:
@@ -250,36 +255,36 @@ class ComponentRestore:
         if is_shared and filled and sent_from <= plan.end and lent is None:
             joining = self._index.take("device", name, len(filled)) or page_ids()
             undo.callback(self._index.give_back, {name: joining})
-            component_pages.own[name] = own + joining
+            component_pages.take(name, joining)
         every = range(first, request.page_count)
         positions = (*filled, *range(sent_from, request.page_count)) if lent is None else every
         targets = dict(zip(positions, (*joining, *own), strict=False))
-        table = component_pages.tables[name] = page_ids(
-            shared[at] if at in shared else targets[at] for at in range(first, request.page_count)
-        )
-        if joining:
-            component_pages.joining[name] = sent_from - first
+        table = page_ids(shared[at] if at in shared else targets[at] for at in range(first, request.page_count))
         # A caller that recomputes writes to the same pages; prefill must not.
-        component_pages.remote[name] = (
-            page_ids() if request.recompute.is_chosen or is_filled else table[sent_from - first :]
+        is_sent = not (request.recompute.is_chosen or is_filled)
+        component_pages.let_write(name, table[sent_from - first :] if is_sent else page_ids())
+        component_pages.plan.place(
+            name,
+            table,
+            joining=sent_from - first if joining else 0,
+            sent_from=request.page_count if is_filled else sent_from,
         )
-        component_pages.sent_from[name] = request.page_count if is_filled else sent_from
         if is_filled and sent_from < request.page_count:
-            component_pages.received[name] = sent_from
+            component_pages.plan.receive(name, sent_from)
         if not self._index.components[name].is_shared and sent_from == request.page_count:
             tier = "storage" if fetched else "device" if first in device else "host"
-            component_pages.hits[name] = tier
+            component_pages.plan.hit(name, tier)
         of_device = {at: device[at] for at in filled if at in device}
         of_host = {at: host[at] for at in filled if at in host and at not in device}
         self._copy(component_pages, name, "host", of_host, targets, undo)
         self._copy(component_pages, name, "device", of_device, targets, undo)
         if fetched:
-            fetch = ComponentFetch(component_pages, name, fetched, page_ids(targets[at] for at in fetched))
+            fetch = ComponentFetch(name, fetched, page_ids(targets[at] for at in fetched))
             if read is not None:
-                self.storage.adopt(request, fetch, read, undo)
+                self.storage.adopt(request, component_pages, fetch, read, undo)
             else:
-                fetch.host_pages = landing
-                self.storage.begin(request, fetch, undo)
+                fetch.own_host(landing)
+                self.storage.begin(request, component_pages, fetch, undo)
 
     def _copy(
         self,
@@ -294,7 +299,7 @@ class ComponentRestore:
             return
         copy = ComponentCopy(self, component_pages, name, page_ids(sources))
         self._start(copy, source, page_ids(sources.values()), page_ids(targets[at] for at in sources), undo)
-        component_pages.copies += 1
+        component_pages.copy_began()
 
     def _start(
         self, copy: ComponentCopy, source: TierName, source_pages: PageIds, target_pages: PageIds, undo: Rollback
@@ -314,26 +319,20 @@ class ComponentRestore:
             )
         )
 
-    def _copy_fetched(self, fetch: ComponentFetch) -> int:
+    def _copy_fetched(self, component_pages: RequestComponents, fetch: ComponentFetch) -> int:
         """Start the copy of what a fetch has brought to the device; returns its operation."""
-        copy = ComponentCopy(self, fetch.component_pages, fetch.component, fetch.positions, fetch)
+        copy = ComponentCopy(self, component_pages, fetch.component, fetch.positions, fetch)
         with Rollback() as undo:
             self._start(copy, "host", fetch.host_pages, fetch.device_pages, undo)
             undo.keep()
         return copy.op
-
-    def _forget_plan(
-        self, component_pages: RequestComponents, own: dict[str, PageIds], lock: ComponentReceipt | None
-    ) -> None:
-        component_pages.forget_plan()
-        component_pages.own, component_pages.lock = own, lock
 
     def promise(self, request: Request) -> tuple[ComponentPages, ...]:
         """The pages of each component that prefill is to write."""
         component_pages = request.component_pages
         assert component_pages is not None
         return tuple(
-            ComponentPages(name, component_pages.sent_from[name], pages)
+            ComponentPages(name, component_pages.plan.sent_from[name], pages)
             for name, pages in component_pages.remote.items()
         )
 
@@ -341,7 +340,8 @@ class ComponentRestore:
         """By state, the page for the snapshot after each of these numbers of pages, for a caller that recomputes."""
         component_pages = request.component_pages
         assert component_pages is not None
-        return {name: {each.boundary: each.page for each in taken} for name, taken in component_pages.snapshots.items()}
+        taken = component_pages.plan.snapshots.items()
+        return {name: {each.boundary: each.page for each in snapshots} for name, snapshots in taken}
 
     def resume_from(self, node: Node) -> tuple[ComponentPages, ...]:
         """The component pages from which a computation continues at the end of `node`; none at the first page."""
@@ -360,8 +360,8 @@ class ComponentRestore:
         """
         component_pages = copy.component_pages
         if copy.fetch is not None:
-            self._state.run_guarded(partial(self.storage.copied, copy.fetch))
-        component_pages.copies -= 1
+            self._state.run_guarded(partial(self.storage.copied, component_pages, copy.fetch))
+        component_pages.copy_ended()
         request = component_pages.request
         if error:
             self._state.count("copies_failed")
@@ -381,7 +381,7 @@ class ComponentRestore:
     def note_damaged(self, component_pages: RequestComponents) -> None:
         """Record that a host page did not have its checksum: `give_up` drops the host pages of this boundary."""
         self._state.count("l2_damaged")
-        component_pages.is_damaged = True
+        component_pages.note_damage(is_damaged=True)
 
     def is_late(self, copy: ComponentCopy) -> None:
         """Ask prefill for the pages of a copy that did not end in time, into fresh ones. Can be called again."""
@@ -399,8 +399,8 @@ class ComponentRestore:
         )
         if is_over and fetch is not None:
             # The late copy has its host pages now.
-            fetch.host_pages = page_ids()
-            held.fetches.pop(fetch, None)
+            fetch.own_host(page_ids())
+            held.forget_fetch(fetch)
 
     # --- Ready, kept, left ---
 
@@ -409,13 +409,14 @@ class ComponentRestore:
         component_pages = request.component_pages
         assert component_pages is not None and component_pages.lock is not None
         self.shared_ends.leave(component_pages)
-        component_pages.remote = {}
+        component_pages.write_ended()
+        plan = component_pages.plan
         # A caller that has begun already uses the pages of the table, so none of them is exchanged.
         is_used = request.room is not None and request.room.user_op > 0
-        for name, count in component_pages.joining.items():
+        for name, count in plan.joining.items():
             # After an exception, the table has the index's pages as far as they were entered.
-            self._enter(component_pages, name, component_pages.tables[name][:count], exchanges=not is_used)
-        for name, taken in component_pages.snapshots.items():
+            self._enter(component_pages, name, plan.tables[name][:count], exchanges=not is_used)
+        for name, taken in plan.snapshots.items():
             while taken:
                 snapshot = taken.pop()
                 # If the prompt did not join the cache, there are no full pages that it could go with.
@@ -425,8 +426,8 @@ class ComponentRestore:
                         component_pages, name, request.held.lock.node, snapshot.boundary, snapshot.page, place
                     )
         self._release_pin(component_pages)
-        self.snapshots.note_served(component_pages.hits, component_pages.resumed_pages)
-        component_pages.hits, component_pages.resumed_pages = {}, 0
+        self.snapshots.note_served(plan.hits, plan.resumed_pages)
+        plan.were_counted()
         return component_pages.table
 
     def keep(self, request: Request, left: tuple[ComponentLeft, ...], node: Node, *, holds: bool) -> None:
@@ -442,8 +443,8 @@ class ComponentRestore:
                 # Entered before an exception.
                 continue
             pages = page_ids(entry.pages[: max(0, node.depth_pages - entry.first)])
-            first = component_pages.firsts[entry.component]
-            shared = component_pages.tables[entry.component]
+            first = component_pages.plan.firsts[entry.component]
+            shared = component_pages.plan.tables[entry.component]
             for position, page in enumerate(pages, entry.first):
                 is_shared = first <= position < first + len(shared) and shared[position - first] == page
                 if page not in component_pages.own[entry.component] and not is_shared:
@@ -455,13 +456,12 @@ class ComponentRestore:
                 continue
             if self._index.components[entry.component].is_shared:
                 _, unused = self._index.insert("device", entry.component, node, entry.first, pages)
-                taken = without(pages, unused)
-                component_pages.own[entry.component] = without(component_pages.own[entry.component], taken)
+                component_pages.give_up(entry.component, without(pages, unused))
             else:
                 for boundary, page in enumerate(pages, entry.first + 1):
                     place = self.snapshots.place_of(boundary, prompt_pages=request.full_pages, node=node, holds=holds)
                     self._keep_snapshot(component_pages, entry.component, node, boundary, page, place)
-            component_pages.kept.add((entry.component, entry.first))
+            component_pages.note_kept(entry.component, entry.first)
 
     def _keep_snapshot(
         self, component_pages: RequestComponents, name: str, node: Node, boundary: int, page: int, place: str
@@ -473,42 +473,37 @@ class ComponentRestore:
         if place and page in component_pages.own[name]:
             _, unused = self._index.insert("device", name, node, boundary - 1, unused)
         if not unused:
-            component_pages.own[name] = without(component_pages.own[name], (page,))
+            component_pages.give_up(name, (page,))
         self.snapshots.note_kept(name, place, is_kept=not unused)
 
     def leave(self, request: Request) -> None:
         """Give everything back; if copies into the pages are in flight, when the last one ends."""
         if request.component_pages is None:
             return
-        request.component_pages.missing = {}
+        request.component_pages.plan.ask_nothing()
         self.shared_ends.leave(request.component_pages)
         self.storage.abandon_fetches(request.component_pages)
         if not request.component_pages.copies:
             self.give_up(request.component_pages)
         elif request.lent is not None:
             self._drain(request.component_pages)
-        request.component_pages.request = None
+        request.component_pages.request_left()
         request.give_up_components()
 
     def _drain(self, component_pages: RequestComponents) -> None:
         """Keep lent pages from the embedder while copies may write to them. Can be called again after an exception."""
         for name, pages in component_pages.own.items():
-            # Made before, so that nothing can raise between the change of the pool and that of the owner.
-            rest = {**component_pages.own, name: page_ids()}
             self._index.drain({name: pages})
-            component_pages.draining[name] = component_pages.draining.get(name, NO_PAGES) + pages
-            component_pages.own = rest
+            component_pages.drain(name)
 
     def give_up(self, component_pages: RequestComponents) -> None:
         """Free the pages and give back the receipts: nothing writes to the pages any more. Safe to call again."""
         self._index.give_back(component_pages.own)
-        component_pages.own = {}
+        component_pages.pages_were_freed()
         self._index.settle(component_pages.draining)
-        component_pages.draining = {}
+        component_pages.drained()
         self.storage.give_back(component_pages)
-        if component_pages.lock is not None:
-            self._index.unlock(component_pages.lock)
-            component_pages.lock = None
+        component_pages.unlock(self._index)
         self._release_pin(component_pages)
         self._state.pages_were_freed()
 
@@ -517,11 +512,11 @@ class ComponentRestore:
         if pin is None:
             return
         self._index.unpin(pin)
-        component_pages.pin = None
+        component_pages.was_pinned(None)
         if component_pages.is_damaged:
-            component_pages.is_damaged = False
+            component_pages.note_damage(is_damaged=False)
             # A cache tier never fails a request: the pages stay in the index if a hook raises.
-            drop = partial(self._index.drop_host_pages_of, pin.full.node, component_pages.firsts)
+            drop = partial(self._index.drop_host_pages_of, pin.full.node, component_pages.plan.firsts)
             self._state.run_guarded(drop, recover=lambda: None)
 
     def _enter(self, component_pages: RequestComponents, name: str, pages: PageIds, *, exchanges: bool) -> None:
@@ -529,12 +524,12 @@ class ComponentRestore:
         it does not exchange pages, keeps its own.
         """
         assert component_pages.lock is not None
-        first, node = component_pages.firsts[name], component_pages.lock.full.node
+        first, node = component_pages.plan.firsts[name], component_pages.lock.full.node
         table, unused = self._index.insert("device", name, node, first, pages)
         # Update the ownership before giving pages back, so that a raise from here on loses no page.
-        component_pages.own[name] = without(component_pages.own[name], without(pages, unused))
+        component_pages.give_up(name, without(pages, unused))
         if not exchanges:
             return
         self._index.give_back({name: unused})
-        component_pages.own[name] = without(component_pages.own[name], unused)
-        component_pages.tables[name] = table + component_pages.tables[name][len(table) :]
+        component_pages.give_up(name, unused)
+        component_pages.plan.begin_with(name, table)

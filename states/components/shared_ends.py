@@ -135,8 +135,7 @@ class SharedEnds:
     def join(self, sharer: RequestComponents, filler: RequestComponents, undo: Rollback) -> None:
         """Let the request of `sharer` wait for the end that the filler's room brings. `undo` reverts it."""
         undo.callback(self._part, sharer)
-        sharer.filler = filler
-        filler.sharers[sharer] = None
+        sharer.join(filler)
         # Its end may be in place already.
         assert filler.request is not None
         self._state.request_changed(filler.request)
@@ -150,7 +149,7 @@ class SharedEnds:
         """Let later requests with the same end join, if it can be shared."""
         end = self._end_of(request)
         if end is not None:
-            component_pages.end = end
+            component_pages.offer_end(end)
             self._fillers[end] = component_pages
 
     def _end_of(self, request: Request) -> End | None:
@@ -187,7 +186,7 @@ class SharedEnds:
         self._close(filler)
         if filler.sharers:
             # No remote writer is left, and the pages stay until the copies have ended.
-            filler.remote = {}
+            filler.write_ended()
         for sharer in list(filler.sharers):
             ask = partial(self._ask_itself, sharer, "end_copy_failed")
             self._state.run_guarded(partial(self._copy, filler, sharer), recover=ask)
@@ -196,15 +195,15 @@ class SharedEnds:
         state, pages = self._state, 0
         with Rollback() as undo:
             undo.callback(state.take_commands_back, len(state.out))
-            for name, first in sharer.received.items():
-                at = first - filler.firsts[name]
-                source, target = filler.tables[name][at:], sharer.tables[name][at:]
+            for name, first in sharer.plan.received.items():
+                at = first - filler.plan.firsts[name]
+                source, target = filler.plan.tables[name][at:], sharer.plan.tables[name][at:]
                 positions = page_ids(range(first, first + len(source)))
                 copy = SharedEndCopy(self, filler, sharer, name, positions)
                 op = copy.op = state.start_operation(copy, deadline_s=state.settings.copy_deadline_s)
                 undo.callback(self._uncount, copy, op)
-                filler.copies += 1
-                sharer.copies += 1
+                filler.copy_began()
+                sharer.copy_began()
                 state.emit(
                     CopyComponent(
                         op=op,
@@ -221,8 +220,8 @@ class SharedEnds:
         state.count("shared_component_pages", pages)
 
     def _uncount(self, copy: SharedEndCopy, op: int) -> None:
-        copy.filler.copies -= 1
-        copy.sharer.copies -= 1
+        copy.filler.copy_ended()
+        copy.sharer.copy_ended()
         self._state.end_operation(op)
 
     def copied(self, copy: SharedEndCopy, error: str) -> None:
@@ -230,8 +229,8 @@ class SharedEnds:
         if error:
             self._state.count("copies_failed")
             self._missing.lost(copy.sharer, copy.component, copy.positions, "end_copy_failed")
-        copy.filler.copies -= 1
-        copy.sharer.copies -= 1
+        copy.filler.copy_ended()
+        copy.sharer.copy_ended()
         self.settle(copy)
 
     def settle(self, copy: SharedEndCopy) -> None:
@@ -266,8 +265,7 @@ class SharedEnds:
         self._ask_itself(first, cause)
         for other in list(filler.sharers):
             self._part(other)
-            other.filler = first
-            first.sharers[other] = None
+            other.join(first)
             if other.request is not None:
                 # It watches its new filler from now on.
                 self._state.request_changed(other.request)
@@ -276,21 +274,19 @@ class SharedEnds:
         """Let no further request join."""
         if filler.end is not None and self._fillers.get(filler.end) is filler:
             del self._fillers[filler.end]
-        filler.end = None
+        filler.close_end()
 
     def _part(self, sharer: RequestComponents) -> None:
         """Detach a sharer from its filler."""
-        if sharer.filler is not None:
-            del sharer.filler.sharers[sharer]
-            sharer.filler = None
+        sharer.part()
         self._state.operations.pop(self.watches.pop(sharer, 0), None)
 
     def _ask_itself(self, sharer: RequestComponents, cause: str) -> None:
         """Let a sharer ask its own prefill for what its filler was to bring, and be the next filler."""
         self._part(sharer)
-        request, received = sharer.request, sharer.received
-        if request is not None and received:
-            sharer.received = {}
+        request = sharer.request
+        if request is not None and sharer.plan.received:
+            received = sharer.plan.receive_nothing()
             for name, first in received.items():
                 self._missing.lost(sharer, name, range(first, request.page_count), cause)
             self._open(request, sharer)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from tidekv.states.records.request import Snapshot
+from tidekv.states.records.component_plan import Snapshot
 
 if TYPE_CHECKING:
     from tidekv.states.component_specs import SnapshotPolicy

@@ -24,13 +24,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import FetchComponent
-from tidekv.states.records.request import (
-    ComponentAhead,
-    ComponentFetch,
-    ComponentStage,
-    Request,
-    RequestComponents,
-)
+from tidekv.states.records.ahead import ComponentAhead
+from tidekv.states.records.component_fetch import ComponentFetch
+from tidekv.states.records.request import Request, RequestComponents
+from tidekv.states.records.stages import ComponentStage
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import PageIds, page_ids
@@ -48,25 +45,32 @@ if TYPE_CHECKING:
 class ComponentRead:
     """Operation: a read of component pages from storage to host memory."""
 
-    __slots__ = ("_component_pages", "_storage", "fetch")
+    __slots__ = ("_rules", "_storage", "component_pages", "fetch")
 
-    def __init__(self, component_pages: ComponentStorage, storage: StorageAdmission, fetch: ComponentFetch) -> None:
-        self._component_pages = component_pages
+    def __init__(
+        self,
+        rules: ComponentStorage,
+        storage: StorageAdmission,
+        component_pages: RequestComponents,
+        fetch: ComponentFetch,
+    ) -> None:
+        self._rules = rules
         self._storage = storage
+        self.component_pages = component_pages
         self.fetch = fetch
 
     def ended(self, event: Outcome, error: str) -> None:
         """Start the copy of the good pages to the device; the rest is asked of prefill."""
-        self._component_pages.fetched(self.fetch, self._storage.fetch_ended(event))
+        self._rules.fetched(self.component_pages, self.fetch, self._storage.fetch_ended(event))
 
     def late(self) -> None:
         """Ask prefill for the pages; the read continues without the request."""
         self._storage.call_is_late()
-        self._component_pages.is_late(self.fetch)
+        self._rules.is_late(self.component_pages, self.fetch)
 
     def abandon(self) -> None:
         """Ask prefill for the pages."""
-        self._component_pages.failed(self.fetch)
+        self._rules.failed(self.component_pages, self.fetch)
 
 
 class ComponentStorage:
@@ -78,7 +82,7 @@ class ComponentStorage:
         storage: StorageAdmission,
         index: ComponentIndex,
         missing: MissingPages,
-        copy_in: Callable[[ComponentFetch], int],
+        copy_in: Callable[[RequestComponents, ComponentFetch], int],
     ) -> None:
         """`copy_in` starts the copy of a fetch's pages to the device, and returns its operation."""
         self._state = state
@@ -155,13 +159,16 @@ class ComponentStorage:
         deadline_s = self._deadline_s(request, count)
         return self._index.take("host", name, count) if self._storage.allowance(count, deadline_s) >= count else None
 
-    def begin(self, request: Request, fetch: ComponentFetch, undo: Rollback) -> None:
+    def begin(
+        self, request: Request, component_pages: RequestComponents, fetch: ComponentFetch, undo: Rollback
+    ) -> None:
         """Start a fetch, which owns its host pages. `undo` reverts it."""
         state = self._state
-        component_pages, count = fetch.component_pages, len(fetch.positions)
+        count = len(fetch.positions)
         # Behind the pages that are being fetched already.
         deadline_s = self._deadline_s(request, count + self._storage.pages_in_flight)
-        fetch.op = state.start_operation(ComponentRead(self, self._storage, fetch), deadline_s=deadline_s)
+        read = ComponentRead(self, self._storage, component_pages, fetch)
+        fetch.run_as(state.start_operation(read, deadline_s=deadline_s))
         undo.callback(state.operations.pop, fetch.op)
         state.emit(
             FetchComponent(
@@ -173,44 +180,58 @@ class ComponentStorage:
                 timeout_s=min(deadline_s, FETCH_TIMEOUT_MAX_S),
             )
         )
-        component_pages.fetches[fetch] = None
-        undo.callback(component_pages.fetches.pop, fetch)
-        component_pages.copies += 1
+        component_pages.add_fetch(fetch)
+        undo.callback(component_pages.forget_fetch, fetch)
+        component_pages.copy_began()
         self._storage.take(count)
         undo.callback(self._storage.take, -count)
         self._storage.fetch_began(fetch, count)
         undo.callback(self._storage.fetch_over, fetch)
-        fetch.begun_at_s, fetch.queued_pages = state.now_s, self._storage.pages_in_flight
+        fetch.was_queued(state.now_s, self._storage.pages_in_flight)
 
     def read_ahead(self, request: Request, name: str, positions: PageIds) -> ComponentAhead | None:
         """The look-ahead read of exactly these positions, if there is one that the request's plan may adopt."""
         read = None if request.ahead is None else request.ahead.components.get(name)
         return read if read is not None and read.positions == positions else None
 
-    def adopt(self, request: Request, fetch: ComponentFetch, read: ComponentAhead, undo: Rollback) -> None:
+    def adopt(
+        self,
+        request: Request,
+        component_pages: RequestComponents,
+        fetch: ComponentFetch,
+        read: ComponentAhead,
+        undo: Rollback,
+    ) -> None:
         """Turn a look-ahead read into a fetch of the plan, which takes over its host pages. `undo` reverts it."""
-        state, component_pages = self._state, fetch.component_pages
+        state = self._state
         # Registered before the first change, since `_disown` also handles a partial adoption.
-        undo.callback(self._disown, fetch, read, state.operations.get(read.op))
-        read.is_adopted = True
-        fetch.host_pages = read.host_pages
-        component_pages.fetches[fetch] = None
-        component_pages.copies += 1
+        undo.callback(self._disown, component_pages, fetch, read, state.operations.get(read.op))
+        read.note_adoption(is_adopted=True)
+        fetch.own_host(read.host_pages)
+        component_pages.add_fetch(fetch)
+        component_pages.copy_began()
         if read.is_landed:
-            self._begin_copy(fetch)
+            fetch.copy(self._copy_in(component_pages, fetch))
             return
         # The read continues under its operation number; only the owner of the outcome changes.
-        fetch.op, fetch.begun_at_s, fetch.queued_pages = read.op, read.begun_at_s, read.queued_pages
-        operation = ComponentRead(self, self._storage, fetch)
+        fetch.run_as(read.op)
+        fetch.was_queued(read.begun_at_s, read.queued_pages)
+        operation = ComponentRead(self, self._storage, component_pages, fetch)
         state.replace_operation(fetch.op, operation)
         deadline_s = self._deadline_s(request, self._storage.pages_in_flight)
         state.set_deadline(operation, state.now_s + deadline_s, op=fetch.op)
         self._storage.fetching[fetch] = len(fetch.positions)
 
-    def _disown(self, fetch: ComponentFetch, read: ComponentAhead, operation: Operation | None) -> None:
+    def _disown(
+        self,
+        component_pages: RequestComponents,
+        fetch: ComponentFetch,
+        read: ComponentAhead,
+        operation: Operation | None,
+    ) -> None:
         """Reverse an adoption in the step that made it: the read belongs to the look-ahead again."""
-        read.is_adopted = False
-        fetch.component_pages.fetches.pop(fetch, None)
+        read.note_adoption(is_adopted=False)
+        component_pages.forget_fetch(fetch)
         self._storage.fetching.pop(fetch, None)
         if operation is None:
             self._state.operations.pop(fetch.op, None)
@@ -223,7 +244,7 @@ class ComponentStorage:
 
     # --- Outcomes ---
 
-    def fetched(self, fetch: ComponentFetch, good: int) -> None:
+    def fetched(self, component_pages: RequestComponents, fetch: ComponentFetch, good: int) -> None:
         """Start the copy of the first `good` pages, which are verified; the others are asked of prefill.
 
         After a raise, `failed` ends the fetch.
@@ -233,48 +254,42 @@ class ComponentStorage:
         if good < count:
             state.count("l3_pages_short", count - max(good, 0))
             if good < 1:
-                self.failed(fetch)
+                self.failed(component_pages, fetch)
                 return
-            self._cut(fetch, good)
+            self._cut(component_pages, fetch, good)
         else:
             self._storage.note_throughput(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
-        self._begin_copy(fetch)
+        fetch.copy(self._copy_in(component_pages, fetch))
         self._storage.fetch_over(fetch)
-        request = fetch.component_pages.request
+        request = component_pages.request
         assert request is not None, "a leaving request gives up its fetches"
         state.request_changed(request)
 
-    def _cut(self, fetch: ComponentFetch, good: int) -> None:
+    def _cut(self, component_pages: RequestComponents, fetch: ComponentFetch, good: int) -> None:
         """Reduce a fetch that has ended to its first `good` pages."""
         self._index.give_back({fetch.component: fetch.host_pages[good:]}, "host")
-        self._missing.lost(fetch.component_pages, fetch.component, fetch.positions[good:], "component_fetch_short")
-        fetch.positions, fetch.host_pages = fetch.positions[:good], fetch.host_pages[:good]
-        fetch.device_pages = fetch.device_pages[:good]
+        self._missing.lost(component_pages, fetch.component, fetch.positions[good:], "component_fetch_short")
+        fetch.cut(good)
 
-    def _begin_copy(self, fetch: ComponentFetch) -> None:
-        """Start the copy of a fetch's pages, all of which are good, to the device."""
-        fetch.op = self._copy_in(fetch)
-        fetch.stage = ComponentStage.COPYING
-
-    def failed(self, fetch: ComponentFetch) -> None:
+    def failed(self, component_pages: RequestComponents, fetch: ComponentFetch) -> None:
         """Free the host pages, and ask prefill for the pages: nothing writes to them. Safe to call again."""
         self._storage.fetch_over(fetch)
-        self.copied(fetch)
-        fetch.component_pages.copies -= 1
-        self._missing.lost(fetch.component_pages, fetch.component, fetch.positions, "component_fetch_short")
+        self.copied(component_pages, fetch)
+        component_pages.copy_ended()
+        self._missing.lost(component_pages, fetch.component, fetch.positions, "component_fetch_short")
 
-    def is_late(self, fetch: ComponentFetch) -> None:
+    def is_late(self, component_pages: RequestComponents, fetch: ComponentFetch) -> None:
         """Ask prefill for the pages; a `LateFetch` owns the host pages until the read ends."""
         self._state.count("l3_fetches_late")
         self._storage.note_throughput(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
-        self._give_up(fetch)
-        self._missing.lost(fetch.component_pages, fetch.component, fetch.positions, "component_fetch_late")
+        self._give_up(component_pages, fetch)
+        self._missing.lost(component_pages, fetch.component, fetch.positions, "component_fetch_late")
 
-    def copied(self, fetch: ComponentFetch) -> None:
+    def copied(self, component_pages: RequestComponents, fetch: ComponentFetch) -> None:
         """Free the host pages after the copy to the device, or without a copy. Safe to call again after a raise."""
         self._index.give_back({fetch.component: fetch.host_pages}, "host")
-        fetch.host_pages = page_ids()
-        fetch.component_pages.fetches.pop(fetch, None)
+        fetch.own_host(page_ids())
+        component_pages.forget_fetch(fetch)
 
     # --- The ends ---
 
@@ -282,18 +297,18 @@ class ComponentStorage:
         """Give up the fetches of a leaving request. Copies continue to its device pages."""
         for fetch in list(component_pages.fetches):
             if fetch.stage is ComponentStage.FETCHING:
-                self._give_up(fetch)
+                self._give_up(component_pages, fetch)
 
     def give_back(self, component_pages: RequestComponents) -> None:
         """Free the remaining host pages; nothing is in flight. Safe to call again."""
         for fetch in list(component_pages.fetches):
-            self.copied(fetch)
+            self.copied(component_pages, fetch)
 
-    def _give_up(self, fetch: ComponentFetch) -> None:
+    def _give_up(self, component_pages: RequestComponents, fetch: ComponentFetch) -> None:
         self._storage.fetch_over(fetch)
         self._storage.fetch_given_up(fetch, component=fetch.component)
-        del fetch.component_pages.fetches[fetch]
-        fetch.component_pages.copies -= 1
+        component_pages.forget_fetch(fetch)
+        component_pages.copy_ended()
 
 
 def gap(first: int, end: int, here: set[int]) -> int:

@@ -24,7 +24,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import SendAbort, SendExtend, SendPromise, SendReceived
-from tidekv.states.records.request import Load, Request, RoomRecord, Span
+from tidekv.states.records.request import Load, Request, RoomRecord
+from tidekv.states.records.span import Span
 from tidekv.states.storage.source_split import SourceLoad
 from tidekv.states.storage.throughput import ThroughputEstimator
 from tidekv.states.types import PageIds, page_ids
@@ -118,7 +119,7 @@ class Rooms:
     ) -> None:
         """Open the room of a planned request. Span 0 are its own pages; promised pages are not sent."""
         room = RoomRecord(request, prefill=request.prefill_number)
-        room.spans.append(self._span(promised, len(own), None))
+        room.ask_for(self._span(promised, len(own)))
         untried = len(request.prefills) - request.attempts.count
         if untried > 1:
             # A prefill that hangs must not use up the time of those behind it in the list.
@@ -150,7 +151,7 @@ class Rooms:
                 pages=load.device_pages,
             )
         )
-        room.spans.append(self._span(load.first, load.page_count, load))
+        room.ask_for(self._span(load.first, load.page_count), load)
         self.pages_missing += load.page_count
         self._state.count("extends")
 
@@ -169,24 +170,24 @@ class Rooms:
             )
         )
         held = room.request.component_pages
-        room.spans.append(Span(first, len(pages), None, component=component, cause="" if held is None else held.cause))
+        cause = "" if held is None else held.plan.cause
+        room.ask_for(Span(first, len(pages), component=component, cause=cause))
         self._state.count("extends")
 
-    def _span(self, first: int, count: int, load: Load | None) -> Span:
+    def _span(self, first: int, count: int) -> Span:
         if self._state.settings.prefetch != "soonest" or not count:
             # The policy does not use the speed of prefill, or there are no pages to measure it with.
-            return Span(first, count, load)
-        return Span(
-            first, count, load, asked_at_s=self._state.now_s, queued_pages=self.source_load.queued_pages + count
-        )
+            return Span(first, count)
+        queued_pages = self.source_load.queued_pages + count
+        return Span(first, count, asked_at_s=self._state.now_s, queued_pages=queued_pages)
 
     def load_filled_by(self, room: RoomRecord, event: ChunkLanded) -> Load | None:
         """The load that this chunk completes, or None. Call it before `land`."""
-        span = room.span_of(event)
-        if span is None or span.load is None or not event.last or not span.continues(event):
+        span, load = room.span_of(event), room.fills.get(event.span)
+        if span is None or load is None or not event.last or not span.continues(event):
             return None
         is_end = event.first + event.count == span.first + span.count
-        return span.load if is_end and len(span.ended) + 1 == room.ranks else None
+        return load if is_end and len(span.ended) + 1 == room.ranks else None
 
     def land(self, room: RoomRecord, event: ChunkLanded) -> None:
         """Record a chunk.
@@ -205,7 +206,7 @@ class Rooms:
             self.pages_missing += room.pages_missing - before
             end = event.first + event.count
             if event.last and end == span.first + span.count:
-                span.ended.add(event.rank)
+                span.end(event.rank)
                 if len(span.ended) == room.ranks and span.queued_pages:
                     taken_s = self._state.now_s - span.asked_at_s
                     self._throughput.note(taken_s=taken_s, pages=span.queued_pages, now_s=self._state.now_s)
@@ -215,7 +216,7 @@ class Rooms:
     def land_aux(self, room: RoomRecord, rank: int) -> None:
         """Record that the first token came from one rank. An unknown rank is counted and changes nothing."""
         if 0 <= rank < room.ranks:
-            room.aux_from.add(rank)
+            room.aux_landed(rank)
         else:
             self._state.count("frames_foreign")
 

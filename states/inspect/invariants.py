@@ -30,7 +30,9 @@ from tidekv.states.loads.loads import LoadCopy, LoadFetch
 from tidekv.states.loads.look_ahead import AheadRead
 from tidekv.states.loads.shared_transfers import ShareWatch
 from tidekv.states.pages.page_pool import PagePool, PageState
-from tidekv.states.records.request import AheadRun, ComponentAhead, ComponentStage, Load, RequestComponents, Stage
+from tidekv.states.records.ahead import AheadRun, ComponentAhead
+from tidekv.states.records.request import Load, RequestComponents
+from tidekv.states.records.stages import ComponentStage, Stage
 from tidekv.states.request.early_ready import EarlyUse, layers_in_place
 from tidekv.states.request.restore import LateRecomputation, Recomputation
 from tidekv.states.request.table import takes
@@ -257,10 +259,8 @@ def _component_pages_of(core: Parts) -> list[RequestComponents]:
     """Component pages of requests, and those of left requests that an operation still writes to."""
     component_pages = {request.component_pages: None for request in core.state.requests.values()}
     for owner in core.state.operations.values():
-        if isinstance(owner, ComponentCopy | LateRecomputation):
+        if isinstance(owner, ComponentCopy | ComponentRead | LateRecomputation):
             component_pages[owner.component_pages] = None
-        elif isinstance(owner, ComponentRead):
-            component_pages[owner.fetch.component_pages] = None
         elif isinstance(owner, LateComponentCopy):
             component_pages.update(dict.fromkeys(owner.left))
         elif isinstance(owner, SharedEndCopy):
@@ -275,7 +275,7 @@ def _check_components(core: Parts) -> None:
     components.check()
     operations = core.state.operations.values()
     copies = Counter(owner.component_pages for owner in operations if isinstance(owner, ComponentCopy))
-    copies += Counter(owner.fetch.component_pages for owner in operations if isinstance(owner, ComponentRead))
+    copies += Counter(owner.component_pages for owner in operations if isinstance(owner, ComponentRead))
     fetches = {
         op: one.fetch for op, one in core.state.operations.items() if isinstance(one, ComponentRead | ComponentCopy)
     }
@@ -288,7 +288,7 @@ def _check_components(core: Parts) -> None:
     late = [owner for owner in operations if isinstance(owner, LateFetch)]
     for held in _component_pages_of(core):
         _check_shared_end(core, held)
-        _require(not held.missing, f"component pages of {held.request} are missing, and were not asked of prefill")
+        _require(not held.plan.missing, f"component pages of {held.request} are missing, and were not asked of prefill")
         _require(held.copies == copies[held], f"{held.request} waits for {held.copies} copies of component pages")
         _require(
             all(fetches.get(fetch.op) is fetch for fetch in held.fetches), "a component fetch waits for no operation"
@@ -338,7 +338,7 @@ def _check_shared_end(core: Parts, held: RequestComponents) -> None:
     if held.filler is not None:
         is_live = request is not None and request.is_beyond_plan
         _require(is_live and held in held.filler.sharers, f"{request} waits for a filler that does not know it")
-        _require(bool(held.received), f"{request} waits for a filler, but needs nothing of it")
+        _require(bool(held.plan.received), f"{request} waits for a filler, but needs nothing of it")
 
 
 def _check_host_pages(core: Parts, loads: dict[Load, None]) -> None:

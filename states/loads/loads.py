@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyToDevice, FetchPages
 from tidekv.states.events import CopyEnded
-from tidekv.states.records.request import Load, Request, Stage
+from tidekv.states.records.request import Load, Request
+from tidekv.states.records.stages import Stage
 from tidekv.states.storage.source_split import fetches_to_keep
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import PageIds, page_ids
@@ -165,9 +166,9 @@ class Loads:
         load = Load(first=first, tier="l3", stage=Stage.FETCHING)
         try:
             self.placement.place_fetch(load, request, parent, keys, pages)
-            load.host_pages = state.host.take(len(pages))
+            load.own_host(state.host.take(len(pages)))
             self.hold(load)
-            load.op = state.start_operation(LoadFetch(self, self._storage, load), deadline_s=deadline_s)
+            load.run_as(state.start_operation(LoadFetch(self, self._storage, load), deadline_s=deadline_s))
             state.emit(
                 FetchPages(
                     op=load.op,
@@ -178,8 +179,7 @@ class Loads:
                 )
             )
             self._storage.fetch_began(load, len(pages))
-            load.fetch_until_s = state.now_s + deadline_s
-            load.begun_at_s, load.queued_pages = state.now_s, self._storage.pages_in_flight
+            load.was_queued(state.now_s, self._storage.pages_in_flight, until_s=state.now_s + deadline_s)
         except BaseException:
             self.abandon(load)
             raise
@@ -192,16 +192,15 @@ class Loads:
         self._storage.fetch_over(load)
         state.operations.pop(load.op, None)
         self._release_source(load)
-        self._unlock(load)
-        for node in reversed(load.nodes):
-            state.index.set_load(node, None)
-            state.index.withdraw_device(node)
-        load.nodes = []
+        load.unlock(state.index)
+        while load.nodes:
+            state.index.set_load(load.nodes[-1], None)
+            state.index.withdraw_device(load.nodes[-1])
+            load.drop_node()
 
     def share(self, load: Load, request: Request, page_count: int) -> None:
         """Add a sharer, which waits for the first `page_count` pages of the load."""
-        load.sharers[request] = page_count
-        request.wait_for(load)
+        load.add_sharer(request, page_count)
         if load.span is not None:
             # These pages may have landed already, and no further chunk would report it.
             self._state.load_progressed(load)
@@ -217,9 +216,10 @@ class Loads:
         """
         by_layer = by_layer or any(request.early.is_wanted for request in load.sharers)
         source = self.placement.pin_source(load)
-        load.op = self._state.start_operation(LoadCopy(self, load), deadline_s=self._state.settings.copy_deadline_s)
+        deadline_s = self._state.settings.copy_deadline_s
+        load.run_as(self._state.start_operation(LoadCopy(self, load), deadline_s=deadline_s))
         self._state.emit(CopyToDevice(op=load.op, host_pages=source, device_pages=load.device_pages, by_layer=by_layer))
-        load.stage = Stage.COPYING
+        load.copy()
         self._storage.fetch_over(load)
         for request in load.sharers:
             self._state.request_changed(request)
@@ -234,8 +234,7 @@ class Loads:
         else:
             self._state.count("l3_pages_short", load.page_count - good)
             rest = load if good == 0 else self.split(load, good)
-            rest.cause = "fetch_short"
-            self.fail(rest)
+            self.fail(rest, "fetch_short")
             if rest is load:
                 return
         self.placement.publish(load)
@@ -248,8 +247,7 @@ class Loads:
     def fetch_is_late(self, load: Load) -> None:
         """Fail the load; the fetch keeps its host pages until it ends."""
         self._state.count("l3_fetches_late")
-        load.cause = "fetch_late"
-        self._cut_fetch(load)
+        self._cut_fetch(load, "fetch_late")
 
     def divide_again(self, request: Request) -> None:
         """Give up fetches once prefill has sent everything else, if the policy prefers prefill for their pages."""
@@ -259,8 +257,7 @@ class Loads:
         keep = self._fetches_to_keep(request) if policy == "soonest" else 0
         for load in request.fetches[keep:]:
             self._state.count("l3_fetches_cut")
-            load.cause = "transfer_done"
-            self._cut_fetch(load)
+            self._cut_fetch(load, "transfer_done")
 
     def _fetches_to_keep(self, request: Request) -> int:
         """Return how many fetches, from the first on, are expected to land sooner than prefill could send the pages."""
@@ -296,7 +293,7 @@ class Loads:
 
     def _watch(self, load: Load, delay_s: float) -> None:
         """Look at a fetch again if it has not ended by then."""
-        load.overdue_at_s = self._state.now_s + delay_s
+        load.expect_by(self._state.now_s + delay_s)
         self._state.set_deadline(self._state.operations[load.op], load.overdue_at_s, op=load.op)
 
     def is_only_overdue(self, load: Load) -> bool:
@@ -313,10 +310,10 @@ class Loads:
             for request in list(load.sharers):
                 self.divide_again(request)
 
-    def _cut_fetch(self, load: Load) -> None:
-        self._storage.fetch_given_up(load, cause=load.cause)
-        load.host_pages = page_ids()
-        self.fail(load)
+    def _cut_fetch(self, load: Load, cause: str) -> None:
+        self._storage.fetch_given_up(load, cause=cause)
+        load.own_host(page_ids())
+        self.fail(load, cause)
 
     def layers_copied(self, event: LayersCopied) -> None:
         """Note that the first layers of a load's pages are in place; too late, it changes nothing. Raises nothing."""
@@ -324,7 +321,7 @@ class Loads:
         if not isinstance(copy, LoadCopy):
             self._state.count("outcomes_late")
         elif copy.load.stage is Stage.COPYING and event.layers > copy.load.layers:
-            copy.load.layers = event.layers
+            copy.load.layers_landed(event.layers)
             for request in copy.load.sharers:
                 self._state.request_changed(request)
 
@@ -335,14 +332,13 @@ class Loads:
         """
         if is_damaged and not load.is_damaged:
             self._state.count("l2_damaged")
-            load.is_damaged = True
+            load.note_damage(is_damaged=True)
         if load.stage is Stage.RECLAIMING:
             # The copy was late. Its end is what the pages waited for.
             self._state.writers_have_left([load])
         elif error:
             self._state.count("copies_failed")
-            load.cause = "copy_failed"
-            self.fail(load)
+            self.fail(load, "copy_failed")
         else:
             self._release_source(load)
             self._end(load, load.tier)
@@ -363,9 +359,8 @@ class Loads:
     def outcome_raised(self, load: Load) -> None:
         """Fail a load after an exception in its outcome. The operation has ended, so the pages have no local writer."""
         self._state.operations.pop(load.op, None)
-        load.cause = "rule_raised"
         if load.stage is not Stage.RECLAIMING:
-            self.fail(load)
+            self.fail(load, "rule_raised")
         else:
             self._state.writers_have_left([load])
 
@@ -375,8 +370,8 @@ class Loads:
         A load with other sharers is left as it is: they still rely on the fetch. A copy cannot be interrupted.
         """
         if load.stage is Stage.FETCHING and len(load.sharers) == 1:
-            self.fetch_is_late(load)
-            load.cause = "rule_raised"
+            self._state.count("l3_fetches_late")
+            self._cut_fetch(load, "rule_raised")
 
     # --- Extending into failed loads ---
 
@@ -405,10 +400,10 @@ class Loads:
         assert filler.room is not None
         if load.sharers[filler] < load.page_count:
             # The filler's prompt differs from there on, so its prefill does not have these pages.
-            self.fail(self.split(load, load.sharers[filler]))
+            rest = self.split(load, load.sharers[filler])
+            self.fail(rest, rest.cause)
         self._rooms.extend(filler.room, load)
-        load.filler = filler
-        load.stage = Stage.RECEIVING
+        load.receive_from(filler)
         for request in load.sharers:
             self._state.request_changed(request)
 
@@ -417,13 +412,11 @@ class Loads:
         if load.filler is request:
             # Prefill may still write the pages. They are reclaimed when the room has no writer (`RoomRecord.lost`).
             assert request.room is not None
-            if load not in request.room.lost:
-                request.room.lost.append(load)
+            request.room.lose(load)
             self._reclaim(load, "the transfer that was to fill its pages was lost")
         elif self.placement.ends_with_request:
             self._end_with(load)
-        del load.sharers[request]
-        request.wait_no_more(load)
+        load.remove_sharer(request)
         if not load.sharers and load.stage is Stage.FAILED:
             self._state.load_failed(load)
 
@@ -432,13 +425,13 @@ class Loads:
         if load.stage is Stage.COPYING:
             self._reclaim(load, "its request has left")
         elif load.stage is Stage.FETCHING:
-            self._cut_fetch(load)
+            self._cut_fetch(load, load.cause)
 
     # --- Ends ---
 
     def _end(self, load: Load, source: str, *, filler_source: str = "") -> None:
-        self._unlock(load)
         index = self._state.index
+        load.unlock(index)
         ended: list[Node] = []
         try:
             # All nodes or none: a retry after an exception must find the load whole.
@@ -456,11 +449,13 @@ class Loads:
             request.wait_no_more(load)
             request.note_loaded(load.first, page_count, filler_source if request is filler else source)
             self._state.request_changed(request)
-        load.sharers = {}
+        load.forget_sharers()
 
-    def fail(self, load: Load) -> None:
-        """Note that the load has lost its source, and queue it for a sharer to extend into."""
-        load.stage = Stage.FAILED
+    def fail(self, load: Load, cause: str) -> None:
+        """Note that the load has lost its source, for `cause`, a key of `LOAD_CAUSES`. Queue it for a sharer to extend
+        into.
+        """
+        load.fail(cause)
         self._clear_filler(load)
         self._storage.fetch_over(load)
         self._state.load_failed(load)
@@ -477,8 +472,8 @@ class Loads:
     def _reclaim(self, load: Load, cause: str) -> None:
         # First: from here on, no other request can come to wait for the pages.
         self.placement.drain(load)
-        self._unlock(load)
-        load.stage = Stage.RECLAIMING
+        load.unlock(self._state.index)
+        load.reclaim()
         self._storage.fetch_over(load)
         self._state.count("loads_reclaimed")
         for request in load.sharers:
@@ -492,7 +487,7 @@ class Loads:
         Unless a receipt protects them: then the next load of them finds the damage again.
         """
         if load.is_damaged and leaf is not None:
-            load.is_damaged = False
+            load.note_damage(is_damaged=False)
             # A cache tier never fails a request: the pages stay in the index if a hook raises.
             drop = partial(self._drop_host_path, leaf, load.first)
             self._state.run_guarded(drop, recover=lambda: None)
@@ -507,8 +502,7 @@ class Loads:
         if load.span is not None:
             # `op` is the watch on a stalled shared transfer; without a filler there is nothing to watch.
             self._state.operations.pop(load.op, None)
-            load.op, load.span = 0, None
-        load.filler = None
+        load.stop_receiving()
 
     def forget(self, load: Load) -> None:
         """Unregister a load that has ended or is being reclaimed."""
@@ -517,22 +511,14 @@ class Loads:
         self._state.failed_loads.pop(load, None)
         self._state.pages_were_freed()
 
-    def _unlock(self, load: Load) -> None:
-        if load.lock is not None:
-            self._state.index.unlock(load.lock)
-            load.lock = None
-
     def _release_source(self, load: Load) -> None:
-        if load.pin is not None:
-            leaf = load.pin.node
-            self._state.index.unpin(load.pin)
-            load.pin = None
-            if not load.nodes:
-                # Nothing else protects these host pages from now on.
-                self._drop_damaged(load, leaf)
+        leaf = load.unpin(self._state.index)
+        if not load.nodes:
+            # Nothing else protects these host pages from now on.
+            self._drop_damaged(load, leaf)
         if load.host_pages:
             self._state.host.give_back(load.host_pages)
-            load.host_pages = page_ids()
+            load.own_host(page_ids())
 
     def free_settled_reclaiming(self) -> None:
         """Free the pages of loads in RECLAIMING without a writer, deepest first, unless pages below are in use."""
@@ -558,6 +544,6 @@ class Loads:
         self._live[rest] = None
         for request, wanted in load.sharers.items():
             if wanted > at:
-                load.sharers[request] = at
+                load.cut_sharer(request, at)
                 self.share(rest, request, wanted - at)
         return rest

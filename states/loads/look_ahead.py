@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import FetchPages
 from tidekv.states.components.look_ahead import ComponentLookAhead
-from tidekv.states.records.request import Ahead, AheadRun, Request
+from tidekv.states.records.ahead import AheadRun
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import page_ids
@@ -37,33 +37,38 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.prefix.node import Node
+    from tidekv.states.records.ahead import Ahead
+    from tidekv.states.records.request import Request
     from tidekv.states.storage.admission import StorageAdmission
 
 
 class AheadRead:
     """Operation: one look-ahead read."""
 
-    __slots__ = ("_lookahead", "_state", "_storage", "run")
+    __slots__ = ("_lookahead", "_state", "_storage", "request", "run")
 
-    def __init__(self, state: CoreState, lookahead: LookAhead, storage: StorageAdmission, run: AheadRun) -> None:
+    def __init__(
+        self, state: CoreState, lookahead: LookAhead, storage: StorageAdmission, request: Request, run: AheadRun
+    ) -> None:
         self._state = state
         self._lookahead = lookahead
         self._storage = storage
+        self.request = request
         self.run = run
 
     def ended(self, event: Outcome, error: str) -> None:
         """Enter the verified pages in the tree as host pages."""
-        self._lookahead.landed(self.run, self._storage.fetch_ended(event))
+        self._lookahead.landed(self.request, self.run, self._storage.fetch_ended(event))
 
     def late(self) -> None:
         """Give up the read; it continues without its request."""
         self._storage.call_is_late()
         # In its own `run_guarded`: the caller repeats a method that raises, which would count the call as late twice.
-        self._state.run_guarded(partial(self._lookahead.is_late, self.run))
+        self._state.run_guarded(partial(self._lookahead.is_late, self.request, self.run))
 
     def abandon(self) -> None:
         """Treat the request as if storage had nothing for it."""
-        self._lookahead.abandon(self.run.request)
+        self._lookahead.abandon(self.request)
 
 
 class LookAhead:
@@ -131,11 +136,13 @@ class LookAhead:
 
     def _fetch(self, request: Request, ahead: Ahead, first: int, count: int, deadline_s: float) -> None:
         state = self._state
-        run = AheadRun(request, first=first)
+        run = AheadRun(first=first)
         with Rollback() as undo:
-            run.host_pages = state.host.take(count)
+            run.own_host(state.host.take(count))
             undo.callback(state.host.give_back, run.host_pages)
-            run.op = state.start_operation(AheadRead(state, self, self._storage, run), deadline_s=deadline_s)
+            run.run_as(
+                state.start_operation(AheadRead(state, self, self._storage, request, run), deadline_s=deadline_s)
+            )
             undo.callback(state.operations.pop, run.op)
             state.emit(
                 FetchPages(
@@ -147,13 +154,13 @@ class LookAhead:
                 )
             )
             undo.keep()
-        ahead.runs.append(run)
+        ahead.add_run(run)
         ahead.use(count)
         self.pages += count
         self._storage.take(count)
         self._storage.ahead_in_flight += 1
         self._storage.pages_in_flight += count
-        run.begun_at_s, run.queued_pages = state.now_s, self._storage.pages_in_flight
+        run.was_queued(state.now_s, self._storage.pages_in_flight)
 
     def _is_under_way(self, request: Request, first: int) -> bool:
         """Whether page `first` of the same prefix is being fetched ahead for another request."""
@@ -170,16 +177,16 @@ class LookAhead:
 
     # --- Outcomes ---
 
-    def landed(self, run: AheadRun, good: int) -> None:
+    def landed(self, request: Request, run: AheadRun, good: int) -> None:
         """Take the outcome of a read: its first `good` pages are verified.
 
         After an exception, `abandon` gives back what is left.
         """
         state = self._state
         self._end_read(run)
-        ahead = run.request.ahead
+        ahead = request.ahead
         assert ahead is not None
-        run.is_landed = True
+        run.has_landed()
         count = len(run.host_pages)
         good = max(0, min(good, count))
         if good == count:
@@ -190,30 +197,30 @@ class LookAhead:
             self._cut(ahead, ahead.runs.index(run) + (good > 0))
             if good:
                 state.host.give_back(run.host_pages[good:])
-                run.host_pages = run.host_pages[:good]
+                run.own_host(run.host_pages[:good])
         while ahead.runs and ahead.runs[0].is_landed:
-            self._join(ahead, ahead.runs[0])
+            self._join(request, ahead, ahead.runs[0])
         state.pages_were_freed()
 
-    def is_late(self, run: AheadRun) -> None:
+    def is_late(self, request: Request, run: AheadRun) -> None:
         """Give up a late read and the runs after it; the read keeps its host pages until it ends."""
         state = self._state
         state.count("l3_fetches_late")
         self._storage.note_throughput(begun_at_s=run.begun_at_s, pages=run.queued_pages)
-        ahead = run.request.ahead
+        ahead = request.ahead
         assert ahead is not None
         self._cut(ahead, ahead.runs.index(run))
 
-    def _join(self, ahead: Ahead, run: AheadRun) -> None:
+    def _join(self, request: Request, ahead: Ahead, run: AheadRun) -> None:
         """Enter a landed run in the tree as host pages, and extend the pin to it."""
         index = self._state.index
-        request = run.request
         width = self._state.settings.key_bytes
         count = len(run.host_pages)
         assert ahead.pin is not None
         keys = request.keys[run.first * width : (run.first + count) * width]
-        node, run.host_pages = index.insert_host(ahead.pin.node, keys, run.host_pages)
-        self._state.count("pages_fetched_ahead", count - len(run.host_pages))
+        node, left = index.insert_host(ahead.pin.node, keys, run.host_pages)
+        run.own_host(left)
+        self._state.count("pages_fetched_ahead", count - len(left))
         # Pin the longer path before releasing the shorter one: whichever call raises, the pages stay protected.
         with Rollback() as undo:
             pin = index.pin(node)
@@ -225,7 +232,7 @@ class LookAhead:
             # Only if the same storage is still attached: another one may not have these pages.
             self._mark_stored(node, run.first)
         self._state.host.give_back(run.host_pages)
-        run.host_pages = page_ids()
+        run.own_host(page_ids())
         ahead.forget_runs(1)
         if node.depth_pages < run.first + count:
             # A node in RECLAIMING blocks the rest.
@@ -260,7 +267,7 @@ class LookAhead:
         self._cut(ahead, 0)
         for read in list(ahead.components.values()):
             assert self._components is not None
-            self._components.give_up(read)
+            self._components.give_up(request, read)
         if ahead.pin is not None:
             state.index.unpin(ahead.pin)
             ahead.read_nothing()
@@ -285,7 +292,7 @@ class LookAhead:
                 self._end_read(run)
             else:
                 state.host.give_back(run.host_pages)
-            ahead.runs.pop()
+            ahead.forget_last_run()
 
     def _end_read(self, run: AheadRun) -> None:
         """Remove a run's read from the counts of reads in flight."""

@@ -86,13 +86,12 @@ class TreePlacement:
         for node in nodes:
             at = node.depth_pages - node.page_count - load.first
             self._state.index.give_device(node, pages[at : at + node.page_count], load)
-            load.nodes.append(node)
+            load.add_node(node)
 
     def place_fetch(self, load: Load, request: Request, parent: Node, keys: bytes, pages: PageIds) -> None:
         """See Placement."""
-        load.nodes.append(
-            self._state.index.insert_pending(parent, request.namespace, keys, pages, load, priority=request.priority)
-        )
+        index = self._state.index
+        load.add_node(index.insert_pending(parent, request.namespace, keys, pages, load, priority=request.priority))
 
     def is_blocked(self, parent: Node, first_key: bytes) -> bool:
         """See Placement."""
@@ -100,7 +99,7 @@ class TreePlacement:
 
     def hold(self, load: Load) -> None:
         """See Placement."""
-        load.lock = self._state.index.lock(load.nodes[-1])
+        load.was_locked(self._state.index.lock(load.nodes[-1]))
 
     def publish(self, load: Load) -> None:
         """See Placement."""
@@ -118,13 +117,13 @@ class TreePlacement:
             else:
                 # A look-ahead read of another request has brought the same pages meanwhile.
                 state.host.give_back(ours)
-            load.host_pages = load.host_pages[node.page_count :]
+            load.own_host(load.host_pages[node.page_count :])
 
     def pin_source(self, load: Load) -> PageIds:
         """See Placement."""
         if load.host_pages:
             return load.host_pages
-        load.pin = self._state.index.pin(load.nodes[-1])
+        load.copy_from(self._state.index.pin(load.nodes[-1]))
         source = page_ids()
         for node in load.nodes:
             assert node.host is not None
@@ -152,9 +151,7 @@ class TreePlacement:
                 undo.callback(index.set_load, node, load)
             undo.keep()
         # The lock of the whole load ends at the same node as the rest, so the rest takes it over.
-        rest.lock, load.lock = load.lock, shorter
-        rest.nodes, load.nodes = load.nodes[kept:], load.nodes[:kept]
-        _hand_rest(load, rest, at)
+        load.hand_rest(rest, at, lock=shorter)
         return rest
 
     def drain(self, load: Load) -> None:
@@ -170,7 +167,7 @@ class TreePlacement:
         if pages is None:
             # A receipt or load is below: try again when pages are freed.
             return page_ids()
-        load.nodes.pop()
+        load.drop_node()
         return pages
 
 
@@ -184,12 +181,13 @@ class LentPlacement:
 
     def place_copy(self, load: Load, nodes: list[Node], pages: PageIds) -> None:
         """See Placement."""
-        load.pin = self._state.index.pin(nodes[-1])
-        load.lent, load.source = pages, self._host_pages(nodes[-1], load.first)
+        source = self._host_pages(nodes[-1], load.first)
+        load.copy_from(self._state.index.pin(nodes[-1]), source)
+        load.lend(pages)
 
     def place_fetch(self, load: Load, request: Request, parent: Node, keys: bytes, pages: PageIds) -> None:
         """See Placement."""
-        load.lent = pages
+        load.lend(pages)
 
     def is_blocked(self, parent: Node, first_key: bytes) -> bool:
         """See Placement."""
@@ -206,12 +204,12 @@ class LentPlacement:
         found = index.match(request.namespace, request.keys[:begin])
         if found.host_node.depth_pages < load.first:
             return
-        node, load.host_pages = index.insert_host(found.host_node, request.keys[begin:end], load.host_pages)
-        load.pin = index.pin(node)
-        load.source = self._host_pages(node, load.first)
+        node, left = index.insert_host(found.host_node, request.keys[begin:end], load.host_pages)
+        load.own_host(left)
+        load.copy_from(index.pin(node), self._host_pages(node, load.first))
         # Pages that were in the tree already, because another request has brought them meanwhile.
         self._state.host.give_back(load.host_pages)
-        load.host_pages = page_ids()
+        load.own_host(page_ids())
         while node.parent is not None and node.depth_pages > load.first:
             index.mark_stored(node)
             node = node.parent
@@ -224,20 +222,18 @@ class LentPlacement:
         """See Placement."""
         assert load.pin is None, "a load is cut before the source of its copy is pinned"
         rest = Load(first=load.first + at, tier=load.tier, stage=load.stage)
-        rest.lent, load.lent = load.lent[at:], load.lent[:at]
-        _hand_rest(load, rest, at)
+        load.hand_rest(rest, at)
         return rest
 
     def drain(self, load: Load) -> None:
         """See Placement."""
         if not load.is_drained:
             self._state.device.drain(load.lent)
-            load.is_drained = True
+            load.was_drained()
 
     def take_drained(self, load: Load) -> PageIds:
         """See Placement."""
-        taken, load.lent = load.lent, page_ids()
-        return taken
+        return load.take_lent()
 
     def _host_pages(self, leaf: Node, first: int) -> PageIds:
         """Return the host pages from page `first` on of the path to `leaf`."""
@@ -248,10 +244,3 @@ class LentPlacement:
                 assert node.host is not None
                 pages += node.host[max(first - at, 0) :]
         return pages
-
-
-def _hand_rest(load: Load, rest: Load, at: int) -> None:
-    """Pass what belongs to the pages from `at` on to `rest`, except for their place."""
-    rest.cause, rest.filler, rest.span = load.cause, load.filler, load.span
-    rest.is_damaged = load.is_damaged
-    rest.host_pages, load.host_pages = load.host_pages[at:], load.host_pages[:at]

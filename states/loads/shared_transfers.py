@@ -29,7 +29,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.records.request import Load, Request, Stage
+from tidekv.states.records.request import Load, Request
+from tidekv.states.records.stages import Stage
 
 if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
@@ -83,10 +84,9 @@ class SharedTransfers:
             return None
         load = Load(first=plan.end, tier="transfer", stage=Stage.RECEIVING)
         try:
-            load.nodes.append(
-                state.index.insert_pending(
-                    plan.node, request.namespace, keys, plan.own[:count], load, priority=request.priority
-                )
+            own = plan.own[:count]
+            load.add_node(
+                state.index.insert_pending(plan.node, request.namespace, keys, own, load, priority=request.priority)
             )
             self._loads.hold(load)
         except BaseException:
@@ -99,7 +99,7 @@ class SharedTransfers:
         """Connect a published load to the request's room, whose span 0 fills it."""
         assert request.room is not None, "a published load has no room to fill it"
         self._loads.share(load, request, load.page_count)
-        load.filler, load.span = request, request.room.spans[0]
+        load.receive_from(request, request.room.spans[0])
         # Waiting requests with the same prefix need fewer device pages now.
         self._state.pages_were_freed()
 
@@ -177,19 +177,16 @@ class SharedTransfers:
         The load must have no other sharer.
         """
         index = self._state.index
-        if load.lock is not None:
-            index.unlock(load.lock)
-            load.lock = None
+        load.unlock(index)
         while load.nodes:
             node = load.nodes[-1]
             if node.guarded > 1 or node.device_children:
                 return
             index.set_load(node, None)
             pages = index.withdraw_device(node)
-            load.nodes.pop()
+            load.drop_node()
             request.held.take_back(pages)
-        del load.sharers[request]
-        request.wait_no_more(load)
+        load.remove_sharer(request)
         self._loads.forget(load)
 
     def _renew(self, load: Load, request: Request) -> bool:
@@ -211,10 +208,8 @@ class SharedTransfers:
 
     def _pass_on(self, load: Load, request: Request, cause: str) -> None:
         """Fail a load on behalf of its filler, so that another sharer extends into it. Its pages have no writer."""
-        del load.sharers[request]
-        request.wait_no_more(load)
-        load.cause = cause
-        self._loads.fail(load)
+        load.remove_sharer(request)
+        self._loads.fail(load, cause)
         self._state.count("shared_transfers_passed_on")
 
     # --- The filler is slow ---
@@ -229,8 +224,8 @@ class SharedTransfers:
 
     def _watch(self, load: Load, wait_s: float) -> None:
         assert load.filler is not None and load.filler.room is not None and load.span is not None
-        load.landed = load.span.landed(load.filler.room.ranks)
-        load.op = self._state.start_operation(ShareWatch(self, load), deadline_s=wait_s)
+        load.note_landed(load.span.landed(load.filler.room.ranks))
+        load.run_as(self._state.start_operation(ShareWatch(self, load), deadline_s=wait_s))
 
     @staticmethod
     def waits_for(request: Request) -> Load | None:
@@ -247,7 +242,7 @@ class SharedTransfers:
         Can be called again after an exception.
         """
         self._state.operations.pop(load.op, None)
-        load.op = 0
+        load.run_as(0)
         filler = load.filler
         if load.span is None or filler is None or filler.room is None:
             return

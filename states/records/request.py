@@ -2,24 +2,24 @@
 
     Request ──▶ Admission, StorageAnswer, Holdings, ...  what is of the request alone (`records.request_parts`)
             ──▶ Load                 device pages of the tree whose contents are on their way; requests share loads
-            ──▶ RoomRecord ──▶ Span  pages that prefill was asked to write
-            ──▶ Ahead                host pages fetched while the request waits for device pages
-            ──▶ RequestComponents    pages of components, and their fetches from storage (ComponentFetch)
+            ──▶ RoomRecord           pages that prefill was asked to write (`records.span`)
+            ──▶ Ahead                host pages fetched while the request waits for device pages (`records.ahead`)
+            ──▶ RequestComponents    pages of components, and their fetches from storage (`records.component_fetch`)
             ──▶ Loan                 device pages of the embedder, if the engine has none of its own
 
-The records refer to one another in both directions, so they share a module. They hold facts and derived properties
+The records of this module refer to one another in both directions. They hold facts and derived properties
 only. The rules that change them are in the rooms of each concept above this one: `loads`, `handover`, `components`, and
 `restore`, `plan_fetches` and `ready` of `request`.
 """
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING, TypeAlias
 
-import msgspec
-
 from tidekv.states.component_specs import ComponentTable
+from tidekv.states.records.ahead import Ahead
+from tidekv.states.records.component_fetch import ComponentFetch
+from tidekv.states.records.component_plan import ComponentPlan
 from tidekv.states.records.loan import Loan
 from tidekv.states.records.request_parts import (
     Admission,
@@ -32,28 +32,20 @@ from tidekv.states.records.request_parts import (
     Sources,
     StorageAnswer,
 )
+from tidekv.states.records.span import Span
+from tidekv.states.records.stages import ComponentStage, Stage, State
 from tidekv.states.types import FULL, PageIds, page_ids, without
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tidekv.states.events import ChunkLanded, RequestArrived
-    from tidekv.states.prefix.component_index import ComponentReceipt
-    from tidekv.states.prefix.index import Receipt
+    from tidekv.states.prefix.component_index import ComponentIndex, ComponentReceipt
+    from tidekv.states.prefix.index import PrefixIndex, Receipt
     from tidekv.states.prefix.node import Node
     from tidekv.states.settings import CoreSettings
 
     RoomKey: TypeAlias = tuple[str, int]
-
-
-class State(enum.Enum):
-    """State of a request, named by what it waits for. `tidekv.states.request.table` lists what it owns in each."""
-
-    PREALLOC = "PREALLOC"
-    MATCH = "MATCH"
-    PREFETCH = "PREFETCH"
-    LOCAL_RESTORE = "LOCAL_RESTORE"
-    TRANSFER = "TRANSFER"
-    READY = "READY"
-    FAILED = "FAILED"
 
 
 class Request:
@@ -166,7 +158,7 @@ class Request:
         self.sources.forget()
 
     def change_priority(self, priority: int) -> None:
-        """Give the request another priority. One in the queue is moved by the queue (`Queue.move`)."""
+        """Give the request another priority. `Queue.move` moves one in the queue."""
         self.priority = priority
 
     def change_deadline(self, at_s: float) -> None:
@@ -204,10 +196,6 @@ class Request:
     def end_look_ahead(self) -> None:
         """Note that all look-ahead reads are given up, or were adopted by the plan."""
         self.ahead = None
-
-    def wait_for(self, load: Load) -> None:
-        """Note that the request waits for a load."""
-        self.loads[load] = None
 
     def wait_no_more(self, load: Load) -> None:
         """Note that the request does not wait for the load any more."""
@@ -289,16 +277,6 @@ class Request:
 
 
 # --- Loads ---
-
-
-class Stage(enum.Enum):
-    """Stage of a load, named by the next source of its contents. `tidekv.states.loads.loads` draws the transitions."""
-
-    FETCHING = "FETCHING"
-    COPYING = "COPYING"
-    FAILED = "FAILED"
-    RECEIVING = "RECEIVING"
-    RECLAIMING = "RECLAIMING"
 
 
 class Load:
@@ -389,73 +367,142 @@ class Load:
             pages += node.device
         return pages
 
+    def add_node(self, node: Node) -> None:
+        """Add the next node of its path."""
+        self.nodes.append(node)
+
+    def drop_node(self) -> None:
+        """Remove the last node, which has left the tree or is no destination of the load any more."""
+        self.nodes.pop()
+
     def split(self, upper: Node, lower: Node) -> None:
         """Insert `upper` before `lower`: the index has split one of the nodes."""
-        at = self.nodes.index(lower)
-        self.nodes.insert(at, upper)
+        self.nodes.insert(self.nodes.index(lower), upper)
+
+    def lend(self, pages: PageIds) -> None:
+        """Make lent pages the destination."""
+        self.lent = pages
+
+    def take_lent(self) -> PageIds:
+        """Give up the lent pages; the caller of this method owns them."""
+        lent, self.lent = self.lent, page_ids()
+        return lent
+
+    def was_drained(self) -> None:
+        """Note that the lent pages are in the quarantine."""
+        self.is_drained = True
+
+    def was_locked(self, lock: Receipt) -> None:
+        """Note the lock on its nodes."""
+        self.lock = lock
+
+    def unlock(self, index: PrefixIndex) -> None:
+        """Give back the lock, if there is one. Can be called again after an exception."""
+        if self.lock is not None:
+            index.unlock(self.lock)
+            self.lock = None
+
+    def own_host(self, pages: PageIds) -> None:
+        """Own these host pages, and no others."""
+        self.host_pages = pages
+
+    def copy_from(self, pin: Receipt, source: PageIds | None = None) -> None:
+        """Note the pin on the source of its copy; with lent pages, the host pages as well."""
+        self.pin = pin
+        if source is not None:
+            self.source = source
+
+    def unpin(self, index: PrefixIndex) -> Node | None:
+        """Give back the pin; return the node that it was on, or None. Can be called again after an exception."""
+        if self.pin is None:
+            return None
+        leaf = self.pin.node
+        index.unpin(self.pin)
+        self.pin = None
+        return leaf
+
+    def note_damage(self, *, is_damaged: bool) -> None:
+        """Note whether a damaged host page is to leave host memory after the load's end."""
+        self.is_damaged = is_damaged
+
+    def run_as(self, op: int) -> None:
+        """Note the operation that brings the pages, or that watches the room that does; 0 for none."""
+        self.op = op
+
+    def was_queued(self, at_s: float, queued_pages: int, *, until_s: float) -> None:
+        """Note when its fetch began, the pages of all fetches under way then, its own included, and the deadline."""
+        self.begun_at_s, self.queued_pages, self.fetch_until_s = at_s, queued_pages, until_s
+
+    def expect_by(self, at_s: float) -> None:
+        """Note when its fetch is overdue."""
+        self.overdue_at_s = at_s
+
+    def copy(self) -> None:
+        """Note that its copy to the device has begun."""
+        self.stage = Stage.COPYING
+
+    def layers_landed(self, layers: int) -> None:
+        """Note how many leading layers its copy has brought."""
+        self.layers = layers
+
+    def fail(self, cause: str) -> None:
+        """Note that it has lost its source, and the key of `LOAD_CAUSES` that says why."""
+        self.stage, self.cause = Stage.FAILED, cause
+
+    def reclaim(self) -> None:
+        """Note that its pages are given up."""
+        self.stage = Stage.RECLAIMING
+
+    def receive_from(self, filler: Request, span: Span | None = None) -> None:
+        """Note the request whose room brings the pages; for a shared transfer, the span as well."""
+        self.filler, self.span = filler, span
+        self.stage = Stage.RECEIVING
+
+    def stop_receiving(self) -> None:
+        """Note that no room brings the pages, or that they are all in place: there is nothing to watch."""
+        if self.span is not None:
+            self.op, self.span = 0, None
+        self.filler = None
+
+    def note_landed(self, landed: int) -> None:
+        """Note the end of the landed part of its span, at the begin of a watch."""
+        self.landed = landed
+
+    def add_sharer(self, request: Request, page_count: int) -> None:
+        """Let a request wait for the first `page_count` pages."""
+        self.sharers[request] = page_count
+        request.loads[self] = None
+
+    def remove_sharer(self, request: Request) -> None:
+        """Let a request wait no more."""
+        del self.sharers[request]
+        request.wait_no_more(self)
+
+    def forget_sharers(self) -> None:
+        """Remove all sharers, which do not wait for it any more."""
+        self.sharers = {}
+
+    def hand_rest(self, rest: Load, at: int, *, lock: Receipt | None = None) -> None:
+        """Pass what belongs to the pages starting at `at` to `rest`, except for the sharers.
+
+        With nodes, it has been split at `at`; `lock` is on its shorter path, and `rest` takes over its present one.
+        """
+        rest.cause, rest.filler, rest.span, rest.is_damaged = self.cause, self.filler, self.span, self.is_damaged
+        rest.host_pages, self.host_pages = self.host_pages[at:], self.host_pages[:at]
+        rest.lent, self.lent = self.lent[at:], self.lent[:at]
+        rest.lock, self.lock = self.lock, lock
+        pages = kept = 0
+        while kept < len(self.nodes) and pages < at:
+            pages += self.nodes[kept].page_count
+            kept += 1
+        rest.nodes, self.nodes = self.nodes[kept:], self.nodes[:kept]
+
+    def cut_sharer(self, request: Request, page_count: int) -> None:
+        """Reduce what a sharer waits for to the first `page_count` pages."""
+        self.sharers[request] = page_count
 
 
 # --- Rooms ---
-
-
-class Span:
-    """Pages [first, first + count) of the prompt that a room asked for, of the full KV or of a component.
-
-    The cursor of each rank only grows.
-    """
-
-    __slots__ = ("asked_at_s", "cause", "component", "count", "cursors", "ended", "first", "load", "queued_pages")
-
-    def __init__(
-        self,
-        first: int,
-        count: int,
-        load: Load | None,
-        *,
-        asked_at_s: float = 0.0,
-        queued_pages: int = 0,
-        component: str = FULL,
-        cause: str = "",
-    ) -> None:
-        self.component = component
-        self.cause = cause
-        """Key of `LOST_CAUSES`, of a component."""
-        self.asked_at_s = asked_at_s
-        """When it was asked for."""
-        self.queued_pages = queued_pages
-        """Pages that prefill owed at that time, its own included. 0 if its throughput is not measured."""
-        self.first = first
-        self.count = count
-        self.load = load
-        self.cursors: dict[int, int] = {}
-        self.ended: set[int] = set()
-
-    def take(self, event: ChunkLanded) -> None:
-        """Note a chunk that continues the span: the cursor of its rank moves to its end."""
-        self.cursors[event.rank] = event.first + event.count
-
-    def was_connected(self, at_s: float) -> None:
-        """Note that its writer is known only now: the time to connect is no property of prefill's throughput."""
-        self.asked_at_s = at_s
-
-    def continues(self, event: ChunkLanded) -> bool:
-        """Whether a chunk begins at its rank's cursor and ends within the span."""
-        cursor = self.cursors.get(event.rank, self.first)
-        return (
-            event.first == cursor
-            and 0 <= event.count <= self.first + self.count - cursor
-            and event.rank not in self.ended
-        )
-
-    def landed(self, ranks: int) -> int:
-        """End of the part that has landed from every rank, as a page of the prompt."""
-        return self.first + self.count - self.pages_missing(ranks)
-
-    def pages_missing(self, ranks: int) -> int:
-        """Number of pages that have not landed from every rank."""
-        if not ranks:
-            return self.count
-        return self.first + self.count - min(self.cursors.get(rank, self.first) for rank in range(ranks))
 
 
 class RoomRecord:
@@ -464,6 +511,7 @@ class RoomRecord:
     __slots__ = (
         "answer_due_s",
         "aux_from",
+        "fills",
         "generation",
         "is_aborted",
         "lost",
@@ -482,6 +530,8 @@ class RoomRecord:
         self.ranks = 0
         self.writer = ""
         self.spans: list[Span] = []
+        self.fills: dict[int, Load] = {}
+        """By number of the span, the load that it extends into."""
         self.aux_from: set[int] = set()
         self.answer_due_s = float("inf")  # When the next prefill is asked unless this one has sent something.
         self.user_op = 0
@@ -494,6 +544,21 @@ class RoomRecord:
     def key(self) -> RoomKey:
         """Request id and generation: what frames of this room carry beside this process's instance and epoch."""
         return (self.request.request_id, self.generation)
+
+    def ask_for(self, span: Span, load: Load | None = None) -> None:
+        """Note a further span that prefill is asked for, which extends into a load."""
+        if load is not None:
+            self.fills[len(self.spans)] = load
+        self.spans.append(span)
+
+    def lose(self, load: Load) -> None:
+        """Note that the request leaves while the room still fills this load."""
+        if load not in self.lost:
+            self.lost.append(load)
+
+    def aux_landed(self, rank: int) -> None:
+        """Note that the first token came from this rank."""
+        self.aux_from.add(rank)
 
     def await_answer(self, due_s: float) -> None:
         """Ask the next prefill at this time, unless this one has sent something by then."""
@@ -544,142 +609,27 @@ class RoomRecord:
         return len(self.aux_from) == self.ranks and self.is_written
 
 
-# --- Look-ahead ---
-
-
-class AheadRun:
-    """One look-ahead read. It owns `host_pages` until they join the tree or it is adopted by a load."""
-
-    __slots__ = ("begun_at_s", "first", "host_pages", "is_landed", "op", "queued_pages", "request")
-
-    def __init__(self, request: Request, *, first: int) -> None:
-        self.request = request
-        self.first = first
-        self.host_pages: PageIds = page_ids()
-        self.op = 0
-        self.is_landed = False
-        self.begun_at_s = 0.0
-        self.queued_pages = 0
-
-
-class Ahead:
-    """The look-ahead reads of one waiting request. `tidekv.states.loads.look_ahead` explains the fields."""
-
-    __slots__ = ("attachment", "components", "first", "joined", "pin", "runs", "taken")
-
-    def __init__(self, *, attachment: int) -> None:
-        self.first = 0
-        self.joined = 0
-        self.attachment = attachment
-        self.pin: Receipt | None = None
-        """None as long as no full page is read ahead."""
-        self.runs: list[AheadRun] = []
-        self.components: dict[str, ComponentAhead] = {}
-        self.taken = 0
-        """Pages that it uses of `lookahead_pages_max`."""
-
-    def use(self, pages: int) -> None:
-        """Count pages that it uses of `lookahead_pages_max`."""
-        self.taken += pages
-
-    def begin(self, first: int, pin: Receipt) -> None:
-        """Begin to read full pages from this position on, behind pinned host pages."""
-        self.first = self.joined = first
-        self.pin = pin
-
-    def read_nothing(self) -> None:
-        """Note that no full page is read ahead, and that its pin was given back."""
-        self.pin = None
-
-    def join(self, pin: Receipt, depth_pages: int) -> None:
-        """Note that the first run has joined the tree, which is pinned as far as that now."""
-        self.pin = pin
-        self.joined = depth_pages
-
-    def forget_runs(self, count: int) -> None:
-        """Remove the first runs: they have joined the tree, or are loads of the plan now."""
-        del self.runs[:count]
-
-    def add_component(self, read: ComponentAhead) -> None:
-        """Note the read of a component's pages."""
-        self.components[read.component] = read
-
-    def forget_component(self, read: ComponentAhead) -> None:
-        """Remove the read of a component's pages, if it is there: it was given up, or a fetch of the plan has it."""
-        self.components.pop(read.component, None)
-
-
-class ComponentAhead:
-    """One look-ahead read of a component's pages. It owns `host_pages` until a fetch of the plan adopts it."""
-
-    __slots__ = (
-        "begun_at_s",
-        "component",
-        "host_pages",
-        "is_adopted",
-        "is_landed",
-        "op",
-        "positions",
-        "queued_pages",
-        "request",
-    )
-
-    def __init__(self, request: Request, component: str, positions: PageIds, host_pages: PageIds) -> None:
-        self.request = request
-        self.component = component
-        self.positions = positions
-        self.host_pages = host_pages
-        self.op = 0
-        self.is_landed = False
-        self.is_adopted = False
-        """Whether a fetch of the request's plan has taken it over."""
-        self.begun_at_s = 0.0
-        self.queued_pages = 0
-
-
 # --- Components ---
-
-
-class Snapshot:
-    """A snapshot of a state that a caller takes while it computes: after `boundary` pages, in `page`."""
-
-    __slots__ = ("boundary", "page", "place")
-
-    def __init__(self, boundary: int, page: int, place: str) -> None:
-        self.boundary = boundary
-        self.page = page
-        """One of the request's own pages of the state."""
-        self.place = place
-        """Why it is worth keeping, see `tidekv.states.components.snapshots`."""
 
 
 class RequestComponents:
     """The component pages of one request. Outlives the request while copies into these pages are under way."""
 
     __slots__ = (
-        "cause",
         "copies",
         "draining",
         "end",
         "fetches",
         "filler",
-        "firsts",
-        "hits",
         "is_damaged",
-        "joining",
         "kept",
         "lock",
-        "missing",
         "own",
         "pin",
-        "received",
+        "plan",
         "remote",
         "request",
-        "resumed_pages",
-        "sent_from",
         "sharers",
-        "snapshots",
-        "tables",
     )
 
     def __init__(self, request: Request) -> None:
@@ -701,36 +651,127 @@ class RequestComponents:
         """Number of copies and fetches under way that it waits for: to its pages, and from there to sharers."""
         self.fetches: dict[ComponentFetch, None] = {}
         """Fetches from storage whose pages are not on the device yet."""
-        self.firsts: dict[str, int] = {}
-        """By component, the first position that the end of the prompt needs."""
-        self.sent_from: dict[str, int] = {}
-        """By component, the first position that prefill, or a recomputing caller, writes."""
-        self.tables: dict[str, PageIds] = {}
-        """By component, its pages at the prompt's end, at positions from `firsts` on."""
+        self.plan = ComponentPlan()
         self.is_damaged = False
         """Whether a host page did not have its checksum: those of the prompt's end leave host memory with the pin."""
-        self.joining: dict[str, int] = {}
-        """By component, how many leading pages of its table join the index when the request becomes ready."""
         self.remote: dict[str, PageIds] = {}
         """By component, the pages of `own` that prefill may write to."""
-        self.missing: dict[str, set[int]] = {}
-        """By component, positions that have lost their source and are not asked of prefill yet."""
-        self.cause = ""
-        """Key of `LOST_CAUSES`: why the last ones have."""
-        self.snapshots: dict[str, list[Snapshot]] = {}
-        """By state, the snapshots that a recomputing caller takes, until READY."""
-        self.hits: dict[str, str] = {}
-        """By state, the tier that has the record of the prompt's end. Empty once it is counted."""
-        self.resumed_pages = 0
-        """The page from which a recomputing caller continues. 0 once it is counted."""
         self.end: tuple[str, int, bytes, bytes] | None = None
         """What its room brings for other requests as well (`tidekv.states.components.shared_ends`); None: nothing."""
         self.sharers: dict[RequestComponents, None] = {}
         """Component pages of the requests that wait for it, oldest first."""
         self.filler: RequestComponents | None = None
         """What it waits for itself, until the copies from there have started."""
-        self.received: dict[str, int] = {}
-        """By component, the first position that is copied from the filler."""
+
+    def was_locked(self, lock: ComponentReceipt) -> None:
+        """Note the lock on the device pages of its end."""
+        self.lock = lock
+
+    def unlock(self, index: ComponentIndex) -> None:
+        """Give back the lock, if there is one. Can be called again after an exception."""
+        if self.lock is not None:
+            index.unlock(self.lock)
+            self.lock = None
+
+    def was_pinned(self, pin: ComponentReceipt | None) -> None:
+        """Note the pin on the host pages of its end; None if it was given back."""
+        self.pin = pin
+
+    def note_damage(self, *, is_damaged: bool) -> None:
+        """Note whether a host page of its end is to leave host memory with the pin."""
+        self.is_damaged = is_damaged
+
+    def begin_plan(self, firsts: dict[str, int]) -> None:
+        """Begin a plan whose first needed positions these are. `revert_plan` gets what `own` and `lock` were before."""
+        self.own = dict(self.own)
+        self.plan = ComponentPlan(firsts)
+
+    def revert_plan(self, own: dict[str, PageIds], lock: ComponentReceipt | None) -> None:
+        """Reset all fields of a plan, except for what the grant has taken."""
+        self.forget_plan()
+        self.own, self.lock = own, lock
+
+    def let_write(self, component: str, pages: PageIds) -> None:
+        """Note pages of a component that prefill may write to, too."""
+        remote = self.remote.get(component, page_ids())
+        self.remote[component] = remote + without(pages, remote)
+
+    def take(self, component: str, pages: PageIds) -> None:
+        """Own further pages of a component."""
+        self.own[component] = self.own.get(component, page_ids()) + pages
+
+    def give_up(self, component: str, pages: Iterable[int]) -> None:
+        """Remove pages of a component that have another owner now, or are about to be freed."""
+        self.own[component] = without(self.own[component], pages)
+
+    def drain(self, component: str) -> None:
+        """Note that all pages of a component are draining."""
+        self.draining[component] = self.draining.get(component, page_ids()) + self.own[component]
+        self.own = {**self.own, component: page_ids()}
+
+    def pages_were_freed(self) -> None:
+        """Note that all pages were given back, those that were draining excepted."""
+        self.own = {}
+
+    def drained(self) -> None:
+        """Note that nothing writes to the draining pages any more, and that they were given back."""
+        self.draining = {}
+
+    def exchange(self, component: str, positions: PageIds, fresh: PageIds) -> PageIds:
+        """Take fresh pages at these positions; return the old ones, which the caller of this method owns."""
+        old = self.plan.exchange(component, positions, fresh)
+        # Each at the place of the old one: the record of a state comes before the spare ones.
+        instead = dict(zip(old, fresh, strict=True))
+        self.own[component] = page_ids(instead.get(page, page) for page in self.own[component])
+        self.remote[component] = without(self.remote.get(component, page_ids()), old)
+        return old
+
+    def note_kept(self, component: str, first: int) -> None:
+        """Note an entry of the caller's ComponentLeft that is in the index."""
+        self.kept.add((component, first))
+
+    def write_ended(self) -> None:
+        """Note that prefill writes to none of the pages any more."""
+        self.remote = {}
+
+    def request_left(self) -> None:
+        """Note that the request has left, before all copies into its pages have ended."""
+        self.request = None
+
+    def copy_began(self) -> None:
+        """Wait for one more copy or fetch."""
+        self.copies += 1
+
+    def copy_ended(self) -> None:
+        """Wait for one copy or fetch less."""
+        self.copies -= 1
+
+    def add_fetch(self, fetch: ComponentFetch) -> None:
+        """Note a fetch from storage."""
+        self.fetches[fetch] = None
+
+    def forget_fetch(self, fetch: ComponentFetch) -> None:
+        """Remove a fetch, if it is there: its host pages have another owner, or are free."""
+        self.fetches.pop(fetch, None)
+
+    def offer_end(self, end: tuple[str, int, bytes, bytes]) -> None:
+        """Note that requests with the same end may join."""
+        self.end = end
+
+    def close_end(self) -> None:
+        """Note that no further request may join."""
+        self.end = None
+
+    def join(self, filler: RequestComponents) -> None:
+        """Wait for what the room of another request brings."""
+        self.filler = filler
+        filler.sharers[self] = None
+
+    def part(self) -> None:
+        """Wait for no other request any more."""
+        if self.filler is not None:
+            del self.filler.sharers[self]
+            self.filler = None
 
     def give_up_remote(self) -> dict[str, PageIds]:
         """Remove the pages that prefill may write to and return them; the caller of this method owns them."""
@@ -747,48 +788,9 @@ class RequestComponents:
     @property
     def table(self) -> tuple[ComponentTable, ...]:
         """The page table of each component, for the request's caller."""
-        return tuple(ComponentTable(name, self.firsts[name], self.tables[name], own) for name, own in self.own.items())
+        return self.plan.page_tables(self.own)
 
     @property
     def early_table(self) -> tuple[ComponentTable, ...]:
-        """The same for a caller that begins early: it must not write to the pages that are to join the index."""
-        return tuple(
-            msgspec.structs.replace(each, own=without(each.own, each.pages[: self.joining.get(each.component, 0)]))
-            for each in self.table
-        )
-
-
-class ComponentStage(enum.Enum):
-    """Progress of a fetch of component pages."""
-
-    FETCHING = "FETCHING"
-    COPYING = "COPYING"
-
-
-class ComponentFetch:
-    """A fetch of one component's pages from storage. It owns the host pages; the request owns the device pages."""
-
-    __slots__ = (
-        "begun_at_s",
-        "component",
-        "component_pages",
-        "device_pages",
-        "host_pages",
-        "op",
-        "positions",
-        "queued_pages",
-        "stage",
-    )
-
-    def __init__(
-        self, component_pages: RequestComponents, component: str, positions: PageIds, device_pages: PageIds
-    ) -> None:
-        self.component_pages = component_pages
-        self.component = component
-        self.positions = positions
-        self.host_pages: PageIds = page_ids()
-        self.device_pages = device_pages
-        self.op = 0
-        self.stage = ComponentStage.FETCHING
-        self.begun_at_s = 0.0
-        self.queued_pages = 0
+        """The page table of each component, for a caller that begins early."""
+        return self.plan.page_tables(self.own, is_early=True)

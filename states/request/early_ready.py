@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import ReportEarly, ReportLayers, ReportLayersLost
 from tidekv.states.records.causes import LOAD_CAUSES
-from tidekv.states.records.request import Load, Request, Stage
+from tidekv.states.records.request import Load, Request
+from tidekv.states.records.stages import Stage
 from tidekv.states.rollback import Rollback
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from tidekv.states.commands import ReportFailed
 from tidekv.states.errors import PrefillCause
 from tidekv.states.events import PrefillLost
-from tidekv.states.records.request import Stage, State
+from tidekv.states.records.stages import Stage, State
 
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups

@@ -128,7 +128,7 @@ class Lending:
             pages.note(span.first, span.landed(room.ranks) - span.first, "transfer")
         # Prefill sends what was promised of components before the last chunk of span 0.
         if held is not None and room.ranks and len(room.spans[0].ended) == room.ranks:
-            for name, first in held.sent_from.items():
+            for name, first in held.plan.sent_from.items():
                 lent.components[name].note(first, request.page_count - first, "transfer")
 
     def commit(self, request: Request, event: Progressed) -> None:

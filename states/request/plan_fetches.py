@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import QueryComponents, QueryStorage
 from tidekv.states.loads.loads import LoadFetch
-from tidekv.states.records.request import AheadRun, Load, Stage
+from tidekv.states.records.ahead import AheadRun
+from tidekv.states.records.request import Load
+from tidekv.states.records.stages import Stage
 from tidekv.states.storage.source_split import pages_to_fetch
 from tidekv.states.types import page_ids
 
@@ -48,9 +50,17 @@ class Adoption:
         self._loads = loads
 
     def adopt(
-        self, run: AheadRun, parent: Node, keys: bytes, pages: PageIds, *, deadline_s: float, undo: Rollback
+        self,
+        request: Request,
+        run: AheadRun,
+        parent: Node,
+        keys: bytes,
+        pages: PageIds,
+        *,
+        deadline_s: float,
+        undo: Rollback,
     ) -> Load:
-        """Turn a read into a load of a new child of `parent`.
+        """Turn a request's read into a load of a new child of `parent`.
 
         The load takes over the device pages `pages` from the caller. `undo` reverses the adoption.
         """
@@ -58,18 +68,17 @@ class Adoption:
         load = Load(first=run.first, tier="l3", stage=Stage.FETCHING)
         # Registered before the first change, since `_disown` also handles a partial adoption.
         undo.callback(self._disown, load, run, None if run.is_landed else state.operations[run.op])
-        load.nodes.append(
-            state.index.insert_pending(parent, run.request.namespace, keys, pages, load, priority=run.request.priority)
+        load.add_node(
+            state.index.insert_pending(parent, request.namespace, keys, pages, load, priority=request.priority)
         )
-        load.host_pages = run.host_pages
+        load.own_host(run.host_pages)
         self._loads.hold(load)
         if run.is_landed:
             self._loads.start_copy(load)
         else:
             # The read continues under its operation number; only the owner of the outcome changes.
-            load.op = run.op
-            load.begun_at_s, load.queued_pages = run.begun_at_s, run.queued_pages
-            load.fetch_until_s = state.now_s + deadline_s
+            load.run_as(run.op)
+            load.was_queued(run.begun_at_s, run.queued_pages, until_s=state.now_s + deadline_s)
             fetch = LoadFetch(self._loads, self._storage, load)
             state.replace_operation(load.op, fetch)
             state.set_deadline(fetch, state.now_s + deadline_s, op=load.op)
@@ -78,7 +87,7 @@ class Adoption:
 
     def _disown(self, load: Load, run: AheadRun, read: Operation | None) -> None:
         """Reverse an adoption in the step that made it: the read belongs to the look-ahead again."""
-        load.host_pages = page_ids()
+        load.own_host(page_ids())
         self._storage.fetching.pop(load, None)
         self._loads.abandon(load)
         if read is not None:
@@ -140,7 +149,8 @@ class PlanFetches:
             if run.first != plan.end or keys[:width] in plan.node.children:
                 break
             deadline_s = self._state.settings.prefetch_deadline_s(count, left_s)
-            load = self._adoption.adopt(run, plan.node, keys, plan.own[:count], deadline_s=deadline_s, undo=undo)
+            own = plan.own[:count]
+            load = self._adoption.adopt(request, run, plan.node, keys, own, deadline_s=deadline_s, undo=undo)
             plan.add(load)
             adopted += 1
         return adopted

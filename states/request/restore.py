@@ -22,7 +22,8 @@ from tidekv.states.commands import CopyComponent, Fallback, Recompute, ReportRea
 from tidekv.states.events import Progressed
 from tidekv.states.prefix.node import MatchResult
 from tidekv.states.records.plan import Plan
-from tidekv.states.records.request import Load, Request, RequestComponents, Stage
+from tidekv.states.records.request import Load, Request, RequestComponents
+from tidekv.states.records.stages import Stage
 from tidekv.states.request.plan_fetches import Adoption, PlanFetches
 from tidekv.states.rollback import Rollback
 from tidekv.states.settings import computes_rest

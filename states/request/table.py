@@ -106,7 +106,7 @@ from transitions import Machine
 from tidekv.states import events
 from tidekv.states.events import Event
 from tidekv.states.handover.rooms import Rooms
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 from tidekv.states.request import guards_and_actions as guards
 from tidekv.states.request.guards_and_actions import Actions
 from tidekv.states.request.landing import Landing

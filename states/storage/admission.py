@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome, PolicyChanged, StorageChanged, StoredComponent
     from tidekv.states.prefix.node import Node
-    from tidekv.states.records.request import AheadRun, ComponentAhead, ComponentFetch, Load, Request
+    from tidekv.states.records.ahead import AheadRun, ComponentAhead
+    from tidekv.states.records.component_fetch import ComponentFetch
+    from tidekv.states.records.request import Load, Request
     from tidekv.states.types import PageIds
 
 
@@ -446,12 +448,12 @@ class StorageAdmission:
             pages = state.host.take(count)
             undo.callback(state.host.give_back, pages)
             keys = b"".join(node.edge for node in state.index.path(leaf))[: count * state.settings.key_bytes]
-            read = Measurement(state, self, namespace=leaf.namespace, keys=keys, host_pages=pages)
-            read.op = state.start_operation(read, deadline_s=deadline_s)
-            undo.callback(state.operations.pop, read.op)
+            trial = Measurement(state, self, namespace=leaf.namespace, keys=keys, host_pages=pages)
+            trial.op = state.start_operation(trial, deadline_s=deadline_s)
+            undo.callback(state.operations.pop, trial.op)
             state.emit(
                 FetchPages(
-                    op=read.op,
+                    op=trial.op,
                     request_id="",
                     first=0,
                     host_pages=pages,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "glossary.md"
 

@@ -12,7 +12,7 @@ import structlog
 from simulation.rig import Rig
 from tidekv.engine.log import CoreLog, engine_log
 from tidekv.states import commands, events
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 from tidekv.states.request.restore import Restore
 
 LOG = engine_log("tidekv.engine")

@@ -20,7 +20,7 @@ from tidekv.engine.metrics.collector import CONDITIONS, LIVE, POOLS
 from tidekv.states.core_state import COUNTERS
 from tidekv.states.errors import CopyFailed, StorageFailed
 from tidekv.states.records.causes import DECLINED
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 from tidekv.states.types import PageIds
 
 PROMPT = list(range(100, 142))  # Ten pages of four tokens and a tail of two.

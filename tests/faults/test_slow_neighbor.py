@@ -11,7 +11,7 @@ import pytest
 from tests.support.fault_hooks import GatedStorage
 from tests.support.waits import LIMIT_S
 from tidekv import open_storage
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 
 pytestmark = pytest.mark.nixl
 

@@ -20,7 +20,7 @@ from tidekv.states import commands, events
 from tidekv.states.commands import Command
 from tidekv.states.component_specs import Component
 from tidekv.states.core import Core
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 from tidekv.states.settings import CoreSettings
 from tidekv.states.storage_policy import changed_policy, policy_of
 

@@ -20,7 +20,7 @@ from tidekv.states import events
 from tidekv.states.errors import PrefillCause
 from tidekv.states.loads import loads
 from tidekv.states.records.causes import DECLINED, LOAD_CAUSES
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 from tidekv.states.request import guards_and_actions
 from tidekv.states.request.table import TRANSITIONS
 

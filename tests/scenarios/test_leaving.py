@@ -6,7 +6,7 @@ import pytest
 
 from simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 
 PROMPT = b"abcdefgh"
 LIVE = (State.PREALLOC, State.MATCH, State.PREFETCH, State.LOCAL_RESTORE, State.TRANSFER)

@@ -21,7 +21,8 @@ from tidekv.states.handover.rooms import Rooms
 from tidekv.states.prefix.component_index import ComponentIndex
 from tidekv.states.prefix.component_tier import ComponentTier
 from tidekv.states.prefix.node import Node, TierName
-from tidekv.states.records.request import ComponentFetch, Request, RequestComponents, RoomRecord
+from tidekv.states.records.component_fetch import ComponentFetch
+from tidekv.states.records.request import Request, RequestComponents, RoomRecord
 from tidekv.states.types import page_ids
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -141,16 +142,18 @@ def a_page_that_is_evicted_leaves_its_components(patch: pytest.MonkeyPatch) -> N
 @mutant(r"holds garbage|holds 0 instead of", first_seed=51)
 def a_tail_that_storage_brought_in_part_is_taken_for_whole(patch: pytest.MonkeyPatch) -> None:
     original = ComponentStorage.fetched
-    patch.setattr(ComponentStorage, "fetched", lambda self, fetch, good: original(self, fetch, len(fetch.positions)))
+    patch.setattr(
+        ComponentStorage, "fetched", lambda self, held, fetch, good: original(self, held, fetch, len(fetch.positions))
+    )
 
 
 @mutant(r"which is free|is being written by|still writes|host .* pages are owned", first_seed=270)
 def host_pages_are_freed_while_storage_writes_to_them(patch: pytest.MonkeyPatch) -> None:
-    def give_up(self: ComponentStorage, fetch: ComponentFetch) -> None:
+    def give_up(self: ComponentStorage, component_pages: RequestComponents, fetch: ComponentFetch) -> None:
         self._storage.fetch_over(fetch)
         self._state.operations.pop(fetch.op)
-        self.copied(fetch)
-        fetch.component_pages.copies -= 1
+        self.copied(component_pages, fetch)
+        component_pages.copy_ended()
 
     patch.setattr(ComponentStorage, "_give_up", give_up)
 

@@ -16,7 +16,9 @@ from tidekv.states.loads.look_ahead import LookAhead
 from tidekv.states.pages.prefill_quota import PrefillQuota
 from tidekv.states.prefix.index import Node
 from tidekv.states.prefix.namespace_shares import SharedEvictionQueue
-from tidekv.states.records.request import Ahead, Load, Request, RoomRecord, Stage
+from tidekv.states.records.ahead import Ahead, AheadRun
+from tidekv.states.records.request import Load, Request, RoomRecord
+from tidekv.states.records.stages import Stage
 from tidekv.states.request.restore import Restore
 from tidekv.states.types import PageIds, page_ids
 
@@ -57,10 +59,10 @@ def a_room_is_known_by_its_request_alone(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def a_load_forgets_to_unlock(patch: pytest.MonkeyPatch) -> None:
-    def unlock(self: Loads, load: Load) -> None:
-        load.lock = None
+    def unlock(self: Load, index: object) -> None:
+        self.lock = None
 
-    patch.setattr(Loads, "_unlock", unlock)
+    patch.setattr(Load, "unlock", unlock)
 
 
 @mutant
@@ -79,7 +81,7 @@ def pages_are_published_before_their_copy(patch: pytest.MonkeyPatch) -> None:
 def an_extend_goes_to_pages_under_a_late_copy(patch: pytest.MonkeyPatch) -> None:
     def copy_is_late(self: Loads, load: Load) -> None:
         self._state.operations.pop(load.op)
-        self.fail(load)
+        self.fail(load, "copy_failed")
 
     patch.setattr(Loads, "copy_is_late", copy_is_late)
 
@@ -131,7 +133,7 @@ def a_sharer_extends_beyond_its_own_prompt(patch: pytest.MonkeyPatch) -> None:
 def a_late_fetch_gives_its_host_pages_back_at_once(patch: pytest.MonkeyPatch) -> None:
     def fetch_is_late(self: Loads, load: Load) -> None:
         self._state.operations.pop(load.op)
-        self.fail(load)
+        self.fail(load, "fetch_late")
 
     patch.setattr(Loads, "fetch_is_late", fetch_is_late)
 
@@ -286,7 +288,11 @@ def a_namespace_keeps_the_count_of_pages_that_left(patch: pytest.MonkeyPatch) ->
 @mutant
 def look_ahead_shows_pages_whose_read_failed(patch: pytest.MonkeyPatch) -> None:
     original = LookAhead.landed
-    patch.setattr(LookAhead, "landed", lambda self, run, good: original(self, run, len(run.host_pages)))
+
+    def landed(self: LookAhead, request: Request, run: AheadRun, good: int) -> None:
+        original(self, request, run, len(run.host_pages))
+
+    patch.setattr(LookAhead, "landed", landed)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

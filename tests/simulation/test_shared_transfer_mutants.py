@@ -13,7 +13,8 @@ from simulation.ranks import simulate_ranks
 from simulation.simulate import draw_settings
 from tidekv.states.loads.loads import Loads
 from tidekv.states.loads.shared_transfers import SharedTransfers
-from tidekv.states.records.request import Load, Request, Span
+from tidekv.states.records.request import Load, Request
+from tidekv.states.records.span import Span
 from tidekv.states.settings import CoreSettings
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -47,8 +48,8 @@ def pages_are_handed_over_before_they_have_landed(patch: pytest.MonkeyPatch) -> 
 
 @mutant
 def who_waits_is_forgotten_when_the_sender_leaves(patch: pytest.MonkeyPatch) -> None:
-    def fail(self: Loads, load: Load) -> None:
-        original(self, load)
+    def fail(self: Loads, load: Load, cause: str) -> None:
+        original(self, load, cause)
         if load.cause == "sender_left":
             self._state.failed_loads.pop(load, None)
 

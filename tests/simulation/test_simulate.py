@@ -12,7 +12,7 @@ from simulation.schedule import Link, Schedule
 from simulation.tiers import SimulatedCopies
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.handover.prompt_digest import PromptDigest
-from tidekv.states.loads.loads import Loads
+from tidekv.states.records.request import Load
 from tidekv.states.settings import CoreSettings
 
 
@@ -95,7 +95,7 @@ def test_an_unknown_fault_is_refused_by_name() -> None:
 
 
 def test_a_failure_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Loads, "_unlock", lambda self, load: setattr(load, "lock", None))
+    monkeypatch.setattr(Load, "unlock", lambda self, index: setattr(self, "lock", None))
     with pytest.raises(SimulationFailed, match=r"seed 1, 120 requests, faults 'all': BrokenInvariant") as caught:
         simulate(1, 120)
     assert caught.value.seed == 1

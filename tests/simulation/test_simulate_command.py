@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from simulation.faults import FAULTS
 from tidekv.engine.cli.main import app
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.loads.loads import Loads
+from tidekv.states.records.request import Load
 
 
 def simulate(*arguments: str) -> Result:
@@ -82,10 +82,10 @@ def test_what_makes_no_sense_is_refused_by_name(arguments: list[str], words: str
 def test_a_violation_is_printed_with_the_seed_that_repeats_it_and_stops_no_other_seed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def forgets(self: Loads, load: object) -> None:
-        load.lock = None  # type: ignore[attr-defined]  # A load's.
+    def forgets(self: Load, index: object) -> None:
+        self.lock = None
 
-    monkeypatch.setattr(Loads, "_unlock", forgets)
+    monkeypatch.setattr(Load, "unlock", forgets)
     done = simulate("--seed", "1", "--seeds", "3", "--requests", "60", "--journals", str(tmp_path))
     assert done.exit_code == 1
     (failed, seeds) = re.findall(r"VIOLATIONS in (\d+) of (\d+) seeds", done.output)[0]

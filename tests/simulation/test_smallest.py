@@ -12,8 +12,7 @@ from simulation.smallest import find_smallest
 from tidekv import Replayer
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.events import FinishRequested, Progressed
-from tidekv.states.loads.loads import Loads
-from tidekv.states.records.request import Request
+from tidekv.states.records.request import Load, Request
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.restore import Restore
 
@@ -40,7 +39,7 @@ def test_a_core_that_raises_is_shown_by_few_requests_and_events(
 
 
 def test_what_an_audit_finds_is_shown_by_fewer_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(Loads, "_unlock", lambda self, load: setattr(load, "lock", None))
+    monkeypatch.setattr(Load, "unlock", lambda self, index: setattr(self, "lock", None))
     smallest = find_smallest(3, 120, "all", tmp_path / "small.journal")
     assert "counts other device receipts than are held" in smallest.what
     assert smallest.requests < 120

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 
 EIGHT = b"abcdefgh"
 Step = Callable[[Rig], object]

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tidekv import Replayer
 from tidekv.engine.metrics import MetricsFold
 from tidekv.states import commands, events
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 
 Samples = dict[tuple[str, str], float]
 ELSEWHERE = (

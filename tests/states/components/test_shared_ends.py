@@ -73,7 +73,7 @@ def test_ten_equal_prompts_ask_for_the_component_pages_of_one(name: str, prompt:
     filler = rig.request("0").component_pages
     assert filler is not None
     for copy in copies:
-        assert copy.source_pages == filler.tables[copy.component]
+        assert copy.source_pages == filler.plan.tables[copy.component]
         assert (copy.source, copy.target) == ("device", "device")
         rig.copied(copy)
     readies = rig.take_all(commands.ReportReady)

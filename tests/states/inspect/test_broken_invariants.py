@@ -12,7 +12,7 @@ from tidekv.states import commands
 from tidekv.states.backup.backups import Backups
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.loads.loads import Loads
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 from tidekv.states.request.restore import Restore
 from tidekv.states.storage.admission import StorageAdmission
 

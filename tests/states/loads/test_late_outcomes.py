@@ -9,7 +9,8 @@ from tidekv.states import commands, events
 from tidekv.states.errors import RemoteProtocolError
 from tidekv.states.handover.receiver import ReceiverRoom
 from tidekv.states.loads.loads import Loads
-from tidekv.states.records.request import Load, State
+from tidekv.states.records.request import Load
+from tidekv.states.records.stages import State
 
 EIGHT = b"abcdefgh"
 

@@ -6,7 +6,8 @@ import pytest
 
 from simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.records.request import Request, Stage
+from tidekv.states.records.request import Request
+from tidekv.states.records.stages import Stage
 
 EIGHT = b"abcdefgh"
 

@@ -7,7 +7,7 @@ import pytest
 from simulation.rig import Rig
 from tests.support.rigs import planned
 from tidekv.states import commands, events
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 from tidekv.states.request.admission_queue import Queue
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from simulation.rig import Rig
 from tidekv.states import commands, events
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 from tidekv.states.request.table import LIVE
 
 EIGHT = b"abcdefgh"

@@ -6,7 +6,7 @@ import pytest
 
 from simulation.rig import Rig, ids
 from tidekv.states import commands, events
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 
 EIGHT = b"abcdefgh"
 

@@ -17,7 +17,8 @@ from tidekv.states.errors import BrokenInvariant
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
 from tidekv.states.prefix.index import PrefixIndex
-from tidekv.states.records.request import Request, State
+from tidekv.states.records.request import Request
+from tidekv.states.records.stages import State
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.restore import Restore
 

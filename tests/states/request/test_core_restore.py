@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simulation.rig import Rig, ids
 from tidekv.states import commands
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 
 EIGHT = b"abcdefgh"
 

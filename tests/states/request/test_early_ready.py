@@ -7,7 +7,7 @@ import pytest
 from simulation.rig import Rig
 from tidekv.states import commands, events
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.records.request import State
+from tidekv.states.records.stages import State
 
 TOKENS = b"abcdefgh"
 

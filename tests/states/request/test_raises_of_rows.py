@@ -14,7 +14,8 @@ from simulation.rig import Rig
 from tests.support.rule_classes import CLASSES, OWNERS
 from tidekv.states import commands, events
 from tidekv.states.core_state import CoreState
-from tidekv.states.records.request import Request, State
+from tidekv.states.records.request import Request
+from tidekv.states.records.stages import State
 from tidekv.states.request import table
 from tidekv.states.request.guards_and_actions import has_failed_short
 from tidekv.states.request.lent_ends import fills_lent_pages, has_filled_lent_pages

@@ -14,7 +14,8 @@ from tests.support.rule_classes import CLASSES
 from tidekv.states import commands, events
 from tidekv.states.errors import IllegalEvent
 from tidekv.states.events import Event
-from tidekv.states.records.request import Request, State
+from tidekv.states.records.request import Request
+from tidekv.states.records.stages import State
 from tidekv.states.request.table import LIVE, TRANSITIONS, diagram
 from tidekv.states.storage_policy import StoragePolicy
 
