@@ -119,7 +119,7 @@ class FileStore:
                 counts=counts,
             )
 
-        return cls(
+        opened = cls(
             place,
             io,
             buffer_of=buffer_of,
@@ -128,6 +128,9 @@ class FileStore:
             counts=counts,
             open_again=open_again,
         )
+        # Not awaited: the calls that need what the index has wait for it themselves.
+        await opened.catch_up(0)
+        return opened
 
     @property
     def page_total(self) -> int:

@@ -44,6 +44,13 @@ BUSY_SLICE_S: Final = 0.1
 """Seconds that SQLite waits for a lock at once. `hurry` is checked between two waits."""
 FULL_S: Final = 30.0
 """Seconds after a write for which the disk had no space, until slots that may need more of it are tried again."""
+ROWS_AT_ONCE: Final = 1 << 13
+PERIODS: Final = 16
+"""The use of a page is written once while so many parts of the slots are filled."""
+NOTED_MAX: Final = 1 << 16
+"""Maximum slots of which it is known that their use is written."""
+READ_AT_OPENING_MAX: Final = 1 << 16
+"""Slots of a directory that is read before its opening ends; a larger one is read while the engine starts."""
 # Pages of fewer bytes than twice this stay together in one file.
 RUN_BYTES_MIN: Final = 1 << 20
 
@@ -58,7 +65,7 @@ _SET: Final = (
 # :keys are the keys of the run, concatenated.
 _PUBLISH: Final = (
     _RUN + "INSERT INTO slots(slot, namespace, state, owner, seq, used, key) "
-    "SELECT slot, :namespace, 2, 0, :seq, :seq, "
+    "SELECT slot, :namespace, 2, 0, :seq, :used, "
     f"substr(:keys, (slot - :first) * {KEY_BYTES} + 1, {KEY_BYTES}) FROM run WHERE true "
     "ON CONFLICT(slot) DO UPDATE SET state=2, owner=0, seq=excluded.seq, used=excluded.used, key=excluded.key"
 )
@@ -108,6 +115,11 @@ class FileIndex:
         self._data_version = -1
         # Filled on the event loop, emptied by the next change.
         self.touched: deque[int] = deque()
+        # The change from which all uses count until a part of the slots is written again, and the slots whose use is
+        # written. A use within the same period changes nothing about the order of evictions that matters.
+        self._period = 0
+        self._noted: set[int] = set()
+        self._written = 0
         self._to_remove: list[Path] = []
         self._given_up: list[int] = []
         # Segments whose files were cut to make room on the disk, until a change retires them.
@@ -122,8 +134,14 @@ class FileIndex:
             raise
 
     def _enter(self) -> None:
-        """Enter the writer, free what dead ones left, and keep to the capacity."""
-        with self._change() as seq:
+        """Enter the writer, free what dead ones left, and keep to the capacity.
+
+        The rows of a large directory are read by the first call that needs them, since that takes seconds.
+        """
+        slots = self._db.execute(
+            "SELECT COALESCE(SUM(slots), 0) FROM segments WHERE namespace=? AND retired=0", (self._namespace,)
+        ).fetchone()[0]
+        with self._change(is_read=slots <= READ_AT_OPENING_MAX) as seq:
             self._me = int(self._db.execute("INSERT INTO writers(name) VALUES(?)", (self._writer.name,)).lastrowid or 0)
             self._take_back_from_the_dead(seq)
             self._shrink(seq)
@@ -189,12 +207,14 @@ class FileIndex:
                         "last": last,
                         "namespace": self._namespace,
                         "seq": seq,
+                        "used": self._period,
                         "keys": b"".join([by_slot[slot] for slot in range(first, last + 1)]),
                     }
                     for first, last in _bounds(slots)
                 ],
             )
             self.mirror.publish(by_slot)
+            self._written += len(slots)
         return done
 
     def give_up(self, slots: Sequence[int]) -> None:
@@ -287,19 +307,23 @@ class FileIndex:
         self._tick.close()
 
     @contextmanager
-    def _change(self) -> Iterator[int]:
+    def _change(self, *, is_read: bool = True) -> Iterator[int]:
         """One change of the index: brings the mirror up to date first, and writes recency along with it."""
         self._begin()
         left: list[int] = []
         try:
-            self._pull()
-            seq = self._seen + 1
+            if is_read:
+                self._pull()
+            seq = int(self._db.execute("SELECT value FROM clock").fetchone()[0]) + 1
             self._db.execute("UPDATE clock SET value=?", (seq,))
-            used = {self.touched.popleft() for _ in range(len(self.touched))}
+            if self._written >= self.mirror.slot_count // PERIODS or len(self._noted) > NOTED_MAX:
+                self._period, self._noted, self._written = seq, set(), 0
+            used = {self.touched.popleft() for _ in range(len(self.touched))} - self._noted
             self._db.executemany(
-                "UPDATE slots SET used=? WHERE slot BETWEEN ? AND ?",
-                [(seq, first, last) for first, last in _bounds(sorted(used))],
+                "UPDATE slots SET used=MAX(used, ?) WHERE slot BETWEEN ? AND ?",
+                [(self._period, first, last) for first, last in _bounds(sorted(used))],
             )
+            self._noted |= used
             for segment, digest in self._cut:
                 self._retire(segment, digest, seq)
             left, self._given_up = self._given_up, []
@@ -317,7 +341,7 @@ class FileIndex:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
-        self._seen = seq
+        self._seen = seq if is_read else -1
         self._cut.clear()
         self.mirror.settle(written=True)
         self._remove_files()
@@ -336,7 +360,8 @@ class FileIndex:
 
     def _pull(self) -> None:
         """Bring the mirror up to date, inside a transaction."""
-        if self._seen < 0:
+        is_first = self._seen < 0
+        if is_first:
             self.mirror.forget_all()
         for segment, slots, retired in self._db.execute(
             "SELECT id, slots, retired FROM segments WHERE namespace=? AND seq>? ORDER BY id",
@@ -346,10 +371,16 @@ class FileIndex:
                 self.mirror.drop_segment(segment)
             else:
                 self.mirror.add_segment(segment, slots)
-        for slot, state, owner, key in self._db.execute(
+        changed = self._db.execute(
             "SELECT slot, state, owner, key FROM slots WHERE namespace=? AND seq>?", (self._namespace, self._seen)
-        ):
-            self.mirror.apply(slot, state, owner, key)
+        )
+        # In parts: one call for a million rows would keep the interpreter from the event loop.
+        while rows := changed.fetchmany(ROWS_AT_ONCE):
+            if is_first:
+                self.mirror.load(rows)
+                continue
+            for row in rows:
+                self.mirror.apply(*row)
         self._seen = int(self._db.execute("SELECT value FROM clock").fetchone()[0])
 
     def _set(self, slots: Sequence[int], state: SlotState, seq: int) -> None:

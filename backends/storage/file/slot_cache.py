@@ -7,10 +7,10 @@ check; never a wrong page.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 
-from tidekv.backends.storage.file.segments import segment_of, slot_of
+from tidekv.backends.storage.file.segments import INDEX_BITS, segment_of, slot_of
 
 
 class SlotState(IntEnum):
@@ -19,6 +19,9 @@ class SlotState(IntEnum):
     FREE = 0
     WRITING = 1
     PUBLISHED = 2
+
+
+_WRITING, _PUBLISHED = int(SlotState.WRITING), int(SlotState.PUBLISHED)
 
 
 class SlotCache:
@@ -72,8 +75,8 @@ class SlotCache:
         if segment in self.slots_by_segment:
             return
         self.slots_by_segment[segment] = slots
-        for index in range(slots):
-            self._set_free(slot_of(segment, index))
+        first = slot_of(segment, 0)
+        self._free.update(range(first, first + slots))
 
     def drop_segment(self, segment: int) -> int:
         """Remove a segment and everything in it; returns how many pages were published there."""
@@ -95,7 +98,7 @@ class SlotCache:
             return
         self._clear(slot)
         if state == SlotState.FREE:
-            self._set_free(slot)
+            self._free.add(slot)
             return
         self._free.discard(slot)
         if state == SlotState.WRITING:
@@ -104,6 +107,16 @@ class SlotCache:
             assert key is not None, "a published slot has a key"
             self._key_by_slot[slot] = key
             self.slot_by_key[key] = slot
+
+    def load(self, rows: Sequence[tuple[int, int, int, bytes]]) -> None:
+        """Apply rows of slots of which nothing was read before, as `apply` does, in a tenth of its steps."""
+        known = [row for row in rows if row[0] >> INDEX_BITS in self.slots_by_segment]
+        keys = {row[0]: row[3] for row in known if row[1] == _PUBLISHED}
+        owners = {row[0]: row[2] for row in known if row[1] == _WRITING}
+        self._free.difference_update(keys, owners)
+        self._owner_by_slot.update(owners)
+        self._key_by_slot.update(keys)
+        self.slot_by_key.update(zip(keys.values(), keys, strict=True))
 
     def reserve(self, slots: Collection[int], owner: int) -> None:
         """Mark free slots as reserved by a writer."""
@@ -152,9 +165,6 @@ class SlotCache:
                 if len(chosen) == count:
                     break
         return sorted(chosen)
-
-    def _set_free(self, slot: int) -> None:
-        self._free.add(slot)
 
     def _clear(self, slot: int) -> None:
         self._owner_by_slot.pop(slot, None)

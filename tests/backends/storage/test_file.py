@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tidekv.backends.storage.file import records, segments
+from tidekv.backends.storage.file import index, records, segments
 from tidekv.backends.storage.file.directory import Directory
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.types import page_ids
@@ -39,6 +39,29 @@ async def test_a_restarted_engine_finds_its_pages(files: Rig) -> None:
     assert again.statistics().pages == 20
     assert await again.exists(files.keys([3, 99]), timeout_s=5) == [True, False]
     assert all(await files.get(again, range(20)))
+
+
+async def test_a_large_directory_is_open_before_its_rows_are_read(files: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await files.open()
+    await files.put(engine, range(20))
+    await engine.close()
+    monkeypatch.setattr(index, "READ_AT_OPENING_MAX", 0)
+    monkeypatch.setattr(index, "ROWS_AT_ONCE", 3)
+    may_read, refresh = threading.Event(), index.FileIndex.refresh
+
+    def held(self: index.FileIndex) -> bool:
+        assert may_read.wait(60)
+        return refresh(self)
+
+    monkeypatch.setattr(index.FileIndex, "refresh", held)
+    again = await files.open()
+    assert again.statistics().pages == 0
+    assert await again.exists(files.keys([3]), timeout_s=0.01) == [False]
+    may_read.set()
+    assert await again.exists(files.keys([3, 99]), timeout_s=60) == [True, False]
+    assert all(await files.get(again, range(20)))
+    assert all(await files.put(again, range(20, 30)))
+    assert again.statistics().pages == 30
 
 
 async def test_a_batch_that_jumps_between_segments_is_moved_whole(files: Rig) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.instructions import instructions_of
 from tidekv.backends.storage.file.segments import segment_of, slot_of
 from tidekv.backends.storage.file.slot_cache import SlotCache
 
@@ -92,3 +93,17 @@ async def test_slots_of_a_crashed_writer_are_used_again_before_anything_is_evict
     os.close(directory._writer._file)
     directory._writer._file = os.open(os.devnull, os.O_RDONLY)
     assert await room_in(engine) == room
+
+
+def test_rows_of_a_large_directory_are_loaded_in_few_steps_each() -> None:
+    states = {index: (index % 3, 7 if index % 3 == 1 else 0) for index in range(1000)}
+    rows = [(slot_of(1 + index % 2, index), *states[index], bytes([index % 256]) * 32) for index in range(1000)]
+    rows.append((slot_of(9, 0), 2, 0, bytes(32)))
+    loaded, applied = SlotCache(), SlotCache()
+    for mirror in (loaded, applied):
+        for segment in (1, 2):
+            mirror.add_segment(segment, 1000)
+    assert instructions_of(lambda: loaded.load(rows)) < 40 * len(rows)
+    for row in rows:
+        applied.apply(*row)
+    assert vars(loaded) == vars(applied)

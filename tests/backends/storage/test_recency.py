@@ -1,0 +1,55 @@
+"""The recency of pages in the index of a directory: what is evicted first, and how many rows that costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tidekv.backends.storage.file.directory import Directory
+from tidekv.backends.storage.file.index import FileIndex
+from tidekv.backends.storage.file.options import FileOptions
+
+PAGES = 1024
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> FileIndex:
+    """The index of a directory of PAGES pages, which are all stored."""
+    root = tmp_path / "store"
+    options = FileOptions(root=root, capacity=PAGES * 4224, segment=PAGES * 4224 // 8)
+    directory = Directory(options, namespace=bytes(32), page_bytes=4096)
+    put(directory.index, range(len(directory.index.reserve(PAGES))))
+    return directory.index
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def put(index: FileIndex, numbers: range) -> int:
+    """Store pages; return how many rows that has changed."""
+    before = index._db.total_changes
+    slots = list(index.mirror._owner_by_slot) or index.reserve(len(numbers))
+    assert all(index.publish([(key(number), slot) for number, slot in zip(numbers, slots, strict=True)], []))
+    return index._db.total_changes - before
+
+
+def test_the_use_of_a_page_is_written_once_until_a_part_of_the_storage_is_new(index: FileIndex) -> None:
+    held = len(index.mirror.slot_by_key)
+    changed = []
+    for number in range(20):
+        index.touched.extend(index.mirror.slot_by_key[key(page)] for page in range(held // 2))
+        changed.append(put(index, range(held + number, held + number + 1)))
+    assert changed[0] >= held // 2
+    assert max(changed[1:]) < held // 4
+
+
+def test_pages_that_are_used_stay(index: FileIndex) -> None:
+    held = len(index.mirror.slot_by_key)
+    hot = range(0, held, 4)
+    for number in range(held, 3 * held, 8):
+        index.touched.extend(index.mirror.slot_by_key[key(page)] for page in hot)
+        put(index, range(number, number + 8))
+        assert all(key(page) in index.mirror.slot_by_key for page in hot)
+    assert key(1) not in index.mirror.slot_by_key
