@@ -32,7 +32,7 @@ def all_targets(
 
     Takes 22 to 25 minutes on two cores. The exit code does not depend on the figures.
     """
-    from tidekv.engine.trace.plots import check_plot
+    from benchmarks.plots import check_plot
 
     check_plot(plot)
     chosen = [*(only or ()), *(names or ())]
@@ -47,7 +47,7 @@ def all_targets(
 def multiturn(plot: Plot = None) -> None:
     """Serve the multi-turn acceptance: hit rates by round, with decode output kept and not kept."""
     from benchmarks.multiturn import PROMPTS, print_multiturn, run_both_ways
-    from tidekv.engine.trace.plots import check_plot, plot_rounds, save_plot
+    from benchmarks.plots import check_plot, plot_rounds, save_plot
 
     check_plot(plot)
     rounds = run_both_ways()
@@ -115,7 +115,7 @@ def tiers(
     plot: Plot = None,
 ) -> None:
     """Measure how fast pages go between device, host, storage, and another process over NIXL."""
-    from tidekv.engine.trace.plots import check_plot
+    from benchmarks.plots import check_plot
 
     check_plot(plot)
     options = [f"--storage={storage}", *([f"--plot={plot}"] if plot is not None else [])]

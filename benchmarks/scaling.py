@@ -146,7 +146,7 @@ def main() -> None:
             told = ", ".join(f"{count:,.0f}: {seconds / count * 1e6:.1f} µs each" for count, seconds in points)
             figures.add(f"scaling.{name}", over_n_log_n(points[0], points[-1]), told)
         if chosen.plot:
-            from tidekv.engine.trace.plots import plot_scaling, save_plot
+            from benchmarks.plots import plot_scaling, save_plot
 
             figure = plot_scaling(curves)
             save_plot(figure, chosen.plot)

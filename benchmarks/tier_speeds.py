@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.nixl_child import NixlChild, NumpyPool
+from benchmarks.plots import plot_bandwidth, save_plot
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.poller import PollerThread
-from tidekv.engine.trace.plots import plot_bandwidth, save_plot
 from tidekv.states.errors import StorageFailed
 from tidekv.states.types import page_ids
 from tidekv.transports.nixl.transport import NixlTransport

@@ -322,8 +322,8 @@ FLOORS = {
         PROGRAMS,
     ),
     "benchmarks": (
-        "engine_rig engine_sampler layers_measured measurements multiturn nixl_child page_cache peers ports published "
-        "storage_baselines target_table throttled",
+        "engine_rig engine_sampler layers_measured measurements multiturn nixl_child page_cache peers plots ports "
+        "published storage_baselines target_table throttled",
         "engine figures peer_trees restore_stages servers storage_floor transfer_pairs",
         "restore_tiers transfer",
         PROGRAMS,

@@ -7,7 +7,6 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
     from tidekv.engine.demo.main_job import JobResult
     from tidekv.engine.demo.phase import Phase, Progress
-    from tidekv.engine.trace.live import LiveView
 
 
 def register(app: typer.Typer) -> None:
@@ -56,9 +54,7 @@ def run(
     ] = True,
     damage: Annotated[str, typer.Option(help="Overwrite a page from l1, l2, l3 or transfer: the check fails.")] = "",
     journal: Annotated[str, typer.Option(help="Write every event of the decode engine to this file.")] = "",
-    plot: Annotated[Path | None, typer.Option(help="Draw time to ready and sources to this .png or .svg file.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures, with commit, date and machine.")] = None,
-    live: Annotated[bool, typer.Option("--live", help="Show the engine's requests and pools while it runs.")] = False,
 ) -> None:
     """Serve a workload with a prefill and a decode worker in two processes, verify it, and print tokens by source.
 
@@ -75,10 +71,8 @@ def run(
         make_workload,
     )
     from tidekv.engine.demo.traces import read_trace
-    from tidekv.engine.trace.plots import check_plot, plot_run, save_plot
 
     # All options are checked before the other imports, which take seconds.
-    check_plot(plot)
     if damage:
         checked(damage, Source, "--damage")
     if storage:
@@ -103,12 +97,10 @@ def run(
     from tidekv.engine.demo.link import LARGE_MODEL
     from tidekv.engine.demo.model import check_installed
     from tidekv.engine.demo.report import report
-    from tidekv.engine.trace.live import LiveView
 
     def turns(options: WorkloadOptions) -> int:
         return sum(len(conversation.turns) for conversation in make_workload(options).conversations)
 
-    view = LiveView() if live else None
     tiers = main_job.TierOptions(
         page_size=page_size,
         l1_pages=l1_pages,
@@ -117,14 +109,13 @@ def run(
         in_flight_max=in_flight,
         compare=compare and not damage,
         journal=journal or None,
-        shows=None if view is None else view.watch,
     )
     console = Console()
     passes = (main_job.CACHED, main_job.UNCACHED)[: 1 + tiers.compare]
     failed = False
     figures: dict[str, object] = {}
     if trace is not None:
-        with progress_bars(console, dict.fromkeys(passes, requests or None), view) as progress:
+        with progress_bars(console, dict.fromkeys(passes, requests or None)) as progress:
             result = finished(main_job.run_trace(trace, recorded, tiers, progress=progress))
     else:
         check_installed()
@@ -134,7 +125,7 @@ def run(
             long_prompts = long_prompt_options(seed=seed)
             # One request at a time: two processes share few cores here, and a second one would wait for the first.
             slow_tiers = replace(tiers, journal=None, l1_pages=0, l2_pages=0, in_flight_max=in_flight or 1)
-            with progress_bars(console, dict.fromkeys(names, turns(long_prompts)), view) as progress:
+            with progress_bars(console, dict.fromkeys(names, turns(long_prompts))) as progress:
                 slow = finished(
                     main_job.run_conversations(long_prompts, slow_tiers, deployment=LARGE_MODEL, progress=progress)
                 )
@@ -145,17 +136,13 @@ def run(
             failed = bool(slow.failures)
             figures["times_shorter"] = slow.phases[-1].ready_ms(50) / slow.phases[0].ready_ms(50)
             figures["deployment"] = phase_figures(slow.phases)
-        with progress_bars(console, dict.fromkeys(names, turns(options)), view) as progress:
+        with progress_bars(console, dict.fromkeys(names, turns(options))) as progress:
             result = finished(main_job.run_conversations(options, tiers, damage=damage, progress=progress))
     console.print(report(result, is_model=trace is None))
     failed = failed or bool(result.failures)
     figures["workload"] = phase_figures(result.phases)
     if json is not None and not failed:
         write_artefact(json, figures)
-    if plot is not None:
-        phases = {phase.name: phase for phase in result.phases}
-        ready_s = {name: phase.ready_s for name, phase in phases.items()}
-        save_plot(plot_run(ready_s, {name: phase.tokens for name, phase in phases.items()}), plot)
     if failed:
         raise typer.Exit(1)
 
@@ -195,29 +182,22 @@ def finished(work: Coroutine[object, object, JobResult]) -> JobResult:
 
 
 @contextmanager
-def progress_bars(
-    console: Console, totals: Mapping[str, int | None], view: LiveView | None = None
-) -> Iterator[Progress]:
-    """Show one bar per phase, and `view` below them; a phase with an unknown total shows a count.
+def progress_bars(console: Console, totals: Mapping[str, int | None]) -> Iterator[Progress]:
+    """Show one bar per phase; a phase with an unknown total shows a count.
 
     Nothing is shown before the first phase begins, so that errors of the start are not printed below empty bars.
     """
-    from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bars = Progress(*columns, console=console)
     with ExitStack() as shown:
-        display: Progress | Live = bars
-        if view is not None:
-            shown.enter_context(view)
-            display = Live(get_renderable=partial(view.below, bars), console=console, refresh_per_second=4)
         tasks: dict[str, TaskID] = {}
 
         def advance(name: str, count: int) -> None:
             if not tasks:
                 tasks.update((phase, bars.add_task(phase, total=total, start=False)) for phase, total in totals.items())
-                shown.enter_context(display)
+                shown.enter_context(bars)
             bars.start_task(tasks[name])
             bars.advance(tasks[name], count)
 

@@ -1,156 +1,34 @@
-"""`tidekv simulate`: the core against a simulated world, with seeded faults."""
+"""`tidekv simulate`: the core against a simulated world, if the command runs in a checkout."""
 
 from __future__ import annotations
 
-import os
-import secrets
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from tidekv.engine.demo.artefact import write_artefact
 from tidekv.states.errors import InvalidConfig
-from tidekv.states.validation import unknown
 
-RANKS_MAX = 8
-"""Maximum ranks: as many as one machine has accelerators; more add no coverage."""
-SMALLEST_MAX = 3
-"""Maximum failing seeds that are shrunk; each takes some seconds."""
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def register(app: typer.Typer) -> None:
-    """Add `simulate` to the command line."""
-    app.command()(simulate)
+    """Add `simulate` to the command line. Its options and its work are in `tools/simulate.py` of a checkout."""
+    program = CHECKOUT / "tools" / "simulate.py"
+    if not program.is_file():
+        app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(simulate)
+        return
+    if str(CHECKOUT) not in sys.path:
+        sys.path.append(str(CHECKOUT))
+    # By its path: the working directory may have a package of this name, too.
+    found = spec_from_file_location("tidekv_simulate", program)
+    assert found is not None and found.loader is not None
+    module = module_from_spec(found)
+    found.loader.exec_module(module)
+    app.command()(module.simulate)
 
 
-def simulate(
-    seed: Annotated[int, typer.Option(help="The first seed; -1: a fresh one, which is printed.", min=-1)] = 1,
-    seeds: Annotated[int, typer.Option(help="How many seeds, counted up from the first.", min=1)] = 1,
-    requests: Annotated[int, typer.Option(help="Requests of each seed.", min=1)] = 1000,
-    faults: Annotated[str, typer.Option(help="all, none, or names of faults, separated by commas.")] = "all",
-    jobs: Annotated[int, typer.Option(help="Processes; 0: one a core.", min=0)] = 0,
-    ranks: Annotated[
-        int,
-        typer.Option(help="Ranks of one instance that must decide alike; 0: a single core.", min=0, max=RANKS_MAX),
-    ] = 0,
-    without: Annotated[str, typer.Option(help="Names of faults that are drawn but never strike.")] = "",
-    components: Annotated[
-        bool, typer.Option("--components", help="Windows or states in every seed; by default in every other one.")
-    ] = False,
-    lent: Annotated[
-        bool, typer.Option("--lent", help="Device pages that host engines lend, in every seed; by default in some.")
-    ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the figures, with commit, date and machine.")] = None,
-    journals: Annotated[Path, typer.Option(help="Where the journals of runs that fail are written.")] = Path(),
-) -> None:
-    """Serve requests in virtual time with seeded faults at every boundary, and check every invariant on the way.
-
-    Works in a checkout. Exit code 1 if an invariant was violated. The first failing seeds are shrunk to the smallest
-    run that still fails; its command is printed, and its journal written. With --ranks, every rank has tiers and
-    faults of its own, and may lag or die; faults are then "all" or "none".
-    """
-    _find_simulation()
-    from rich.console import Console
-    from rich.progress import track
-    from rich.table import Table
-
-    from simulation.campaign import run_campaign
-    from simulation.faults import FAULTS
-    from simulation.smallest import find_smallest
-
-    if ranks and (faults not in ("all", "none") or without):
-        raise InvalidConfig("with --ranks, --faults must be all or none, and --without empty")
-    if not journals.is_dir():
-        raise InvalidConfig(f"there is no directory {str(journals)!r} to write journals to")
-    chosen = faults if faults in ("all", "none") else _names(faults)
-    left_out = _names(without)
-    for name in (*left_out, *([] if isinstance(chosen, str) else chosen)):
-        if name not in FAULTS:
-            raise unknown(name, ["all", "none", *FAULTS], "fault", InvalidConfig)
-    first = secrets.randbelow(2**31) if seed == -1 else seed
-    console = Console()
-    console.print(f"seeds {first} to {first + seeds - 1}, {requests} requests each, faults: {faults}")
-    ticks = iter(track(range(seeds), description="seeds", console=console))
-    next(ticks)
-    campaign = run_campaign(
-        first_seed=first,
-        seeds=seeds,
-        requests=requests,
-        faults=chosen,
-        jobs=jobs or os.cpu_count() or 1,
-        ranks=ranks,
-        without=left_out,
-        always_components=components,
-        lends=lent,
-        progress=lambda: next(ticks, None),
-    )
-    table = Table(title="faults injected, and how requests ended")
-    for column in ("fault", "count", "end", "count"):
-        table.add_column(column, justify="right" if column == "count" else "left")
-    ends = campaign.ends.most_common()
-    for row, (fault, count) in enumerate(campaign.faults.most_common()):
-        end = ends[row] if row < len(ends) else ("", "")
-        table.add_row(fault, f"{count:,}", end[0], f"{end[1]:,}" if end[1] else "")
-    console.print(table)
-    console.print(
-        f"{campaign.requests:,} requests over {campaign.seeds:,} seeds, {campaign.events:,} events, "
-        f"{sum(campaign.faults.values()):,} faults of {sum(count > 0 for count in campaign.faults.values())} kinds; "
-        f"{campaign.wall_s:.0f} s, {campaign.cpu_s:.0f} CPU s, {campaign.requests / campaign.cpu_s:,.0f} requests a "
-        "CPU second",
-        soft_wrap=True,
-    )
-    if json is not None:
-        figures = {
-            "requests": campaign.requests,
-            "seeds": campaign.seeds,
-            "events": campaign.events,
-            "faults": sum(campaign.faults.values()),
-            "kinds": sum(count > 0 for count in campaign.faults.values()),
-            "violations": len(campaign.failures),
-            "wall_s": round(campaign.wall_s, 1),
-            "cpu_s": round(campaign.cpu_s, 1),
-        }
-        write_artefact(json, figures)
-    if campaign.component_pages:
-        counts = ", ".join(f"{name} {count:,}" for name, count in sorted(campaign.component_pages.items()))
-        console.print(f"operations on components: {counts}", soft_wrap=True)
-    if campaign.early:
-        counts = ", ".join(f"{name} {count:,}" for name, count in sorted(campaign.early.items()))
-        console.print(f"callers that began with the first layers: {counts}", soft_wrap=True)
-    for failure in campaign.failures.values():
-        console.print(failure, soft_wrap=True, markup=False)
-    if campaign.failures:
-        for seed in [] if ranks or lent else list(campaign.failures)[:SMALLEST_MAX]:
-            smallest = find_smallest(
-                seed,
-                requests,
-                chosen,
-                journals / f"simulation-{seed}.journal",
-                without=left_out,
-                always_components=components,
-            )
-            console.print(
-                f"seed {seed} fails like this with {smallest.requests} requests and {len(smallest.struck)} kinds of "
-                f"faults ({', '.join(smallest.struck)}), too: {smallest.what.splitlines()[0]}\n"
-                f"  journal of {smallest.events} events: {smallest.journal}\n  again: {smallest.command}",
-                soft_wrap=True,
-                markup=False,
-            )
-        console.print(f"VIOLATIONS in {len(campaign.failures)} of {campaign.seeds} seeds")
-        raise typer.Exit(1)
-    console.print("no violation")
-
-
-def _find_simulation() -> None:
-    """Make `simulation` importable from the checkout that this module is in. Raises InvalidConfig if it is in none."""
-    checkout = Path(__file__).resolve().parents[2]
-    if not (checkout / "simulation" / "campaign.py").is_file():
-        raise InvalidConfig("the simulation is not installed with tidekv: run this command in a checkout")
-    if str(checkout) not in sys.path:
-        sys.path.append(str(checkout))
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+def simulate() -> None:
+    """Serve requests in virtual time with seeded faults, and check every invariant. Works in a checkout."""
+    raise InvalidConfig("the simulation is not installed with tidekv: run this command in a checkout")

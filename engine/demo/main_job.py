@@ -22,7 +22,7 @@ from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.config.engine_config import EngineConfig, MetricsOptions, StorageOptions
+from tidekv.engine.config.engine_config import EngineConfig, StorageOptions
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.demo.blocks import VOCABULARY, TraceOptions
 from tidekv.engine.demo.compute import ComputeThread
@@ -69,10 +69,6 @@ class TierOptions:
     """
     engine: EngineConfig | None = None
     transport: Callable[[], NixlTransport] | None = None
-    shows: Callable[[str | None], None] | None = None
-    """Called on a thread with the address of a decode engine's metrics once it has started, and with None when its
-    requests have ended, before it closes.
-    """
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -251,25 +247,16 @@ async def _decode_worker(
     config = tiers.engine or shown
     journal = msgspec.structs.replace(config.journal, path=tiers.journal if cache else None)
     config = msgspec.structs.replace(config, model=model, journal=journal)
-    if tiers.shows is not None and config.metrics.listen is None:
-        config = msgspec.structs.replace(config, metrics=MetricsOptions(listen="127.0.0.1:0"))
     # Create the directory in both passes, so that they differ only in the cache.
     with tempfile.TemporaryDirectory(prefix="tidekv-", ignore_cleanup_errors=True) as folder:
         storage = open_storage(tiers.storage or f"file:{folder}?capacity=4GB", tiers.storage_options) if cache else None
         transport = tiers.transport() if tiers.transport else NixlTransport(name="decode-0", dials=["127.0.0.1:*"])
         async with DecodeEngine(config, device=device, host=host, storage=storage, transport=transport) as engine:
             started_s = time.perf_counter()
-            if tiers.shows is not None:
-                await asyncio.to_thread(tiers.shows, engine.metrics_address)
-            try:
-                yield _Worker(engine, device)
-                phase.wall_s = time.perf_counter() - started_s
-                await engine.wait_settled()
-                phase.held = held_by(engine)
-            finally:
-                # After all requests have ended, so that the view keeps the final counts.
-                if tiers.shows is not None:
-                    await asyncio.to_thread(tiers.shows, None)
+            yield _Worker(engine, device)
+            phase.wall_s = time.perf_counter() - started_s
+            await engine.wait_settled()
+            phase.held = held_by(engine)
     after = await _ended_rooms(prefill, phase)
     if before is None or after is None:
         phase.pages_sent = phase.delta_pages

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks import plots
 from tests.support.waits import LIMIT_S
-from tidekv.engine.trace import plots
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GROUPS = {

@@ -1,4 +1,4 @@
-"""`tidekv top` and the view of `tidekv run --live` look at a running engine."""
+"""`tidekv top` looks at a running engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from rich.text import Text
-from typer.testing import CliRunner
 
 from tidekv import (
     DevicePool,
@@ -25,9 +23,7 @@ from tidekv import (
     PrefillPeer,
     open_storage,
 )
-from tidekv.engine.cli.main import app
 from tidekv.engine.trace import top
-from tidekv.engine.trace.live import LiveView
 from tidekv.states.errors import StorageFailed
 
 PROMPT = list(range(100, 142))  # Ten pages of four tokens and a tail of two.
@@ -122,72 +118,6 @@ async def test_top_tells_that_storage_is_left_alone(make_pair) -> None:
         assert "storage is not used: the breaker is open" in words
 
 
-async def test_live_view_follows_one_engine_and_then_another(make_pair) -> None:
-    with LiveView(interval_s=0.01) as view:
-        assert "no engine is running yet" in printed(view.below(Text("progress")))
-        for number in range(2):
-            async with make_pair(metrics_listen="127.0.0.1:0") as pair:
-                ready = [await pair.restore(f"r{at}", PROMPT[at:]) for at in range(number + 1)]
-                view.watch(pair.engine.metrics_address)
-                # One look may have begun before the engine was named.
-                for _ in range(2):
-                    view.looked.clear()
-                    assert await asyncio.to_thread(view.looked.wait, 10)
-                words = printed(view.below(Text("progress")))
-                assert words.startswith("progress")
-                assert re.search(rf"READY +│ +{number + 1} ", words), words
-                for request in ready:
-                    await pair.engine.finish(request)
-                await asyncio.to_thread(view.watch, None)
-            words = printed(view.below(Text("progress")))
-            assert re.search(rf"ready +│ +{number + 1} ", words), words
-
-
-async def test_live_view_ends_in_the_last_state_of_its_engine(make_pair) -> None:
-    with LiveView(interval_s=600) as view:
-        async with make_pair(metrics_listen="127.0.0.1:0") as pair:
-            view.watch(pair.engine.metrics_address)
-            assert await asyncio.to_thread(view.looked.wait, 10)
-            for number in range(3):
-                await pair.engine.finish(await pair.restore(f"r{number}", PROMPT))
-            await pair.engine.wait_settled()
-            assert not re.search(r"ready +│ +3 ", printed(view.below(Text(""))))
-            await asyncio.to_thread(view.watch, None)
-        # The engine is gone, and its final counts stay.
-        words = printed(view.below(Text("")))
-        assert re.search(r"ready +│ +3 ", words), words
-        assert re.search(r"READY +│ +0 ", words), words
-
-
-async def test_live_view_looks_at_once_where_an_engine_begins(make_pair) -> None:
-    with LiveView(interval_s=600) as view:
-        async with make_pair(metrics_listen="127.0.0.1:0") as pair:
-            view.watch(pair.engine.metrics_address)
-            assert await asyncio.to_thread(view.looked.wait, 10)
-
-
-async def test_live_view_survives_an_engine_that_is_gone(make_pair) -> None:
-    with LiveView(interval_s=0.01) as view:
-        view.watch("127.0.0.1:9")
-        async with make_pair(metrics_listen="127.0.0.1:0") as pair:
-            view.watch(pair.engine.metrics_address)
-            assert await asyncio.to_thread(view.looked.wait, 10)
-
-
 def test_top_of_what_is_no_engine_is_one_clear_error() -> None:
     with pytest.raises(InvalidRequest, match=r"no engine answers at '127\.0\.0\.1:9'"):
         top.scrape("127.0.0.1:9")
-
-
-@pytest.mark.nixl
-@pytest.mark.slow
-def test_run_with_live_shows_the_engine_below_its_progress() -> None:
-    arguments = ["run", "--conversations", "2", "--rounds", "2", "--no-compare", "--live"]
-    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"}, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    assert "generated tokens equal" in done.output
-    assert "tokens by source" in done.output
-    assert re.search(r"pool +┃ +┃ owned +┃ pinned +┃ evictable", done.output), done.output
-    # The last picture has all four requests of both conversations, and none that still holds pages.
-    last = done.output[done.output.rindex("restores") :]
-    assert re.search(r"ready +│ +4 ", last), done.output

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import multiturn
+from benchmarks import multiturn, plots
 from benchmarks.__main__ import app as bench
 from tidekv import InvalidConfig
-from tidekv.engine.cli.main import app
-from tidekv.engine.trace import plots
 
 SOURCES = {"l1": 30, "l2": 10, "l3": 40, "transfer": 20}
 
@@ -43,21 +41,6 @@ def test_rounds_are_drawn_as_shares_of_their_sources() -> None:
     assert "tokens" in kept.get_xlabel()
     assert "%" in kept.get_ylabel()
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list(heights(kept))
-
-
-def test_run_is_drawn_with_the_distribution_of_its_times() -> None:
-    ready_s = {"decode cache on": [0.004, 0.001, 0.002, 0.003], "decode cache off": [0.01, 0.02], "nothing": []}
-    figure = plots.plot_run(ready_s, {"decode cache on": SOURCES, "decode cache off": {"transfer": 5}})
-    times, bars = figure.axes
-    on, off = times.lines
-    assert on.get_xdata() == pytest.approx([1, 2, 3, 4])
-    assert on.get_ydata() == pytest.approx([25, 50, 75, 100])
-    assert on.get_label() == "decode cache on: p50 2.5 ms, p99 4.0 ms"
-    assert off.get_xdata() == pytest.approx([10, 20])
-    assert times.get_xlabel() == "time to ready (ms)"
-    assert "%" in times.get_ylabel()
-    assert heights(bars)["prefill, by transfer"] == [20, 100]
-    assert [label.get_text() for label in bars.get_xticklabels()] == ["decode cache on", "decode cache off"]
 
 
 def test_bandwidth_is_drawn_by_way() -> None:
@@ -104,4 +87,4 @@ def test_without_matplotlib_the_extra_is_named_before_anything_runs(tmp_path: Pa
 @pytest.mark.parametrize(("name", "word"), [("plot.pdf", "not 'plot.pdf'"), ("no/plot.png", "there is no such folder")])
 def test_file_that_cannot_be_a_plot_is_refused_before_anything_runs(tmp_path: Path, name: str, word: str) -> None:
     with pytest.raises(InvalidConfig, match=word):
-        CliRunner().invoke(app, ["run", "--plot", str(tmp_path / name)], catch_exceptions=False)
+        CliRunner().invoke(bench, ["multiturn", "--plot", str(tmp_path / name)], catch_exceptions=False)

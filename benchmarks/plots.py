@@ -1,4 +1,4 @@
-"""Plots of measurements and runs by matplotlib (extra `plot`), which is imported on first use.
+"""Plots of measurements by matplotlib (extra `plot`), which is imported on first use.
 
 Every function returns a new figure and leaves matplotlib's global state unchanged.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -31,8 +30,6 @@ SOURCE_NAMES = {
     "recompute": "recomputed",
 }
 SOURCE_COLORS = {"l1": "#2f9e57", "l2": "#3b6fd4", "l3": "#b14fc5", "transfer": "#1797a6", "recompute": "#8a8f98"}
-PHASE_COLORS = ("#3b6fd4", "#c8702b", "#2f9e57")
-QUANTILES = (0.5, 0.99)
 TITLE: dict[str, Any] = {"loc": "left", "fontsize": 12, "fontweight": "bold", "pad": 10}  # Of Axes.set_title.
 PaletteName: TypeAlias = Literal["light", "dark"]
 
@@ -89,41 +86,6 @@ def plot_rounds(rounds: Mapping[str, Sequence[Mapping[str, int]]], prompts: Sequ
         axes.set_title(name, **TITLE)
         axes.set_xlabel("prompt (tokens), by round")
     figure.axes[0].set_ylabel("prompt tokens by source (%)")
-    _legend(figure)
-    return figure
-
-
-def plot_run(ready_s: Mapping[str, Sequence[float]], sources: Mapping[str, Mapping[str, int]]) -> Figure:
-    """Plot, for each phase of a run, the distribution of the time to ready and the prompt tokens by source."""
-    figure = _figure(2)
-    times, bars = _axes(figure, 2)
-    for (name, seconds), color in zip(ready_s.items(), cycle(PHASE_COLORS)):
-        if not seconds:
-            continue
-        ordered = np.sort(np.asarray(seconds)) * 1000
-        percent = np.arange(1, len(ordered) + 1) / len(ordered) * 100
-        middle, late = (float(np.quantile(ordered, quantile)) for quantile in QUANTILES)
-        times.step(
-            ordered,
-            percent,
-            where="post",
-            linewidth=2,
-            color=color,
-            label=f"{name}: p50 {middle:.1f} ms, p99 {late:.1f} ms",
-        )
-    times.set_xscale("log", subs=[2, 5])
-    times.set_title("time to ready", **TITLE)
-    times.set_xlabel("time to ready (ms)")
-    times.set_ylabel("requests that are ready (%)")
-    times.set_ylim(0, 102)
-    for labelled in (times.xaxis.set_major_formatter, times.xaxis.set_minor_formatter):
-        labelled(lambda at, _: f"{at:,g}")
-    times.grid()
-    if times.lines:
-        times.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
-    _stack(bars, list(sources), list(sources.values()))
-    bars.set_title("sources", **TITLE)
-    bars.set_ylabel("prompt tokens by source (%)")
     _legend(figure)
     return figure
 
