@@ -20,6 +20,7 @@ from tidekv import (
     HostPool,
     KVLayout,
     LoopbackTransport,
+    OfferedPages,
     PrefillConfig,
     PrefillPeer,
     RankGroup,
@@ -29,8 +30,10 @@ from tidekv import (
 )
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.storage.base import Storage
+from tidekv.engine.config.engine_config import DeviceMode
+from tidekv.engine.decode.values import RestoredPages
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.demo.synthetic_components import wrong_components
+from tidekv.engine.demo.synthetic_components import component_digest, wrong_components
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.states.errors import CopyFailed
 from tidekv.states.handover.rank_place import RankPlace
@@ -42,6 +45,12 @@ FULL = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_
 WINDOW = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", page_size=SIZE)
 RECORD = KVLayout(num_layers=2, num_kv_heads=1, head_dim=12, dtype="float32", page_size=16, kind="mla")
 PROMPT = list(range(100, 100 + 6 * SIZE))
+PREFILL = ",".join(f"prefill-{rank}" for rank in range(RANKS))
+LENT = (
+    {"full": [40, 3, 31, 7, 19, 28], "window": [9, 2, 5], "state": [6]},
+    {"full": [5, 6, 7, 8, 9, 10], "window": [1, 15, 0], "state": [11]},
+)
+"""Pages of the prompt that each rank lends, by group: none of them has to be the same."""
 
 
 def components(host_pages: int) -> tuple[ComponentPools, ...]:
@@ -62,14 +71,38 @@ def components(host_pages: int) -> tuple[ComponentPools, ...]:
 class Rank:
     """One rank as its caller sees it."""
 
+    number: int
     engine: DecodeEngine
     device: DevicePool
     components: tuple[ComponentPools, ...]
 
+    async def restore_into(self, request_id: str, have_tokens: int = 0) -> RestoredPages:
+        """Restore into pages that this rank lends, and verify every byte of every group."""
+        lent = LENT[self.number]
+        pools = {pools.name: pools.device for pools in self.components}
+        for name, pool in pools.items():
+            if not have_tokens:
+                SyntheticKV(pool).fill(lent[name], [bytes(32)] * len(lent[name]))
+        request = DecodeRequest(request_id=request_id, tokens=PROMPT, prefill=PREFILL, send_prompt=True)
+        restored = await self.engine.restore_into(
+            request, lent["full"], have_tokens, component_pages={name: lent[name] for name in pools}
+        )
+        digests = prompt_digests(pack_tokens(PROMPT), SIZE)
+        assert SyntheticKV(self.device).verify(lent["full"], digests) == []
+        for name, pool in pools.items():
+            wanted = [component_digest(name, digest) for digest in digests[-len(lent[name]) :]]
+            assert SyntheticKV(pool).verify(lent[name], wanted) == [], name
+        return restored
+
+    async def offer(self) -> OfferedPages:
+        """Offer the pages of the prompt, in every group."""
+        lent = LENT[self.number]
+        offered = {pools.name: lent[pools.name] for pools in self.components}
+        return await self.engine.offer(PROMPT, lent["full"], component_pages=offered)
+
     async def restore(self, request_id: str, prompt: list[int]) -> ReadyRequest:
-        prefill = ",".join(f"prefill-{rank}" for rank in range(RANKS))
         ready = await self.engine.restore(
-            DecodeRequest(request_id=request_id, tokens=prompt, prefill=prefill, send_prompt=True)
+            DecodeRequest(request_id=request_id, tokens=prompt, prefill=PREFILL, send_prompt=True)
         )
         digests = prompt_digests(pack_tokens(prompt), SIZE)
         assert SyntheticKV(self.device).verify(ready.pages[: len(digests)].tolist(), digests) == []
@@ -78,7 +111,7 @@ class Rank:
 
 
 @asynccontextmanager
-async def instance(storage: str | None = None) -> AsyncIterator[list[Rank]]:
+async def instance(storage: str | None = None, device_mode: DeviceMode = "owned") -> AsyncIterator[list[Rank]]:
     """Two ranks; with `storage` each has an engine for its slice."""
     address = free_address()
     network = LoopbackNetwork()
@@ -94,7 +127,7 @@ async def instance(storage: str | None = None) -> AsyncIterator[list[Rank]]:
             on_room=SyntheticPrefill(pool, components=theirs).serve,
         )
         engine = DecodeEngine(
-            engine_config(**PATIENT, close_deadline_s=2.0, prefetch_threshold_tokens=SIZE),
+            engine_config(**PATIENT, close_deadline_s=2.0, prefetch_threshold_tokens=SIZE, device=device_mode),
             device=device,
             host=HostPool.allocate(FULL, 48),
             components=ours,
@@ -108,7 +141,7 @@ async def instance(storage: str | None = None) -> AsyncIterator[list[Rank]]:
             ),
         )
         entered += [peer, engine]
-        members.append(Rank(engine, device, ours))
+        members.append(Rank(rank, engine, device, ours))
     async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
         await asyncio.gather(*(stack.enter_async_context(part) for part in entered))
         yield members
@@ -205,6 +238,54 @@ async def test_a_record_that_one_rank_cannot_read_any_more_is_asked_of_prefill_b
         monkeypatch.setattr(component_pages_of(members[0])["window"], "get_into", get_nothing)
         assert "transfer" not in await on_all(members, "r2", PROMPT)
         assert all(member.engine.statistics()["core"]["extends"] == 1 for member in members)
+
+
+# --- Pages that the host engine of each rank lends ---
+
+
+async def lent_on_all(members: list[Rank], request_id: str, have_tokens: int = 0) -> dict[str, int]:
+    """Restore into the lent pages of all ranks, which get the same part of the prompt."""
+    restored = await asyncio.gather(*(member.restore_into(request_id, have_tokens) for member in members))
+    assert all(one.is_complete and one.sources == restored[0].sources for one in restored)
+    return {source: tokens for source, tokens in restored[0].sources.items() if tokens}
+
+
+async def settled(members: list[Rank]) -> None:
+    await asyncio.gather(*(member.engine.wait_settled() for member in members))
+    for member in members:
+        member.engine.check()
+
+
+async def test_each_tier_fills_the_pages_of_every_group_that_each_rank_lends() -> None:
+    async with instance("memory:", "lent") as members:
+        assert await lent_on_all(members, "r1") == {"transfer": len(PROMPT)}
+        assert await asyncio.gather(*(member.offer() for member in members)) == [OfferedPages(6, 0, 0)] * RANKS
+        await settled(members)
+        assert await lent_on_all(members, "r2") == {"l2": len(PROMPT)}
+        await members[0].engine.flush(("l2",))
+        assert await lent_on_all(members, "r3") == {"l3": len(PROMPT)}
+        assert await lent_on_all(members, "r4", len(PROMPT) - SIZE) == {"l1": len(PROMPT) - SIZE, "l2": SIZE}
+        assert all(member.engine.statistics()["core"]["extends"] == 0 for member in members)
+        await settled(members)
+
+
+@pytest.mark.parametrize("name", ["window", "state"])
+async def test_component_pages_that_the_storage_of_one_rank_cannot_read_are_sent_into_the_lent_pages_of_all(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    async def get_nothing(keys: list[bytes], *_: object, **__: object) -> list[bool]:
+        return [False for _ in keys]
+
+    async with instance("memory:", "lent") as members:
+        await lent_on_all(members, "r1")
+        await asyncio.gather(*(member.offer() for member in members))
+        await settled(members)
+        await members[0].engine.flush(("l2",))
+        monkeypatch.setattr(component_pages_of(members[1])[name], "get_into", get_nothing)
+        assert await lent_on_all(members, "r2") == {"l3": len(PROMPT)}
+        core = [member.engine.statistics()["core"] for member in members]
+        assert [(each["extends"], each["sent_back"]) for each in core] == [(1, 0)] * RANKS
+        await settled(members)
 
 
 async def test_storage_that_is_attached_later_is_used_when_every_rank_has_it() -> None:
