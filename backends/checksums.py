@@ -142,7 +142,8 @@ class ChecksumThread:
 class StorageChecks:
     """Checksums around storage: of pages that it has read, and of pages before it gets them.
 
-    `by_component` are the checksums of the host pools; "" is that of full pages. Pages of other pools are not checked.
+    `by_component` are the checksums of the host pools, that of full pages included. Pages of other pools are not
+    checked.
     """
 
     def __init__(self, thread: ChecksumThread, by_component: Mapping[str, HostChecksums]) -> None:

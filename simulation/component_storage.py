@@ -1,4 +1,4 @@
-"""Storage of components in the simulated environment, by tag.
+"""Answers of storage, and storage of components, in the simulated environment, by tag.
 
 The faults are those of full pages, under the same names: answers that report too much or too little; reads that are
 short, late or corrupt; partial puts; and records that are lost in between.
@@ -29,7 +29,7 @@ class SimulatedComponentStorage:
         self._kept = StoredTags(world.faults, random)
         """Each tag also identifies its component."""
 
-    def query(self, command: commands.QueryComponents) -> None:
+    def query(self, command: commands.QueryStorage) -> None:
         """Report how many full pages are stored, and at which positions pages of components are."""
         world = self._world
         world.outcomes.begin(command.op)
@@ -44,7 +44,7 @@ class SimulatedComponentStorage:
         delay = self._storage.query_delay()
         world.schedule.after(delay, self._answer, command, wanted, caller.component_tags)
 
-    def _answer(self, command: commands.QueryComponents, wanted: list[int], tags: Tags) -> None:
+    def _answer(self, command: commands.QueryStorage, wanted: list[int], tags: Tags) -> None:
         found, error = self._storage.answer_for(wanted)
         end = command.first + command.count
         component_pages = tuple(
@@ -71,7 +71,7 @@ class SimulatedComponentStorage:
         self._world.component_pages.counts["records_found"] += len(here)
         return events.StoredComponent(name, tuple(ranges))
 
-    def fetch(self, command: commands.FetchComponent) -> None:
+    def fetch(self, command: commands.FetchPages) -> None:
         """Read records."""
         world, faults = self._world, self._world.faults
         world.outcomes.begin(command.op)
@@ -88,7 +88,7 @@ class SimulatedComponentStorage:
         delay = self._storage.delay("fetch_is_late", min(command.timeout_s, FETCH_S_MAX), "fetch_is_stuck")
         world.schedule.after(delay, self._land, command, wanted)
 
-    def _land(self, command: commands.FetchComponent, wanted: list[int]) -> None:
+    def _land(self, command: commands.FetchPages, wanted: list[int]) -> None:
         world, faults = self._world, self._world.faults
         good, error = self._kept.read(wanted)
         if world.component_pages.is_lost(command.component, faults.hits, is_over=faults.is_over):
@@ -102,7 +102,7 @@ class SimulatedComponentStorage:
             lambda at_s: events.PagesFetched(at_s=at_s, op=command.op, good=good, error=error), command.op
         )
 
-    def store(self, command: commands.StoreComponent) -> None:
+    def store(self, command: commands.StorePages) -> None:
         """Put records. Their content must match the tokens."""
         world, faults = self._world, self._world.faults
         world.outcomes.begin(command.op)
@@ -118,7 +118,7 @@ class SimulatedComponentStorage:
         delay = self._storage.delay("store_is_late", 60.0, "store_is_stuck")
         world.schedule.after(delay, self._stored, command, found)
 
-    def _stored(self, command: commands.StoreComponent, found: list[int]) -> None:
+    def _stored(self, command: commands.StorePages, found: list[int]) -> None:
         world = self._world
         pool = world.component_pages.pools["host", command.component]
         pool.end_read(command.host_pages, f"put {command.op}", found)

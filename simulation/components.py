@@ -73,7 +73,7 @@ class SimulatedComponents:
         """Whether nothing is being written or read."""
         return all(pool.is_quiet for pool in self.pools.values())
 
-    def note_fetch(self, core: Core, command: commands.FetchComponent) -> None:
+    def note_fetch(self, core: Core, command: commands.FetchPages) -> None:
         """Count a read for a request that waits for device memory."""
         request = core.request(command.request_id)
         self.counts["components_read_ahead"] += request is not None and request.waits_for_admission

@@ -20,6 +20,7 @@ from simulation.rank_callers import (
 from simulation.rank_lending import RankLender, without_own_fields
 from simulation.rank_rooms import RankRooms
 from simulation.rank_tiers import RankComponentStorage, RankTiers
+from simulation.stored import by_group
 from simulation.world import ENCODER
 from tidekv.states import commands, events
 from tidekv.states.core import Core
@@ -129,16 +130,13 @@ class SimulatedRank:
         self._serials: dict[str, int] = {}
         self._answers_growth = False
         self._takers: dict[type[commands.Command], Any] = {  # Any: each taker has its own command type.
-            commands.QueryStorage: tiers.query,
-            commands.FetchPages: tiers.fetch,
-            commands.StorePages: tiers.store,
+            commands.QueryStorage: component_storage.query,
+            commands.FetchPages: by_group(tiers.fetch, component_storage.fetch),
+            commands.StorePages: by_group(tiers.store, component_storage.store),
             commands.ProbeStorage: tiers.probe,
             commands.CopyToDevice: tiers.copy,
             commands.CopyToHost: tiers.copy,
             commands.CopyComponent: tiers.copy_component,
-            commands.QueryComponents: component_storage.query,
-            commands.FetchComponent: component_storage.fetch,
-            commands.StoreComponent: component_storage.store,
             commands.SendPromise: self.rooms.promise,
             commands.SendExtend: self.rooms.extend,
             commands.SendAbort: self.rooms.abort,

@@ -24,7 +24,7 @@ class RankComponentStorage:
         self._rank = rank
         self._tiers = tiers
 
-    def query(self, command: commands.QueryComponents) -> None:
+    def query(self, command: commands.QueryStorage) -> None:
         """Report how many full pages are stored, and at which positions pages of components are."""
         rank, tiers = self._rank, self._tiers
         if tiers.raises(command.op):
@@ -54,7 +54,7 @@ class RankComponentStorage:
         rank.component_pages.counts["records_found"] += len(here)
         return events.StoredComponent(name, tuple((at, at + 1) for at in here))
 
-    def fetch(self, command: commands.FetchComponent) -> None:
+    def fetch(self, command: commands.FetchPages) -> None:
         """Read records."""
         rank, tiers = self._rank, self._tiers
         if tiers.raises(command.op):
@@ -74,7 +74,7 @@ class RankComponentStorage:
 
         rank.outcome(tiers.storage_delay(), end)
 
-    def store(self, command: commands.StoreComponent) -> None:
+    def store(self, command: commands.StorePages) -> None:
         """Put records. Their content must match the tokens."""
         rank, tiers = self._rank, self._tiers
         if tiers.raises(command.op):
@@ -133,17 +133,6 @@ class RankTiers:
         rank.stored.update(tags[:count])
         return count
 
-    def query(self, command: commands.QueryStorage) -> None:
-        """Report how many of the pages are stored."""
-        if self.raises(command.op):
-            return
-        tags = self._rank.tags(self._rank.callers[command.request_id].script.tokens)
-        wanted, error = tags[command.first : command.first + command.count], self.error("storage_fails")
-        self._rank.outcome(
-            self.storage_delay(),
-            lambda: events.StorageAnswered(at_s=0.0, op=command.op, found=self.held(wanted), error=error),
-        )
-
     def error(self, name: str) -> str:
         """Return an error text if that fault strikes now."""
         return "injected" if self._rank.hits(name) else ""
@@ -156,7 +145,7 @@ class RankTiers:
             tags = self._rank.tags(self._rank.callers[command.request_id].script.tokens)
         else:
             tags = self._tags_put(command.op)
-        wanted = tags[command.first : command.first + len(command.host_pages)]
+        wanted = [tags[at] for at in command.positions]
         error, who = self.error("storage_fails"), f"fetch {command.op}"
         self._rank.host.begin_write(command.host_pages, who)
 

@@ -16,7 +16,7 @@ from tidekv.states.pages.page_pool import PageState
 from tidekv.states.records.request import Request
 from tidekv.states.records.stages import State
 from tidekv.states.settings import CoreSettings
-from tidekv.states.types import PageIds
+from tidekv.states.types import FULL, PageIds
 
 Wish = TypeVar("Wish", bound=commands.Command)
 
@@ -55,15 +55,20 @@ class Rig:
         self.core.check()
         return wishes
 
-    def take_all(self, kind: type[Wish]) -> list[Wish]:
-        """Take the pending commands of this kind."""
-        found = [wish for wish in self.pending if isinstance(wish, kind)]
-        self.pending = [wish for wish in self.pending if not isinstance(wish, kind)]
+    def take_all(self, kind: type[Wish], *, of_components: bool = False) -> list[Wish]:
+        """Take the pending commands of this kind. Of reads and writes of storage: the full KV's, or components'."""
+        found, left = list[Wish](), list[commands.Command]()
+        for wish in self.pending:
+            fits = isinstance(wish, kind)
+            if fits and isinstance(wish, commands.FetchPages | commands.StorePages):
+                fits = (wish.component != FULL) == of_components
+            (found if fits else left).append(wish)
+        self.pending = left
         return found
 
-    def take(self, kind: type[Wish]) -> Wish:
-        """Take the only pending command of this kind."""
-        found = self.take_all(kind)
+    def take(self, kind: type[Wish], *, of_components: bool = False) -> Wish:
+        """Take the only pending command of this kind, see `take_all`."""
+        found = self.take_all(kind, of_components=of_components)
         if len(found) != 1:
             raise AssertionError(f"expected one pending {kind.__name__}, found {found} (others: {self.pending})")
         return found[0]
@@ -143,7 +148,7 @@ class Rig:
 
     def answer(
         self,
-        query: commands.QueryStorage | commands.QueryComponents,
+        query: commands.QueryStorage,
         found: int,
         error: str = "",
         component_pages: tuple[events.StoredComponent, ...] = (),
@@ -151,9 +156,7 @@ class Rig:
         """Deliver an answer of storage."""
         return self.step(events.StorageAnswered, op=query.op, found=found, error=error, component_pages=component_pages)
 
-    def fetched(
-        self, fetch: commands.FetchPages | commands.FetchComponent, good: int | None = None, error: str = ""
-    ) -> list[commands.Command]:
+    def fetched(self, fetch: commands.FetchPages, good: int | None = None, error: str = "") -> list[commands.Command]:
         """End a read with all its pages or the first `good`."""
         return self.step(
             events.PagesFetched, op=fetch.op, good=len(fetch.host_pages) if good is None else good, error=error
@@ -165,11 +168,9 @@ class Rig:
         """End a copy."""
         return self.step(events.CopyEnded, op=copy.op, error=error)
 
-    def stored(
-        self, put: commands.StorePages | commands.StoreComponent, stored: int | None = None
-    ) -> list[commands.Command]:
+    def stored(self, put: commands.StorePages, stored: int | None = None) -> list[commands.Command]:
         """End a put: storage has all pages of it now or the first `stored`, and had those that the core believes."""
-        named = len(put.host_pages) + (put.asked if isinstance(put, commands.StorePages) else 0)
+        named = len(put.host_pages) + put.asked
         stored = named if stored is None else stored
         operation = self.core.state.operations.get(put.op)
         written = min(stored, operation.unmarked) if isinstance(operation, Backup) else stored
@@ -237,13 +238,13 @@ class Rig:
             pending, self.pending = self.pending, []
             for wish in pending:
                 match wish:
-                    case commands.QueryStorage() | commands.QueryComponents():
+                    case commands.QueryStorage():
                         self.answer(wish, 0)
-                    case commands.FetchPages() | commands.FetchComponent():
+                    case commands.FetchPages():
                         self.fetched(wish)
                     case commands.CopyToDevice() | commands.CopyToHost() | commands.CopyComponent():
                         self.copied(wish)
-                    case commands.StorePages() | commands.StoreComponent():
+                    case commands.StorePages():
                         self.stored(wish)
                     case commands.SendPromise():
                         self.serve(wish)

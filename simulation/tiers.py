@@ -70,25 +70,6 @@ class SimulatedStorage:
         self._random = random
         self._kept = StoredTags(world.faults, random)
 
-    def query(self, command: commands.QueryStorage) -> None:
-        """Report how many of the pages are stored."""
-        world, faults = self._world, self._world.faults
-        world.outcomes.begin(command.op)
-        if faults.hits("query_raises"):
-            world.outcomes.raised(command.op)
-            return
-        delay = self.query_delay()
-        wanted = world.caller(command.request_id).tags[command.first : command.first + command.count]
-        if len(wanted) != command.count:
-            raise Violation(f"{command} requests pages that the prompt does not have")
-        world.schedule.after(delay, self._answer, command, wanted)
-
-    def _answer(self, command: commands.QueryStorage, wanted: list[int]) -> None:
-        found, error = self.answer_for(wanted)
-        self._world.outcomes.tell(
-            lambda at_s: events.StorageAnswered(at_s=at_s, op=command.op, found=found, error=error), command.op
-        )
-
     def answer_for(self, wanted: list[int]) -> tuple[int, str]:
         """Return how many of these pages an answer reports, and its error."""
         faults = self._world.faults
@@ -111,7 +92,7 @@ class SimulatedStorage:
             world.outcomes.raised(command.op)
             return
         tags = world.caller(command.request_id).tags if command.request_id else world.tags_put(command)
-        wanted = tags[command.first : command.first + len(command.host_pages)]
+        wanted = [tags[at] for at in command.positions if at < len(tags)]
         if len(wanted) != len(command.host_pages):
             raise Violation(f"{command} requests pages that the prompt does not have")
         self._kept.lose_one(wanted)

@@ -25,6 +25,7 @@ from simulation.prefill import Peer, Prompt
 from simulation.raising import Injected, Raising
 from simulation.rooms import Frames, RoomsOut
 from simulation.schedule import Schedule
+from simulation.stored import by_group
 from simulation.tiers import Outcomes, SimulatedCopies, SimulatedStorage
 from tidekv.states import commands, events
 from tidekv.states.core import Core
@@ -136,12 +137,9 @@ class World:
         self._is_stepping = False
         # Any: each taker has its own command type.
         self._execute: dict[type[commands.Command], Callable[[Any], None]] = {
-            commands.QueryStorage: self.storage.query,
-            commands.QueryComponents: self.component_storage.query,
-            commands.FetchPages: self.storage.fetch,
-            commands.FetchComponent: self.component_storage.fetch,
-            commands.StorePages: self.storage.store,
-            commands.StoreComponent: self.component_storage.store,
+            commands.QueryStorage: self.component_storage.query,
+            commands.FetchPages: by_group(self.storage.fetch, self.component_storage.fetch),
+            commands.StorePages: by_group(self.storage.store, self.component_storage.store),
             commands.ProbeStorage: self.storage.probe,
             commands.CopyToDevice: self.copies.copy_in,
             commands.CopyToHost: self.copies.copy_out,

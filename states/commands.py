@@ -24,49 +24,31 @@ class Operation(Command, frozen=True, kw_only=True):
 
 
 class QueryStorage(Operation, frozen=True, kw_only=True):
-    """Ask storage for pages [first, first + count) of the request's prompt → StorageAnswered."""
+    """Ask storage for pages [first, first + count) of the request's prompt, and for those of components
+    → StorageAnswered.
+
+    For each component of `components_first` the answer has the positions with a page, from the given one up to first +
+    count. With components `count` may be 0.
+    """
 
     request_id: str
     first: int
     count: int
+    components_first: dict[str, int] = {}
 
 
 class FetchPages(Operation, frozen=True, kw_only=True):
-    """Read pages [first, first + len(host_pages)) of the request's prompt from storage to host pages → PagesFetched.
+    """Read the pages at `positions` of the request's prompt from storage to host pages of the same group
+    → PagesFetched.
 
     The driver need not start reads after `timeout_s`. Without a `request_id` it gets the keys from `Core.keys_put`.
     """
 
     request_id: str
-    first: int
-    host_pages: PageIds
-    timeout_s: float
-
-
-class QueryComponents(Operation, frozen=True, kw_only=True):
-    """Ask storage for pages of the prompt and of components → StorageAnswered.
-
-    Full pages are [first, first + count), as in QueryStorage; `count` may be 0. For each component of
-    `components_first` the answer has the positions with a page, from the given one up to first + count.
-    """
-
-    request_id: str
-    first: int
-    count: int
-    components_first: dict[str, int]
-
-
-class FetchComponent(Operation, frozen=True, kw_only=True):
-    """Read a component's pages at `positions` of the prompt from storage to host pages of the component → PagesFetched.
-
-    The driver need not start reads after `timeout_s`.
-    """
-
-    request_id: str
-    component: str
     positions: PageIds
     host_pages: PageIds
     timeout_s: float
+    component: str = FULL
 
 
 class CopyToDevice(Operation, frozen=True, kw_only=True):
@@ -98,10 +80,11 @@ class CopyComponent(Operation, frozen=True, kw_only=True):
 
 
 class StorePages(Operation, frozen=True, kw_only=True):
-    """Make sure that storage has the first pages of the tokens of request `serial` → PagesStored.
+    """Make sure that storage has the pages of one group from position `first` of the tokens of request `serial` on
+    → PagesStored.
 
     Storage is asked for them, and told that they are in use. Those that it lacks are put from `host_pages`, which are
-    the first pages; `asked` further ones are only asked for.
+    the first of them; `asked` further ones are only asked for.
 
     Serial 0 means pages of no particular request: the driver gets their keys from `Core.keys_put` when it starts the
     put.
@@ -110,18 +93,8 @@ class StorePages(Operation, frozen=True, kw_only=True):
     serial: int
     host_pages: PageIds
     asked: int = 0
-
-
-class StoreComponent(Operation, frozen=True, kw_only=True):
-    """Make sure that storage has host pages of a component → PagesStored.
-
-    They are those at positions [first, first + len(host_pages)), as in StorePages. The driver gets the keys from
-    `Core.keys_put` when it starts the put.
-    """
-
-    component: str
-    first: int
-    host_pages: PageIds
+    component: str = FULL
+    first: int = 0
 
 
 class ProbeStorage(Operation, frozen=True, kw_only=True):

@@ -216,7 +216,7 @@ class StorageAnswered(Event, frozen=True, kw_only=True):
 
 
 class PagesFetched(Event, frozen=True, kw_only=True):
-    """The first `good` pages of a fetch (FetchPages, FetchComponent) are in host memory and verified.
+    """The first `good` pages of a fetch are in host memory and verified.
 
     Nothing writes to any of its pages any more.
     """

@@ -17,6 +17,7 @@ from tidekv.states.commands import FetchPages, ReportHinted
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage.admission import Measurement
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
+from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -242,7 +243,10 @@ class Hints:
             hinted.op = state.start_operation(hinted, deadline_s=deadline_s)
             undo.callback(state.operations.pop, hinted.op)
             timeout_s = min(deadline_s, FETCH_TIMEOUT_MAX_S)
-            state.emit(FetchPages(op=hinted.op, request_id="", first=first, host_pages=pages, timeout_s=timeout_s))
+            positions = page_ids(range(first, first + count))
+            state.emit(
+                FetchPages(op=hinted.op, request_id="", positions=positions, host_pages=pages, timeout_s=timeout_s)
+            )
             undo.keep()
         self._storage.pages_in_flight += count
         self._storage.take(count)

@@ -211,7 +211,7 @@ class World:
         count = len(command.host_pages)
         self.ledger.fetched_pages += count
         if command.request_id:
-            good = self._found(self._live[command.request_id], command.first, count)
+            good = self._found(self._live[command.request_id], command.positions[0], count)
         else:
             # Pages that were just put are read to measure storage.
             good = count

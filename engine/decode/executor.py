@@ -18,7 +18,7 @@ import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from tidekv.backends.keys.chain import namespace_seed
 from tidekv.backends.storage.base import leading, prefix_of, ranges_of
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from tidekv.states.commands import Command
     from tidekv.states.events import Event
     from tidekv.transports.decode.receiver import Receiver
-
-Query: TypeAlias = commands.QueryStorage | commands.QueryComponents
-Fetch: TypeAlias = commands.FetchPages | commands.FetchComponent
-Store: TypeAlias = commands.StorePages | commands.StoreComponent
 
 
 class CallsInFlight:
@@ -133,11 +129,8 @@ class Executor:
         self._in_flight = CallsInFlight()
         self._starters: dict[type[Command], Callable[..., None]] = {
             commands.QueryStorage: self._query,
-            commands.QueryComponents: self._query,
             commands.FetchPages: self._fetch,
-            commands.FetchComponent: self._fetch,
             commands.StorePages: self._store,
-            commands.StoreComponent: self._store,
             commands.ProbeStorage: self._probe,
             commands.CopyToDevice: self._copy_to_device,
             commands.CopyToHost: self._copy_to_host,
@@ -198,19 +191,22 @@ class Executor:
 
     # --- Storage ---
 
-    def _query(self, command: Query) -> None:
+    def _query(self, command: commands.QueryStorage) -> None:
         prompt = self._calls.live(command.request_id).prompt
         # The present storages: an exchange meanwhile must not mix the answers of two.
-        firsts = command.components_first if isinstance(command, commands.QueryComponents) else {}
         components = {
             name: (self._component_storages[name], first)
-            for name, first in firsts.items()
+            for name, first in command.components_first.items()
             if name in self._component_storages
         }
-        self._use_storage(self._run_query(self._storage_of(""), components, prompt, command), f"query {command.op}")
+        self._use_storage(self._run_query(self._storage_of(FULL), components, prompt, command), f"query {command.op}")
 
     async def _run_query(
-        self, storage: Storage, components: Mapping[str, tuple[Storage, int]], prompt: Prompt, command: Query
+        self,
+        storage: Storage,
+        components: Mapping[str, tuple[Storage, int]],
+        prompt: Prompt,
+        command: commands.QueryStorage,
     ) -> None:
         """`components`: by name, where to look it up and from which position of the prompt on."""
         found, error, here = 0, "", []
@@ -236,37 +232,29 @@ class Executor:
         asked = storage.exists(keys[first:], timeout_s=self._storage_calls.query_timeout_s, **above)
         return await own_cancels_only(asked, "storage")
 
-    def _fetch(self, command: Fetch) -> None:
+    def _fetch(self, command: commands.FetchPages) -> None:
         is_of_request = bool(command.request_id)
         prompt = self._calls.live(command.request_id).prompt if is_of_request else self._prompt_put(command.op)
-        storage = self._storage_of(_component_of(command))
+        storage = self._storage_of(command.component)
         self._use_storage(self._run_fetch(storage, prompt, command), f"fetch {command.op}")
 
-    async def _run_fetch(self, storage: Storage, prompt: Prompt, command: Fetch) -> None:
+    async def _run_fetch(self, storage: Storage, prompt: Prompt, command: commands.FetchPages) -> None:
         good, error = 0, ""
         try:
-            if isinstance(command, commands.FetchPages):
-                first, end = command.first, command.first + len(command.host_pages)
-                positions: Sequence[int] = range(first, end)
-            else:
-                positions, first, end = command.positions, command.positions[0], command.positions[-1] + 1
             # The digests before the first position exist already: each depends on the one before it.
-            known = await prompt.digests(0, end)
-            above = prefix_of(storage, known[:first])
-            keys = [known[position] for position in positions]
+            known = await prompt.digests(0, command.positions[-1] + 1)
+            above = prefix_of(storage, known[: command.positions[0]])
+            keys = [known[position] for position in command.positions]
             got = storage.get_into(keys, command.host_pages, timeout_s=command.timeout_s, **above)
             good = leading(await own_cancels_only(got, "storage"))
-            await self._storage_calls.checks.note_read(_component_of(command), command.host_pages[:good])
+            await self._storage_calls.checks.note_read(command.component, command.host_pages[:good])
         except Exception as raised:
             error = self._text_of(command, raised)
         self._post(events.PagesFetched(at_s=self._clock(), op=command.op, good=good, error=error))
 
-    def _store(self, command: Store) -> None:
-        if isinstance(command, commands.StorePages) and command.serial:
-            prompt = self._calls.tokens_left(command.serial)
-        else:
-            prompt = self._prompt_put(command.op)
-        storage = self._storage_of(_component_of(command))
+    def _store(self, command: commands.StorePages) -> None:
+        prompt = self._calls.tokens_left(command.serial) if command.serial else self._prompt_put(command.op)
+        storage = self._storage_of(command.component)
         self._use_storage(self._run_store(storage, prompt, command, self._in_flight), f"store {command.op}")
 
     def _prompt_put(self, op: int) -> Prompt:
@@ -275,14 +263,15 @@ class Executor:
         packed = self._prompt_keys.page_keys.tokens_of(keys)
         return self._prompt_keys.prompt(packed, namespace_seed(namespace))
 
-    async def _run_store(self, storage: Storage, prompt: Prompt, command: Store, in_flight: CallsInFlight) -> None:
+    async def _run_store(
+        self, storage: Storage, prompt: Prompt, command: commands.StorePages, in_flight: CallsInFlight
+    ) -> None:
         stored, put, error, intact = 0, 0, "", None
         in_flight.pages_being_put += len(command.host_pages)
         try:
-            component = _component_of(command)
-            first, asked = (0, command.asked) if isinstance(command, commands.StorePages) else (command.first, 0)
-            keys = await prompt.digests(0, first + len(command.host_pages) + asked)
-            checked = partial(self._storage_calls.checks.intact, component)
+            first = command.first
+            keys = await prompt.digests(0, first + len(command.host_pages) + command.asked)
+            checked = partial(self._storage_calls.checks.intact, command.component)
             done = await own_cancels_only(
                 put_prefix(
                     storage,
@@ -297,7 +286,7 @@ class Executor:
             stored, put, intact = leading(done.there), done.put, done.intact
             if intact is not None:
                 self._log.of_command(command).warning("a page in host memory is damaged: it is not stored", at=intact)
-            if storage is not (self._component_storages.get(component) if component else self._storage):
+            if storage is not self._storage_in_use(command.component):
                 # Exchanged meanwhile: to the core, "stored" means in the storage that is in use.
                 stored = 0
         except Exception as raised:
@@ -309,7 +298,7 @@ class Executor:
         )
 
     def _probe(self, command: commands.ProbeStorage) -> None:
-        storage = self._storage_of("")
+        storage = self._storage_of(FULL)
         if self._in_flight.is_probed:
             self._probed(command, f"{storage.uri} has not ended its last probe")
             return
@@ -337,12 +326,15 @@ class Executor:
         self._post(events.StorageProbed(at_s=self._clock(), op=command.op, error=error))
 
     def _storage_of(self, component: str) -> Storage:
-        """Return the storage of a component, or of full pages for "". Raises TidekvError if there is none."""
-        storage = self._component_storages.get(component) if component else self._storage
+        """Return the storage of a component, or of full pages. Raises TidekvError if there is none."""
+        storage = self._storage_in_use(component)
         if storage is None:
-            held = f" that holds component {component!r}" if component else ""
+            held = "" if component == FULL else f" that holds component {component!r}"
             raise TidekvError(f"no storage is attached{held}")
         return storage
+
+    def _storage_in_use(self, component: str) -> Storage | None:
+        return self._storage if component == FULL else self._component_storages.get(component)
 
     def _use_storage(self, call: Awaitable[None], name: str) -> None:
         """Run a call, and count it as in flight until it ends."""
@@ -445,8 +437,3 @@ class Executor:
 
     def _received(self, command: commands.SendReceived) -> None:
         self._receiver.received(command.request_id, command.generation)
-
-
-def _component_of(command: Fetch | Store) -> str:
-    """Return the component of the pages that a command moves; "" for full pages."""
-    return command.component if isinstance(command, commands.FetchComponent | commands.StoreComponent) else ""

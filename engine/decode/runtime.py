@@ -146,7 +146,7 @@ class Runtime:
         self.component_copiers: dict[str, PageCopier] = {}
         self.checksum_thread = ChecksumThread()
         self.host_checksums: dict[str, HostChecksums] = {}
-        """By component; "" are the full pages. Empty unless the option `page_checksums` is set."""
+        """By component, and those of the full pages. Empty unless the option `page_checksums` is set."""
         self.on_stall: list[Callable[[float, float, str], None]] = []
         """Called with each stall of the event loop that has ended: time, seconds, place."""
         self._lanes: CopyLanes | None = None
@@ -336,7 +336,7 @@ class Runtime:
         lanes = self._lanes = CopyLanes(self._device.device)
         lanes.start()
         if self.host is not None:
-            self.copier = self._copier("", self._device, self.host, lanes)
+            self.copier = self._copier(FULL, self._device, self.host, lanes)
             self.copier.start()
         for name, pools in self.components.items():
             self.component_copiers[name] = self._copier(name, pools.device, pools.host, lanes)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tidekv.engine.trace.causes import extend_cause
 from tidekv.states import commands, events
 from tidekv.states.records.stages import State
+from tidekv.states.types import FULL
 
 if TYPE_CHECKING:
     from tidekv.states.core import Core
@@ -41,11 +42,8 @@ class Histogram:
 
 _CALLS: dict[type[commands.Command], str] = {
     commands.QueryStorage: "query",
-    commands.QueryComponents: "query",
     commands.FetchPages: "fetch",
-    commands.FetchComponent: "fetch_component",
     commands.StorePages: "store",
-    commands.StoreComponent: "store_component",
     commands.ProbeStorage: "probe",
     commands.CopyToDevice: "copy_to_device",
     commands.CopyToHost: "copy_to_host",
@@ -98,8 +96,8 @@ class MetricsFold:
             commands.SendPromise: self._promise,
             commands.SendExtend: self._extend,
             commands.CopyComponent: self._copy_component,
-            commands.FetchComponent: self._fetch_component,
-            commands.StoreComponent: self._store_component,
+            commands.FetchPages: self._fetch,
+            commands.StorePages: self._store,
             commands.ReportReady: self._ready,
             commands.ReportRestored: self._restored,
             commands.ReportFailed: self._failed,
@@ -191,11 +189,13 @@ class MetricsFold:
         what = "backed_up" if command.target == "host" else "loaded" if command.source == "host" else "cloned"
         self._component_copies[command.op] = (command.component, what, len(command.target_pages))
 
-    def _fetch_component(self, command: commands.FetchComponent) -> None:
-        self._component_copies[command.op] = (command.component, "fetched", len(command.host_pages))
+    def _fetch(self, command: commands.FetchPages) -> None:
+        if command.component != FULL:
+            self._component_copies[command.op] = (command.component, "fetched", len(command.host_pages))
 
-    def _store_component(self, command: commands.StoreComponent) -> None:
-        self._component_copies[command.op] = (command.component, "stored", len(command.host_pages))
+    def _store(self, command: commands.StorePages) -> None:
+        if command.component != FULL:
+            self._component_copies[command.op] = (command.component, "stored", len(command.host_pages))
 
     def _extend(self, command: commands.SendExtend) -> None:
         self.pages["extended"] += len(command.pages)

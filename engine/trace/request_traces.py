@@ -162,9 +162,7 @@ class RequestTraces:
         # Each kind of command has a handler of that kind only.
         self._handlers: dict[type[commands.Command], Callable[[Any, float, Core], None]] = {
             commands.QueryStorage: self._query,
-            commands.QueryComponents: self._query,
             commands.FetchPages: self._fetch,
-            commands.FetchComponent: self._fetch_component,
             commands.CopyToDevice: self._copy,
             commands.CopyToHost: self._backup,
             commands.CopyComponent: self._copy_component,
@@ -399,22 +397,20 @@ class RequestTraces:
         for request_trace in request_traces:
             request_trace.works.append(work)
 
-    def _query(self, command: commands.QueryStorage | commands.QueryComponents, at_s: float, core: Core) -> None:
+    def _query(self, command: commands.QueryStorage, at_s: float, core: Core) -> None:
         request_trace = self._live[command.request_id]
         self._begin(command.op, Work("query", command.first, command.count, at_s), [request_trace])
 
     def _fetch(self, command: commands.FetchPages, at_s: float, core: Core) -> None:
         if not command.request_id:
             return
-        ahead = isinstance(core.state.operations.get(command.op), AheadRead)
-        work = Work("fetch", command.first, len(command.host_pages), at_s, ahead=ahead)
-        self._begin(command.op, work, self._sharers(command.op, core) or [self._live[command.request_id]])
-
-    def _fetch_component(self, command: commands.FetchComponent, at_s: float, core: Core) -> None:
         first, count = command.positions[0], len(command.positions)
-        ahead = isinstance(core.state.operations.get(command.op), ComponentAheadRead)
-        work = Work("tail fetch", first, count, at_s, component=command.component, ahead=ahead)
-        self._begin(command.op, work, [self._live[command.request_id]])
+        ahead = isinstance(core.state.operations.get(command.op), AheadRead | ComponentAheadRead)
+        if command.component != FULL:
+            work = Work("tail fetch", first, count, at_s, component=command.component, ahead=ahead)
+        else:
+            work = Work("fetch", first, count, at_s, ahead=ahead)
+        self._begin(command.op, work, self._sharers(command.op, core) or [self._live[command.request_id]])
 
     def _copy(self, command: commands.CopyToDevice, at_s: float, core: Core) -> None:
         owner = core.state.operations.get(command.op)

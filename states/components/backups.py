@@ -22,7 +22,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import CopyComponent, StoreComponent
+from tidekv.states.commands import CopyComponent, StorePages
 from tidekv.states.events import PagesStored
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import PageIds, page_ids
@@ -119,7 +119,7 @@ class ComponentPuts:
         with Rollback() as undo:
             op = state.start_operation(put, deadline_s=STORE_DEADLINE_S)
             undo.callback(state.operations.pop, op)
-            state.emit(StoreComponent(op=op, component=put.component, first=put.first, host_pages=put.host_pages))
+            state.emit(StorePages(op=op, serial=0, component=put.component, first=put.first, host_pages=put.host_pages))
             undo.keep()
         put.op = op
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import FetchComponent
+from tidekv.states.commands import FetchPages
 from tidekv.states.records.ahead import ComponentAhead
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
@@ -116,7 +116,7 @@ class ComponentLookAhead:
             read.run_as(state.start_operation(operation, deadline_s=deadline_s))
             undo.callback(state.operations.pop, read.op)
             state.emit(
-                FetchComponent(
+                FetchPages(
                     op=read.op,
                     request_id=request.request_id,
                     component=read.component,

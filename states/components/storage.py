@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import FetchComponent
+from tidekv.states.commands import FetchPages
 from tidekv.states.records.ahead import ComponentAhead
 from tidekv.states.records.component_fetch import ComponentFetch
 from tidekv.states.records.request import Request, RequestComponents
@@ -171,7 +171,7 @@ class ComponentStorage:
         fetch.run_as(state.start_operation(read, deadline_s=deadline_s))
         undo.callback(state.operations.pop, fetch.op)
         state.emit(
-            FetchComponent(
+            FetchPages(
                 op=fetch.op,
                 request_id=request.request_id,
                 component=fetch.component,

@@ -173,7 +173,7 @@ class Loads:
                 FetchPages(
                     op=load.op,
                     request_id=request.request_id,
-                    first=first,
+                    positions=page_ids(range(first, first + len(pages))),
                     host_pages=load.host_pages,
                     timeout_s=min(deadline_s, FETCH_TIMEOUT_MAX_S),
                 )

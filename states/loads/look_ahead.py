@@ -148,7 +148,7 @@ class LookAhead:
                 FetchPages(
                     op=run.op,
                     request_id=request.request_id,
-                    first=first,
+                    positions=page_ids(range(first, first + count)),
                     host_pages=run.host_pages,
                     timeout_s=min(deadline_s, FETCH_TIMEOUT_MAX_S),
                 )

@@ -409,8 +409,7 @@ class Agreement:
                 self._close_request(request_id)
             case commands.ReportFinished(request_id=request_id) | commands.ReportRestored(request_id=request_id):
                 self._close_request(request_id)
-            # `QueryComponents` is an `Operation` too, with a vote of its own.
-            case commands.QueryComponents(op=op):
+            case commands.QueryStorage(op=op) if command.components_first:
                 self._operations[op] = ComponentVote(self._next(), vote_vector, command, self._core)
             case commands.Operation(op=op):
                 self._operations[op] = OperationVote(self._next(), vote_vector, command)

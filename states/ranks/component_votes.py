@@ -1,4 +1,4 @@
-"""Vote on component pages in storage: the item of a `QueryComponents`.
+"""Vote on component pages in storage: the item of a query that asks for them.
 
 What a request uses of a component ends before the first page that device, host and storage lack, because prefill writes
 everything from there on. Each rank proposes that end for each component, from its caches and its own storage. The least
@@ -21,7 +21,7 @@ from tidekv.states import events
 from tidekv.states.ranks.vote_items import decode_end, encode_end, has_failed
 
 if TYPE_CHECKING:
-    from tidekv.states.commands import QueryComponents
+    from tidekv.states.commands import QueryStorage
     from tidekv.states.core import Core
     from tidekv.states.events import Event
     from tidekv.states.ranks.votes import VoteVector
@@ -36,7 +36,7 @@ class ComponentVote:
 
     __slots__ = ("_core", "_firsts", "_prompt", "number", "op", "slots")
 
-    def __init__(self, number: int, vote_vector: VoteVector, command: QueryComponents, core: Core) -> None:
+    def __init__(self, number: int, vote_vector: VoteVector, command: QueryStorage, core: Core) -> None:
         self.number = number
         self.op = command.op
         self._firsts = command.components_first

@@ -94,9 +94,9 @@ class OperationVote:
             return [events.EarlyUseEnded(at_s=at_s, op=self.op, error=error)]
         if kind is commands.QueryStorage:
             return [events.StorageAnswered(at_s=at_s, op=self.op, found=count, error=error)]
-        if kind in (commands.FetchPages, commands.FetchComponent):
+        if kind is commands.FetchPages:
             return [events.PagesFetched(at_s=at_s, op=self.op, good=count, error=error)]
-        if kind in (commands.StorePages, commands.StoreComponent):
+        if kind is commands.StorePages:
             # `put` is that of a rank that has stored the fewest pages: it only counts.
             return [
                 events.PagesStored(at_s=at_s, op=self.op, stored=count >> PUT_BITS, put=count & PUT_MAX, error=error)

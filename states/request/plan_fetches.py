@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import QueryComponents, QueryStorage
+from tidekv.states.commands import QueryStorage
 from tidekv.states.loads.loads import LoadFetch
 from tidekv.states.records.ahead import AheadRun
 from tidekv.states.records.request import Load
@@ -130,9 +130,7 @@ class PlanFetches:
         queried = count + sum(request.full_pages - first for first in components_first.values())
 
         def command(op: int) -> Command:
-            if not components_first:
-                return QueryStorage(op=op, request_id=request.request_id, first=first, count=count)
-            return QueryComponents(
+            return QueryStorage(
                 op=op, request_id=request.request_id, first=first, count=count, components_first=components_first
             )
 

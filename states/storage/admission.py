@@ -24,6 +24,7 @@ from tidekv.states.storage.circuit_breaker import CircuitBreaker
 from tidekv.states.storage.source_split import SourceLoad, gain_s
 from tidekv.states.storage.throughput import ThroughputEstimator
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
+from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -455,7 +456,7 @@ class StorageAdmission:
                 FetchPages(
                     op=trial.op,
                     request_id="",
-                    first=0,
+                    positions=page_ids(range(count)),
                     host_pages=pages,
                     timeout_s=min(deadline_s, FETCH_TIMEOUT_MAX_S),
                 )

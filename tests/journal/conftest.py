@@ -141,8 +141,10 @@ class Play:
         self.open_ops.update({command.op: command for command in given if isinstance(command, commands.Operation)})
         return given
 
-    def last(self, kind: type[Given]) -> Given:
-        found = [command for command in self.given if isinstance(command, kind)]
+    def last(self, kind: type[Given], **fields: object) -> Given:
+        """The last command of this kind with these fields."""
+        has = [command for command in self.given if isinstance(command, kind)]
+        found = [each for each in has if all(getattr(each, name) == value for name, value in fields.items())]
         return found[-1]
 
     def arrive(self, request_id: str, tokens: bytes = b"aabbccdd", **fields: Any) -> list[Command]:

@@ -74,7 +74,9 @@ def test_every_page_has_one_source_and_the_promise_is_what_they_cover(l1: int, l
     copies, fetches = rig.take_all(commands.CopyToDevice), rig.take_all(commands.FetchPages)
     promise = rig.take(commands.SendPromise)
     assert sum(len(copy.device_pages) for copy in copies) == host
-    assert [(fetch.first, len(fetch.host_pages)) for fetch in fetches] == ([(device + host, found)] if found else [])
+    assert [(fetch.positions[0], len(fetch.host_pages)) for fetch in fetches] == (
+        [(device + host, found)] if found else []
+    )
     assert promise.promised_tokens == device + host + found
     assert len(promise.pages) == 10 - promise.promised_tokens
     for fetch in fetches:
@@ -145,7 +147,7 @@ def test_at_the_deadline_each_run_that_has_not_landed_is_asked_of_prefill_and_no
     rig.copied(first_copy)
     rig.wait_until(5.0)
     extend = rig.take(commands.SendExtend)
-    assert (extend.first, len(extend.pages)) == (late.first, len(late.host_pages))
+    assert (extend.first, len(extend.pages)) == (late.positions[0], len(late.host_pages))
     for copy in others:
         rig.copied(copy)
     rig.aux(promise)

@@ -50,7 +50,7 @@ def finish(
 def ready_with(rig: Rig, request_id: str, tokens: bytes) -> commands.ReportReady:
     """A prompt that prefill brings, since storage has nothing."""
     rig.arrive(request_id, tokens)
-    for query in rig.take_all(commands.QueryComponents):
+    for query in rig.take_all(commands.QueryStorage):
         rig.answer(query, 0)
     rig.serve(rig.take(commands.SendPromise))
     rig.take(commands.SendReceived)
@@ -68,7 +68,7 @@ def cached(rig: Rig, tokens: bytes, name: str = "past") -> commands.ReportReady:
     while puts:
         for put in puts:
             rig.stored(put)
-        puts = [*rig.take_all(commands.StorePages), *rig.take_all(commands.StoreComponent)]
+        puts = [*rig.take_all(commands.StorePages), *rig.take_all(commands.StorePages, of_components=True)]
     rig.take(commands.ReportFinished)
     rig.take(commands.ForgetTokens)
     rig.nothing_else()
@@ -88,15 +88,15 @@ def tail(name: str, *ranges: tuple[int, int]) -> events.StoredComponent:
 ALL = (tail("window", (5, 8)), tail("state", (7, 8)))
 
 
-def asked(rig: Rig, tokens: bytes = PROMPT, request_id: str = "a", **fields: object) -> commands.QueryComponents:
+def asked(rig: Rig, tokens: bytes = PROMPT, request_id: str = "a", **fields: object) -> commands.QueryStorage:
     rig.arrive(request_id, tokens, **fields)
-    return rig.take(commands.QueryComponents)
+    return rig.take(commands.QueryStorage)
 
 
-def fetching(rig: Rig, tokens: bytes = PROMPT, **fields: object) -> list[commands.FetchComponent]:
+def fetching(rig: Rig, tokens: bytes = PROMPT, **fields: object) -> list[commands.FetchPages]:
     """A request with a plan that takes everything from storage."""
     rig.answer(asked(rig, tokens, **fields), 8, component_pages=ALL)
-    return rig.take_all(commands.FetchComponent)
+    return rig.take_all(commands.FetchPages, of_components=True)
 
 
 def pages(rig: Rig, name: str) -> tuple[int, int]:

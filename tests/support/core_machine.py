@@ -201,7 +201,8 @@ class CoreMachine(RuleBasedStateMachine):
             case commands.QueryStorage():
                 self.rig.answer(wish, min(share, wish.count), "failed" if fails else "")
             case commands.FetchPages():
-                tags = self.tags(self.fetched_tokens.pop(wish.op))[wish.first :][: len(wish.host_pages)]
+                known = self.tags(self.fetched_tokens.pop(wish.op))
+                tags = [known[at] for at in wish.positions]
                 good = min(share, len(tags)) if fails or loses else len(tags)
                 self.host.end_write(wish.host_pages, wish.op, tags[:good] + [0] * (len(wish.host_pages) - good))
                 self.rig.fetched(wish, good=good)

@@ -9,6 +9,7 @@ from tidekv.engine.trace import causes
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
 from tidekv.states.records.causes import LOST_CAUSES
+from tidekv.states.types import FULL
 
 Play = Any  # A core played by hand by the fixture `play`; tests cannot import its class.
 CASES: dict[str, tuple[Callable[[Play], None], tuple[str, ...], tuple[str, ...]]] = {}
@@ -50,14 +51,14 @@ def window_on_the_host(play: Play) -> commands.CopyComponent:
     return copy
 
 
-def window_in_storage(play: Play, *ranges: tuple[int, int]) -> commands.FetchComponent:
+def window_in_storage(play: Play, *ranges: tuple[int, int]) -> commands.FetchPages:
     """The window of r1 is being fetched."""
     play.begin_with(COMPONENTS)
     play.take(events.StorageChanged, available=True, component_pages=True)
     play.arrive("r1")
     stored = (events.StoredComponent("window", ranges or ((2, 4),)),)
-    play.take(events.StorageAnswered, op=play.last(commands.QueryComponents).op, found=4, component_pages=stored)
-    fetch: commands.FetchComponent = play.last(commands.FetchComponent)
+    play.take(events.StorageAnswered, op=play.last(commands.QueryStorage).op, found=4, component_pages=stored)
+    fetch: commands.FetchPages = play.last(commands.FetchPages, component="window")
     return fetch
 
 
@@ -85,7 +86,7 @@ def component_copy_is_late(play: Play) -> None:
 @says("Fetched 2 pages of window from storage: 2 came", "Copied pages [2, 4) of window from host to device", "READY")
 def window_comes_from_storage(play: Play) -> None:
     play.take(events.PagesFetched, op=window_in_storage(play).op, good=2)
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
     play.take(events.CopyEnded, op=play.last(commands.CopyComponent).op)
     play.bring_everything("r1")
 
@@ -96,14 +97,14 @@ def window_comes_from_storage(play: Play) -> None:
 )  # fmt: skip
 def component_fetch_fails(play: Play) -> None:
     play.take(events.PagesFetched, op=window_in_storage(play).op, good=0, error="disk on fire")
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
     play.bring_everything("r1")
 
 
 @says("starting the fetch of a component from storage raised: OSError: no file left", AGAIN, "READY")
 def component_fetch_raises(play: Play) -> None:
     play.take(events.CommandRaised, op=window_in_storage(play).op, detail="OSError: no file left")
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
     play.bring_everything("r1")
 
 
@@ -111,14 +112,14 @@ def component_fetch_raises(play: Play) -> None:
 def component_fetch_is_short(play: Play) -> None:
     play.take(events.PagesFetched, op=window_in_storage(play).op, good=1)
     play.take(events.CopyEnded, op=play.last(commands.CopyComponent).op)
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
     play.bring_everything("r1")
 
 
 @says(causes.LATE["tail fetch"], causes.CONSEQUENCES["tail fetch"], AGAIN, "READY", counts="l3_fetches_late")
 def component_fetch_is_late(play: Play) -> None:
     fetch = window_in_storage(play)
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
     play.take(events.CopyEnded, op=play.last(commands.CopyToDevice).op)
     play.wait_for_clock()
     play.bring_everything("r1")
@@ -131,8 +132,8 @@ def window_in_storage_has_a_hole(play: Play) -> None:
     play.take(events.StorageChanged, available=True, component_pages=True)
     play.arrive("r1")
     stored = (events.StoredComponent("window", ((3, 4),)),)
-    play.take(events.StorageAnswered, op=play.last(commands.QueryComponents).op, found=4, component_pages=stored)
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
+    play.take(events.StorageAnswered, op=play.last(commands.QueryStorage).op, found=4, component_pages=stored)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
     play.bring_everything("r1")
 
 

@@ -10,6 +10,7 @@ from tidekv import Replayer
 from tidekv.engine.metrics import MetricsFold
 from tidekv.states import commands, events
 from tidekv.states.records.stages import State
+from tidekv.states.types import FULL
 
 Samples = dict[tuple[str, str], float]
 ELSEWHERE = (
@@ -46,8 +47,7 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
     names = {
         commands.QueryStorage: "query", commands.FetchPages: "fetch", commands.StorePages: "store",
         commands.ProbeStorage: "probe", commands.CopyToDevice: "copy_to_device", commands.CopyToHost: "copy_to_host",
-        commands.Recompute: "recompute", commands.CopyComponent: "copy_component", commands.QueryComponents: "query",
-        commands.FetchComponent: "fetch_component", commands.StoreComponent: "store_component",
+        commands.Recompute: "recompute", commands.CopyComponent: "copy_component",
     }  # fmt: skip
     counts: Counter[tuple[str, str]] = Counter({("tidekv_requests_arrived_total", ""): 0})
     begun: dict[int, tuple[str, float]] = {}
@@ -85,12 +85,12 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
             add("call_seconds_sum", name, event.at_s - at_s)
             if getattr(event, "error", "") or isinstance(event, events.CommandRaised):
                 add("calls_failed_total", name)
-            elif name in ("fetch", "store"):
+            elif event.op not in component_pages and name in ("fetch", "store"):
                 good = max(event.good if name == "fetch" else event.put, 0)
                 add("pages_total", "fetched" if name == "fetch" else "stored", good)
             elif event.op in component_pages:
                 label, count = component_pages[event.op]
-                said = {"fetch_component": "good", "store_component": "put"}.get(name)
+                said = {"fetch": "good", "store": "put"}.get(name)
                 add("component_pages_total", label, max(getattr(event, said), 0) if said else count)
         for request_id, state in step.moves:
             if request_id in states:
@@ -114,8 +114,8 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
                 way = {("host", "device"): "loaded", ("device", "host"): "backed_up", ("device", "device"): "cloned"}
                 what = way[command.source, command.target]
                 component_pages[command.op] = (f"{command.component} {what}", len(command.source_pages))
-            elif isinstance(command, commands.FetchComponent | commands.StoreComponent):
-                what = "fetched" if isinstance(command, commands.FetchComponent) else "stored"
+            elif isinstance(command, commands.FetchPages | commands.StorePages) and command.component != FULL:
+                what = "fetched" if isinstance(command, commands.FetchPages) else "stored"
                 component_pages[command.op] = (f"{command.component} {what}", 0)
             if type(command) in names:
                 begun[command.op] = (names[type(command)], event.at_s)

@@ -25,12 +25,12 @@ from tests.support.rigs import extended, tails_of
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
 from tidekv.states.components.look_ahead import ComponentLookAhead
-from tidekv.states.types import PageIds
+from tidekv.states.types import FULL, PageIds
 
 BIG = bytes(range(128, 136))
 
 
-def waiting(*components: Component, **fields: object) -> tuple[Rig, list[commands.FetchComponent]]:
+def waiting(*components: Component, **fields: object) -> tuple[Rig, list[commands.FetchPages]]:
     """Request "a" waits for the device pages of "big"; storage has all of its prompt, and its full pages have landed.
 
     Returns the reads of component pages.
@@ -42,7 +42,7 @@ def waiting(*components: Component, **fields: object) -> tuple[Rig, list[command
     for fetch in rig.take_all(commands.FetchPages):
         rig.fetched(fetch)
     assert rig.state("a") == "PREALLOC"
-    return rig, rig.take_all(commands.FetchComponent)
+    return rig, rig.take_all(commands.FetchPages, of_components=True)
 
 
 def make_room(rig: Rig) -> None:
@@ -67,7 +67,7 @@ def test_a_plan_copies_what_has_landed_before_it_and_asks_storage_for_nothing() 
     statistics = rig.core.statistics()
     assert (statistics["lookahead_pages"], statistics["component_pages_fetched_ahead"]) == (12, 4)
     make_room(rig)
-    assert not rig.take_all(commands.FetchComponent) and not rig.take_all(commands.FetchPages)
+    assert not rig.take_all(commands.FetchPages, of_components=True) and not rig.take_all(commands.FetchPages)
     copies = {copy.component: copy for copy in rig.pending if isinstance(copy, commands.CopyComponent)}
     assert ids(copies["window"].source_pages) == ids(of_window.host_pages)
     assert ids(copies["state"].source_pages) == ids(of_state.host_pages)
@@ -87,7 +87,7 @@ def test_a_plan_goes_on_with_reads_that_are_under_way() -> None:
     rig, (of_window, of_state) = waiting()
     rig.fetched(of_window)
     make_room(rig)
-    assert not rig.take_all(commands.FetchComponent)
+    assert not rig.take_all(commands.FetchPages, of_components=True)
     assert rig.core.storage.ahead_in_flight == 0 and rig.core.storage.pages_in_flight == 1
     rig.serve(rig.take(commands.SendPromise))
     end_copies(rig)
@@ -118,7 +118,7 @@ def test_what_a_read_ahead_does_not_deliver_comes_from_prefill_without_a_second_
     rig.fetched(of_state)
     assert pages(rig, "window") == (0, 0) and rig.core.statistics()["l3_pages_short"] == 3 - good
     make_room(rig)
-    assert not rig.take_all(commands.FetchComponent)
+    assert not rig.take_all(commands.FetchPages, of_components=True)
     promise = rig.take(commands.SendPromise)
     assert tails_of(promise) == {"window": (5, 3), "state": (8, 0)} and promise.generation == 0
     rig.serve(promise)
@@ -194,7 +194,7 @@ def test_a_plan_that_needs_other_positions_fetches_those() -> None:
         rig.fetched(read)
     join_host(rig, 6, 1)
     make_room(rig)
-    fetch = rig.take(commands.FetchComponent)
+    fetch = rig.take(commands.FetchPages, of_components=True)
     assert (fetch.component, ids(fetch.positions)) == ("window", [5, 7])
     assert pages(rig, "window") == (2, 1)
     rig.fetched(fetch)
@@ -214,18 +214,18 @@ def test_reads_ahead_are_not_adopted_while_storage_is_left_alone() -> None:
 def test_two_requests_for_one_prompt_read_its_end_once() -> None:
     rig, reads = waiting()
     rig.answer(asked(rig, request_id="b"), 8, component_pages=ALL)
-    assert not rig.take_all(commands.FetchComponent)
+    assert not rig.take_all(commands.FetchPages, of_components=True)
     # The one that reads leaves, and the other one reads instead.
     for read in reads:
         rig.fetched(read)
     rig.abort("a")
-    assert [read.component for read in rig.take_all(commands.FetchComponent)] == ["window", "state"]
+    assert [read.component for read in rig.take_all(commands.FetchPages, of_components=True)] == ["window", "state"]
     rig.abort("b")
     # Other tokens before the same position: another page.
     rig, _ = waiting()
     other = b"zbcdefgh"
     rig.answer(asked(rig, other, request_id="b"), 0, component_pages=ALL)
-    assert [read.component for read in rig.take_all(commands.FetchComponent)] == ["window", "state"]
+    assert [read.component for read in rig.take_all(commands.FetchPages, of_components=True)] == ["window", "state"]
 
 
 @pytest.mark.parametrize(
@@ -256,12 +256,12 @@ def test_component_pages_are_read_ahead_for_a_prompt_whose_full_pages_are_cached
         index.drop("host", "state", node)
     ready_with(rig, "big", BIG)
     rig.answer(asked(rig), 0, component_pages=ALL)
-    reads = rig.take_all(commands.FetchComponent)
+    reads = rig.take_all(commands.FetchPages, of_components=True)
     assert [read.component for read in reads] == ["window", "state"] and not rig.take_all(commands.FetchPages)
     for read in reads:
         rig.fetched(read)
     make_room(rig)
-    assert not rig.take_all(commands.FetchComponent)
+    assert not rig.take_all(commands.FetchPages, of_components=True)
     assert rig.take(commands.SendPromise).promised_tokens == 8
     assert len(rig.take_all(commands.CopyComponent)) == 2
 
@@ -275,7 +275,7 @@ def time_to_ready(rig: Rig, wait_s: float) -> float:
     granted_s = leaves_s = rig.now_s + wait_s
     while True:
         for wish in rig.pending:
-            storage = isinstance(wish, commands.FetchPages | commands.FetchComponent | commands.QueryComponents)
+            storage = isinstance(wish, commands.FetchPages | commands.QueryStorage)
             due.append(
                 (rig.now_s + (0.010 if storage else 0.002 if isinstance(wish, commands.SendPromise) else 0.001), wish)
             )
@@ -289,9 +289,9 @@ def time_to_ready(rig: Rig, wait_s: float) -> float:
         at_s, wish = due.pop(0)
         rig.wait_until(at_s)
         match wish:
-            case commands.QueryComponents():
+            case commands.QueryStorage():
                 rig.answer(wish, 8, component_pages=ALL)
-            case commands.FetchPages() | commands.FetchComponent():
+            case commands.FetchPages():
                 rig.fetched(wish)
             case commands.CopyToDevice() | commands.CopyComponent():
                 rig.copied(wish)
@@ -361,10 +361,9 @@ def test_look_ahead_changes_when_bytes_are_read_and_never_which_ones(
             events.StoredComponent(name, tuple((at, at + 1) for at in range(8) if at not in gone))
             for name, gone in lost.items()
         )
-        for query in [*rig.take_all(commands.QueryStorage), *rig.take_all(commands.QueryComponents)]:
+        for query in rig.take_all(commands.QueryStorage):
             found = max(0, min(in_storage - query.first, query.count))
-            is_of_components = isinstance(query, commands.QueryComponents)
-            rig.answer(query, found, component_pages=answered if is_of_components else ())
+            rig.answer(query, found, component_pages=answered if query.components_first else ())
         assert rig.state("a") == "PREALLOC"
         holder.work(until={"none": 0, "some": 1, "all": 99}[landed])
         place(rig, past[: 2 * on_host], cached_meanwhile)
@@ -417,7 +416,7 @@ class Contents:
         rig = self.rig
         while rig.pending and until:
             for wish in list(rig.pending):
-                if isinstance(wish, commands.FetchComponent):
+                if isinstance(wish, commands.FetchPages) and wish.component != FULL:
                     if not until:
                         continue
                     until -= until < 10_000
@@ -428,7 +427,7 @@ class Contents:
     def end(self, wish: commands.Command) -> None:
         rig = self.rig
         match wish:
-            case commands.FetchComponent():
+            case commands.FetchPages() if wish.component != FULL:
                 for page, at in zip(wish.host_pages, wish.positions, strict=True):
                     self.held["host", wish.component, page] = at
                 rig.fetched(wish)

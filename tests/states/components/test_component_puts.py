@@ -26,14 +26,14 @@ def test_component_pages_are_put_when_the_host_has_them_and_storage_has_the_full
     rig.copied(rig.take(commands.CopyToHost))
     of_window, of_state = rig.take_all(commands.CopyComponent)
     rig.copied(of_window)
-    assert not rig.take_all(commands.StoreComponent)
+    assert not rig.take_all(commands.StorePages, of_components=True)
     rig.stored(rig.take(commands.StorePages))
-    put = rig.take(commands.StoreComponent)
+    put = rig.take(commands.StorePages, of_components=True)
     assert (put.component, put.first, put.host_pages) == ("window", 5, of_window.target_pages)
     # The other component follows later: the request's own tokens are forgotten by then.
     rig.take(commands.ForgetTokens)
     rig.copied(of_state)
-    late = rig.take(commands.StoreComponent)
+    late = rig.take(commands.StorePages, of_components=True)
     assert (late.component, late.first, late.host_pages) == ("state", 7, of_state.target_pages)
     assert rig.core.keys_put(put.op) == rig.core.keys_put(late.op) == ("", PROMPT)
     # While they are read they cannot be evicted.
@@ -62,7 +62,7 @@ def test_storage_has_no_component_pages_of_full_pages_that_it_did_not_take() -> 
     for copy in rig.take_all(commands.CopyComponent):
         rig.copied(copy)
     rig.stored(rig.take(commands.StorePages), 7)
-    assert not rig.take_all(commands.StoreComponent)
+    assert not rig.take_all(commands.StorePages, of_components=True)
 
 
 def test_incomplete_component_pages_are_not_put() -> None:
@@ -86,7 +86,7 @@ def test_with_write_back_component_pages_are_put_before_their_full_pages_are_evi
     put = rig.take(commands.StorePages)
     assert put.serial == 0
     rig.stored(put)
-    assert [put.component for put in rig.take_all(commands.StoreComponent)] == ["window", "state"]
+    assert [put.component for put in rig.take_all(commands.StorePages, of_components=True)] == ["window", "state"]
 
 
 def test_puts_of_component_pages_give_way_to_fetches() -> None:
@@ -101,15 +101,15 @@ def test_puts_of_component_pages_give_way_to_fetches() -> None:
     fetches = fetching(rig)
     rig.copied(of_window)
     rig.copied(of_state)
-    assert not rig.take_all(commands.StoreComponent)
+    assert not rig.take_all(commands.StorePages, of_components=True)
     # One has waited long enough, the other goes when the last fetch is over.
     rig.now_s += 1.0
     assert rig.core.component_backups is not None and len(rig.core.component_backups.puts.waiting) == 2
     for fetch in fetches:
         rig.fetched(fetch)
-    assert not rig.take_all(commands.StoreComponent)
+    assert not rig.take_all(commands.StorePages, of_components=True)
     rig.fetched(rig.take(commands.FetchPages))
-    assert [put.component for put in rig.take_all(commands.StoreComponent)] == ["window", "state"]
+    assert [put.component for put in rig.take_all(commands.StorePages, of_components=True)] == ["window", "state"]
 
 
 def test_a_put_waits_for_fetches_only_so_long_and_not_for_storage_that_is_gone() -> None:
@@ -129,10 +129,10 @@ def test_a_put_waits_for_fetches_only_so_long_and_not_for_storage_that_is_gone()
             StoragePolicy(**{**policy_dict(rig), "prefetch_base_s": 100.0})
         )
         rig.wait_until(rig.now_s + 6.0)
-        puts = rig.take_all(commands.StoreComponent)
+        puts = rig.take_all(commands.StorePages, of_components=True)
         assert len(puts) == (0 if is_gone else 2)
         rig.pending += puts
-        for fetch in rig.take_all(commands.FetchComponent):
+        for fetch in rig.take_all(commands.FetchPages, of_components=True):
             rig.fetched(fetch)
         rig.abort("a")
         rig.settle()
@@ -150,7 +150,7 @@ def test_a_late_put_is_counted_and_keeps_its_pin_until_it_ends() -> None:
     for copy in rig.take_all(commands.CopyComponent):
         rig.copied(copy)
     rig.stored(rig.take(commands.StorePages))
-    puts = rig.take_all(commands.StoreComponent)
+    puts = rig.take_all(commands.StorePages, of_components=True)
     rig.wait_until(rig.now_s + 70.0)
     counts = rig.core.statistics()
     assert counts["backups_late"] == 2 and counts["window_host_protected"] == 3
@@ -182,7 +182,7 @@ def test_a_request_that_lacks_only_component_pages_queries_only_those() -> None:
     query = asked(rig)
     assert (query.first, query.count, query.components_first) == (8, 0, {"window": 5})
     rig.answer(query, 0, component_pages=(tail("window", (5, 8)),))
-    fetch, clone = rig.take(commands.FetchComponent), rig.take(commands.CopyComponent)
+    fetch, clone = rig.take(commands.FetchPages, of_components=True), rig.take(commands.CopyComponent)
     assert (fetch.component, ids(fetch.positions), clone.component) == ("window", [5, 6, 7], "state")
     assert not rig.take_all(commands.FetchPages)
     assert rig.take(commands.SendPromise).promised_tokens == 8 and rig.state("a") == "PREFETCH"
@@ -213,7 +213,7 @@ def test_a_request_plans_without_an_answer_that_is_late() -> None:
     rig = rig_with(prefetch_threshold_tokens=4)
     query = asked(rig)
     rig.arrive("b", b"xyz")
-    rig.answer(rig.take(commands.QueryComponents), 0)
+    rig.answer(rig.take(commands.QueryStorage), 0)
     assert (rig.state("a"), rig.state("b")) == ("PREALLOC", "TRANSFER")
     rig.wait_until(rig.now_s + 2.0)
     assert rig.state("a") == "TRANSFER" and rig.core.statistics()["l3_queries_late"] == 1
@@ -235,7 +235,7 @@ def test_a_waiting_request_queries_again_if_pages_in_front_of_the_answer_have_le
     for kind in (commands.CopyToHost, commands.CopyComponent):
         for copy in rig.take_all(kind):
             rig.copied(copy)
-    again = rig.take(commands.QueryComponents)
+    again = rig.take(commands.QueryStorage)
     assert (again.first, again.count) == (0, 8)
     rig.answer(again, 8, component_pages=ALL)
     assert rig.state("a") == "PREFETCH" and rig.take(commands.SendPromise).promised_tokens == 8
@@ -254,7 +254,7 @@ def test_storage_is_queried_again_for_pages_in_front_of_component_pages_that_hav
     rig.flush("l1")
     rig.flush("l2")
     rig.abort("big")
-    query = rig.take(commands.QueryComponents)
+    query = rig.take(commands.QueryStorage)
     assert (query.first, query.count, query.components_first) == (0, 8, {"window": 5, "state": 7})
     rig.answer(query, 8, component_pages=ALL)
     assert rig.take(commands.SendPromise).promised_tokens == 8

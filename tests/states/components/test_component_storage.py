@@ -62,7 +62,7 @@ def test_full_pages_come_from_storage_whether_or_not_it_has_the_component_pages(
     promise = rig.take(commands.SendPromise)
     assert promise.promised_tokens == 8 and tails_of(promise) == {"state": (7, 1)}
     assert len(rig.take(commands.FetchPages).host_pages) == 8
-    assert not rig.take_all(commands.FetchComponent)
+    assert not rig.take_all(commands.FetchPages, of_components=True)
 
 
 def test_component_pages_come_from_storage_whether_or_not_it_has_the_full_pages() -> None:
@@ -70,7 +70,7 @@ def test_component_pages_come_from_storage_whether_or_not_it_has_the_full_pages(
     rig.answer(asked(rig), 3, component_pages=ALL)
     promise = rig.take(commands.SendPromise)
     assert promise.promised_tokens == 3 and tails_of(promise) == {"window": (8, 0), "state": (8, 0)}
-    for fetch in rig.take_all(commands.FetchComponent):
+    for fetch in rig.take_all(commands.FetchPages, of_components=True):
         rig.fetched(fetch)
     for copy in rig.take_all(commands.CopyComponent):
         rig.copied(copy)
@@ -97,7 +97,7 @@ def test_component_pages_are_combined_from_device_host_and_storage() -> None:
     for tier, end in (("device", 6), ("device", 7), ("host", 7)):
         index.drop(tier, "window", at_end[end])
     rig.answer(asked(rig), 0, component_pages=(tail("window", (6, 7)),))
-    fetch, copy = rig.take(commands.FetchComponent), rig.take(commands.CopyComponent)
+    fetch, copy = rig.take(commands.FetchPages, of_components=True), rig.take(commands.CopyComponent)
     assert ids(fetch.positions) == [6] and (copy.source, len(copy.source_pages)) == ("host", 1)
     rig.serve(rig.take(commands.SendPromise))
     rig.copied(copy)
@@ -123,7 +123,7 @@ def test_full_pages_have_precedence_over_component_pages_within_limits() -> None
     promise = rig.take(commands.SendPromise)
     # One page is left after the full ones: too few for the window, enough for the record.
     assert promise.promised_tokens == 8 and tails_of(promise) == {"window": (5, 3), "state": (8, 0)}
-    assert [fetch.component for fetch in rig.take_all(commands.FetchComponent)] == ["state"]
+    assert [fetch.component for fetch in rig.take_all(commands.FetchPages, of_components=True)] == ["state"]
 
 
 def test_full_pages_that_do_not_fit_the_host_leave_the_component_pages_as_they_are() -> None:
@@ -139,7 +139,7 @@ def test_host_pages_of_a_component_are_not_waited_for() -> None:
     rig.answer(asked(rig), 8, component_pages=ALL)
     promise = rig.take(commands.SendPromise)
     assert promise.promised_tokens == 8 and tails_of(promise) == {"window": (5, 3), "state": (8, 0)}
-    assert [fetch.component for fetch in rig.take_all(commands.FetchComponent)] == ["state"]
+    assert [fetch.component for fetch in rig.take_all(commands.FetchPages, of_components=True)] == ["state"]
     rig.pending.clear()
 
 
@@ -166,7 +166,7 @@ def test_remains_of_another_load_in_the_way_leave_only_the_full_pages_to_prefill
     rig = rig_with(prefetch="wait_complete")
     only_in_storage(rig)
     rig.answer(asked(rig), 8, component_pages=ALL)
-    rig.take_all(commands.FetchComponent)
+    rig.take_all(commands.FetchPages, of_components=True)
     rig.fetched(rig.take(commands.FetchPages))
     rig.take(commands.SendPromise)
     # The copy to the device is late: its pages are reclaimed until it ends.
@@ -175,7 +175,7 @@ def test_remains_of_another_load_in_the_way_leave_only_the_full_pages_to_prefill
     rig.abort("a")
     rig.pending = [wish for wish in rig.pending if not isinstance(wish, commands.SendPromise)]
     rig.arrive("b", PROMPT)
-    query = rig.take_all(commands.QueryComponents)[-1]
+    query = rig.take_all(commands.QueryStorage)[-1]
     rig.answer(query, 8, component_pages=ALL)
     promise = rig.take(commands.SendPromise)
     assert promise.promised_tokens == 0 and tails_of(promise) == {"window": (8, 0), "state": (8, 0)}
@@ -326,7 +326,7 @@ def test_a_recomputing_caller_begins_with_the_first_page_whatever_storage_has() 
     fetches = fetching(rig, can_recompute=True)
     promise = rig.take(commands.SendPromise)
     rig.step(events.RoomFailed, request_id="a", generation=promise.generation, cause="gone", settled=True)
-    assert rig.take(commands.Recompute).first == 0 and not rig.take_all(commands.QueryComponents)
+    assert rig.take(commands.Recompute).first == 0 and not rig.take_all(commands.QueryStorage)
     for fetch in fetches:
         rig.fetched(fetch)
     assert pages(rig, "window") == (0, 0)

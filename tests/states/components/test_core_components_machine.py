@@ -14,11 +14,17 @@ from tests.support.core_machine import CoreMachine, Sending
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
 from tidekv.states.pages.page_pool import PageState
-from tidekv.states.types import page_ids
+from tidekv.states.types import FULL, page_ids
 
 PICKS = st.integers(min_value=0, max_value=99)
 PAST = (b"ababab", b"abab", b"ababb", b"aba")
-OF_COMPONENTS = (commands.CopyComponent, commands.QueryComponents, commands.FetchComponent, commands.StoreComponent)
+
+
+def is_of_components(wish: commands.Command) -> bool:
+    if isinstance(wish, commands.QueryStorage):
+        return bool(wish.components_first)
+    is_one = isinstance(wish, commands.CopyComponent | commands.FetchPages | commands.StorePages)
+    return is_one and wish.component != FULL
 
 
 def window(tokens: int, device: int, host: int) -> Component:
@@ -136,6 +142,8 @@ class ComponentsMachine(CoreMachine):
 
     def obey(self) -> None:
         for wish in self.rig.pending:
+            if isinstance(wish, commands.FetchPages | commands.StorePages) and wish.component == FULL:
+                continue
             if isinstance(wish, commands.CopyComponent):
                 source = self.pools[wish.source, wish.component]
                 self.reading[wish.op] = (
@@ -145,14 +153,14 @@ class ComponentsMachine(CoreMachine):
                 )
                 self.pools[wish.target, wish.component].begin_write(wish.target_pages, wish.op)
                 self.operations.append(wish)
-            elif isinstance(wish, commands.QueryComponents):
+            elif isinstance(wish, commands.QueryStorage) and wish.components_first:
                 self.operations.append(wish)
                 self.fetched_tokens[wish.op] = self.prompts[wish.request_id]
-            elif isinstance(wish, commands.FetchComponent):
+            elif isinstance(wish, commands.FetchPages):
                 self.pools["host", wish.component].begin_write(wish.host_pages, wish.op)
                 self.fetched_tokens[wish.op] = self.prompts[wish.request_id]
                 self.operations.append(wish)
-            elif isinstance(wish, commands.StoreComponent):
+            elif isinstance(wish, commands.StorePages):
                 pool = self.pools["host", wish.component]
                 _, tokens = self.rig.core.keys_put(wish.op)
                 pool.expect(wish.host_pages, self.component_tags(wish.component, tokens)[wish.first :], wish.op)
@@ -191,7 +199,7 @@ class ComponentsMachine(CoreMachine):
     @rule(pick=PICKS, share=st.sampled_from((0, 1, 2, 99)), fails=st.booleans(), loses=st.booleans())
     def end_operation(self, pick: int, share: int, fails: bool, loses: bool) -> None:
         wish = self.operations[pick % len(self.operations)]
-        if not isinstance(wish, OF_COMPONENTS):
+        if not is_of_components(wish):
             super().end_operation(pick, share, fails, loses)
             return
         self.operations.remove(wish)
@@ -202,14 +210,14 @@ class ComponentsMachine(CoreMachine):
             case commands.CopyComponent():
                 self.pools[wish.target, wish.component].end_write(wish.target_pages, wish.op, None if fails else found)
                 self.rig.copied(wish, error="failed" if fails else "")
-            case commands.QueryComponents():
+            case commands.QueryStorage():
                 component_pages = tuple(
                     self.stored_component(wish, name, share if loses else 99) for name in wish.components_first
                 )
                 self.rig.answer(
                     wish, min(share, wish.count), "failed" if fails else "", () if fails else component_pages
                 )
-            case commands.FetchComponent():
+            case commands.FetchPages():
                 tags = self.component_tags(wish.component, self.fetched_tokens.pop(wish.op))
                 wanted = [tags[position] for position in wish.positions]
                 here = [tag in self.stored[wish.component] for tag in wanted]
@@ -219,13 +227,13 @@ class ComponentsMachine(CoreMachine):
                 pool = self.pools["host", wish.component]
                 pool.end_write(wish.host_pages, wish.op, wanted[:good] + [0] * (len(wanted) - good))
                 self.rig.fetched(wish, good=good, error="failed" if fails else "")
-            case commands.StoreComponent():
+            case commands.StorePages():
                 count = share if fails else len(found)
                 self.stored[wish.component].update(found[:count])
                 self.rig.stored(wish, stored=count)
         self.obey()
 
-    def stored_component(self, wish: commands.QueryComponents, name: str, count: int) -> events.StoredComponent:
+    def stored_component(self, wish: commands.QueryStorage, name: str, count: int) -> events.StoredComponent:
         """The component pages of the prompt in storage, or the last of them; the answer leaves out any of them."""
         tags = self.component_tags(name, self.fetched_tokens[wish.op])
         here = [at for at, tag in enumerate(tags) if at >= wish.components_first[name] and tag in self.stored[name]]

@@ -201,7 +201,7 @@ HOST_WINDOWS: dict[Callable[[Rig], Step], int] = {the_host_has_no_room_for_the_r
 
 def answer(rig: Rig) -> Step:
     rig.arrive("a", PROMPT)
-    query = rig.take(commands.QueryComponents)
+    query = rig.take(commands.QueryStorage)
     component_pages = (events.StoredComponent("window", ((5, 8),)), events.StoredComponent("state", ((7, 8),)))
     return lambda rig: rig.answer(query, 8, component_pages=component_pages)
 
@@ -224,14 +224,14 @@ def answer_where_the_front_has_left(rig: Rig) -> Step:
 
 def component_fetch_ends(rig: Rig) -> Step:
     answer(rig)(rig)
-    fetch, *others = rig.take_all(commands.FetchComponent)
+    fetch, *others = rig.take_all(commands.FetchPages, of_components=True)
     rig.pending += others
     return lambda rig: rig.fetched(fetch)
 
 
 def component_fetch_fails(rig: Rig) -> Step:
     answer(rig)(rig)
-    fetch, *others = rig.take_all(commands.FetchComponent)
+    fetch, *others = rig.take_all(commands.FetchPages, of_components=True)
     rig.pending += others
     return lambda rig: rig.fetched(fetch, 1)
 
@@ -243,7 +243,7 @@ def component_fetch_is_late(rig: Rig) -> Step:
 
 def component_fetch_of_the_aborted_ends(rig: Rig) -> Step:
     answer(rig)(rig)
-    fetches = rig.take_all(commands.FetchComponent)
+    fetches = rig.take_all(commands.FetchPages, of_components=True)
     rig.fetched(fetches[0])
     rig.abort("a")
     return lambda rig: rig.fetched(fetches[1])
@@ -251,7 +251,7 @@ def component_fetch_of_the_aborted_ends(rig: Rig) -> Step:
 
 def abort_while_fetching(rig: Rig) -> Step:
     answer(rig)(rig)
-    fetches = rig.take_all(commands.FetchComponent)
+    fetches = rig.take_all(commands.FetchPages, of_components=True)
     rig.fetched(fetches[0])
     rig.pending.append(fetches[1])
     return lambda rig: rig.abort("a")
@@ -297,17 +297,17 @@ def tail_backup_ends_after_the_full_put(rig: Rig) -> Step:
 
 def component_put_ends(rig: Rig) -> Step:
     full_pages_are_stored(rig)(rig)
-    puts = rig.take_all(commands.StoreComponent)
+    puts = rig.take_all(commands.StorePages, of_components=True)
     rig.stored(puts[0])
     return lambda rig: rig.stored(puts[1])
 
 
-def waiting_put(rig: Rig) -> list[commands.FetchComponent]:
+def waiting_put(rig: Rig) -> list[commands.FetchPages]:
     copies = left_on_the_host(rig)
     rig.stored(rig.take(commands.StorePages))
     answer(rig)(rig)
     rig.fetched(rig.take(commands.FetchPages))
-    fetches = rig.take_all(commands.FetchComponent)
+    fetches = rig.take_all(commands.FetchPages, of_components=True)
     rig.fetched(fetches[0])
     rig.copied(copies[0])
     rig.pending.append(copies[1])
@@ -325,12 +325,12 @@ def last_fetch_ends_before_a_put_that_is_of_no_use(rig: Rig) -> Step:
     return lambda rig: rig.fetched(fetch)
 
 
-def read_ahead(rig: Rig) -> list[commands.FetchComponent]:
+def read_ahead(rig: Rig) -> list[commands.FetchPages]:
     """Request "a" waits for device memory, and the component pages of its end are being read."""
     restored(rig, "b", bytes(range(128, 154)))
     answer(rig)(rig)
     rig.fetched(rig.take(commands.FetchPages))
-    return rig.take_all(commands.FetchComponent)
+    return rig.take_all(commands.FetchPages, of_components=True)
 
 
 def an_answer_begins_reads_ahead(rig: Rig) -> Step:

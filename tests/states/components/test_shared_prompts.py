@@ -37,7 +37,7 @@ def serve_all(rig: Rig, stored_pages: int = 0) -> list[commands.ReportReady]:
     """End everything; storage has the first pages of each prompt and no component pages."""
     told: list[commands.Command] = []
     while rig.pending:
-        for query in [*rig.take_all(commands.QueryStorage), *rig.take_all(commands.QueryComponents)]:
+        for query in rig.take_all(commands.QueryStorage):
             rig.answer(query, max(0, min(stored_pages - query.first, query.count)))
         told += rig.settle()
     return [one for one in told if isinstance(one, commands.ReportReady)]
@@ -101,9 +101,8 @@ def test_any_holes_leave_the_full_kv_as_without_components_and_tails_come_from_t
             for name, tiers in holes.items()
         )
         for query in rig.take_all(commands.QueryStorage):
-            rig.answer(query, max(0, min(in_storage - query.first, query.count)))
-        for query in rig.take_all(commands.QueryComponents):
-            rig.answer(query, max(0, min(in_storage - query.first, query.count)), component_pages=stored)
+            here = stored if query.components_first else ()
+            rig.answer(query, max(0, min(in_storage - query.first, query.count)), component_pages=here)
         promise = rig.take(commands.SendPromise)
         restored[with_components] = promise.promised_tokens
         if with_components:
@@ -164,7 +163,7 @@ def _expect_tails(
 ) -> None:
     """Compare the source of each position with a model that looks at one position at a time."""
     assert promise.component_pages is not None
-    copies, fetches = rig.take_all(commands.CopyComponent), rig.take_all(commands.FetchComponent)
+    copies, fetches = rig.take_all(commands.CopyComponent), rig.take_all(commands.FetchPages, of_components=True)
     pages, full = -(-prompt_tokens // 2), prompt_tokens // 2
     for asked in promise.component_pages:
         tiers = holes[asked.component]

@@ -59,7 +59,7 @@ def test_who_waits_finds_its_pages_on_the_host_and_they_count_as_storage() -> No
     rig = waiting_rig()
     rig.answer(rig.take(commands.QueryStorage), 6)
     first, second = fetches(rig)
-    assert (first.first, len(first.host_pages), second.first, len(second.host_pages)) == (0, 3, 3, 3)
+    assert (list(first.positions), list(second.positions)) == ([0, 1, 2], [3, 4, 5])
     # The second run cannot join the tree before the first one.
     rig.fetched(second)
     assert rig.core.state.host.cached == 0
@@ -83,7 +83,7 @@ def test_what_was_on_the_host_before_counts_as_host() -> None:
     assert query.first == 2
     rig.answer(query, 4)
     (fetch,) = fetches(rig)
-    assert fetch.first == 2
+    assert fetch.positions[0] == 2
     rig.fetched(fetch)
     make_room(rig)
     assert end_by_transfer(rig).sources == {"l1": 0, "l2": 2, "l3": 4, "transfer": 2}

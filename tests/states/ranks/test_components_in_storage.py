@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
+from tidekv.states.types import FULL
 
 PROMPT = bytes(range(10))
 CACHED = 4
@@ -42,13 +43,13 @@ def ranks_of(make_ranks, count: int, *components: Component, cached: int = CACHE
     return ranks
 
 
-def query_of(ranks, tokens: bytes = PROMPT) -> commands.QueryComponents:
+def query_of(ranks, tokens: bytes = PROMPT) -> commands.QueryStorage:
     ranks.arrive("b", tokens)
     ranks.turn()
-    return ranks.take(commands.QueryComponents)
+    return ranks.take(commands.QueryStorage)
 
 
-def answer(ranks, rank: int, query: commands.QueryComponents, found: int, **positions: set[int]) -> None:
+def answer(ranks, rank: int, query: commands.QueryStorage, found: int, **positions: set[int]) -> None:
     component_pages = tuple(
         events.StoredComponent(name, tuple((at, at + 1) for at in sorted(here))) for name, here in positions.items()
     )
@@ -112,7 +113,9 @@ def test_of_each_component_as_much_is_used_as_every_rank_has(make_ranks, of_rank
     assert {tail.component: tail.first for tail in promise.component_pages} == ends
     for given_to in ranks.given:
         fetched = {
-            fetch.component: list(fetch.positions) for fetch in given_to if isinstance(fetch, commands.FetchComponent)
+            fetch.component: list(fetch.positions)
+            for fetch in given_to
+            if isinstance(fetch, commands.FetchPages) and fetch.component != FULL
         }
         wanted = {name: list(range(firsts[name], end)) for name, end in ends.items()}
         assert fetched == {name: ats for name, ats in wanted.items() if ats}

@@ -158,7 +158,7 @@ def test_storage_is_read_in_runs_and_each_is_copied_as_it_lands() -> None:
     rig.answer(query, 6)
     fetches, promise = rig.take_all(commands.FetchPages), rig.take(commands.SendPromise)
     rig.nothing_else()
-    assert [(fetch.first, len(fetch.host_pages)) for fetch in fetches] == [(0, 2), (2, 2), (4, 2)]
+    assert [(fetch.positions[0], len(fetch.host_pages)) for fetch in fetches] == [(0, 2), (2, 2), (4, 2)]
     assert promise.promised_tokens == 6
     assert rig.state("a") == "PREFETCH"
     rig.serve(promise)
@@ -187,7 +187,7 @@ def test_all_three_tiers_and_prefill_serve_one_prompt() -> None:
     rig.arrive("a", EIGHT)
     rig.answer(rig.take(commands.QueryStorage), 4)
     fetch, promise = rig.take(commands.FetchPages), rig.take(commands.SendPromise)
-    assert (fetch.first, len(fetch.host_pages), promise.promised_tokens) == (2, 4, 6)
+    assert (fetch.positions[0], len(fetch.host_pages), promise.promised_tokens) == (2, 4, 6)
     rig.fetched(fetch)
     rig.copied(rig.take(commands.CopyToDevice))
     rig.serve(promise)

@@ -113,7 +113,7 @@ def test_an_answer_after_the_plan_serves_the_next_generation() -> None:
     rig.step(events.RoomFailed, request_id="a", generation=promise.generation, cause="no", settled=True)
     # Storage is not asked again.
     assert rig.take_all(commands.QueryStorage) == []
-    assert (rig.take(commands.FetchPages).first, rig.take(commands.SendPromise).promised_tokens) == (0, 6)
+    assert (rig.take(commands.FetchPages).positions[0], rig.take(commands.SendPromise).promised_tokens) == (0, 6)
 
 
 def test_an_answer_serves_one_plan_only() -> None:

@@ -136,7 +136,7 @@ def test_after_each_end_of_the_transfer_it_takes_over_pages_that_it_brings_soone
     rig = planned_rig()
     promise = ask(rig, "a", TOKENS + b"i", 8)
     fetches = rig.take_all(commands.FetchPages)
-    assert [fetch.first for fetch in fetches] == [0, 2, 4, 6]
+    assert [fetch.positions[0] for fetch in fetches] == [0, 2, 4, 6]
     rig.wait_until(rig.now_s + 0.1)
     rig.chunk(promise)
     assert rig.take_all(commands.SendExtend) == []
