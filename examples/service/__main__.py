@@ -45,6 +45,9 @@ def main(
     recompute_threshold: Annotated[
         int, typer.Option(help="Tokens of a prompt that this worker computes itself rather than ask prefill.")
     ] = 0,
+    layer_by_layer: Annotated[
+        bool, typer.Option(help="Begin the first step of a lone request while its later layers come from host memory.")
+    ] = False,
     journal: Annotated[str, typer.Option(help="Write every event of the engine to this file.")] = "",
     traces: Annotated[
         bool, typer.Option(help="Make an OpenTelemetry span of each request; run under opentelemetry-instrument.")

@@ -4,6 +4,9 @@
                  │ OutOfPages
                  └──▶ retract ──▶ resume ──▶ …           its KV goes to host memory, and it waits for admission again
 
+With `layer_by_layer`, the first step of a request that finds no other one begins while its later layers are copied from
+host memory. Beside others it would keep the whole batch waiting for its layers.
+
 A request whose client has disconnected is a cancelled task: it aborts, and its pages are given back.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +32,7 @@ from tidekv import (
     DecodeRequest,
     EngineClosed,
     InvalidRequest,
+    LayersLost,
     OutOfPages,
     ReadyRequest,
     Recompute,
@@ -119,6 +123,15 @@ class Batch:
         self._wanted.set()
         return await settled(done)
 
+    async def step_alone(self, step: Step, wait_layer: Callable[[int], None]) -> int:
+        """Compute one token of one request, calling `wait_layer` before each layer is read, on the computing thread.
+
+        As `step`, it waits for the end of the computation if the caller is cancelled.
+        """
+        its = step.compute
+        call = partial(self._model.decode_step, its.token, its.position, its.pages, wait_layer=wait_layer)
+        return _best(await self._compute.run(call), step.allowed)
+
     async def run(self) -> None:
         """Compute until cancelled."""
         while True:
@@ -151,8 +164,10 @@ class DecodeWorker:
         tasks: asyncio.TaskGroup,
         *,
         device_pages: int,
+        layer_by_layer: bool = False,
     ) -> None:
         self.engine = engine
+        self._layer_by_layer = layer_by_layer
         self.model = model
         self.prefill = prefill
         self.live: dict[str, Generation] = {}
@@ -226,24 +241,48 @@ class DecodeWorker:
                 await self.engine.abort(generation.request_id)
 
     async def _generate(self, generation: Generation) -> None:
-        ready = await self._restore(generation)
+        ready, since = await self._restore(generation)
         generation.sources = dict(ready.sources)
-        since = [self._continue(generation, ready)]  # Output since the last restore; earlier output is in its prompt.
         while not generation.finish_reason:
             generation.phase = "decoding"
             try:
                 self.engine.grow(ready)
             except OutOfPages:
-                ready = await self._make_way(generation, ready, since)
-                since = [self._continue(generation, ready)]
+                ready, since = await self._make_way(generation, ready, since)
             else:
-                position = ready.prompt_tokens + len(since) - 1
-                allowed = None if generation.phrases is None else generation.phrases.allowed()
-                step = Step(DecodeStep(since[-1], position, ready.pages.tolist()), allowed)
-                since.append(await self._batch.step(step))
+                since.append(await self._batch.step(_step(generation, ready, since)))
                 generation.say(since[-1], end_tokens=self.model.end_tokens)
         generation.phase = "finishing"
         await self.engine.finish(ready, since)
+
+    async def _begin(self, generation: Generation, ready: ReadyRequest) -> list[int]:
+        """Return the output since the last restore, once all layers are in place; earlier output is in the prompt."""
+        since = [self._continue(generation, ready)]
+        if ready.layers_in_place is not None:
+            await self._step_by_layer(generation, ready, since)
+        return since
+
+    async def _step_by_layer(self, generation: Generation, ready: ReadyRequest, since: list[int]) -> None:
+        """Compute the step behind a restore whose layers are still arriving, unless the first token ends the answer."""
+        loop = asyncio.get_running_loop()
+
+        def wait_layer(layer: int) -> None:
+            asyncio.run_coroutine_threadsafe(ready.wait_layer(layer), loop).result()
+
+        while True:
+            try:
+                await ready.wait_layer(0)
+                if generation.finish_reason:
+                    await ready.wait_layer(ready.layer_count - 1)
+                    return
+                generation.phase = "decoding"
+                self.engine.grow(ready)  # The reserve has room for one token.
+                since.append(await self._batch.step_alone(_step(generation, ready, since), wait_layer))
+                break
+            except LayersLost:
+                continue  # The step has ended, so nothing uses the pages any more.
+        self.counts["steps_by_layer"] += 1
+        generation.say(since[-1], end_tokens=self.model.end_tokens)
 
     def _continue(self, generation: Generation, ready: ReadyRequest) -> int:
         """Return the token after those that were restored; append it to the output if it is not there yet."""
@@ -257,8 +296,11 @@ class DecodeWorker:
         generation.say(token, end_tokens=self.model.end_tokens)
         return token
 
-    async def _restore(self, generation: Generation) -> ReadyRequest:
-        """Restore prompt and output so far. If the prefill worker is lost, wait for its successor."""
+    async def _restore(self, generation: Generation) -> tuple[ReadyRequest, list[int]]:
+        """Restore prompt and output so far; returns the output since, too.
+
+        If the prefill worker is lost, it waits for its successor.
+        """
         tries = 0
         while True:
             generation.phase = "restoring"
@@ -273,9 +315,11 @@ class DecodeWorker:
                 namespace=generation.namespace,
                 cache=generation.cache,
                 send_prompt=True,
+                early=self._layer_by_layer and len(self.live) == 1,
             )
             try:
-                return await self.engine.restore(request)
+                ready = await self.engine.restore(request)
+                return ready, await self._begin(generation, ready)
             except CapacityError:
                 # A request with output waits and tries again; a new one is refused, so that its client can retry
                 # elsewhere.
@@ -289,15 +333,18 @@ class DecodeWorker:
                 self.counts["prefill_lost"] += 1
                 await asyncio.sleep(FULL_PAUSE_S * 2**tries)
 
-    async def _make_way(self, generation: Generation, ready: ReadyRequest, since: list[int]) -> ReadyRequest:
-        """Retract to free the pages for other requests, and resume once there is room."""
+    async def _make_way(
+        self, generation: Generation, ready: ReadyRequest, since: list[int]
+    ) -> tuple[ReadyRequest, list[int]]:
+        """Retract to free the pages for other requests, and resume once there is room: as `_restore`."""
         generation.phase = "retracted"
         generation.retractions += 1
         self.counts["retractions"] += 1
         retracted = await self.engine.retract(ready, _known_output(generation, since))
         while True:
             try:
-                return await self.engine.resume(retracted)
+                ready = await self.engine.resume(retracted)
+                return ready, await self._begin(generation, ready)
             except CapacityError:
                 # The queue is full of new requests. The KV stays in host memory until the next try.
                 try:
@@ -307,6 +354,13 @@ class DecodeWorker:
                     raise
             except RequestFailed:
                 return await self._restore(generation)
+
+
+def _step(generation: Generation, ready: ReadyRequest, since: list[int]) -> Step:
+    """Return the step that computes the token behind `since`."""
+    position = ready.prompt_tokens + len(since) - 1
+    allowed = None if generation.phrases is None else generation.phrases.allowed()
+    return Step(DecodeStep(since[-1], position, ready.pages.tolist()), allowed)
 
 
 def _known_output(generation: Generation, output: list[int]) -> list[int]:
@@ -333,11 +387,14 @@ async def decode_worker(
     prefill: PrefillChild | DistantPrefill,
     *,
     device_pages: int,
+    layer_by_layer: bool = False,
 ) -> AsyncIterator[DecodeWorker]:
     """Run a decode worker for the duration of the block. Requests live at its end are aborted."""
     async with engine, asyncio.TaskGroup() as tasks:
         computing = tasks.create_task(batch.run(), name="batch")
-        worker = DecodeWorker(engine, model, batch, prefill, tasks, device_pages=device_pages)
+        worker = DecodeWorker(
+            engine, model, batch, prefill, tasks, device_pages=device_pages, layer_by_layer=layer_by_layer
+        )
         try:
             yield worker
         finally:

@@ -36,6 +36,7 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
     queue_max: int
     drain_timeout_s: float
     recompute_threshold: int
+    layer_by_layer: bool
     journal: str
     traces: bool
     kv_events: str

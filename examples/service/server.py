@@ -105,7 +105,14 @@ async def _serve(options: ServiceOptions, listener: socket.socket, compute: Comp
         if options.recompute_threshold:
             engine.recompute_with(recomputes(pool, compute))
         batch = Batch(pool, compute, batch_max=options.batch_max)
-        async with decode_worker(engine, batch, served, prefill_worker, device_pages=options.device_pages) as worker:
+        async with decode_worker(
+            engine,
+            batch,
+            served,
+            prefill_worker,
+            device_pages=options.device_pages,
+            layer_by_layer=options.layer_by_layer,
+        ) as worker:
             if provider := options.tracer_provider():
                 trace_requests(engine, provider)
             config = uvicorn.Config(
