@@ -92,7 +92,10 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lends_device and (self.share_transfers or self.prefill_share < 1):
-            raise InvalidConfig("with lent device pages there are no shared transfers or quotas")
+            raise InvalidConfig(
+                "with lent device pages share_transfers must be False, since the embedder's cache shares pages, and"
+                " prefill_share 1, since no page is withheld from others"
+            )
         if self.recompute_threshold and (self.lends_device or self.components):
             raise InvalidConfig("recompute_threshold must be 0 with lent device pages, and with components")
         for component in self.components:

@@ -338,6 +338,24 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         check_routers(self.kv_events.routers, bigrams=self.bigram_keys)
         if self.kv_events.curve_clients is not None and self.kv_events.curve_secret_file is None:
             raise InvalidConfig("kv_events.curve_clients needs kv_events.curve_secret_file")
+        if self.device == "lent":
+            self._check_lent()
+
+    def _check_lent(self) -> None:
+        """Refuse by name what is not done with lent device pages. Options at their defaults have no effect."""
+        admission, sharing = self.admission, self.sharing
+        limits = admission.prefill_share not in (1.0, type(admission)().prefill_share)
+        for name, is_given, why in (
+            ("admission.prefill_share", limits, "a prefill withholds no pages from others"),
+            ("admission.running_max", admission.running_max > 0, "the host engine admits requests"),
+            (
+                "sharing.wait_s",
+                sharing.wait_s != type(sharing)().wait_s,
+                "requests share pages in the host engine's cache",
+            ),
+        ):
+            if is_given:
+                raise InvalidConfig(f'{name} has no effect with device="lent": {why}')
 
     def page_keys(self, page_size: int) -> PageKeys:
         """Return the identity of pages of this size in the core and in storage."""
@@ -368,7 +386,7 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             # Requests in lent pages are not admitted and do not grow, and each fills its own.
             lends_device=self.device == "lent",
             growth_reserve_pages=0 if self.device == "lent" else self.admission.growth_reserve_pages,
-            running_max=0 if self.device == "lent" else self.admission.running_max,
+            running_max=self.admission.running_max,
             share_transfers=self.sharing.enabled and self.device != "lent",
             share_wait_s=self.sharing.wait_s,
             attempts_per_prefill=self.peer.attempts,

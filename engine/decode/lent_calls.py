@@ -42,7 +42,7 @@ class LentCalls:
         tokens, where = len(packed) // TOKEN_BYTES, f"request {request.request_id!r}"
         if request.early:
             raise InvalidRequest(
-                f"{where}: restore_into returns when all layers are in place, so it takes no early=True"
+                f"{where}: restore_into takes no early=True: a step of a batch would wait for the layers of one request"
             )
         self._arrivals.check_reachable(request, packed)
         settings = self._runtime.core.settings

@@ -149,7 +149,7 @@ async def test_an_abort_waits_for_the_writer(make_pair, way: str) -> None:
 async def test_a_caller_that_would_begin_early_is_refused_by_name(make_pair) -> None:
     async with make_pair(device="lent") as pair:
         request = dataclasses.replace(pair.request("r1", PROMPT), early=True)
-        with pytest.raises(InvalidRequest, match="when all layers are in place"):
+        with pytest.raises(InvalidRequest, match="takes no early=True: a step"):
             await pair.engine.restore_into(request, PAGES)
         await pair.assert_nothing_held()
 
@@ -207,6 +207,16 @@ async def test_a_page_is_lent_once_and_not_while_an_offer_reads_it(make_pair) ->
             await pair.engine.restore_into(pair.request("r1", PROMPT), PAGES)
         await offered
         assert (await restore(pair)).is_complete
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("admission_prefill_share", 0.5), ("admission_running_max", 4), ("sharing_wait_s", 1.0)],
+)
+def test_options_that_have_no_effect_are_refused_by_name(option: str, value: float) -> None:
+    with pytest.raises(InvalidConfig, match=f'{option.replace("_", ".", 1)} has no effect with device="lent": '):
+        engine_config(device="lent", **{option: value})
+    assert engine_config(device="owned", **{option: value}).device == "owned"
 
 
 def test_parts_that_the_mode_does_not_support_are_refused_by_name() -> None:

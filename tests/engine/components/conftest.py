@@ -42,13 +42,15 @@ WINDOW = KVLayout(num_layers=3, num_kv_heads=1, head_dim=8, dtype="float32", pag
 RECORD = KVLayout(num_layers=2, num_kv_heads=1, head_dim=12, dtype="float32", page_size=16, kind="mla")
 
 
-def component(kind: ComponentKind, device_pages: int, host_pages: int) -> ComponentPools:
+def component(
+    kind: ComponentKind, device_pages: int, host_pages: int, window_tokens: int = WINDOW_TOKENS
+) -> ComponentPools:
     """A window or a state, called by its kind."""
     layout = WINDOW if kind == "window" else RECORD
     return ComponentPools(
         name=kind,
         kind=kind,
-        window_tokens=WINDOW_TOKENS if kind == "window" else 0,
+        window_tokens=window_tokens if kind == "window" else 0,
         device=DevicePool.allocate(layout, device_pages),
         host=HostPool.allocate(layout, host_pages) if host_pages else None,
     )

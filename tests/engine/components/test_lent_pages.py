@@ -129,12 +129,13 @@ def lender() -> MakeLender:
         component_host_pages: int = 16,
         storage: str | Storage | None = None,
         journal: Path | None = None,
+        window_tokens: int = WINDOW_TOKENS,
         **settings: object,
     ) -> AsyncIterator[Lender]:
         network, chosen = LoopbackNetwork(), kinds or BOTH
         device, prefill_pool = DevicePool.allocate(FULL, 48), DevicePool.allocate(FULL, 48)
-        theirs = tuple(component(kind, 24, 0) for kind in chosen)
-        ours = tuple(component(kind, 16, component_host_pages) for kind in chosen)
+        theirs = tuple(component(kind, 24, 0, window_tokens) for kind in chosen)
+        ours = tuple(component(kind, 16, component_host_pages, window_tokens) for kind in chosen)
         async with (
             PrefillPeer(
                 PrefillConfig(listen="prefill", lease_s=LEASE_S),
@@ -180,6 +181,22 @@ async def test_each_tier_fills_the_lent_pages_of_every_group(lender, tmp_path: P
         assert more.sources == {"l1": 0, "l2": len(PROMPT), "l3": 0, "transfer": 2}
         await made.expect_nothing_held()
     assert Replayer(journal).run().complete
+
+
+async def test_pages_of_a_draft_are_a_window_as_long_as_the_longest_prompt(lender) -> None:
+    async with lender("window", storage="memory:", window_tokens=10 * SIZE) as made:
+        ours, other = {"window": [9, 2, 5, 12, 0, 7]}, {"window": [1, 3, 4, 6, 8, 10]}
+        await made.restore("r1", lent=ours)
+        await made.offer(lent=ours)
+        await made.engine.wait_settled()
+        assert (await made.restore("r2", pages=OTHER, lent=other)).sources["l2"] == len(PROMPT)
+        await made.engine.flush(("l2",))
+        assert (await made.restore("r3", pages=OTHER, lent=other)).sources["l3"] == len(PROMPT)
+        assert made.core()["extends"] == 0
+        # The hit of the host engine ends anywhere, since the draft has its pages before that as well.
+        held = await made.restore("r4", pages=OTHER, lent=other, have=4 * SIZE)
+        assert held.sources == {"l1": 4 * SIZE, "l2": 2 * SIZE, "l3": 0, "transfer": 0}
+        await made.expect_nothing_held()
 
 
 async def test_pages_that_the_host_engine_holds_are_not_touched_in_any_group(lender) -> None:
