@@ -47,13 +47,13 @@ def time_to_token(pass_factor: float, *, early: bool) -> float:
     rig.make_cached("past", prompt)
     rig.flush("l1")
     rig.arrive("a", prompt, early=early)
-    copies = rig.take_all(commands.CopyToDevice)
+    copies = rig.take_all(commands.CopyPages, target="device")
     rig.serve(rig.take(commands.SendPromise))
     in_place: list[float] = []
     began_s = rig.now_s
     # One lane: copies run one after the other, in the order in which the core has started them.
     for copy in copies:
-        share = len(copy.host_pages) / PAGES
+        share = len(copy.source_pages) / PAGES
         for layer in range(1, LAYERS):
             rig.now_s += COPY_LAYER_S * share
             if copy.by_layer:

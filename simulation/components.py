@@ -78,7 +78,7 @@ class SimulatedComponents:
         request = core.request(command.request_id)
         self.counts["components_read_ahead"] += request is not None and request.waits_for_admission
 
-    def note_copy(self, core: Core, command: commands.CopyComponent) -> None:
+    def note_copy(self, core: Core, command: commands.CopyPages) -> None:
         """Count a copy, and those to a request with the same prompt as another one."""
         self.counts[f"copies_{command.source}_to_{command.target}"] += 1
         self.counts["ends_shared"] += isinstance(core.state.operations.get(command.op), SharedEndCopy)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 OWN_FIELDS: dict[type[events.Event | commands.Command], dict[str, object]] = {
     events.RequestArrived: {"lent_pages": (), "lent_components": {}},
     events.PagesOffered: {"pages": (), "offered_components": {}, "offer": 0},
-    commands.CopyToDevice: {"device_pages": page_ids()},
-    commands.CopyToHost: {"device_pages": page_ids()},
     commands.SendPromise: {"pages": page_ids(), "component_pages": None},
     commands.SendExtend: {"pages": page_ids()},
     commands.ReportOffered: {"offer": 0},
@@ -36,7 +34,7 @@ OWN_FIELDS: dict[type[events.Event | commands.Command], dict[str, object]] = {
 
 def without_own_fields(item: events.Event | commands.Command) -> events.Event | commands.Command:
     """Return what must be the same on all ranks."""
-    if isinstance(item, commands.CopyComponent):
+    if isinstance(item, commands.CopyPages):
         item = msgspec.structs.replace(
             item,
             source_pages=page_ids() if item.source == "device" else item.source_pages,

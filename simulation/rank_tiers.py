@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from simulation.components import Tags
     from simulation.memory import SimulatedPool
     from simulation.surroundings import RankSurroundings
-    from tidekv.states.types import PageIds
 
 
 class RankComponentStorage:
@@ -190,36 +189,24 @@ class RankTiers:
         error = self.error("storage_fails")
         self._rank.outcome(self._rank.delay(), lambda: events.StorageProbed(at_s=0.0, op=command.op, error=error))
 
-    def copy(self, command: commands.CopyToDevice | commands.CopyToHost) -> None:
+    def copy(self, command: commands.CopyPages) -> None:
         """Copy between the pools."""
-        if self.raises(command.op):
-            return
-        to_device = isinstance(command, commands.CopyToDevice)
-        source, target = (self._rank.host, self._rank.device) if to_device else (self._rank.device, self._rank.host)
-        source_pages = command.host_pages if to_device else command.device_pages
-        target_pages = command.device_pages if to_device else command.host_pages
-        by_layer = isinstance(command, commands.CopyToDevice) and command.by_layer
-        self._copy(command.op, source, source_pages, target, target_pages, by_layer=by_layer)
+        if not self.raises(command.op):
+            pools = {"host": self._rank.host, "device": self._rank.device}
+            self._copy(command, pools[command.source], pools[command.target])
 
-    def copy_component(self, command: commands.CopyComponent) -> None:
+    def copy_component(self, command: commands.CopyPages) -> None:
         """Copy pages of a component between its pools, or within the device pool."""
         if self.raises(command.op):
             return
         pools = self._rank.component_pages.pools
         source, target = pools[command.source, command.component], pools[command.target, command.component]
         self._rank.component_pages.note_copy(self._rank.core, command)
-        self._copy(command.op, source, command.source_pages, target, command.target_pages)
+        self._copy(command, source, target)
 
-    def _copy(
-        self,
-        op: int,
-        source: SimulatedPool,
-        source_pages: PageIds,
-        target: SimulatedPool,
-        target_pages: PageIds,
-        *,
-        by_layer: bool = False,
-    ) -> None:
+    def _copy(self, command: commands.CopyPages, source: SimulatedPool, target: SimulatedPool) -> None:
+        op, by_layer = command.op, command.by_layer
+        source_pages, target_pages = command.source_pages, command.target_pages
         who, failed = f"copy {op}", self.error("copy_fails")
         if source.account.name.startswith("host") and self._rank.hits("host_page_is_flipped"):
             source.flipped.add(self._rank.random.choice(source_pages))

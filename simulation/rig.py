@@ -18,6 +18,8 @@ from tidekv.states.records.stages import State
 from tidekv.states.settings import CoreSettings
 from tidekv.states.types import FULL, PageIds
 
+OF_GROUPS = (commands.FetchPages, commands.StorePages, commands.CopyPages)
+
 Wish = TypeVar("Wish", bound=commands.Command)
 
 DEFAULTS: dict[str, int | float | str] = {
@@ -55,20 +57,20 @@ class Rig:
         self.core.check()
         return wishes
 
-    def take_all(self, kind: type[Wish], *, of_components: bool = False) -> list[Wish]:
-        """Take the pending commands of this kind. Of reads and writes of storage: the full KV's, or components'."""
+    def take_all(self, kind: type[Wish], *, of_components: bool = False, **fields: object) -> list[Wish]:
+        """Take the pending commands of this kind with these fields, of the full KV or of components."""
         found, left = list[Wish](), list[commands.Command]()
         for wish in self.pending:
-            fits = isinstance(wish, kind)
-            if fits and isinstance(wish, commands.FetchPages | commands.StorePages):
-                fits = (wish.component != FULL) == of_components
-            (found if fits else left).append(wish)
+            if isinstance(wish, kind) and _fits(wish, of_components=of_components, **fields):
+                found.append(wish)
+            else:
+                left.append(wish)
         self.pending = left
         return found
 
-    def take(self, kind: type[Wish], *, of_components: bool = False) -> Wish:
+    def take(self, kind: type[Wish], *, of_components: bool = False, **fields: object) -> Wish:
         """Take the only pending command of this kind, see `take_all`."""
-        found = self.take_all(kind, of_components=of_components)
+        found = self.take_all(kind, of_components=of_components, **fields)
         if len(found) != 1:
             raise AssertionError(f"expected one pending {kind.__name__}, found {found} (others: {self.pending})")
         return found[0]
@@ -162,9 +164,7 @@ class Rig:
             events.PagesFetched, op=fetch.op, good=len(fetch.host_pages) if good is None else good, error=error
         )
 
-    def copied(
-        self, copy: commands.CopyToDevice | commands.CopyToHost | commands.CopyComponent, error: str = ""
-    ) -> list[commands.Command]:
+    def copied(self, copy: commands.CopyPages, error: str = "") -> list[commands.Command]:
         """End a copy."""
         return self.step(events.CopyEnded, op=copy.op, error=error)
 
@@ -242,7 +242,7 @@ class Rig:
                         self.answer(wish, 0)
                     case commands.FetchPages():
                         self.fetched(wish)
-                    case commands.CopyToDevice() | commands.CopyToHost() | commands.CopyComponent():
+                    case commands.CopyPages():
                         self.copied(wish)
                     case commands.StorePages():
                         self.stored(wish)
@@ -261,7 +261,7 @@ class Rig:
         self.arrive(request_id, tokens, **fields)
         for query in self.take_all(commands.QueryStorage):
             self.answer(query, 0)
-        for copy in self.take_all(commands.CopyToDevice):
+        for copy in self.take_all(commands.CopyPages, target="device"):
             self.copied(copy)
         self.serve(self.take(commands.SendPromise))
         self.take(commands.SendReceived)
@@ -271,7 +271,7 @@ class Rig:
         """Bring tokens into every tier: a request is restored, finished and backed up, or lent pages are offered."""
         if self.settings.lends_device:
             self.offer(tokens, self.free_pages(len(tokens) // self.settings.page_size))
-            self.copied(self.take(commands.CopyToHost))
+            self.copied(self.take(commands.CopyPages, target="host"))
             self.take(commands.ReportOffered)
             for put in self.take_all(commands.StorePages):
                 self.stored(put)
@@ -279,7 +279,7 @@ class Rig:
             return
         self.make_ready(request_id, tokens, **fields)
         self.finish(request_id, tokens)
-        for copy in self.take_all(commands.CopyToHost):
+        for copy in self.take_all(commands.CopyPages, target="host"):
             self.copied(copy)
         for put in self.take_all(commands.StorePages):
             self.stored(put)
@@ -396,6 +396,12 @@ class Rig:
         }
         if held or not self.core.is_idle:
             raise AssertionError(f"still held: {held}")
+
+
+def _fits(wish: commands.Command, *, of_components: bool, **fields: object) -> bool:
+    if isinstance(wish, OF_GROUPS) and (wish.component != FULL) != of_components:
+        return False
+    return all(getattr(wish, name) == value for name, value in fields.items())
 
 
 def ids(pages: PageIds) -> list[int]:

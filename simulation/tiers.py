@@ -9,7 +9,6 @@ from simulation.memory import LAYERS, SimulatedPool, Violation
 from simulation.stored import StoredTags
 from simulation.surroundings import Surroundings
 from tidekv.states import commands, events
-from tidekv.states.types import PageIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -180,31 +179,24 @@ class SimulatedCopies:
         self._world = world
         self._random = random
 
-    def copy_in(self, command: commands.CopyToDevice) -> None:
-        """Copy host pages to device pages."""
-        self._start(command, "copy_in", command.host_pages, command.device_pages, self._world.host, self._world.device)
+    def copy(self, command: commands.CopyPages) -> None:
+        """Copy full pages between host and device."""
+        host, device = self._world.host, self._world.device
+        if command.target == "device":
+            self._start(command, "copy_in", host, device)
+        else:
+            self._start(command, "copy_out", device, host)
 
-    def copy_out(self, command: commands.CopyToHost) -> None:
-        """Copy device pages to host pages."""
-        self._start(command, "copy_out", command.device_pages, command.host_pages, self._world.device, self._world.host)
-
-    def copy_component(self, command: commands.CopyComponent) -> None:
+    def copy_component(self, command: commands.CopyPages) -> None:
         """Copy pages of a component between its pools, or within the device pool."""
         source = self._world.component_pages.pools[command.source, command.component]
         target = self._world.component_pages.pools[command.target, command.component]
         self._world.component_pages.note_copy(self._world.core, command)
-        self._start(command, "component_copy", command.source_pages, command.target_pages, source, target)
+        self._start(command, "component_copy", source, target)
 
-    def _start(
-        self,
-        command: commands.CopyToDevice | commands.CopyToHost | commands.CopyComponent,
-        name: str,
-        source_pages: PageIds,
-        target_pages: PageIds,
-        source: SimulatedPool,
-        target: SimulatedPool,
-    ) -> None:
+    def _start(self, command: commands.CopyPages, name: str, source: SimulatedPool, target: SimulatedPool) -> None:
         world, faults, op = self._world, self._world.faults, command.op
+        source_pages, target_pages, by_layer = command.source_pages, command.target_pages, command.by_layer
         world.outcomes.begin(op)
         if len(source_pages) != len(target_pages) or not source_pages:
             raise Violation(f"{command} does not copy as many pages as it names")
@@ -217,7 +209,6 @@ class SimulatedCopies:
         found = source.begin_read(source_pages, who)
         target.begin_write(target_pages, who)
         deadline_s = world.settings.copy_deadline_s
-        by_layer = isinstance(command, commands.CopyToDevice) and command.by_layer
         # Layers arrive apart from each other, so that faults and aborts come between them.
         delay = min(world.delay() * (LAYERS * 3 if by_layer else 1), deadline_s * 0.9)
         if faults.hits(f"{name}_is_late"):
@@ -227,7 +218,7 @@ class SimulatedCopies:
 
         def end() -> None:
             error = "injected" if faults.hits(f"{name}_fails") else ""
-            if isinstance(command, commands.CopyComponent) and command.source == "host":
+            if name == "component_copy" and command.source == "host":
                 is_lost = world.component_pages.is_lost(command.component, faults.hits, is_over=faults.is_over)
                 error = "the tier is lost" if is_lost else error
             intact = source.intact(source_pages) if self.verifies and not error else None

@@ -51,32 +51,19 @@ class FetchPages(Operation, frozen=True, kw_only=True):
     component: str = FULL
 
 
-class CopyToDevice(Operation, frozen=True, kw_only=True):
-    """Copy host pages to device pages → CopyEnded.
+class CopyPages(Operation, frozen=True, kw_only=True):
+    """Copy pages of one group from one pool to another, or within the device pool → CopyEnded.
 
-    With `by_layer`, layer 0 of all pages comes first, and LayersCopied reports each layer but the last one.
+    With `by_layer`, from host to device, layer 0 of all pages comes first, and LayersCopied reports each layer but the
+    last one.
     """
 
-    host_pages: PageIds
-    device_pages: PageIds
-    by_layer: bool = False
-
-
-class CopyToHost(Operation, frozen=True, kw_only=True):
-    """Copy device pages to host pages → CopyEnded."""
-
-    device_pages: PageIds
-    host_pages: PageIds
-
-
-class CopyComponent(Operation, frozen=True, kw_only=True):
-    """Copy pages of a component between its device pool and host pool, or within the device pool → CopyEnded."""
-
-    component: str
     source: TierName
     source_pages: PageIds
     target: TierName
     target_pages: PageIds
+    component: str = FULL
+    by_layer: bool = False
 
 
 class StorePages(Operation, frozen=True, kw_only=True):

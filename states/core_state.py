@@ -17,7 +17,7 @@ import heapq
 from math import nextafter
 from typing import TYPE_CHECKING, Final, Protocol
 
-from tidekv.states.commands import Fallback
+from tidekv.states.commands import CopyPages, Fallback
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.pages.page_pool import LentPool, PagePool
 from tidekv.states.pages.prefill_quota import PrefillQuota
@@ -26,6 +26,7 @@ from tidekv.states.prefix.index import PrefixIndex
 from tidekv.states.prefix.policies import POLICIES
 from tidekv.states.raises import raise_of
 from tidekv.states.records.request import Request
+from tidekv.states.types import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -217,9 +218,11 @@ class CoreState:
         """Remove all commands of this step behind the first `count`: what emitted them is undone."""
         del self.out[count:]
 
-    def put_first(self, kind: type[Command], count: int) -> None:
-        """Move the commands of a kind before the others that follow the first `count`."""
-        self.out[count:] = sorted(self.out[count:], key=lambda command: not isinstance(command, kind))
+    def put_components_first(self, count: int) -> None:
+        """Move copies of components before the other commands that follow the first `count`."""
+        self.out[count:] = sorted(
+            self.out[count:], key=lambda command: not (isinstance(command, CopyPages) and command.component != FULL)
+        )
 
     # --- Steps ---
 

@@ -29,7 +29,7 @@ LABELS = {
     "rule": "a function of `tidekv.states`, as `Class.method`",
     "tier": "device, host",
     "type": "an event's type, as in [journal.md](journal.md)",
-    "call": "query, fetch, store, probe, copy_to_device, copy_to_host, copy_component, recompute",
+    "call": "query, fetch, store, probe, copy_to_device, copy_to_host, recompute",
     "component": "a window or state, by its name",
     "state": "a state of the request machine; of a room: pending, sending, finished, draining",
     "pool": "device, host",

@@ -97,8 +97,7 @@ class World:
             commands.FetchPages: self._fetch,
             commands.StorePages: self._store,
             commands.ProbeStorage: self._probe,
-            commands.CopyToDevice: self._copy_in,
-            commands.CopyToHost: self._copy_out,
+            commands.CopyPages: self._copy,
             commands.ReportReady: self._ready,
             commands.GiveReserve: _nothing,
             commands.ReportFinished: _nothing,
@@ -234,20 +233,14 @@ class World:
     def _probe(self, command: commands.ProbeStorage) -> None:
         self._after(QUERY_S, lambda at_s: events.StorageProbed(at_s=at_s, op=command.op))
 
-    def _copy_in(self, command: commands.CopyToDevice) -> None:
-        self._copy(self._copies_in, command.op, len(command.host_pages))
-
-    def _copy_out(self, command: commands.CopyToHost) -> None:
-        self._copy(self._copies_out, command.op, len(command.host_pages))
-
-    def _copy(self, line: Line, op: int, pages: int) -> None:
-        size = pages * self.speeds.page_bytes
+    def _copy(self, command: commands.CopyPages) -> None:
+        size = len(command.target_pages) * self.speeds.page_bytes
 
         def end() -> None:
             self._batch.stall(size / self.speeds.memory_bytes_per_s)
-            self.step(events.CopyEnded(at_s=self.schedule.now_s, op=op))
+            self.step(events.CopyEnded(at_s=self.schedule.now_s, op=command.op))
 
-        line.serve(size, end)
+        (self._copies_in if command.target == "device" else self._copies_out).serve(size, end)
 
     # --- The caller ---
 

@@ -132,9 +132,7 @@ class Executor:
             commands.FetchPages: self._fetch,
             commands.StorePages: self._store,
             commands.ProbeStorage: self._probe,
-            commands.CopyToDevice: self._copy_to_device,
-            commands.CopyToHost: self._copy_to_host,
-            commands.CopyComponent: self._copy_component,
+            commands.CopyPages: self._copy,
             commands.Recompute: self._recompute,
             commands.SendPromise: self._promise,
             commands.SendExtend: self._extend,
@@ -351,31 +349,20 @@ class Executor:
 
     # --- Copies ---
 
-    def _copy_to_device(self, command: commands.CopyToDevice) -> None:
-        copier = self._copiers[FULL]
-        if command.by_layer:
-            report = partial(self._layers_copied, command.op)
-            copied = copier.to_device_by_layer(command.host_pages, command.device_pages, report).done
+    def _copy(self, command: commands.CopyPages) -> None:
+        copier, sources, targets = self._copiers[command.component], command.source_pages, command.target_pages
+        if command.target == "host":
+            copied = copier.to_host(sources, targets)
+        elif command.source == "device":
+            copied = copier.clone(sources, targets)
+        elif command.by_layer:
+            copied = copier.to_device_by_layer(sources, targets, partial(self._layers_copied, command.op)).done
         else:
-            copied = copier.to_device(command.host_pages, command.device_pages)
+            copied = copier.to_device(sources, targets)
         copied.add_done_callback(partial(self._copied, command))
 
     def _layers_copied(self, op: int, layers: int) -> None:
         self._post(events.LayersCopied(at_s=self._clock(), op=op, layers=layers))
-
-    def _copy_to_host(self, command: commands.CopyToHost) -> None:
-        copied = self._copiers[FULL].to_host(command.device_pages, command.host_pages)
-        copied.add_done_callback(partial(self._copied, command))
-
-    def _copy_component(self, command: commands.CopyComponent) -> None:
-        copier = self._copiers[command.component]
-        if command.target == "host":
-            copied = copier.to_host(command.source_pages, command.target_pages)
-        elif command.source == "host":
-            copied = copier.to_device(command.source_pages, command.target_pages)
-        else:
-            copied = copier.clone(command.source_pages, command.target_pages)
-        copied.add_done_callback(partial(self._copied, command))
 
     def _copied(self, command: commands.Operation, copied: asyncio.Future[None]) -> None:
         raised = copied.exception()

@@ -45,9 +45,7 @@ _CALLS: dict[type[commands.Command], str] = {
     commands.FetchPages: "fetch",
     commands.StorePages: "store",
     commands.ProbeStorage: "probe",
-    commands.CopyToDevice: "copy_to_device",
-    commands.CopyToHost: "copy_to_host",
-    commands.CopyComponent: "copy_component",
+    commands.CopyPages: "copy",
     commands.Recompute: "recompute",
 }
 """Commands that are timed until their outcome."""
@@ -95,7 +93,7 @@ class MetricsFold:
         self._handlers: dict[type[commands.Command], Callable[[Any], None]] = {
             commands.SendPromise: self._promise,
             commands.SendExtend: self._extend,
-            commands.CopyComponent: self._copy_component,
+            commands.CopyPages: self._copy,
             commands.FetchPages: self._fetch,
             commands.StorePages: self._store,
             commands.ReportReady: self._ready,
@@ -185,7 +183,10 @@ class MetricsFold:
         for tail in command.component_pages or ():
             self.component_pages[tail.component, "asked"] += len(tail.pages)
 
-    def _copy_component(self, command: commands.CopyComponent) -> None:
+    def _copy(self, command: commands.CopyPages) -> None:
+        self._calls[command.op] = (f"copy_to_{command.target}", self._calls[command.op][1])
+        if command.component == FULL:
+            return
         what = "backed_up" if command.target == "host" else "loaded" if command.source == "host" else "cloned"
         self._component_copies[command.op] = (command.component, what, len(command.target_pages))
 

@@ -163,9 +163,7 @@ class RequestTraces:
         self._handlers: dict[type[commands.Command], Callable[[Any, float, Core], None]] = {
             commands.QueryStorage: self._query,
             commands.FetchPages: self._fetch,
-            commands.CopyToDevice: self._copy,
-            commands.CopyToHost: self._backup,
-            commands.CopyComponent: self._copy_component,
+            commands.CopyPages: self._copy,
             commands.StorePages: self._store,
             commands.Recompute: self._recompute,
             commands.SendPromise: self._promise,
@@ -412,11 +410,19 @@ class RequestTraces:
             work = Work("fetch", first, count, at_s, ahead=ahead)
         self._begin(command.op, work, self._sharers(command.op, core) or [self._live[command.request_id]])
 
-    def _copy(self, command: commands.CopyToDevice, at_s: float, core: Core) -> None:
-        owner = core.state.operations.get(command.op)
-        first = owner.load.first if isinstance(owner, LoadCopy) else 0
-        work = Work("copy", first, len(command.host_pages), at_s)
-        self._begin(command.op, work, self._sharers(command.op, core))
+    def _copy(self, command: commands.CopyPages, at_s: float, core: Core) -> None:
+        owner, count = core.state.operations.get(command.op), len(command.target_pages)
+        if isinstance(owner, LoadCopy):
+            self._begin(command.op, Work("copy", owner.load.first, count, at_s), self._sharers(command.op, core))
+        elif isinstance(owner, Backup) and owner.serial in self._by_serial:
+            self._begin(command.op, Work("backup", owner.first, count, at_s), [self._by_serial[owner.serial]])
+        elif isinstance(owner, SharedEndCopy):
+            self._copy_shared_end(command, owner, at_s)
+        elif isinstance(owner, ComponentCopy) and owner.component_pages.request is not None:
+            first = owner.component_pages.plan.firsts[command.component]
+            work = Work("tail", first, count, at_s, component=command.component)
+            work.cause = "from host to device" if command.source == "host" else "of the cache to a page of its own"
+            self._begin(command.op, work, [self._live[owner.component_pages.request.request_id]])
 
     def _sharers(self, op: int, core: Core) -> list[RequestTrace]:
         owner = core.state.operations.get(op)
@@ -424,25 +430,7 @@ class RequestTraces:
             return []
         return [self._live[request.request_id] for request in owner.load.sharers if request.request_id in self._live]
 
-    def _backup(self, command: commands.CopyToHost, at_s: float, core: Core) -> None:
-        owner = core.state.operations.get(command.op)
-        if isinstance(owner, Backup) and owner.serial in self._by_serial:
-            work = Work("backup", owner.first, len(command.host_pages), at_s)
-            self._begin(command.op, work, [self._by_serial[owner.serial]])
-
-    def _copy_component(self, command: commands.CopyComponent, at_s: float, core: Core) -> None:
-        owner = core.state.operations.get(command.op)
-        if isinstance(owner, SharedEndCopy):
-            self._copy_shared_end(command, owner, at_s)
-            return
-        component_pages = owner.component_pages if isinstance(owner, ComponentCopy) else None
-        if component_pages is not None and component_pages.request is not None:
-            first = component_pages.plan.firsts[command.component]
-            work = Work("tail", first, len(command.target_pages), at_s, component=command.component)
-            work.cause = "from host to device" if command.source == "host" else "of the cache to a page of its own"
-            self._begin(command.op, work, [self._live[component_pages.request.request_id]])
-
-    def _copy_shared_end(self, command: commands.CopyComponent, copy: SharedEndCopy, at_s: float) -> None:
+    def _copy_shared_end(self, command: commands.CopyPages, copy: SharedEndCopy, at_s: float) -> None:
         """Record a copy from the filler's component pages to those of a sharer."""
         filler, sharer = copy.filler.request, copy.sharer.request
         if filler is not None and sharer is not None:

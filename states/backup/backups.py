@@ -26,7 +26,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import CopyToHost, ForgetTokens, ReportRetracted, StorePages
+from tidekv.states.commands import CopyPages, ForgetTokens, ReportRetracted, StorePages
 from tidekv.states.components.backups import ComponentPut
 from tidekv.states.events import PagesStored
 from tidekv.states.rollback import Rollback
@@ -358,7 +358,15 @@ class Backups:
                 assert node.device is not None
                 device_pages += node.device
         backup.op = self._state.start_operation(backup, deadline_s=self._state.settings.copy_deadline_s)
-        self._state.emit(CopyToHost(op=backup.op, device_pages=device_pages[:count], host_pages=backup.host_pages))
+        self._state.emit(
+            CopyPages(
+                op=backup.op,
+                source="device",
+                source_pages=device_pages[:count],
+                target="host",
+                target_pages=backup.host_pages,
+            )
+        )
 
     def _join_tree(self, backup: Backup) -> None:
         index = self._state.index

@@ -22,7 +22,7 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import CopyToHost, ReportOffered
+from tidekv.states.commands import CopyPages, ReportOffered
 from tidekv.states.components.offered import OfferedComponents
 from tidekv.states.types import FULL, page_ids
 
@@ -189,7 +189,15 @@ class Offers:
         offer.host_pages = state.host.take(len(pages))
         offer.op = state.start_operation(offer, deadline_s=state.settings.copy_deadline_s)
         offer.device_pages = page_ids(pages)
-        state.emit(CopyToHost(op=offer.op, device_pages=offer.device_pages, host_pages=offer.host_pages))
+        state.emit(
+            CopyPages(
+                op=offer.op,
+                source="device",
+                source_pages=offer.device_pages,
+                target="host",
+                target_pages=offer.host_pages,
+            )
+        )
         offer.is_copying = True
 
     def is_late(self) -> None:

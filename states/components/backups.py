@@ -22,7 +22,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import CopyComponent, StorePages
+from tidekv.states.commands import CopyPages, StorePages
 from tidekv.states.events import PagesStored
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import PageIds, page_ids
@@ -238,7 +238,7 @@ class ComponentBackups:
             op = self._state.start_operation(backup, deadline_s=self._state.settings.copy_deadline_s)
             undo.callback(self._state.operations.pop, op)
             self._state.emit(
-                CopyComponent(
+                CopyPages(
                     op=op,
                     component=name,
                     source="device",

@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import CopyComponent
+from tidekv.states.commands import CopyPages
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import PageIds, page_ids
 
@@ -116,7 +116,7 @@ class OfferedComponents:
             copy.op = state.start_operation(copy, deadline_s=state.settings.copy_deadline_s)
             undo.callback(state.operations.pop, copy.op)
             state.emit(
-                CopyComponent(
+                CopyPages(
                     op=copy.op,
                     component=component,
                     source="device",

@@ -46,7 +46,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import CopyComponent
+from tidekv.states.commands import CopyPages
 from tidekv.states.component_specs import ComponentPages, ComponentTable
 from tidekv.states.components.missing import MissingPages
 from tidekv.states.components.shared_ends import SharedEnds
@@ -309,7 +309,7 @@ class ComponentRestore:
         copy.op = state.start_operation(copy, deadline_s=state.settings.copy_deadline_s)
         undo.callback(state.operations.pop, copy.op)
         state.emit(
-            CopyComponent(
+            CopyPages(
                 op=copy.op,
                 component=copy.component,
                 source=source,

@@ -31,7 +31,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from tidekv.states.commands import CopyComponent
+from tidekv.states.commands import CopyPages
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import page_ids
 
@@ -205,7 +205,7 @@ class SharedEnds:
                 filler.copy_began()
                 sharer.copy_began()
                 state.emit(
-                    CopyComponent(
+                    CopyPages(
                         op=op,
                         component=name,
                         source="device",

@@ -26,7 +26,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tidekv.states.commands import CopyToDevice, FetchPages
+from tidekv.states.commands import CopyPages, FetchPages
 from tidekv.states.events import CopyEnded
 from tidekv.states.records.request import Load, Request
 from tidekv.states.records.stages import Stage
@@ -218,7 +218,16 @@ class Loads:
         source = self.placement.pin_source(load)
         deadline_s = self._state.settings.copy_deadline_s
         load.run_as(self._state.start_operation(LoadCopy(self, load), deadline_s=deadline_s))
-        self._state.emit(CopyToDevice(op=load.op, host_pages=source, device_pages=load.device_pages, by_layer=by_layer))
+        self._state.emit(
+            CopyPages(
+                op=load.op,
+                source="host",
+                source_pages=source,
+                target="device",
+                target_pages=load.device_pages,
+                by_layer=by_layer,
+            )
+        )
         load.copy()
         self._storage.fetch_over(load)
         for request in load.sharers:

@@ -30,9 +30,9 @@ PARTS = ("events", "index", "device pool", "host pool", "requests", "rooms", "pa
 """Names of the compared parts; each component follows them."""
 WINDOW_PAGES = 4096
 """Pages of a free list that one vote looks at."""
-DEVICE_FIELDS = frozenset(("pages", "device_pages"))
-"""Those that name device pages. Lent ones are each rank's own, so only their number is compared."""
-PAGE_FIELDS = ("pages", "device_pages", "host_pages", "reserve", "source_pages", "target_pages")
+DEVICE_FIELD = "pages"
+"""The one that names device pages. Lent ones are each rank's own, so only their number is compared."""
+PAGE_FIELDS = ("pages", "host_pages", "reserve", "source_pages", "target_pages")
 """Fields of commands that name pages."""
 ROOMS = (commands.SendPromise, commands.SendExtend, commands.SendAbort, commands.SendReceived)
 
@@ -150,10 +150,10 @@ def _number_of(name: str) -> Callable[[Command], bytes]:
 
 
 def _number_of_lent(side: str) -> Callable[[Command], PageIds | bytes]:
-    """Read one side of a copy of component pages: on the device, only their number."""
+    """Read one side of a copy: on the device, only the number of its pages."""
 
     def read(command: Command) -> PageIds | bytes:
-        assert isinstance(command, commands.CopyComponent)
+        assert isinstance(command, commands.CopyPages)
         pages: PageIds = getattr(command, f"{side}_pages")
         return _ONE.pack(len(pages)) if getattr(command, side) == "device" else pages
 
@@ -161,10 +161,10 @@ def _number_of_lent(side: str) -> Callable[[Command], PageIds | bytes]:
 
 
 def _readers(kind: type[Command], *, are_lent: bool) -> tuple[Callable[[Command], PageIds | bytes], ...]:
-    if are_lent and kind is commands.CopyComponent:
+    if are_lent and kind is commands.CopyPages:
         return _number_of_lent("source"), _number_of_lent("target")
     names = [name for name in kind.__struct_fields__ if name in PAGE_FIELDS]
-    return tuple(_number_of(name) if are_lent and name in DEVICE_FIELDS else attrgetter(name) for name in names)
+    return tuple(_number_of(name) if are_lent and name == DEVICE_FIELD else attrgetter(name) for name in names)
 
 
 _KINDS = [kind for kind in vars(commands).values() if isinstance(kind, type) and issubclass(kind, commands.Command)]

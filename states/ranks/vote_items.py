@@ -21,7 +21,6 @@ NO_ERROR = 255
 COUNT_MAX = 1 << 40
 PUT_BITS = 20
 PUT_MAX = (1 << PUT_BITS) - 1
-COPIES = (commands.CopyToDevice, commands.CopyToHost, commands.CopyComponent)
 LOST_RANK = "a rank was lost"
 CAUSES = ("aborted", "cancelled by the caller", "engine closed", LOST_RANK)
 """Causes of an abort. A slot holds an index into them; any other cause counts as the first."""
@@ -58,7 +57,7 @@ class OperationVote:
         self.op = command.op
         self.kind = type(command)
         self.slot = vote_vector.open(self)
-        by_layer = isinstance(command, commands.CopyToDevice) and command.by_layer
+        by_layer = isinstance(command, commands.CopyPages) and command.by_layer
         self.layers_slot = vote_vector.open(self) if by_layer else None
         self.is_over = False
         """Whether the operation has ended on all ranks: the item is closed then."""
@@ -72,7 +71,7 @@ class OperationVote:
             count = next((getattr(event, name) for name in ("found", "good", "stored") if hasattr(event, name)), 0)
             if isinstance(event, events.PagesStored):
                 count = max(count, 0) << PUT_BITS | min(max(event.put, 0), PUT_MAX)
-            if self.kind in COPIES:
+            if self.kind is commands.CopyPages:
                 # The fewest intact pages of all ranks count: every rank drops the same pages from host memory.
                 intact = getattr(event, "intact", None)
                 count = COUNT_MAX if intact is None else intact

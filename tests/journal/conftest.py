@@ -181,15 +181,15 @@ class Play:
             if isinstance(command, commands.QueryStorage):
                 self.take(events.StorageAnswered, op=op, found=found)
 
-    def plan_with_host(self, request_id: str, tokens: bytes = b"aabbccdd", **fields: Any) -> commands.CopyToDevice:
+    def plan_with_host(self, request_id: str, tokens: bytes = b"aabbccdd", **fields: Any) -> commands.CopyPages:
         """Four pages of the request are in host memory, and their copy to the device has begun."""
         self.arrive("before", b"aabbccdd")
         self.bring_everything("before")
         self.take(events.FinishRequested, request_id="before", keys=b"aabbccdd", tokens=8)
-        self.take(events.CopyEnded, op=self.last(commands.CopyToHost).op)
+        self.take(events.CopyEnded, op=self.last(commands.CopyPages, target="host", component="full").op)
         self.take(events.FlushRequested, call=1, tiers=("l1",))
         self.arrive(request_id, tokens, **fields)
-        return self.last(commands.CopyToDevice)
+        return self.last(commands.CopyPages, target="device", component="full")
 
     def change_policy(self, **changes: object) -> None:
         self.take(events.PolicyChanged, policy=changed_policy(policy_of(self.core.state.settings), changes))
@@ -231,7 +231,7 @@ class Play:
         """The request is finished, and its pages are in host memory."""
         self.bring_everything(request_id)
         self.finish(request_id)
-        self.take(events.CopyEnded, op=self.last(commands.CopyToHost).op)
+        self.take(events.CopyEnded, op=self.last(commands.CopyPages, target="host", component="full").op)
 
     def wait_for_clock(self) -> None:
         due_s = self.core.next_deadline_s()
@@ -248,7 +248,7 @@ class Play:
                 return
             self.answer_queries(found=0)
             for op, command in list(self.open_ops.items()):
-                if isinstance(command, commands.CopyToDevice) and op > 0:
+                if isinstance(command, commands.CopyPages) and command.target == "device" and op > 0:
                     self.take(events.CopyEnded, op=op)
             room = request.room
             if room is None:

@@ -22,7 +22,7 @@ def settle_all(rig: Rig) -> None:
         rig.answer(query, 3)
     for fetch in rig.take_all(commands.FetchPages):
         rig.fetched(fetch)
-    for copy in rig.take_all(commands.CopyToDevice):
+    for copy in rig.take_all(commands.CopyPages, target="device"):
         rig.copied(copy)
     for abort in rig.take_all(commands.SendAbort):
         rig.drained(abort)

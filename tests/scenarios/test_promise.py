@@ -37,7 +37,7 @@ def become_ready(rig: Rig, promise: commands.SendPromise) -> commands.ReportRead
 def over(rig: Rig, request_id: str, tokens: bytes) -> None:
     """The caller is done; backups end; nothing is held."""
     rig.finish(request_id, tokens)
-    while copies := rig.take_all(commands.CopyToHost):
+    while copies := rig.take_all(commands.CopyPages, target="host"):
         for copy in copies:
             rig.copied(copy)
     for put in rig.take_all(commands.StorePages):
@@ -56,7 +56,7 @@ def test_every_page_has_one_source_and_the_promise_is_what_they_cover(l1: int, l
     if 0 < l1 < l2:
         # The device gets its part back by a request for just that part.
         rig.arrive("shallow", TEN[:l1])
-        for copy in rig.take_all(commands.CopyToDevice):
+        for copy in rig.take_all(commands.CopyPages, target="device"):
             rig.copied(copy)
         rig.serve(rig.take(commands.SendPromise))
         rig.take(commands.SendReceived)
@@ -71,9 +71,9 @@ def test_every_page_has_one_source_and_the_promise_is_what_they_cover(l1: int, l
         assert (query.first, query.count) == (device + host, 10 - device - host)
         found = max(0, min(query.count, l3 - query.first))
         rig.answer(query, found)
-    copies, fetches = rig.take_all(commands.CopyToDevice), rig.take_all(commands.FetchPages)
+    copies, fetches = rig.take_all(commands.CopyPages, target="device"), rig.take_all(commands.FetchPages)
     promise = rig.take(commands.SendPromise)
-    assert sum(len(copy.device_pages) for copy in copies) == host
+    assert sum(len(copy.target_pages) for copy in copies) == host
     assert [(fetch.positions[0], len(fetch.host_pages)) for fetch in fetches] == (
         [(device + host, found)] if found else []
     )
@@ -81,7 +81,7 @@ def test_every_page_has_one_source_and_the_promise_is_what_they_cover(l1: int, l
     assert len(promise.pages) == 10 - promise.promised_tokens
     for fetch in fetches:
         rig.fetched(fetch)
-    for copy in [*copies, *rig.take_all(commands.CopyToDevice)]:
+    for copy in [*copies, *rig.take_all(commands.CopyPages, target="device")]:
         rig.copied(copy)
     ready = become_ready(rig, promise)
     assert len(set(ids(ready.pages))) == 10
@@ -124,7 +124,7 @@ def test_a_short_read_is_extended_by_what_is_missing_and_no_more(good: int) -> N
     rig.fetched(first, good=good)
     extend = rig.take(commands.SendExtend)
     assert (extend.first, len(extend.pages)) == (good, 5 - good)
-    for copy in rig.take_all(commands.CopyToDevice):
+    for copy in rig.take_all(commands.CopyPages, target="device"):
         rig.copied(copy)
     rig.aux(promise)
     rig.chunk(extend)
@@ -143,7 +143,7 @@ def test_at_the_deadline_each_run_that_has_not_landed_is_asked_of_prefill_and_no
     rig.promised(promise)
     rig.fetched(copying)
     rig.fetched(landed)
-    (first_copy, *others) = rig.take_all(commands.CopyToDevice)
+    (first_copy, *others) = rig.take_all(commands.CopyPages, target="device")
     rig.copied(first_copy)
     rig.wait_until(5.0)
     extend = rig.take(commands.SendExtend)
@@ -204,12 +204,12 @@ def test_promised_host_pages_are_pinned_against_whoever_needs_host_memory() -> N
     rig.make_cached("past", TEN)
     rig.flush("l1")
     rig.arrive("a", TEN)
-    copy = rig.take(commands.CopyToDevice)
+    copy = rig.take(commands.CopyPages, target="device")
     promise = rig.take(commands.SendPromise)
     assert promise.promised_tokens == 10
     rig.make_ready("b", b"ABCDEFGHIJ")
     rig.finish("b", b"ABCDEFGHIJ")
-    assert rig.take_all(commands.CopyToHost) == []
+    assert rig.take_all(commands.CopyPages, target="host") == []
     assert rig.core.state.index.host_protected == 10
     rig.copied(copy)
     assert become_ready(rig, promise).sources["l2"] == 10

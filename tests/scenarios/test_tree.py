@@ -8,7 +8,7 @@ from tidekv.states import commands
 
 def back_up(rig: Rig) -> None:
     """All copies to the host end."""
-    for copy in rig.take_all(commands.CopyToHost):
+    for copy in rig.take_all(commands.CopyPages, target="host"):
         rig.copied(copy)
 
 
@@ -16,19 +16,19 @@ def test_a_node_that_is_split_while_its_copy_runs_gets_its_host_pages_where_they
     rig = Rig()
     first = rig.make_ready("a", b"abcdef")
     rig.finish("a", b"abcdef")
-    copy = rig.take(commands.CopyToHost)
-    assert ids(copy.device_pages) == ids(first.pages)
+    copy = rig.take(commands.CopyPages, target="host")
+    assert ids(copy.source_pages) == ids(first.pages)
     # A prompt that parts from it in the middle.
     rig.make_ready("b", b"abcXYZ")
     rig.copied(copy)
     rig.finish("b", b"abcXYZ")
     back_up(rig)
     rig.flush("l1")
-    for tokens, host in ((b"abcdef", ids(copy.host_pages)), (b"abcXYZ", ids(copy.host_pages)[:3])):
+    for tokens, host in ((b"abcdef", ids(copy.target_pages)), (b"abcXYZ", ids(copy.target_pages)[:3])):
         rig.arrive("again", tokens)
-        up = rig.take(commands.CopyToDevice)
-        assert ids(up.host_pages)[: len(host)] == host
-        assert len(up.host_pages) == 6
+        up = rig.take(commands.CopyPages, target="device")
+        assert ids(up.source_pages)[: len(host)] == host
+        assert len(up.source_pages) == 6
         rig.copied(up)
         rig.serve(rig.take(commands.SendPromise))
         rig.abort("again")
@@ -77,7 +77,7 @@ def test_a_tree_of_shared_beginnings_frees_everything_when_traffic_stops() -> No
         tokens = bytes([number % 2, number % 3, number % 5, number % 7, number % 11])
         name = f"r{number}"
         rig.arrive(name, tokens)
-        for copy in rig.take_all(commands.CopyToDevice):
+        for copy in rig.take_all(commands.CopyPages, target="device"):
             rig.copied(copy)
         rig.serve(rig.take(commands.SendPromise))
         live.append((name, tokens))

@@ -103,7 +103,7 @@ class Modelled:
                 count = len(command.host_pages) + command.asked
                 self.stored.update(keys[at * 4 : at * 4 + 4] for at in range(len(command.host_pages)))
                 self.after(0.0001, events.PagesStored, op=command.op, stored=count, put=count)
-            case commands.CopyToDevice() | commands.CopyToHost():
+            case commands.CopyPages():
                 self.after(0.00005, events.CopyEnded, op=command.op)
             case commands.SendPromise() | commands.SendExtend():
                 self.send(command)

@@ -22,7 +22,7 @@ def test_a_pin_whose_end_has_raised_ends_with_its_time(monkeypatch: pytest.Monke
     rig = Rig()
     rig.make_ready("r1", b"abcd")
     rig.finish("r1", b"abcd")
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     assert hinted(rig, "pin") == ("accepted", 4)
     unpin = PrefixIndex.unpin
 

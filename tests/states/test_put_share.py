@@ -22,7 +22,7 @@ def finish_and_back_up(rig: Rig, name: str, tokens: bytes) -> list[commands.Stor
     """A whole request, up to its copy on the host; returns the put that follows, if any."""
     rig.make_ready(name, tokens)
     rig.finish(name, tokens)
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.take(commands.ReportFinished)
     return rig.take_all(commands.StorePages)
 

@@ -61,8 +61,8 @@ def cached(rig: Rig, tokens: bytes, name: str = "past") -> commands.ReportReady:
     """Bring tokens and their tails into every tier there is."""
     ready = ready_with(rig, name, tokens)
     finish(rig, ready, tokens)
-    for kind in (commands.CopyToHost, commands.CopyComponent):
-        for copy in rig.take_all(kind):
+    for of_components in (False, True):
+        for copy in rig.take_all(commands.CopyPages, target="host", of_components=of_components):
             rig.copied(copy)
     puts = rig.take_all(commands.StorePages)
     while puts:

@@ -82,14 +82,11 @@ class CoreMachine(RuleBasedStateMachine):
         pending, self.rig.pending = self.rig.pending, []
         for wish in pending:
             match wish:
-                case commands.CopyToDevice() | commands.CopyToHost():
-                    into_device = isinstance(wish, commands.CopyToDevice)
-                    source, target = (self.host, self.device) if into_device else (self.device, self.host)
-                    taken, given = (
-                        (wish.host_pages, wish.device_pages) if into_device else (wish.device_pages, wish.host_pages)
-                    )
-                    self.reading[wish.op] = (source, taken, source.begin_read(taken, wish.op))
-                    target.begin_write(given, wish.op)
+                case commands.CopyPages():
+                    pools = {"host": self.host, "device": self.device}
+                    source = pools[wish.source]
+                    self.reading[wish.op] = (source, wish.source_pages, source.begin_read(wish.source_pages, wish.op))
+                    pools[wish.target].begin_write(wish.target_pages, wish.op)
                     self.operations.append(wish)
                 case commands.FetchPages():
                     self.host.begin_write(wish.host_pages, wish.op)
@@ -206,11 +203,9 @@ class CoreMachine(RuleBasedStateMachine):
                 good = min(share, len(tags)) if fails or loses else len(tags)
                 self.host.end_write(wish.host_pages, wish.op, tags[:good] + [0] * (len(wish.host_pages) - good))
                 self.rig.fetched(wish, good=good)
-            case commands.CopyToDevice():
-                self.device.end_write(wish.device_pages, wish.op, None if fails else found)
-                self.rig.copied(wish, error="failed" if fails else "")
-            case commands.CopyToHost():
-                self.host.end_write(wish.host_pages, wish.op, None if fails else found)
+            case commands.CopyPages():
+                target = self.device if wish.target == "device" else self.host
+                target.end_write(wish.target_pages, wish.op, None if fails else found)
                 self.rig.copied(wish, error="failed" if fails else "")
             case commands.StorePages():
                 self.rig.stored(wish, stored=min(share, len(found) + wish.asked))

@@ -37,17 +37,17 @@ def leave(play: Play, request_id: str, tokens: bytes) -> None:
     )
     kept = {"request_id": request_id, "keys": tokens, "tokens": len(tokens), "component_pages": component_pages}
     play.take(events.FinishRequested, **kept)
-    play.take(events.CopyEnded, op=play.last(commands.CopyToHost).op)
-    play.take(events.CopyEnded, op=play.last(commands.CopyComponent).op)
+    play.take(events.CopyEnded, op=play.last(commands.CopyPages, target="host", component="full").op)
+    play.take(events.CopyEnded, op=play.last(commands.CopyPages, component="window").op)
 
 
-def window_on_the_host(play: Play) -> commands.CopyComponent:
+def window_on_the_host(play: Play) -> commands.CopyPages:
     """The window of r1 is being copied from the host."""
     play.begin_with(COMPONENTS)
     leave(play, "before", b"aabbccdd")
     play.take(events.FlushRequested, call=1, tiers=("l1",))
     play.arrive("r1")
-    copy: commands.CopyComponent = play.last(commands.CopyComponent)
+    copy: commands.CopyPages = play.last(commands.CopyPages, component="window")
     return copy
 
 
@@ -77,7 +77,7 @@ def component_copy_raises(play: Play) -> None:
 @says(causes.LATE["tail"], AGAIN, "READY", counts="copies_late extends")
 def component_copy_is_late(play: Play) -> None:
     copy = window_on_the_host(play)
-    play.take(events.CopyEnded, op=play.last(commands.CopyToDevice).op)
+    play.take(events.CopyEnded, op=play.last(commands.CopyPages, target="device", component="full").op)
     play.wait_for_clock()
     play.bring_everything("r1")
     play.take(events.CopyEnded, op=copy.op)
@@ -87,7 +87,7 @@ def component_copy_is_late(play: Play) -> None:
 def window_comes_from_storage(play: Play) -> None:
     play.take(events.PagesFetched, op=window_in_storage(play).op, good=2)
     play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
-    play.take(events.CopyEnded, op=play.last(commands.CopyComponent).op)
+    play.take(events.CopyEnded, op=play.last(commands.CopyPages, component="window").op)
     play.bring_everything("r1")
 
 
@@ -111,7 +111,7 @@ def component_fetch_raises(play: Play) -> None:
 @says("storage brought 1 of 2 pages", "lost or corrupt", "of pages [3, 4) of window (extend 1, since ", "READY")
 def component_fetch_is_short(play: Play) -> None:
     play.take(events.PagesFetched, op=window_in_storage(play).op, good=1)
-    play.take(events.CopyEnded, op=play.last(commands.CopyComponent).op)
+    play.take(events.CopyEnded, op=play.last(commands.CopyPages, component="window").op)
     play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
     play.bring_everything("r1")
 
@@ -120,7 +120,7 @@ def component_fetch_is_short(play: Play) -> None:
 def component_fetch_is_late(play: Play) -> None:
     fetch = window_in_storage(play)
     play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
-    play.take(events.CopyEnded, op=play.last(commands.CopyToDevice).op)
+    play.take(events.CopyEnded, op=play.last(commands.CopyPages, target="device", component="full").op)
     play.wait_for_clock()
     play.bring_everything("r1")
     play.take(events.PagesFetched, op=fetch.op, good=2)
@@ -157,10 +157,10 @@ def land(play: Play, request_id: str, *, token: bool = True) -> None:
         play.to_room(events.AuxLanded, request_id=request_id, rank=0)
 
 
-def copy_of_the_window(play: Play) -> commands.CopyComponent:
+def copy_of_the_window(play: Play) -> commands.CopyPages:
     same_end(play)
     land(play, "r0")
-    copy: commands.CopyComponent = play.last(commands.CopyComponent)
+    copy: commands.CopyPages = play.last(commands.CopyPages, component="window")
     return copy
 
 

@@ -73,7 +73,7 @@ def prefill_ends(end: Callable[[Play], None], state: str) -> None:
         play.bring_to(state, can_recompute=True)
         end(play)
         if state == "LOCAL_RESTORE":
-            play.take(events.CopyEnded, op=play.last(commands.CopyToDevice).op)
+            play.take(events.CopyEnded, op=play.last(commands.CopyPages, target="device", component="full").op)
         play.take(events.Recomputed, op=play.last(commands.Recompute).op)
 
     @says(f"It failed: {cause} ({detail})", name=f"prefill {end.__name__} in {state}")
@@ -298,7 +298,7 @@ def device_is_short(play: Play) -> None:
 def request_is_retracted_and_resumed(play: Play) -> None:
     play.bring_to("READY")
     play.finish(kind=events.RetractRequested)
-    play.take(events.CopyEnded, op=play.last(commands.CopyToHost).op)
+    play.take(events.CopyEnded, op=play.last(commands.CopyPages, target="host", component="full").op)
     play.take(events.FlushRequested, call=1, tiers=("l1",))
     play.at_s -= 0.001
     play.arrive("r1", tokens=b"aabbccddeeff")
@@ -309,7 +309,7 @@ def request_is_retracted_and_resumed(play: Play) -> None:
 def retracted_request_cannot_be_held(play: Play) -> None:
     play.bring_to("READY")
     play.finish(kind=events.RetractRequested)
-    play.take(events.CopyEnded, op=play.last(commands.CopyToHost).op, error="bus error")
+    play.take(events.CopyEnded, op=play.last(commands.CopyPages, target="host", component="full").op, error="bus error")
 
 
 # --- Backups ---
@@ -319,14 +319,18 @@ def retracted_request_cannot_be_held(play: Play) -> None:
 def backup_fails(play: Play) -> None:
     play.bring_to("READY")
     play.finish()
-    play.take(events.CopyEnded, op=play.last(commands.CopyToHost).op, error="bus error")
+    play.take(events.CopyEnded, op=play.last(commands.CopyPages, target="host", component="full").op, error="bus error")
 
 
 @says("starting the copy to the host raised: RuntimeError: no thread")
 def backup_raises(play: Play) -> None:
     play.bring_to("READY")
     play.finish()
-    play.take(events.CommandRaised, op=play.last(commands.CopyToHost).op, detail="RuntimeError: no thread")
+    play.take(
+        events.CommandRaised,
+        op=play.last(commands.CopyPages, target="host", component="full").op,
+        detail="RuntimeError: no thread",
+    )
 
 
 @says(causes.LATE["backup"], causes.CONSEQUENCES["late backup"], counts="backups_late")
@@ -334,7 +338,7 @@ def backup_is_late(play: Play) -> None:
     play.bring_to("READY")
     play.finish()
     play.wait_for_clock()
-    play.take(events.CopyEnded, op=play.last(commands.CopyToHost).op)
+    play.take(events.CopyEnded, op=play.last(commands.CopyPages, target="host", component="full").op)
 
 
 def put_ends(name: str, *words: str, end: Callable[[Play, int], None], counts: str = "") -> None:

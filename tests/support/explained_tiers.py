@@ -256,7 +256,7 @@ def caches_forget_what_is_in_front_of_the_hit(play: Play) -> None:
     play.arrive("r0", tokens=b"aabb")
     play.bring_everything("r0")
     play.take(events.FinishRequested, request_id="r0", keys=b"aabb", tokens=4)
-    play.take(events.CopyEnded, op=play.last(commands.CopyToHost).op)
+    play.take(events.CopyEnded, op=play.last(commands.CopyPages, target="host", component="full").op)
     play.arrive("big", tokens=b"0123456789abcdef0123456789ab")
     play.bring_everything("big")
     play.take(events.StorageChanged, available=True)

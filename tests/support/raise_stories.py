@@ -58,13 +58,13 @@ def landing(rig: Rig) -> Step:
 
 def copy_end(rig: Rig) -> Step:
     rig.bring(State.LOCAL_RESTORE)
-    copy = rig.take(commands.CopyToDevice)
+    copy = rig.take(commands.CopyPages, target="device")
     return lambda rig: rig.copied(copy)
 
 
 def copy_failure(rig: Rig) -> Step:
     rig.bring(State.LOCAL_RESTORE)
-    copy = rig.take(commands.CopyToDevice)
+    copy = rig.take(commands.CopyPages, target="device")
     return lambda rig: rig.copied(copy, error="failed")
 
 
@@ -76,7 +76,7 @@ def late_copy(rig: Rig) -> Step:
 def extended_chunk(rig: Rig) -> Step:
     rig.bring(State.LOCAL_RESTORE)
     rig.serve(rig.take(commands.SendPromise))
-    rig.copied(rig.take(commands.CopyToDevice), error="failed")
+    rig.copied(rig.take(commands.CopyPages, target="device"), error="failed")
     extend = rig.take(commands.SendExtend)
     return lambda rig: rig.chunk(extend)
 
@@ -104,7 +104,7 @@ def abort(rig: Rig) -> Step:
 def abort_of_a_filler(rig: Rig) -> Step:
     rig.bring(State.LOCAL_RESTORE)
     rig.promised(rig.take(commands.SendPromise))
-    rig.copied(rig.take(commands.CopyToDevice), error="failed")
+    rig.copied(rig.take(commands.CopyPages, target="device"), error="failed")
     return lambda rig: rig.abort("a")
 
 
@@ -134,14 +134,14 @@ def retract(rig: Rig) -> Step:
 def backup_copied(rig: Rig) -> Step:
     rig.bring(State.READY)
     rig.step(events.RetractRequested, request_id="a", keys=EIGHT, tokens=8)
-    copy = rig.take(commands.CopyToHost)
+    copy = rig.take(commands.CopyPages, target="host")
     return lambda rig: rig.copied(copy)
 
 
 def backup_stored(rig: Rig) -> Step:
     rig.bring(State.READY)
     rig.finish("a", EIGHT)
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     put = rig.take(commands.StorePages)
     return lambda rig: rig.stored(put)
 
@@ -149,7 +149,7 @@ def backup_stored(rig: Rig) -> Step:
 def resumed(rig: Rig) -> Step:
     rig.bring(State.READY)
     rig.step(events.RetractRequested, request_id="a", keys=EIGHT, tokens=8)
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.take(commands.ReportRetracted)
     rig.settle()
     rig.arrive("a", EIGHT + b"i")

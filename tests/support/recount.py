@@ -46,8 +46,7 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
     """All counters once more, from the steps of the journal."""
     names = {
         commands.QueryStorage: "query", commands.FetchPages: "fetch", commands.StorePages: "store",
-        commands.ProbeStorage: "probe", commands.CopyToDevice: "copy_to_device", commands.CopyToHost: "copy_to_host",
-        commands.Recompute: "recompute", commands.CopyComponent: "copy_component",
+        commands.ProbeStorage: "probe", commands.Recompute: "recompute",
     }  # fmt: skip
     counts: Counter[tuple[str, str]] = Counter({("tidekv_requests_arrived_total", ""): 0})
     begun: dict[int, tuple[str, float]] = {}
@@ -110,7 +109,9 @@ def recount(replayer: Replayer, fold: MetricsFold, *, page_bytes: int) -> Sample
             if state in (State.FAILED, State.PREALLOC) and request_id in landed:
                 add("pages_total", "wasted", landed.pop(request_id))
         for command in step.commands:
-            if isinstance(command, commands.CopyComponent):
+            if isinstance(command, commands.CopyPages):
+                begun[command.op] = (f"copy_to_{command.target}", event.at_s)
+            if isinstance(command, commands.CopyPages) and command.component != FULL:
                 way = {("host", "device"): "loaded", ("device", "host"): "backed_up", ("device", "device"): "cloned"}
                 what = way[command.source, command.target]
                 component_pages[command.op] = (f"{command.component} {what}", len(command.source_pages))

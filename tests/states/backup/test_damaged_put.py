@@ -15,7 +15,7 @@ def put_with_a_damaged_page(rig: Rig) -> commands.StorePages:
     rig.attach_storage()
     rig.make_ready("a", TOKENS)
     rig.finish("a", TOKENS)
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     return rig.take(commands.StorePages)
 
 

@@ -23,7 +23,7 @@ def turn(rig: Rig, name: str, tokens: bytes) -> list[commands.StorePages]:
     """A whole request; returns the puts that it leads to."""
     rig.make_ready(name, tokens)
     rig.finish(name, tokens)
-    for copy in rig.take_all(commands.CopyToHost):
+    for copy in rig.take_all(commands.CopyPages, target="host"):
         rig.copied(copy)
     return rig.take_all(commands.StorePages)
 
@@ -84,7 +84,7 @@ def test_pages_that_came_from_storage_are_renewed_in_their_order() -> None:
     rig.arrive("a", EIGHT)
     rig.answer(rig.take(commands.QueryStorage), 8)
     rig.fetched(rig.take(commands.FetchPages))
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     rig.serve(rig.take(commands.SendPromise))
     rig.finish("a", EIGHT)
     assert len(rig.take(commands.StorePages).host_pages) == 8
@@ -115,8 +115,8 @@ def test_with_write_back_a_page_that_storage_has_lost_is_copied_before_it_is_evi
     (renewal,) = turn(rig, "a", EIGHT)
     assert renewal.asked == 8
     rig.stored(renewal, 3)
-    copy = rig.take(commands.CopyToHost)
-    assert len(copy.device_pages) == 8
+    copy = rig.take(commands.CopyPages, target="host")
+    assert len(copy.source_pages) == 8
     rig.copied(copy)
     rig.settle()
     rig.expect_nothing_held()
@@ -128,7 +128,7 @@ def test_pages_that_are_lent_renew_what_storage_has_whichever_copy_was_of_use(he
     for wait_s, renewals in ((1.0, 0), (31.0, 1), (1.0, 0)):
         rig.now_s += wait_s
         rig.arrive("a", EIGHT, lent_pages=tuple(range(8, 16)), held_pages=held)
-        for copy in rig.take_all(commands.CopyToDevice):
+        for copy in rig.take_all(commands.CopyPages, target="device"):
             rig.copied(copy)
         rig.serve(rig.take(commands.SendPromise))
         rig.take(commands.ReportRestored)
@@ -156,7 +156,7 @@ def test_a_renewal_that_has_waited_protects_what_came_to_the_host_meanwhile() ->
     assert turn(rig, "a", EIGHT) == [], "puts wait for the fetch"
     rig.make_ready("b", EIGHT)
     rig.step(events.RetractRequested, request_id="b", keys=EIGHT, tokens=len(EIGHT))
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.step(events.RetractedDropped, request_id="b")
     rig.take_all(commands.StorePages)
     rig.fetched(fetch)

@@ -52,8 +52,8 @@ def test_what_is_evicted_next_is_copied_before_it_is() -> None:
     turn(rig, "a", b"abcdef")
     turn(rig, "b", b"ghijkl")
     # Four pages are free, eight are to be free or clean: the oldest leaf is copied, and only that.
-    copy = rig.take(commands.CopyToHost)
-    assert len(copy.device_pages) == 6
+    copy = rig.take(commands.CopyPages, target="host")
+    assert len(copy.source_pages) == 6
     rig.nothing_else()
     # While they are copied its pages cannot be taken.
     rig.arrive("c", bytes(range(12)))
@@ -69,14 +69,14 @@ def test_an_eviction_from_the_device_has_the_next_leaf_copied() -> None:
     turn(rig, "a", b"abcdefgh")
     turn(rig, "b", b"ijklmnop")
     # The copy of "a" uses up what may be copied before pages are taken again.
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.nothing_else()
     # The request takes the clean pages of "a": without another look "b" would be dropped by the next one.
     rig.arrive("c", bytes(range(8)))
     rig.answer(rig.take(commands.QueryStorage), 0)
     assert rig.core.state.device.free == 0
-    copy = rig.take(commands.CopyToHost)
-    assert len(copy.device_pages) == 8
+    copy = rig.take(commands.CopyPages, target="host")
+    assert len(copy.source_pages) == 8
     rig.copied(copy)
     assert cached(rig, b"ijklmnop") == (8, 0)
     assert rig.core.state.host.cached == 16
@@ -90,7 +90,7 @@ def test_an_eviction_from_the_host_has_the_next_leaf_put() -> None:
     # What is retracted is copied to the host and put nowhere.
     rig.make_ready("b", b"ghij")
     rig.step(events.RetractRequested, request_id="b", keys=b"ghij", tokens=4)
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.take(commands.ReportRetracted)
     rig.take(commands.ForgetTokens)
     rig.step(events.RetractedDropped, request_id="b")
@@ -109,7 +109,7 @@ def test_eviction_loses_nothing_that_was_copied_ahead() -> None:
     for number in range(5):
         tokens = bytes(range(10 * number, 10 * number + 5))
         turn(rig, f"r{number}", tokens)
-        while copies := rig.take_all(commands.CopyToHost):
+        while copies := rig.take_all(commands.CopyPages, target="host"):
             for copy in copies:
                 rig.copied(copy)
         while puts := rig.take_all(commands.StorePages):
@@ -136,13 +136,13 @@ def test_pages_of_a_path_are_copied_from_the_root_once() -> None:
     turn(rig, "a", b"abcdxx")
     turn(rig, "b", b"abcdyy")
     # Both leaves need a copy of the pages they share: one backup makes it, the other waits for it.
-    first = rig.take(commands.CopyToHost)
-    assert len(first.device_pages) == 6
+    first = rig.take(commands.CopyPages, target="host")
+    assert len(first.source_pages) == 6
     rig.copied(first)
-    second = rig.take(commands.CopyToHost)
-    assert len(second.device_pages) == 2
+    second = rig.take(commands.CopyPages, target="host")
+    assert len(second.source_pages) == 2
     rig.copied(second)
-    assert rig.take_all(commands.CopyToHost) == []
+    assert rig.take_all(commands.CopyPages, target="host") == []
     assert rig.core.state.host.cached == 8
 
 
@@ -150,7 +150,7 @@ def put_rig(**settings: object) -> tuple[Rig, commands.StorePages]:
     """The host is full of what is nowhere else, and the first put of it has begun."""
     rig = back_rig(host_pages=8, write_back_ahead=1.0, **settings)
     turn(rig, "a", b"abcdefgh")
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     return rig, rig.take(commands.StorePages)
 
 
@@ -179,7 +179,7 @@ def test_a_put_that_stored_nothing_is_not_repeated_at_once() -> None:
 def test_a_copy_that_failed_is_not_repeated_at_once() -> None:
     rig = back_rig(write_back_ahead=1.0)
     turn(rig, "a", b"abcd")
-    rig.copied(rig.take(commands.CopyToHost), error="no")
+    rig.copied(rig.take(commands.CopyPages, target="host"), error="no")
     rig.nothing_else()
     assert rig.core.is_idle
     assert rig.core.state.host.free == 16
@@ -189,7 +189,7 @@ def test_puts_wait_for_fetches_and_end_with_storage() -> None:
     rig = back_rig(host_pages=8, write_back_ahead=1.0, put_wait_s=1.0, put_fetch_s_max=0.5)
     rig.core.storage.note_throughput(begun_at_s=-1.0, pages=1)
     turn(rig, "a", b"abcdefgh")
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.nothing_else()
     assert not rig.core.is_idle
     rig.wait_until(0.9)
@@ -203,10 +203,10 @@ def test_a_short_host_is_not_copied_to_without_end() -> None:
     for number in range(3):
         turn(rig, f"r{number}", bytes(range(10 * number, 10 * number + 5)))
     copies = 0
-    while found := rig.take_all(commands.CopyToHost):
+    while found := rig.take_all(commands.CopyPages, target="host"):
         for copy in found:
             rig.copied(copy)
-            copies += len(copy.host_pages)
+            copies += len(copy.source_pages)
         for put in rig.take_all(commands.StorePages):
             rig.stored(put, 0)
     assert 0 < copies <= 16 + 5
@@ -225,8 +225,8 @@ def test_storage_that_answers_probes_and_fails_puts_is_tried_ever_less_and_cause
     while rig.now_s < begun_s + 100.0:
         while rig.pending:
             opened = rig.core.statistics()["l3_breaker_opened"]
-            for copy in rig.take_all(commands.CopyToHost):
-                copied += len(copy.device_pages) * bool(opened_at_s)
+            for copy in rig.take_all(commands.CopyPages, target="host"):
+                copied += len(copy.source_pages) * bool(opened_at_s)
                 rig.copied(copy)
             for put in rig.take_all(commands.StorePages):
                 rig.step(events.PagesStored, op=put.op, stored=0, error="no room")
@@ -254,7 +254,7 @@ def test_retracting_copies_to_the_host_and_puts_nothing() -> None:
     rig = back_rig(write_back_ahead=0.0)
     rig.make_ready("a", b"abcd")
     rig.step(events.RetractRequested, request_id="a", keys=b"abcd", tokens=4)
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     assert rig.take(commands.ReportRetracted).held_pages == 4
     rig.take(commands.ForgetTokens)
     rig.nothing_else()
@@ -273,7 +273,7 @@ def test_what_is_in_storage_is_not_copied_again() -> None:
 def test_short_prefixes_are_not_put_either() -> None:
     rig = back_rig(host_pages=8, write_back_ahead=1.0, write_tokens_min=9)
     turn(rig, "a", b"abcdefgh")
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.nothing_else()
     assert rig.core.is_idle
 
@@ -290,7 +290,7 @@ def test_nothing_is_copied_below_pages_that_are_not_there_yet() -> None:
     rig.abort("a")
     assert [node.depth_pages for node in rig.core.state.index.first_to_go("device", 1)] == [4]
     change(rig, write_back_ahead=1.0)
-    assert rig.take_all(commands.CopyToHost) == []
+    assert rig.take_all(commands.CopyPages, target="host") == []
     rig.fetched(first)
     rig.core.check()
 
@@ -299,13 +299,13 @@ def test_no_more_than_some_copies_and_puts_are_under_way() -> None:
     rig = back_rig(device_pages=64, host_pages=64, write_back_ahead=1.0)
     for number in range(8):
         turn(rig, f"r{number}", bytes(range(10 * number, 10 * number + 5)))
-    copies = rig.take_all(commands.CopyToHost)
+    copies = rig.take_all(commands.CopyPages, target="host")
     assert len(copies) == 4
     puts = 0
     while copies:
         for copy in copies:
             rig.copied(copy)
-        copies = rig.take_all(commands.CopyToHost)
+        copies = rig.take_all(commands.CopyPages, target="host")
         found = rig.take_all(commands.StorePages)
         puts = max(puts, len(found))
         for put in found:
@@ -346,8 +346,8 @@ class WrittenBack(RuleBasedStateMachine):
 
     @rule(error=st.sampled_from(("", "", "no")))
     def copy(self, error: str) -> None:
-        for kind in (commands.CopyToDevice, commands.CopyToHost):
-            for copy in self.rig.take_all(kind):
+        for target in ("device", "host"):
+            for copy in self.rig.take_all(commands.CopyPages, target=target):
                 self.rig.copied(copy, error)
 
     @rule(part=st.sampled_from((0, 1, None)))
@@ -379,7 +379,8 @@ class WrittenBack(RuleBasedStateMachine):
 
     @invariant()
     def host_pages_have_one_owner(self) -> None:
-        pages = [page for copy in self.rig.pending if isinstance(copy, commands.CopyToHost) for page in copy.host_pages]
+        copies = [copy for copy in self.rig.pending if isinstance(copy, commands.CopyPages) and copy.target == "host"]
+        pages = [page for copy in copies for page in copy.target_pages]
         assert len(set(pages)) == len(pages)
 
     def teardown(self) -> None:

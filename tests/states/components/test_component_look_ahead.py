@@ -51,8 +51,8 @@ def make_room(rig: Rig) -> None:
 
 
 def end_copies(rig: Rig) -> None:
-    for kind in (commands.CopyToDevice, commands.CopyComponent):
-        for copy in rig.take_all(kind):
+    for of_components in (False, True):
+        for copy in rig.take_all(commands.CopyPages, of_components=of_components):
             rig.copied(copy)
 
 
@@ -68,7 +68,7 @@ def test_a_plan_copies_what_has_landed_before_it_and_asks_storage_for_nothing() 
     assert (statistics["lookahead_pages"], statistics["component_pages_fetched_ahead"]) == (12, 4)
     make_room(rig)
     assert not rig.take_all(commands.FetchPages, of_components=True) and not rig.take_all(commands.FetchPages)
-    copies = {copy.component: copy for copy in rig.pending if isinstance(copy, commands.CopyComponent)}
+    copies = {copy.component: copy for copy in rig.pending if isinstance(copy, commands.CopyPages)}
     assert ids(copies["window"].source_pages) == ids(of_window.host_pages)
     assert ids(copies["state"].source_pages) == ids(of_state.host_pages)
     promise = rig.take(commands.SendPromise)
@@ -164,7 +164,7 @@ def test_what_another_request_has_left_meanwhile_is_used_from_there() -> None:
     rig.fetched(of_state)
     taken = join_host(rig, 5, 3)
     make_room(rig)
-    copies = {copy.component: copy for copy in rig.take_all(commands.CopyComponent)}
+    copies = {copy.component: copy for copy in rig.take_all(commands.CopyPages, of_components=True)}
     assert ids(copies["window"].source_pages) == ids(taken)
     assert pages(rig, "window") == (0, 3)
     rig.pending += copies.values()
@@ -263,7 +263,7 @@ def test_component_pages_are_read_ahead_for_a_prompt_whose_full_pages_are_cached
     make_room(rig)
     assert not rig.take_all(commands.FetchPages, of_components=True)
     assert rig.take(commands.SendPromise).promised_tokens == 8
-    assert len(rig.take_all(commands.CopyComponent)) == 2
+    assert len(rig.take_all(commands.CopyPages, of_components=True)) == 2
 
 
 def time_to_ready(rig: Rig, wait_s: float) -> float:
@@ -293,7 +293,7 @@ def time_to_ready(rig: Rig, wait_s: float) -> float:
                 rig.answer(wish, 8, component_pages=ALL)
             case commands.FetchPages():
                 rig.fetched(wish)
-            case commands.CopyToDevice() | commands.CopyComponent():
+            case commands.CopyPages():
                 rig.copied(wish)
             case commands.SendPromise():
                 rig.serve(wish)
@@ -431,7 +431,7 @@ class Contents:
                 for page, at in zip(wish.host_pages, wish.positions, strict=True):
                     self.held["host", wish.component, page] = at
                 rig.fetched(wish)
-            case commands.CopyComponent():
+            case commands.CopyPages() if wish.component != FULL:
                 for source, target in zip(wish.source_pages, wish.target_pages, strict=True):
                     self.held[wish.target, wish.component, target] = self.held[wish.source, wish.component, source]
                 rig.copied(wish)
@@ -446,7 +446,7 @@ class Contents:
                 self.ready = wish
             case commands.FetchPages():
                 rig.fetched(wish)
-            case commands.CopyToDevice() | commands.CopyToHost():
+            case commands.CopyPages():
                 rig.copied(wish)
             case commands.SendPromise():
                 rig.serve(wish)

@@ -23,8 +23,8 @@ from tidekv.states.storage_policy import StoragePolicy, policy_of
 def test_component_pages_are_put_when_the_host_has_them_and_storage_has_the_full_pages() -> None:
     rig = rig_with()
     finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
-    rig.copied(rig.take(commands.CopyToHost))
-    of_window, of_state = rig.take_all(commands.CopyComponent)
+    rig.copied(rig.take(commands.CopyPages, target="host"))
+    of_window, of_state = rig.take_all(commands.CopyPages, of_components=True)
     rig.copied(of_window)
     assert not rig.take_all(commands.StorePages, of_components=True)
     rig.stored(rig.take(commands.StorePages))
@@ -58,8 +58,8 @@ def test_storage_has_no_component_pages_of_full_pages_that_the_write_policy_keep
 def test_storage_has_no_component_pages_of_full_pages_that_it_did_not_take() -> None:
     rig = rig_with()
     finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
-    rig.copied(rig.take(commands.CopyToHost))
-    for copy in rig.take_all(commands.CopyComponent):
+    rig.copied(rig.take(commands.CopyPages, target="host"))
+    for copy in rig.take_all(commands.CopyPages, of_components=True):
         rig.copied(copy)
     rig.stored(rig.take(commands.StorePages), 7)
     assert not rig.take_all(commands.StorePages, of_components=True)
@@ -80,8 +80,8 @@ def test_incomplete_component_pages_are_not_put() -> None:
 def test_with_write_back_component_pages_are_put_before_their_full_pages_are_evicted() -> None:
     rig = rig_with(device_pages=16, host_pages=10, write="back", write_back_ahead=1.0)
     finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
-    rig.copied(rig.take(commands.CopyToHost))
-    for copy in rig.take_all(commands.CopyComponent):
+    rig.copied(rig.take(commands.CopyPages, target="host"))
+    for copy in rig.take_all(commands.CopyPages, of_components=True):
         rig.copied(copy)
     put = rig.take(commands.StorePages)
     assert put.serial == 0
@@ -93,8 +93,8 @@ def test_puts_of_component_pages_give_way_to_fetches() -> None:
     rig = rig_with(put_wait_s=5.0)
     only_in_storage(rig)
     finish(rig, ready_with(rig, "b", b"xyz"), b"xyz")
-    rig.copied(rig.take(commands.CopyToHost))
-    of_window, of_state = rig.take_all(commands.CopyComponent)
+    rig.copied(rig.take(commands.CopyPages, target="host"))
+    of_window, of_state = rig.take_all(commands.CopyPages, of_components=True)
     rig.stored(rig.take(commands.StorePages))
     rig.take(commands.ReportFinished)
     rig.take(commands.ForgetTokens)
@@ -117,8 +117,8 @@ def test_a_put_waits_for_fetches_only_so_long_and_not_for_storage_that_is_gone()
         rig = rig_with(put_wait_s=5.0)
         only_in_storage(rig)
         finish(rig, ready_with(rig, "b", b"xyz"), b"xyz")
-        rig.copied(rig.take(commands.CopyToHost))
-        copies = rig.take_all(commands.CopyComponent)
+        rig.copied(rig.take(commands.CopyPages, target="host"))
+        copies = rig.take_all(commands.CopyPages, of_components=True)
         rig.stored(rig.take(commands.StorePages))
         fetching(rig)
         for copy in copies:
@@ -146,8 +146,8 @@ def policy_dict(rig: Rig) -> dict[str, object]:
 def test_a_late_put_is_counted_and_keeps_its_pin_until_it_ends() -> None:
     rig = rig_with()
     finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
-    rig.copied(rig.take(commands.CopyToHost))
-    for copy in rig.take_all(commands.CopyComponent):
+    rig.copied(rig.take(commands.CopyPages, target="host"))
+    for copy in rig.take_all(commands.CopyPages, of_components=True):
         rig.copied(copy)
     rig.stored(rig.take(commands.StorePages))
     puts = rig.take_all(commands.StorePages, of_components=True)
@@ -182,7 +182,7 @@ def test_a_request_that_lacks_only_component_pages_queries_only_those() -> None:
     query = asked(rig)
     assert (query.first, query.count, query.components_first) == (8, 0, {"window": 5})
     rig.answer(query, 0, component_pages=(tail("window", (5, 8)),))
-    fetch, clone = rig.take(commands.FetchPages, of_components=True), rig.take(commands.CopyComponent)
+    fetch, clone = rig.take(commands.FetchPages, of_components=True), rig.take(commands.CopyPages, of_components=True)
     assert (fetch.component, ids(fetch.positions), clone.component) == ("window", [5, 6, 7], "state")
     assert not rig.take_all(commands.FetchPages)
     assert rig.take(commands.SendPromise).promised_tokens == 8 and rig.state("a") == "PREFETCH"
@@ -232,8 +232,8 @@ def test_a_waiting_request_queries_again_if_pages_in_front_of_the_answer_have_le
     rig.flush("l1")
     rig.flush("l2")
     finish(rig, big, b"12345")
-    for kind in (commands.CopyToHost, commands.CopyComponent):
-        for copy in rig.take_all(kind):
+    for of_components in (False, True):
+        for copy in rig.take_all(commands.CopyPages, of_components=of_components):
             rig.copied(copy)
     again = rig.take(commands.QueryStorage)
     assert (again.first, again.count) == (0, 8)

@@ -38,12 +38,12 @@ def test_a_prompt_comes_back_from_storage_with_its_component_pages() -> None:
     assert [len(asked_for.pages) for asked_for in promise.component_pages] == [0, 0]
     rig.serve(promise)
     rig.fetched(rig.take(commands.FetchPages))
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     rig.fetched(of_state)
     assert rig.state("a") == "PREFETCH"
     rig.fetched(of_window)
     assert rig.state("a") == "LOCAL_RESTORE"
-    for copy in rig.take_all(commands.CopyComponent):
+    for copy in rig.take_all(commands.CopyPages, of_components=True):
         assert copy.source == "host" and copy.target == "device"
         rig.copied(copy)
     ready = rig.take(commands.ReportReady)
@@ -72,10 +72,10 @@ def test_component_pages_come_from_storage_whether_or_not_it_has_the_full_pages(
     assert promise.promised_tokens == 3 and tails_of(promise) == {"window": (8, 0), "state": (8, 0)}
     for fetch in rig.take_all(commands.FetchPages, of_components=True):
         rig.fetched(fetch)
-    for copy in rig.take_all(commands.CopyComponent):
+    for copy in rig.take_all(commands.CopyPages, of_components=True):
         rig.copied(copy)
     rig.fetched(rig.take(commands.FetchPages))
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     rig.serve(promise)
     ready = rig.take(commands.ReportReady)
     # The window lies beyond the pages of storage, so it does not join the index.
@@ -97,12 +97,12 @@ def test_component_pages_are_combined_from_device_host_and_storage() -> None:
     for tier, end in (("device", 6), ("device", 7), ("host", 7)):
         index.drop(tier, "window", at_end[end])
     rig.answer(asked(rig), 0, component_pages=(tail("window", (6, 7)),))
-    fetch, copy = rig.take(commands.FetchPages, of_components=True), rig.take(commands.CopyComponent)
+    fetch, copy = rig.take(commands.FetchPages, of_components=True), rig.take(commands.CopyPages, of_components=True)
     assert ids(fetch.positions) == [6] and (copy.source, len(copy.source_pages)) == ("host", 1)
     rig.serve(rig.take(commands.SendPromise))
     rig.copied(copy)
     rig.fetched(fetch)
-    rig.copied(rig.take(commands.CopyComponent))
+    rig.copied(rig.take(commands.CopyPages, of_components=True))
     ready = rig.take(commands.ReportReady)
     assert ready.component_pages is not None and len(ready.component_pages[0].pages) == 4
     finish(rig, ready, PROMPT)
@@ -194,13 +194,13 @@ def test_what_a_short_fetch_of_component_pages_does_not_bring_is_asked_of_prefil
     assert rig.core.statistics()["l3_pages_short"] == 3 - good
     assert extended(rig) == {"window": (5 + good, 3 - good)}
     # What came is copied, and only its host pages are held.
-    copies = rig.take_all(commands.CopyComponent)
+    copies = rig.take_all(commands.CopyPages, of_components=True)
     assert sum(len(copy.source_pages) for copy in copies) == good == pages(rig, "window")[0]
     rig.fetched(of_state)
-    for copy in (*copies, *rig.take_all(commands.CopyComponent)):
+    for copy in (*copies, *rig.take_all(commands.CopyPages, of_components=True)):
         rig.copied(copy)
     rig.fetched(rig.take(commands.FetchPages))
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     ready = rig.take(commands.ReportReady)
     assert ready.generation == 0 and pages(rig, "window") == pages(rig, "state") == (0, 0)
     finish(rig, ready, PROMPT)
@@ -212,9 +212,9 @@ def test_a_late_fetch_of_component_pages_keeps_its_host_pages_until_it_ends() ->
     only_in_storage(rig)
     of_window, of_state = fetching(rig)
     rig.fetched(rig.take(commands.FetchPages))
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     rig.fetched(of_state)
-    rig.copied(rig.take(commands.CopyComponent))
+    rig.copied(rig.take(commands.CopyPages, of_components=True))
     rig.serve(rig.take(commands.SendPromise))
     rig.wait_until(rig.now_s + 3.0)
     assert rig.core.statistics()["l3_fetches_late"] == 1 and pages(rig, "window") == (3, 0)
@@ -230,7 +230,7 @@ def test_what_a_copy_of_fetched_pages_does_not_bring_is_asked_of_prefill(is_late
     only_in_storage(rig)
     of_window, of_state = fetching(rig)
     rig.fetched(of_window)
-    copy = rig.take(commands.CopyComponent)
+    copy = rig.take(commands.CopyPages, of_components=True)
     rig.serve(rig.take(commands.SendPromise))
     if is_late:
         rig.wait_until(rig.now_s + 40.0)
@@ -256,7 +256,7 @@ def test_a_leaving_request_leaves_its_pages_to_operations_that_still_write_to_th
     of_window, of_state = fetching(rig)
     if stage != "answered":
         rig.fetched(of_window)
-        copy = rig.take(commands.CopyComponent)
+        copy = rig.take(commands.CopyPages, of_components=True)
         if stage == "copied":
             rig.copied(copy)
     rig.abort("a")
@@ -295,11 +295,11 @@ def test_component_pages_are_waited_for_when_the_transfer_is_done(policy: str) -
         rig.fetched(rig.take(commands.FetchPages))
     else:
         rig.fetched(rig.take(commands.FetchPages))
-        rig.copied(rig.take(commands.CopyToDevice))
+        rig.copied(rig.take(commands.CopyPages, target="device"))
     assert rig.state("a") == "PREFETCH"
     for fetch in fetches:
         rig.fetched(fetch)
-    for copy in rig.take_all(commands.CopyComponent):
+    for copy in rig.take_all(commands.CopyPages, of_components=True):
         rig.copied(copy)
     rig.take(commands.ReportReady)
 
@@ -335,8 +335,8 @@ def test_a_recomputing_caller_begins_with_the_first_page_whatever_storage_has() 
 def test_a_broken_invariant_is_not_taken_for_a_failed_put(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rig_with()
     finish(rig, ready_with(rig, "a", PROMPT), PROMPT)
-    rig.copied(rig.take(commands.CopyToHost))
-    for copy in rig.take_all(commands.CopyComponent):
+    rig.copied(rig.take(commands.CopyPages, target="host"))
+    for copy in rig.take_all(commands.CopyPages, of_components=True):
         rig.copied(copy)
 
     def contradict(*_: object) -> None:

@@ -18,8 +18,8 @@ def test_component_pages_go_to_the_host_completely_or_not_at_all() -> None:
     rig = rig_with(window(3, host=2), state(host=1))
     ready = rig.make_ready("a", PROMPT)
     finish(rig, ready, PROMPT)
-    rig.copied(rig.take(commands.CopyToHost))
-    copy = rig.take(commands.CopyComponent)
+    rig.copied(rig.take(commands.CopyPages, target="host"))
+    copy = rig.take(commands.CopyPages, of_components=True)
     assert (copy.component, copy.source, copy.target) == ("state", "device", "host")
     rig.wait_until(rig.now_s + 40.0)
     rig.copied(copy, error="bus error")
@@ -39,8 +39,8 @@ def test_incomplete_component_pages_are_not_backed_up() -> None:
         PROMPT,
         component_pages=(events.ComponentLeft("window", 6, tuple(ready.component_pages[0].pages[1:])),),
     )
-    rig.copied(rig.take(commands.CopyToHost))
-    assert not rig.take_all(commands.CopyComponent)
+    rig.copied(rig.take(commands.CopyPages, target="host"))
+    assert not rig.take_all(commands.CopyPages, of_components=True)
 
 
 def test_what_is_left_beyond_what_is_kept_is_given_back() -> None:
@@ -100,15 +100,15 @@ def test_what_a_retracted_request_left_of_components_is_held_until_it_resumes() 
     ready = rig.make_ready("a", PROMPT)
     left = left_by(ready, len(PROMPT))
     rig.step(events.RetractRequested, request_id="a", keys=PROMPT, tokens=len(PROMPT), component_pages=left)
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.take(commands.ReportRetracted)
-    rig.copied(rig.take(commands.CopyComponent))
+    rig.copied(rig.take(commands.CopyPages, of_components=True))
     rig.take_all(commands.ForgetTokens)
     # Another one would like to have the only record of the host, and does not get it.
     other = rig.make_ready("b", b"zyxw")
     finish(rig, other, b"zyxw")
-    rig.copied(rig.take(commands.CopyToHost))
-    assert not rig.take_all(commands.CopyComponent)
+    rig.copied(rig.take(commands.CopyPages, target="host"))
+    assert not rig.take_all(commands.CopyPages, of_components=True)
     rig.flush("l1")
     rig.arrive("a", PROMPT)
     assert rig.take(commands.SendPromise).promised_tokens == 8

@@ -66,7 +66,7 @@ def test_a_prompt_that_is_all_here_goes_on_from_the_shared_window_and_a_copy_of_
     promise = rig.take(commands.SendPromise)
     # Empty is not absent: for each component the promise states that prefill need not send anything.
     assert promise.promised_tokens == 8 and component_pages_of(promise) == {"window": (8, 0), "state": (8, 0)}
-    clone = rig.take(commands.CopyComponent)
+    clone = rig.take(commands.CopyPages, of_components=True)
     assert (clone.component, clone.source, clone.target) == ("state", "device", "device")
     assert clone.source_pages == before.component_pages[1].pages and clone.target_pages != clone.source_pages
     assert rig.state("b") == "LOCAL_RESTORE"
@@ -88,7 +88,7 @@ def test_a_longer_prompt_gets_from_prefill_what_comes_after_the_boundary() -> No
     rig.arrive("b", PROMPT + b"i")
     promise = rig.take(commands.SendPromise)
     assert promise.promised_tokens == 8 and component_pages_of(promise) == {"window": (8, 1), "state": (8, 1)}
-    assert not rig.take_all(commands.CopyComponent)
+    assert not rig.take_all(commands.CopyPages, of_components=True)
     rig.serve(promise)
     ready = rig.take(commands.ReportReady)
     assert ready.component_pages is not None and (
@@ -110,7 +110,7 @@ def test_full_pages_are_promised_beyond_the_last_snapshot_and_prefill_sends_the_
     rig.arrive("c", PROMPT + b"i")
     promise = rig.take(commands.SendPromise)
     assert promise.promised_tokens == 8 and component_pages_of(promise) == {"state": (8, 1)}
-    assert not rig.take_all(commands.CopyComponent)
+    assert not rig.take_all(commands.CopyPages, of_components=True)
 
 
 def test_of_a_window_with_a_hole_prefill_sends_everything_from_the_hole_on() -> None:
@@ -141,8 +141,8 @@ def test_a_pool_without_room_for_shared_pages_loads_a_window_into_the_pages_of_t
     cached(rig, PROMPT)
     rig.flush("l1")
     rig.arrive("b", PROMPT)
-    copy = rig.take(commands.CopyComponent)
-    rig.copied(rig.take(commands.CopyToDevice))
+    copy = rig.take(commands.CopyPages, of_components=True)
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     rig.copied(copy)
     rig.serve(rig.take(commands.SendPromise))
     ready = rig.take(commands.ReportReady)
@@ -159,12 +159,12 @@ def test_component_pages_that_only_the_host_has_are_loaded_and_shared_again() ->
     rig.flush("l1")
     assert device_pages(rig, "window")["cached"] == 0
     rig.arrive("b", PROMPT)
-    copies = rig.take_all(commands.CopyComponent)
+    copies = rig.take_all(commands.CopyPages, of_components=True)
     assert [(copy.component, copy.source, len(copy.source_pages)) for copy in copies] == [
         ("window", "host", 3),
         ("state", "host", 1),
     ]
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     rig.serve(rig.take(commands.SendPromise))
     rig.copied(copies[0])
     assert rig.state("b") == "LOCAL_RESTORE"
@@ -178,7 +178,7 @@ def test_component_pages_that_only_the_host_has_are_loaded_and_shared_again() ->
     assert device_pages(rig, "window")["cached"] == 3 and device_pages(rig, "state")["cached"] == 0
     # Another request finds the window on the device, and copies the record from the host.
     rig.arrive("c", PROMPT)
-    copy = rig.take(commands.CopyComponent)
+    copy = rig.take(commands.CopyPages, of_components=True)
     assert (copy.component, copy.source) == ("state", "host")
 
 
@@ -188,8 +188,8 @@ def test_two_that_load_one_window_at_once_end_up_with_one() -> None:
     rig.flush("l1")
     rig.arrive("b", PROMPT)
     rig.arrive("c", PROMPT)
-    first, second = rig.take_all(commands.CopyComponent)
-    rig.copied(rig.take(commands.CopyToDevice))
+    first, second = rig.take_all(commands.CopyPages, of_components=True)
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     for promise in rig.take_all(commands.SendPromise):
         rig.serve(promise)
     rig.copied(first)
@@ -206,7 +206,7 @@ def test_after_a_failed_copy_its_pages_are_asked_of_prefill_by_an_extend(raises:
     cached(rig, PROMPT)
     rig.flush("l1")
     rig.arrive("c", PROMPT)
-    of_window, of_state = rig.take_all(commands.CopyComponent)
+    of_window, of_state = rig.take_all(commands.CopyPages, of_components=True)
     assert of_window.source == of_state.source == "host"
     promise = rig.take(commands.SendPromise)
     rig.serve(promise)
@@ -219,7 +219,7 @@ def test_after_a_failed_copy_its_pages_are_asked_of_prefill_by_an_extend(raises:
     # Into the pages that the copy had: nothing writes to them any more.
     assert extend.pages == of_window.target_pages
     rig.copied(of_state)
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     assert rig.state("c") == "TRANSFER"
     rig.chunk(extend)
     ready = rig.take(commands.ReportReady)
@@ -234,7 +234,7 @@ def test_pages_of_a_late_copy_stay_with_it_and_prefill_brings_others() -> None:
     rig = rig_with(state(device=3))
     cached(rig, PROMPT)
     rig.arrive("b", PROMPT)
-    clone = rig.take(commands.CopyComponent)
+    clone = rig.take(commands.CopyPages, of_components=True)
     rig.serve(rig.take(commands.SendPromise))
     rig.wait_until(rig.now_s + 40.0)
     extend = rig.take(commands.SendExtend)
@@ -256,7 +256,7 @@ def test_a_late_copy_is_waited_for_if_there_is_no_other_page(error: str) -> None
     rig = rig_with(state(device=2))
     cached(rig, PROMPT)
     rig.arrive("b", PROMPT)
-    clone = rig.take(commands.CopyComponent)
+    clone = rig.take(commands.CopyPages, of_components=True)
     rig.serve(rig.take(commands.SendPromise))
     for _ in range(3):
         rig.wait_until(rig.now_s + 40.0)
@@ -275,7 +275,7 @@ def test_a_request_that_leaves_after_an_extend_keeps_its_pages_until_prefill_has
     cached(rig, PROMPT)
     rig.flush("l1")
     rig.arrive("b", PROMPT)
-    copy = rig.take(commands.CopyComponent)
+    copy = rig.take(commands.CopyPages, of_components=True)
     rig.promised(rig.take(commands.SendPromise))
     rig.copied(copy, error="bus error")
     rig.take(commands.SendExtend)
@@ -291,13 +291,13 @@ def test_an_extend_that_is_refused_sends_the_request_to_the_next_prefill() -> No
     cached(rig, PROMPT)
     rig.flush("l1")
     rig.arrive("b", PROMPT, prefill_count=2)
-    copy = rig.take(commands.CopyComponent)
+    copy = rig.take(commands.CopyPages, of_components=True)
     rig.promised(rig.take(commands.SendPromise))
     rig.copied(copy, error="bus error")
     extend = rig.take(commands.SendExtend)
     rig.step(events.RoomRefused, request_id="b", generation=0, span=extend.span, cause="it had a full hit")
     rig.drained(rig.take(commands.SendAbort))
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     rig.wait_until(rig.now_s + 0.1)
     assert rig.take(commands.SendPromise).generation == 1
 
@@ -307,7 +307,7 @@ def test_a_request_that_is_aborted_leaves_its_pages_to_the_copy_and_to_prefill()
     cached(rig, PROMPT)
     rig.flush("l1")
     rig.arrive("b", PROMPT + b"ij")
-    copy = rig.take(commands.CopyComponent)
+    copy = rig.take(commands.CopyPages, of_components=True)
     promise = rig.take(commands.SendPromise)
     rig.promised(promise)
     rig.abort("b")
@@ -350,7 +350,7 @@ def recomputed(rig: Rig, tokens: bytes = PROMPT) -> commands.Recompute:
     rig.arrive("b", tokens, can_recompute=True)
     promise = rig.take(commands.SendPromise)
     rig.step(events.RoomFailed, request_id="b", generation=promise.generation, cause="gone", settled=True)
-    for copy in rig.take_all(commands.CopyComponent):
+    for copy in rig.take_all(commands.CopyPages, of_components=True):
         rig.copied(copy)
     return rig.take(commands.Recompute)
 
@@ -396,7 +396,7 @@ def test_a_caller_that_recomputes_begins_with_the_first_page_without_a_boundary(
     rig = rig_with()
     cached(rig, PROMPT)
     rig.arrive("b", PROMPT, can_recompute=True)
-    clone = rig.take(commands.CopyComponent)
+    clone = rig.take(commands.CopyPages, of_components=True)
     promise = rig.take(commands.SendPromise)
     rig.step(events.RoomFailed, request_id="b", generation=promise.generation, cause="gone", settled=True)
     rig.copied(clone)

@@ -23,7 +23,7 @@ PAST = (b"ababab", b"abab", b"ababb", b"aba")
 def is_of_components(wish: commands.Command) -> bool:
     if isinstance(wish, commands.QueryStorage):
         return bool(wish.components_first)
-    is_one = isinstance(wish, commands.CopyComponent | commands.FetchPages | commands.StorePages)
+    is_one = isinstance(wish, commands.CopyPages | commands.FetchPages | commands.StorePages)
     return is_one and wish.component != FULL
 
 
@@ -142,9 +142,9 @@ class ComponentsMachine(CoreMachine):
 
     def obey(self) -> None:
         for wish in self.rig.pending:
-            if isinstance(wish, commands.FetchPages | commands.StorePages) and wish.component == FULL:
+            if getattr(wish, "component", "") == FULL:
                 continue
-            if isinstance(wish, commands.CopyComponent):
+            if isinstance(wish, commands.CopyPages):
                 source = self.pools[wish.source, wish.component]
                 self.reading[wish.op] = (
                     source,
@@ -175,6 +175,7 @@ class ComponentsMachine(CoreMachine):
                     self.pools["device", tail.component].begin_write(tail.pages, (wish.request_id, wish.generation))
             elif isinstance(wish, commands.ReportReady):
                 self.expect_components(wish, self.prompts[wish.request_id])
+        self.rig.pending = [wish for wish in self.rig.pending if not is_of_components(wish)]
         super().obey()
 
     def target(self, room: Sending, span: int) -> tuple[SimulatedPool, list[int]]:
@@ -207,7 +208,7 @@ class ComponentsMachine(CoreMachine):
             pool, pages, found = self.reading.pop(wish.op)
             pool.end_read(pages, wish.op, found)
         match wish:
-            case commands.CopyComponent():
+            case commands.CopyPages():
                 self.pools[wish.target, wish.component].end_write(wish.target_pages, wish.op, None if fails else found)
                 self.rig.copied(wish, error="failed" if fails else "")
             case commands.QueryStorage():

@@ -50,15 +50,15 @@ def arrival(rig: Rig) -> Step:
 def copies_end(rig: Rig) -> Step:
     rig.arrive("a", PROMPT)
     rig.serve(rig.take(commands.SendPromise))
-    rig.copied(rig.take(commands.CopyToDevice))
-    first, second = rig.take_all(commands.CopyComponent)
+    rig.copied(rig.take(commands.CopyPages, target="device"))
+    first, second = rig.take_all(commands.CopyPages, of_components=True)
     rig.copied(first)
     return lambda rig: rig.copied(second)
 
 
 def copy_fails(rig: Rig) -> Step:
     rig.arrive("a", PROMPT)
-    first, second = rig.take_all(commands.CopyComponent)
+    first, second = rig.take_all(commands.CopyPages, of_components=True)
     rig.pending.append(second)
     return lambda rig: rig.copied(first, error="bus error")
 
@@ -72,8 +72,8 @@ def a_window_is_here_already(rig: Rig) -> Step:
     """Two requests load the same pages: the later one switches to the window of the first one."""
     rig.arrive("b", PROMPT)
     rig.arrive("a", PROMPT)
-    of_window, of_state, *others = rig.take_all(commands.CopyComponent)
-    rig.copied(rig.take(commands.CopyToDevice))
+    of_window, of_state, *others = rig.take_all(commands.CopyPages, of_components=True)
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     for promise in rig.take_all(commands.SendPromise):
         rig.serve(promise)
     for copy in (of_window, of_state, others[1]):
@@ -114,7 +114,7 @@ def abort(rig: Rig) -> Step:
 
 def copy_of_the_aborted_ends(rig: Rig) -> Step:
     rig.arrive("a", PROMPT)
-    copies = rig.take_all(commands.CopyComponent)
+    copies = rig.take_all(commands.CopyPages, of_components=True)
     rig.abort("a")
     for copy in copies[1:]:
         rig.copied(copy)
@@ -140,26 +140,26 @@ def retracted(rig: Rig) -> Step:
 
 def full_backup_ends(rig: Rig) -> Step:
     finish(rig, restored(rig, "a", b"xyzxyz"), b"xyzxyz")
-    return lambda rig: rig.copied(rig.take(commands.CopyToHost))
+    return lambda rig: rig.copied(rig.take(commands.CopyPages, target="host"))
 
 
 def the_host_has_no_room_for_the_rest_of_a_tail(rig: Rig) -> Step:
     """What there is of it on the host already is all that could be evicted."""
     leave(rig, PROMPT + b"i")
     finish(rig, restored(rig, "a", PROMPT + b"ij"), PROMPT + b"ij")
-    return lambda rig: rig.copied(rig.take(commands.CopyToHost))
+    return lambda rig: rig.copied(rig.take(commands.CopyPages, target="host"))
 
 
 def component_backup_ends(rig: Rig) -> Step:
     full_backup_ends(rig)(rig)
-    copies = rig.take_all(commands.CopyComponent)
+    copies = rig.take_all(commands.CopyPages, of_components=True)
     rig.copied(copies[0])
     return lambda rig: rig.copied(copies[1])
 
 
 def component_backup_fails(rig: Rig) -> Step:
     full_backup_ends(rig)(rig)
-    copies = rig.take_all(commands.CopyComponent)
+    copies = rig.take_all(commands.CopyPages, of_components=True)
     rig.copied(copies[0])
     return lambda rig: rig.copied(copies[1], error="bus error")
 
@@ -259,27 +259,27 @@ def abort_while_fetching(rig: Rig) -> Step:
 
 def copy_of_a_tail_from_storage_ends(rig: Rig) -> Step:
     component_fetch_ends(rig)(rig)
-    copy = rig.take(commands.CopyComponent)
+    copy = rig.take(commands.CopyPages, of_components=True)
     return lambda rig: rig.copied(copy)
 
 
 def copy_of_a_tail_from_storage_fails(rig: Rig) -> Step:
     component_fetch_ends(rig)(rig)
-    copy = rig.take(commands.CopyComponent)
+    copy = rig.take(commands.CopyPages, of_components=True)
     return lambda rig: rig.copied(copy, error="bus error")
 
 
 def copy_of_a_tail_from_storage_ends_after_an_abort(rig: Rig) -> Step:
     component_fetch_ends(rig)(rig)
-    copy = rig.take(commands.CopyComponent)
+    copy = rig.take(commands.CopyPages, of_components=True)
     rig.abort("a")
     return lambda rig: rig.copied(copy)
 
 
-def left_on_the_host(rig: Rig) -> list[commands.CopyComponent]:
+def left_on_the_host(rig: Rig) -> list[commands.CopyPages]:
     finish(rig, restored(rig, "b", b"xyzxyz"), b"xyzxyz")
-    rig.copied(rig.take(commands.CopyToHost))
-    return rig.take_all(commands.CopyComponent)
+    rig.copied(rig.take(commands.CopyPages, target="host"))
+    return rig.take_all(commands.CopyPages, of_components=True)
 
 
 def full_pages_are_stored(rig: Rig) -> Step:

@@ -16,11 +16,11 @@ def on_host(*components: Component) -> Rig:
     return rig
 
 
-def begin(rig: Rig, request_id: str = "a") -> tuple[commands.CopyToDevice, commands.SendPromise]:
+def begin(rig: Rig, request_id: str = "a") -> tuple[commands.CopyPages, commands.SendPromise]:
     """Submit an early request. Prefill has sent its part, and the component pages are in place."""
     rig.arrive(request_id, PROMPT, early=True)
-    copy, promise = rig.take(commands.CopyToDevice), rig.take(commands.SendPromise)
-    parts = rig.take_all(commands.CopyComponent)
+    copy, promise = rig.take(commands.CopyPages, target="device"), rig.take(commands.SendPromise)
+    parts = rig.take_all(commands.CopyPages, of_components=True)
     assert parts
     rig.serve(promise)
     rig.step(events.LayersCopied, op=copy.op, layers=1)
@@ -44,8 +44,8 @@ def test_no_layer_is_reported_before_all_component_pages_are_in_place() -> None:
 def test_components_are_copied_before_the_full_pages() -> None:
     rig = on_host()
     given = rig.arrive("a", PROMPT, early=True)
-    copies = [type(one) for one in given if isinstance(one, commands.CopyToDevice | commands.CopyComponent)]
-    assert copies == [commands.CopyComponent, commands.CopyComponent, commands.CopyToDevice]
+    copies = [one.component for one in given if isinstance(one, commands.CopyPages)]
+    assert copies == ["window", "state", "full"]
 
 
 def test_the_caller_may_not_write_to_window_pages_that_are_to_be_cached() -> None:
@@ -68,7 +68,7 @@ def test_window_pages_in_use_are_not_exchanged_for_those_that_another_request_ha
     early = rig.take(commands.ReportEarly)
     # Another request loads the window as well, and is ready first: its full pages are the load of the first one.
     rig.arrive("b", PROMPT)
-    promise, part = rig.take(commands.SendPromise), rig.take(commands.CopyComponent)
+    promise, part = rig.take(commands.SendPromise), rig.take(commands.CopyPages, of_components=True)
     rig.copied(part)
     rig.serve(promise)
     rig.copied(copy)

@@ -45,7 +45,7 @@ def pages_of(prompt: bytes) -> int:
 
 def copy_all(rig: Rig) -> list[str]:
     """End all copies of components; returns the requests that are READY then, in order."""
-    for copy in rig.take_all(commands.CopyComponent):
+    for copy in rig.take_all(commands.CopyPages, of_components=True):
         rig.copied(copy)
     return [ready.request_id for ready in rig.take_all(commands.ReportReady)]
 
@@ -68,7 +68,7 @@ def test_ten_equal_prompts_ask_for_the_component_pages_of_one(name: str, prompt:
     assert [asked(promise) for promise in promises.values()] == [kinds, *([dict.fromkeys(kinds, 0)] * 9)]
     for promise in promises.values():
         rig.serve(promise)
-    copies = rig.take_all(commands.CopyComponent)
+    copies = rig.take_all(commands.CopyPages, of_components=True)
     assert len(copies) == 9 * len(kinds) and not rig.take_all(commands.ReportReady)
     filler = rig.request("0").component_pages
     assert filler is not None
@@ -125,7 +125,7 @@ def test_what_a_cache_has_comes_from_there_and_the_rest_from_the_other_request()
     assert [asked(promise) for promise in promises.values()] == [{"window": 1, "state": 1}, {"window": 0, "state": 0}]
     rig.serve(promises["a"])
     rig.serve(promises["b"])
-    copies = rig.take_all(commands.CopyComponent)
+    copies = rig.take_all(commands.CopyPages, of_components=True)
     assert [(copy.component, len(copy.source_pages)) for copy in copies] == [("window", 1), ("state", 1)]
     rig.pending += copies
     finish_all(rig)
@@ -144,7 +144,7 @@ def test_the_filler_is_ready_only_when_the_copies_from_its_pages_have_ended() ->
     rig = rig_of(state())
     promises = arrive(rig, "a", "b")
     rig.serve(promises["a"])
-    copy = rig.take(commands.CopyComponent)
+    copy = rig.take(commands.CopyPages, of_components=True)
     assert not rig.take_all(commands.ReportReady)
     # Nothing joins any more: the filler does not wait for requests that arrive later.
     assert asked(arrive(rig, "c")["c"]) == {"state": 1}
@@ -161,11 +161,11 @@ def test_a_request_joins_while_the_filler_waits_for_something_else() -> None:
     rig.flush("l1")
     promises = arrive(rig, "a")
     rig.serve(promises["a"])
-    copy_of_host = rig.take(commands.CopyToDevice)
+    copy_of_host = rig.take(commands.CopyPages, target="device")
     promises = arrive(rig, "b")
     assert asked(promises["b"]) == {"state": 0}
     # What the filler's room has brought is in place already.
-    copy = rig.take(commands.CopyComponent)
+    copy = rig.take(commands.CopyPages, of_components=True)
     rig.copied(copy_of_host)
     assert not rig.take_all(commands.ReportReady)
     rig.copied(copy)
@@ -237,7 +237,7 @@ def test_a_sharer_that_leaves_is_not_copied_to_and_the_others_are() -> None:
     promises = arrive(rig, "a", "b", "c")
     rig.abort("b")
     rig.serve(promises["a"])
-    copy = rig.take(commands.CopyComponent)
+    copy = rig.take(commands.CopyPages, of_components=True)
     rig.copied(copy)
     rig.serve(promises["c"])
     assert [ready.request_id for ready in rig.take_all(commands.ReportReady)] == ["a", "c"]
@@ -248,7 +248,7 @@ def test_the_filler_that_leaves_during_a_copy_keeps_its_pages_until_it_has_ended
     rig = rig_of(state())
     promises = arrive(rig, "a", "b")
     rig.serve(promises["a"])
-    copy = rig.take(commands.CopyComponent)
+    copy = rig.take(commands.CopyPages, of_components=True)
     rig.abort("a")
     assert device_pages(rig, "state")["owned"] == 2
     rig.copied(copy)
@@ -262,7 +262,7 @@ def test_a_sharer_that_leaves_during_its_copy_holds_its_pages_and_the_filler_unt
     rig = rig_of(state())
     promises = arrive(rig, "a", "b")
     rig.serve(promises["a"])
-    copy = rig.take(commands.CopyComponent)
+    copy = rig.take(commands.CopyPages, of_components=True)
     rig.abort("b")
     assert device_pages(rig, "state")["owned"] == 2 and not rig.take_all(commands.ReportReady)
     rig.copied(copy)
@@ -276,7 +276,7 @@ def test_after_a_failed_copy_the_sharer_asks_its_own_prefill(raises: bool) -> No
     rig = rig_of(state())
     promises = arrive(rig, "a", "b")
     rig.serve(promises["a"])
-    copy = rig.take(commands.CopyComponent)
+    copy = rig.take(commands.CopyPages, of_components=True)
     if raises:
         rig.step(events.CommandRaised, op=copy.op, detail="RuntimeError: no stream")
     else:
@@ -293,7 +293,7 @@ def test_after_a_late_copy_both_get_fresh_pages_and_the_old_ones_stay_until_it_e
     rig = rig_of(state(), copy_deadline_s=1.0)
     promises = arrive(rig, "a", "b")
     rig.serve(promises["a"])
-    copy = rig.take(commands.CopyComponent)
+    copy = rig.take(commands.CopyPages, of_components=True)
     rig.wait_until(1.0)
     assert (
         rig.request("a").fallbacks.last_error == rig.request("b").fallbacks.last_error == LOST_CAUSES["end_copy_late"]
@@ -352,10 +352,10 @@ def test_pages_of_one_prefill_rank_are_not_enough() -> None:
     promises = arrive(rig, "a", "b")
     rig.promised(promises["a"], ranks=2)
     for rank in (0, 1):
-        assert not rig.take_all(commands.CopyComponent)
+        assert not rig.take_all(commands.CopyPages, of_components=True)
         rig.chunk(promises["a"], rank=rank)
         rig.aux(promises["a"], rank=rank)
-    assert len(rig.take_all(commands.CopyComponent)) == 1
+    assert len(rig.take_all(commands.CopyPages, of_components=True)) == 1
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -420,7 +420,7 @@ class Play:
             self.take_promises()
         for name in list(self.rooms):
             self.serve(name)
-        assert not self.rig.take_all(commands.CopyComponent)
+        assert not self.rig.take_all(commands.CopyPages, of_components=True)
 
     def play(self, name: str) -> None:
         rig, fault = self.rig, self.faults[name]
@@ -454,7 +454,7 @@ class Play:
         return self.prompts[one] == self.prompts[other]
 
     def copy(self) -> None:
-        for copy in self.rig.take_all(commands.CopyComponent):
+        for copy in self.rig.take_all(commands.CopyPages, of_components=True):
             owner = self.rig.core.state.operations[copy.op]
             assert isinstance(owner, SharedEndCopy)
             to = owner.sharer.request

@@ -163,7 +163,10 @@ def _expect_tails(
 ) -> None:
     """Compare the source of each position with a model that looks at one position at a time."""
     assert promise.component_pages is not None
-    copies, fetches = rig.take_all(commands.CopyComponent), rig.take_all(commands.FetchPages, of_components=True)
+    copies, fetches = (
+        rig.take_all(commands.CopyPages, of_components=True),
+        rig.take_all(commands.FetchPages, of_components=True),
+    )
     pages, full = -(-prompt_tokens // 2), prompt_tokens // 2
     for asked in promise.component_pages:
         tiers = holes[asked.component]

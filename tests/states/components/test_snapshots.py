@@ -26,7 +26,7 @@ def recomputes(rig: Rig, request_id: str, tokens: bytes) -> commands.Recompute:
     rig.arrive(request_id, tokens, can_recompute=True)
     promise = rig.take(commands.SendPromise)
     rig.step(events.RoomFailed, request_id=request_id, generation=promise.generation, cause="gone", settled=True)
-    for copy in rig.take_all(commands.CopyComponent):
+    for copy in rig.take_all(commands.CopyPages, of_components=True):
         rig.copied(copy)
     return rig.take(commands.Recompute)
 

@@ -28,7 +28,7 @@ def answer(rig: Rig) -> Step:
 def failed_copy(rig: Rig) -> Step:
     rig.bring(State.LOCAL_RESTORE)
     rig.promised(rig.take(commands.SendPromise))
-    copy = rig.take(commands.CopyToDevice)
+    copy = rig.take(commands.CopyPages, target="device")
     return lambda rig: rig.copied(copy, error="failed")
 
 
@@ -41,7 +41,7 @@ def waiting_put(rig: Rig) -> tuple[commands.FetchPages, commands.SendPromise]:
     fetch = rig.take(commands.FetchPages)
     rig.make_ready("past", b"xyz")
     rig.finish("past", b"xyz")
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.take(commands.ReportFinished)
     assert rig.take_all(commands.StorePages) == []
     return fetch, promise
@@ -99,7 +99,7 @@ def test_any_other_raise_of_a_put_that_waited_ends_the_backup_and_nothing_else(m
     assert (statistics["transitions_raised"], statistics["backups_failed"], statistics["backups"]) == (1, 1, 0)
     assert rig.take(commands.ForgetTokens)
     # The host keeps what it has, and the fetching request gets its pages.
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     rig.serve(promise)
     assert rig.take(commands.ReportReady).sources["l3"] == 6
     rig.take(commands.SendReceived)

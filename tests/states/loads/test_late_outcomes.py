@@ -15,13 +15,13 @@ from tidekv.states.records.stages import State
 EIGHT = b"abcdefgh"
 
 
-def finishing(rig: Rig) -> commands.CopyToHost:
+def finishing(rig: Rig) -> commands.CopyPages:
     """Request "a" has ended, and its pages are on their way to the host, with storage behind it."""
     rig.attach_storage()
     rig.make_ready("a", b"abc")
     rig.finish("a", b"abc")
     rig.take(commands.ReportFinished)
-    return rig.take(commands.CopyToHost)
+    return rig.take(commands.CopyPages, target="host")
 
 
 # --- Deadlines ---
@@ -58,7 +58,7 @@ def test_late_puts_open_the_breaker_like_failed_ones() -> None:
     put = rig.take(commands.StorePages)
     rig.make_ready("b", b"xy")
     rig.finish("b", b"xy")
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     another = rig.take(commands.StorePages)
     assert not rig.core.storage.is_open
     rig.wait_until(10_000.0)
@@ -75,7 +75,7 @@ def test_late_puts_open_the_breaker_like_failed_ones() -> None:
 # --- Loads without a waiter ---
 
 
-def late_copy_above_a_fetch(rig: Rig) -> tuple[commands.CopyToDevice, commands.FetchPages]:
+def late_copy_above_a_fetch(rig: Rig) -> tuple[commands.CopyPages, commands.FetchPages]:
     """The first two pages are copied from the host, too late; below them two pages are fetched."""
     rig.attach_storage()
     rig.make_cached("past", EIGHT[:2])
@@ -83,7 +83,7 @@ def late_copy_above_a_fetch(rig: Rig) -> tuple[commands.CopyToDevice, commands.F
     rig.arrive("a", EIGHT)
     rig.answer(rig.take(commands.QueryStorage), 2)
     rig.promised(rig.take(commands.SendPromise))
-    copy, fetch = rig.take(commands.CopyToDevice), rig.take(commands.FetchPages)
+    copy, fetch = rig.take(commands.CopyPages, target="device"), rig.take(commands.FetchPages)
     rig.abort("a")
     rig.take(commands.ReportFailed)
     rig.drained(rig.take(commands.SendAbort))
@@ -110,7 +110,7 @@ def test_an_outcome_of_a_void_load_frees_its_pages_once_even_if_taking_it_raises
 ) -> None:
     rig = Rig(copy_deadline_s=1.0)
     rig.bring(State.LOCAL_RESTORE)
-    copy = rig.take(commands.CopyToDevice)
+    copy = rig.take(commands.CopyPages, target="device")
     rig.abort("a")
     for told in rig.take_all(commands.SendAbort):
         rig.drained(told)
@@ -174,7 +174,7 @@ def test_who_recomputes_shares_no_load_of_others() -> None:
     rig.make_cached("again", EIGHT[:2])
     # "loader" copies pages 2 to 5 from the host; "a" matches them as well.
     rig.arrive("loader", EIGHT[:6] + b"L")
-    copy = rig.take(commands.CopyToDevice)
+    copy = rig.take(commands.CopyPages, target="device")
     rig.take(commands.SendPromise)
     rig.arrive("a", EIGHT, can_recompute=True)
     promise = rig.take(commands.SendPromise)

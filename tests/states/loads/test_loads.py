@@ -36,7 +36,7 @@ def test_sharers_cause_one_load_and_are_ready_together(source: str) -> None:
     assert len(rig.core.loads) == 1
     if source == "l3":
         rig.fetched(rig.take(commands.FetchPages))
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     readies = rig.take_all(commands.ReportReady)
     assert [ready.sources[source] for ready in readies] == [6, 6]
     assert readies[0].pages[:6] == readies[1].pages[:6]
@@ -47,14 +47,14 @@ def test_sharers_cause_one_load_and_are_ready_together(source: str) -> None:
 def test_a_sharer_may_use_a_part_of_a_load() -> None:
     rig = Rig()
     make_sharers(rig, EIGHT, b"abcxyz")
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     assert [ready.sources["l2"] for ready in rig.take_all(commands.ReportReady)] == [6, 3]
 
 
 def test_the_oldest_sharer_extends_into_a_failed_load_and_the_others_share_that() -> None:
     rig = Rig()
     promises = make_sharers(rig, EIGHT, b"abcdefxy", b"abcdefpq")
-    rig.copied(rig.take(commands.CopyToDevice), error="failed")
+    rig.copied(rig.take(commands.CopyPages, target="device"), error="failed")
     extend = rig.take(commands.SendExtend)
     assert (extend.request_id, extend.generation) == ("r0", promises[0].generation)
     assert [rig.state(f"r{number}") for number in range(3)] == ["TRANSFER"] * 3
@@ -90,7 +90,7 @@ def test_a_filler_extends_no_further_than_its_own_prompt_goes() -> None:
 def test_an_abort_of_the_filler_sends_the_others_back_and_frees_its_pages_when_drained() -> None:
     rig = Rig()
     make_sharers(rig, EIGHT, b"abcdefxy")
-    rig.copied(rig.take(commands.CopyToDevice), error="failed")
+    rig.copied(rig.take(commands.CopyPages, target="device"), error="failed")
     extend = rig.take(commands.SendExtend)
     rig.abort("r0")
     aborts = {abort.request_id: abort for abort in rig.take_all(commands.SendAbort)}
@@ -115,7 +115,7 @@ def test_an_abort_of_a_sharer_leaves_the_load_to_the_others() -> None:
     make_sharers(rig, EIGHT, b"abcdefxy")
     rig.abort("r0")
     rig.take(commands.ReportFailed)
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     assert rig.take(commands.ReportReady).request_id == "r1"
 
 
@@ -124,7 +124,7 @@ def test_a_copy_that_nobody_waits_for_becomes_cache() -> None:
     make_sharers(rig, EIGHT)
     rig.abort("r0")
     rig.take(commands.ReportFailed)
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     rig.expect_nothing_held()
     assert rig.core.statistics()["device_cached"] == 6
 
@@ -147,7 +147,7 @@ def test_a_copy_that_failed_with_nobody_left_gives_its_pages_back() -> None:
     make_sharers(rig, EIGHT)
     rig.abort("r0")
     rig.take(commands.ReportFailed)
-    rig.copied(rig.take(commands.CopyToDevice), error="failed")
+    rig.copied(rig.take(commands.CopyPages, target="device"), error="failed")
     rig.expect_nothing_held()
     assert rig.core.statistics()["device_free"] == rig.settings.device_pages
 
@@ -210,7 +210,7 @@ def test_a_void_load_with_pages_of_another_load_below_waits_for_it() -> None:
     rig.make_cached("two", b"abcdef")
     rig.flush("l1")
     rig.arrive("a", EIGHT)
-    upper, lower = rig.take_all(commands.CopyToDevice)
+    upper, lower = rig.take_all(commands.CopyPages, target="device")
     rig.take(commands.SendPromise)
     rig.wait_until(1.0)
     rig.abort("a")

@@ -45,7 +45,7 @@ def end_by_transfer(rig: Rig) -> commands.ReportReady:
     """Copies end, prefill sends what is asked of it."""
     promise = rig.take(commands.SendPromise)
     rig.promised(promise)
-    for copy in rig.take_all(commands.CopyToDevice):
+    for copy in rig.take_all(commands.CopyPages, target="device"):
         rig.copied(copy)
     for extend in rig.take_all(commands.SendExtend):
         rig.chunk(extend)
@@ -99,10 +99,10 @@ def test_who_is_admitted_goes_on_with_reads_that_are_under_way() -> None:
     # Nothing is read twice: the copy of the first run, of the third, which landed early, and the promise of all.
     assert fetches(rig) == []
     assert rig.take(commands.SendPromise).promised_tokens == 8
-    assert [len(copy.host_pages) for copy in rig.take_all(commands.CopyToDevice)] == [3, 2]
+    assert [len(copy.source_pages) for copy in rig.take_all(commands.CopyPages, target="device")] == [3, 2]
     assert rig.state("a") == "PREFETCH"
     rig.fetched(second)
-    assert len(rig.take(commands.CopyToDevice).host_pages) == 3
+    assert len(rig.take(commands.CopyPages, target="device").source_pages) == 3
     assert rig.core.lookahead.pages == 0
     assert rig.core.storage.pages_in_flight == 0
 
@@ -287,10 +287,10 @@ def test_puts_give_way_to_reads_ahead() -> None:
     rig.answer(rig.take(commands.QueryStorage), 3)
     (fetch,) = fetches(rig)
     rig.finish("big", BIG[:2])
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     assert rig.take_all(commands.StorePages) == []
     rig.fetched(fetch)
-    rig.take_all(commands.CopyToDevice)
+    rig.take_all(commands.CopyPages, target="device")
     rig.take(commands.StorePages)
 
 

@@ -90,14 +90,14 @@ def finish() -> tuple[Rig, Callable[[], object]]:
 def copied_ahead() -> tuple[Rig, Callable[[], object]]:
     rig = write_back()
     rig.finish("big", EIGHT)
-    copy = rig.take(commands.CopyToHost)
+    copy = rig.take(commands.CopyPages, target="host")
     return rig, lambda: rig.copied(copy)
 
 
 def put_ahead() -> tuple[Rig, Callable[[], object]]:
     rig = write_back()
     rig.finish("big", EIGHT)
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     put = rig.take(commands.StorePages)
     return rig, lambda: rig.stored(put)
 
@@ -152,7 +152,7 @@ def test_void_pages_are_in_the_way_of_what_was_fetched_ahead() -> None:
     rig.flush("l1")
     rig.arrive("b", EIGHT[:6] + b"xy")
     rig.answer(rig.take(commands.QueryStorage), 0)
-    copy = rig.take(commands.CopyToDevice)
+    copy = rig.take(commands.CopyPages, target="device")
     rig.promised(rig.take(commands.SendPromise))
     # The copy is late: its pages are reclaimed, and its request starts over on others.
     rig.wait_until(1.0)
@@ -205,7 +205,7 @@ def test_no_more_than_some_puts_ahead_are_under_way() -> None:
         tokens = bytes(range(10 * number, 10 * number + 5))
         rig.make_ready(f"r{number}", tokens)
         rig.finish(f"r{number}", tokens)
-        for copy in rig.take_all(commands.CopyToHost):
+        for copy in rig.take_all(commands.CopyPages, target="host"):
             rig.copied(copy)
     puts = rig.take_all(commands.StorePages)
     assert len(puts) == 4
@@ -227,5 +227,5 @@ def test_host_pages_may_come_ahead_of_a_fetch_of_the_same_pages() -> None:
     rig.fetched(fetch)
     assert host.cached == 4
     assert host.owned == 0
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     assert index.host_protected == 0

@@ -68,7 +68,7 @@ class WatchedRig(Rig):
                         self.answer(wish, wish.count if good else 0)
                     case commands.FetchPages():
                         self.fetched(wish, None if good else len(wish.host_pages) // 2)
-                    case commands.CopyToDevice() | commands.CopyToHost():
+                    case commands.CopyPages():
                         self.copied(wish, "" if good else "failed")
                     case commands.StorePages():
                         self.stored(wish, None if good else len(wish.host_pages) // 2)

@@ -32,7 +32,7 @@ def test_best_effort_waits_for_the_transfer_and_extends_what_has_not_landed() ->
     promise = ask(rig, "a", TOKENS, 6)
     first, second = rig.take_all(commands.FetchPages)
     rig.fetched(first)
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     rig.wait_until(1000.0)
     rig.aux(promise)
     assert rig.state("a") == "PREFETCH"
@@ -54,7 +54,7 @@ def test_best_effort_cuts_nothing_that_has_landed_before_the_transfer() -> None:
     rig.fetched(rig.take(commands.FetchPages))
     rig.aux(promise)
     rig.chunk(promise)
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     assert rig.take(commands.ReportReady).sources["l3"] == 6
     rig.take(commands.SendReceived)
     rig.nothing_else()
@@ -70,7 +70,7 @@ def test_wait_complete_has_no_deadline_of_its_own_but_half_of_the_callers() -> N
     fetch = rig.take(commands.FetchPages)
     assert fetch.timeout_s == 3600.0
     rig.fetched(fetch)
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     rig.take(commands.ReportReady)
     rig.take(commands.SendReceived)
     rig.abort("a")
@@ -148,7 +148,7 @@ def turn(rig: Rig, name: str, tokens: bytes) -> None:
     """A whole request, up to the copy of its backup."""
     rig.make_ready(name, tokens)
     rig.finish(name, tokens)
-    for copy in rig.take_all(commands.CopyToHost):
+    for copy in rig.take_all(commands.CopyPages, target="host"):
         rig.copied(copy)
 
 
@@ -189,7 +189,7 @@ def test_a_put_gives_way_to_fetches_for_a_while() -> None:
     fetch = rig.take(commands.FetchPages)
     rig.make_ready("b", b"xyz")
     rig.finish("b", b"xyz")
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     assert rig.take_all(commands.StorePages) == []
     assert not rig.core.is_idle
     rig.core.check()
@@ -199,7 +199,7 @@ def test_a_put_gives_way_to_fetches_for_a_while() -> None:
     ask(rig, "c", b"ABCDEFGH", 6)
     rig.make_ready("d", b"uvw")
     rig.finish("d", b"uvw")
-    rig.copied(rig.take_all(commands.CopyToHost)[-1])
+    rig.copied(rig.take_all(commands.CopyPages, target="host")[-1])
     rig.wait_until(rig.now_s + 0.9)
     assert rig.take_all(commands.StorePages) == []
     rig.wait_until(rig.now_s + 0.2)
@@ -208,7 +208,7 @@ def test_a_put_gives_way_to_fetches_for_a_while() -> None:
     change(rig, put_wait_s=0.0)
     rig.make_ready("e", b"rst")
     rig.finish("e", b"rst")
-    rig.copied(rig.take_all(commands.CopyToHost)[-1])
+    rig.copied(rig.take_all(commands.CopyPages, target="host")[-1])
     rig.take(commands.StorePages)
 
 
@@ -217,7 +217,7 @@ def test_a_put_that_waits_when_storage_goes_ends_without_it() -> None:
     ask(rig, "a", TOKENS, 6)
     rig.make_ready("b", b"xyz")
     rig.finish("b", b"xyz")
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.step(events.StorageChanged, available=False)
     rig.fetched(rig.take(commands.FetchPages))
     assert rig.take_all(commands.StorePages) == []

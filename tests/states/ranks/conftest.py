@@ -13,6 +13,7 @@ from tidekv.states.errors import RanksDiverged
 from tidekv.states.ranks.agreement import Agreement, Decision, Opening
 from tidekv.states.ranks.call_votes import without_own_fields
 from tidekv.states.settings import CoreSettings
+from tidekv.states.types import FULL
 
 SETTINGS = CoreSettings(
     page_size=1,
@@ -78,13 +79,18 @@ class Ranks:
                 },
             )
 
-    def take(self, kind: type[commands.Command]) -> commands.Command:
-        """The only command of this kind, the same on all ranks."""
-        found = [[wish for wish in given if isinstance(wish, kind)] for given in self.given]
+    def take(self, kind: type[commands.Command], **fields: object) -> commands.Command:
+        """The only command of this kind with these fields, the same on all ranks. Copies are those of the full KV."""
+
+        def fits(wish: commands.Command) -> bool:
+            wanted = {"component": FULL, **fields} if kind is commands.CopyPages else fields
+            return isinstance(wish, kind) and all(getattr(wish, name) == value for name, value in wanted.items())
+
+        found = [[wish for wish in given if fits(wish)] for given in self.given]
         assert all(wishes == found[0] for wishes in found), found
         assert len(found[0]) == 1, found[0]
         for rank, given in enumerate(self.given):
-            self.given[rank] = [wish for wish in given if not isinstance(wish, kind)]
+            self.given[rank] = [wish for wish in given if not fits(wish)]
         return found[0][0]
 
     def ask_storage(self) -> commands.QueryStorage:

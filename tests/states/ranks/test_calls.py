@@ -160,7 +160,7 @@ def test_retracting_and_dropping_are_calls_of_all_ranks(make_ranks) -> None:
     ranks.make_ready()
     ranks.receive(events.RetractRequested, request_id="a", keys=b"abcd", tokens=4)
     ranks.turn()
-    ranks.receive(events.CopyEnded, op=ranks.take(commands.CopyToHost).op)
+    ranks.receive(events.CopyEnded, op=ranks.take(commands.CopyPages, target="host").op)
     ranks.turn()
     assert ranks.take(commands.ReportRetracted).held_pages == 4
     ranks.receive(events.RetractedDropped, ranks=[1], request_id="a")

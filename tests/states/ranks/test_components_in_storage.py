@@ -30,8 +30,9 @@ def ranks_of(make_ranks, count: int, *components: Component, cached: int = CACHE
         )
         ranks.receive(events.FinishRequested, request_id="a", keys=past, tokens=cached, component_pages=left)
         ranks.turn()
-        for kind in (commands.CopyToHost, commands.CopyComponent):
-            copies = [command for command in ranks.given[0] if isinstance(command, kind)]
+        for is_full in (True, False):
+            given = [command for command in ranks.given[0] if isinstance(command, commands.CopyPages)]
+            copies = [command for command in given if (command.component == FULL) == is_full]
             assert copies
             for copy in copies:
                 ranks.receive(events.CopyEnded, op=copy.op)

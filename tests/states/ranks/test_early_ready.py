@@ -21,7 +21,7 @@ def ranks(make_ranks):
     ranks.make_ready("a", CACHED)
     ranks.receive(events.FinishRequested, request_id="a", keys=CACHED, tokens=len(CACHED))
     ranks.turn()
-    ranks.receive(events.CopyEnded, op=ranks.take(commands.CopyToHost).op)
+    ranks.receive(events.CopyEnded, op=ranks.take(commands.CopyPages, target="host").op)
     ranks.turn()
     ranks.receive(events.FlushRequested, ranks=[0], call=1, tiers=("l1",))
     ranks.turn()
@@ -30,13 +30,13 @@ def ranks(make_ranks):
     return ranks
 
 
-def begin(ranks, **fields: object) -> commands.CopyToDevice:
+def begin(ranks, **fields: object) -> commands.CopyPages:
     """The callers of all ranks submit an early request, whose prefill sends its part at once."""
     ranks.arrive("a", TOKENS, early=True, **fields)
     ranks.turn()
     serve(ranks, ranks.take(commands.SendPromise))
-    copy = ranks.take(commands.CopyToDevice)
-    assert isinstance(copy, commands.CopyToDevice) and copy.by_layer
+    copy = ranks.take(commands.CopyPages, target="device")
+    assert isinstance(copy, commands.CopyPages) and copy.by_layer
     return copy
 
 
@@ -49,7 +49,7 @@ def serve(ranks, promise: commands.SendPromise) -> None:
     ranks.turn()
 
 
-def layers(ranks, copy: commands.CopyToDevice, *counts: int) -> None:
+def layers(ranks, copy: commands.CopyPages, *counts: int) -> None:
     """Each rank reports so many layers in place; 0 reports nothing."""
     for rank, count in enumerate(counts):
         if count:
@@ -57,7 +57,7 @@ def layers(ranks, copy: commands.CopyToDevice, *counts: int) -> None:
     ranks.turn()
 
 
-def begun(ranks, **fields: object) -> tuple[commands.CopyToDevice, commands.ReportEarly]:
+def begun(ranks, **fields: object) -> tuple[commands.CopyPages, commands.ReportEarly]:
     copy = begin(ranks, **fields)
     layers(ranks, copy, 1, 1, 1)
     early = ranks.take(commands.ReportEarly)
@@ -240,7 +240,14 @@ def test_the_only_remaining_rank_waits_for_its_own_caller(ranks) -> None:
 def test_a_copy_of_all_layers_at_once_takes_one_slot_and_one_by_layer_two() -> None:
     for by_layer in (False, True):
         vote_vector = VoteVector()
-        copy = commands.CopyToDevice(op=5, host_pages=page_ids([1]), device_pages=page_ids([2]), by_layer=by_layer)
+        copy = commands.CopyPages(
+            op=5,
+            source="host",
+            source_pages=page_ids([1]),
+            target="device",
+            target_pages=page_ids([2]),
+            by_layer=by_layer,
+        )
         item = OperationVote(1, vote_vector, copy)
         assert vote_vector.taken == 1 + by_layer
         item.close(vote_vector)

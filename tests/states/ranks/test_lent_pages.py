@@ -73,8 +73,8 @@ def test_an_offer_is_taken_when_all_ranks_have_made_it_each_of_its_own_pages(len
     assert lent.taken == []
     offer(lent, 0)
     lent.turn()
-    copies = each(lent, commands.CopyToHost)
-    assert [tuple(copy.device_pages) for copy in copies] == list(PAGES)
+    copies = each(lent, commands.CopyPages)
+    assert [tuple(copy.source_pages) for copy in copies] == list(PAGES)
     lent.receive(events.CopyEnded, op=copies[0].op)
     lent.turn()
     assert [report.offer for report in each(lent, commands.ReportOffered)] == [20, 21]
@@ -97,7 +97,7 @@ def test_a_second_equal_offer_is_refused_while_the_ranks_agree_on_the_first(lent
     (refused,) = lent.agreements[0].take_refusals(0.0)
     assert "the same offer" in refused.detail
     lent.turn()
-    assert len(each(lent, commands.CopyToHost)) == 2
+    assert len(each(lent, commands.CopyPages)) == 2
 
 
 def test_ranks_that_hold_different_numbers_of_pages_are_refused(lent: Ranks) -> None:

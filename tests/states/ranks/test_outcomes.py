@@ -50,7 +50,7 @@ def test_a_page_missing_on_one_rank_cuts_the_plan_on_all(make_ranks, at_rank: in
         ranks.receive(events.PagesFetched, ranks=[rank], op=fetch.op, good=2 if rank == at_rank else 4)
     ranks.turn()
     assert ranks.take(commands.SendExtend).first == 2
-    assert len(ranks.take(commands.CopyToDevice).device_pages) == 2
+    assert len(ranks.take(commands.CopyPages, target="device").target_pages) == 2
 
 
 @pytest.mark.parametrize("raised", [False, True])
@@ -60,7 +60,7 @@ def test_a_copy_that_fails_on_one_rank_has_failed_on_all_once_all_have_ended(mak
     ranks.turn()
     ranks.receive(events.PagesFetched, op=ranks.take(commands.FetchPages).op, good=4)
     ranks.turn()
-    copy = ranks.take(commands.CopyToDevice)
+    copy = ranks.take(commands.CopyPages, target="device")
     if raised:
         ranks.receive(events.CommandRaised, ranks=[1], op=copy.op, detail="out of host memory")
     else:
@@ -204,6 +204,9 @@ def test_a_lost_writer_of_one_rank_fails_its_rooms_and_its_death_settles_them(ma
     assert ranks.types() == ["RoomDrained"]
 
 
+COPY = commands.CopyPages(op=5, source="host", source_pages=page_ids([1]), target="device", target_pages=page_ids([2]))
+
+
 @pytest.mark.parametrize(
     ("command", "outcome"),
     [
@@ -213,15 +216,15 @@ def test_a_lost_writer_of_one_rank_fails_its_rooms_and_its_death_settles_them(ma
         ),
         (commands.ProbeStorage(op=5), events.StorageProbed(at_s=1.0, op=5)),
         (
-            commands.CopyToDevice(op=5, host_pages=page_ids([1]), device_pages=page_ids([2])),
+            COPY,
             events.CopyEnded(at_s=1.0, op=5),
         ),
         (
-            commands.CopyToDevice(op=5, host_pages=page_ids([1]), device_pages=page_ids([2])),
+            COPY,
             events.CopyEnded(at_s=1.0, op=5, error="failed on rank 4", intact=0),
         ),
         (
-            commands.CopyToDevice(op=5, host_pages=page_ids([1]), device_pages=page_ids([2])),
+            COPY,
             events.CopyEnded(at_s=1.0, op=5, error="failed on rank 4"),
         ),
         (
@@ -241,7 +244,7 @@ def test_each_operation_has_its_own_outcome(command: commands.Operation, outcome
 
 
 def test_a_copy_has_the_fewest_intact_pages_of_all_ranks() -> None:
-    command = commands.CopyToDevice(op=5, host_pages=page_ids([1]), device_pages=page_ids([2]))
+    command = COPY
     outcomes = [
         events.CopyEnded(at_s=1.0, op=5),
         events.CopyEnded(at_s=1.0, op=5, error="injected"),

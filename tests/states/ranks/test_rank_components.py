@@ -9,6 +9,7 @@ from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
 from tidekv.states.core import Core
 from tidekv.states.ranks.state_digest import StateDigest
+from tidekv.states.types import FULL
 
 COMPONENTS = (
     Component(name="window", kind="window", window_tokens=2, device_pages=12, host_pages=12),
@@ -27,7 +28,7 @@ def ranks(make_ranks):
     give_back(ranks, "a", left_of(ready))
     for given in ranks.given:
         assert sum(isinstance(command, commands.ReportFinished) for command in given) == 1
-    ranks.receive(events.CopyEnded, op=ranks.take(commands.CopyToHost).op)
+    ranks.receive(events.CopyEnded, op=ranks.take(commands.CopyPages, target="host").op)
     ranks.turn()
     for copy in take_copies(ranks):
         ranks.receive(events.CopyEnded, op=copy.op)
@@ -59,12 +60,16 @@ def give_back(ranks, request_id: str, *left: tuple[events.ComponentLeft, ...]) -
     ranks.turn()
 
 
-def take_copies(ranks) -> list[commands.CopyComponent]:
-    found = [[command for command in given if isinstance(command, commands.CopyComponent)] for given in ranks.given]
+def take_copies(ranks) -> list[commands.CopyPages]:
+    found = [[command for command in given if _is_of_component(command)] for given in ranks.given]
     assert found[0] and all(copies == found[0] for copies in found)
     for rank, given in enumerate(ranks.given):
-        ranks.given[rank] = [command for command in given if not isinstance(command, commands.CopyComponent)]
+        ranks.given[rank] = [command for command in given if not _is_of_component(command)]
     return found[0]
+
+
+def _is_of_component(command: commands.Command) -> bool:
+    return isinstance(command, commands.CopyPages) and command.component != FULL
 
 
 @pytest.mark.parametrize("at_rank", [0, 1, 2])
@@ -154,10 +159,10 @@ def test_a_guard_more_on_one_rank_is_named(make_ranks) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "field", "part"),
-    [(commands.SendPromise, "component_pages", "rooms"), (commands.CopyComponent, "target_pages", "page tables")],
+    [(commands.SendPromise, "component_pages", "rooms"), (commands.CopyPages, "target_pages", "page tables")],
 )
 def test_pages_of_components_that_a_command_names_are_compared(ranks, kind: type, field: str, part: str) -> None:
-    keys = PROMPT if kind is commands.CopyComponent else PROMPT + b"x"
+    keys = PROMPT if kind is commands.CopyPages else PROMPT + b"x"
     event = events.RequestArrived(at_s=0.0, request_id="b", serial=9, keys=keys, prompt_tokens=len(keys))
     given = [core.step(event) for core in ranks.cores]
     (command,) = (command for command in given[1] if isinstance(command, kind))

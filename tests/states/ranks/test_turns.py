@@ -122,8 +122,8 @@ def test_outcomes_in_an_undecided_vote_are_news_again_for_the_only_remaining_ran
     ranks.make_ready()
     ranks.receive(events.FinishRequested, request_id="a", keys=b"abcd", tokens=4)
     ranks.turn()
-    copy = ranks.take(commands.CopyToHost)
-    assert isinstance(copy, commands.CopyToHost)
+    copy = ranks.take(commands.CopyPages, target="host")
+    assert isinstance(copy, commands.CopyPages)
     ranks.receive(events.CopyEnded, ranks=[1], op=copy.op)
     alone = ranks.agreements[1]
     alone.take_opening(Opening(0, alone.turn + 1, 0.0, 256))

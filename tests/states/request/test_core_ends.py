@@ -220,7 +220,7 @@ def test_a_lost_writer_that_filled_a_load_for_others_of_its_rooms_fails_each_onc
     for name in ("a", "b"):
         rig.arrive(name, EIGHT)
         rig.promised(rig.take(commands.SendPromise))
-    rig.copied(rig.take(commands.CopyToDevice), error="failed")
+    rig.copied(rig.take(commands.CopyPages, target="device"), error="failed")
     rig.take(commands.SendExtend)
     rig.step(events.WriterLost, writer="prefill.1", cause="no heartbeat")
     assert [failed.request_id for failed in rig.take_all(commands.ReportFailed)] == ["a", "b"]

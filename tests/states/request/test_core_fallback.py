@@ -65,8 +65,8 @@ def test_a_read_that_falls_short_in_its_middle_asks_for_exactly_what_is_missing(
     rig = Rig()
     (fetch,), _ = in_prefetch(rig)
     rig.fetched(fetch, good=4)
-    copy = rig.take(commands.CopyToDevice)
-    assert list(copy.host_pages) == list(fetch.host_pages[:4])
+    copy = rig.take(commands.CopyPages, target="device")
+    assert list(copy.source_pages) == list(fetch.host_pages[:4])
     extend = expect_extend(rig, 4, 2)
     rig.nothing_else()
     rig.copied(copy)
@@ -92,7 +92,7 @@ def test_a_read_that_is_short_in_one_run_leaves_the_others_alone() -> None:
     extend = expect_extend(rig, 3, 1)
     rig.fetched(fetches[2])
     rig.fetched(fetches[0])
-    for copy in rig.take_all(commands.CopyToDevice):
+    for copy in rig.take_all(commands.CopyPages, target="device"):
         rig.copied(copy)
     rig.chunk(extend)
     assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 0, "l3": 5, "transfer": 3}
@@ -109,7 +109,7 @@ def test_a_late_read_is_asked_of_prefill_at_once_and_gives_its_host_pages_back_w
     rig.finish("a", EIGHT)
     rig.fetched(fetch)
     assert rig.core.statistics()["host_owned"] == 8  # The backup of the finished request.
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.stored(rig.take(commands.StorePages))
     rig.expect_nothing_held()
 
@@ -120,14 +120,14 @@ def test_a_copy_that_fails_is_asked_of_prefill(raised: bool) -> None:
     rig.make_cached("past", EIGHT[:6])
     rig.flush("l1")
     rig.arrive("a", EIGHT)
-    copy = rig.take(commands.CopyToDevice)
+    copy = rig.take(commands.CopyPages, target="device")
     rig.serve(rig.take(commands.SendPromise))
     if raised:
         rig.step(events.CommandRaised, op=copy.op, detail="")
     else:
         rig.copied(copy, error="device event failed")
     extend = expect_extend(rig, 0, 6)
-    assert list(extend.pages) == list(copy.device_pages)
+    assert list(extend.pages) == list(copy.target_pages)
     rig.chunk(extend)
     assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}
     assert rig.core.statistics()["host_protected"] == 0
@@ -138,7 +138,7 @@ def test_a_late_copy_may_still_write_so_the_request_starts_over_on_other_pages()
     rig.make_cached("past", EIGHT[:6])
     rig.flush("l1")
     rig.arrive("a", EIGHT)
-    copy, promise = rig.take(commands.CopyToDevice), rig.take(commands.SendPromise)
+    copy, promise = rig.take(commands.CopyPages, target="device"), rig.take(commands.SendPromise)
     rig.promised(promise)
     rig.wait_until(3.0)
     abort = rig.take(commands.SendAbort)
@@ -148,7 +148,7 @@ def test_a_late_copy_may_still_write_so_the_request_starts_over_on_other_pages()
     assert rig.core.statistics()["device_draining"] == 8
     rig.serve(again)
     ready = rig.take(commands.ReportReady)
-    assert not set(ready.pages) & {*copy.device_pages, *promise.pages}
+    assert not set(ready.pages) & {*copy.target_pages, *promise.pages}
     rig.copied(copy)
     assert rig.core.statistics()["device_draining"] == 2
     assert rig.core.statistics()["host_cached"] == 6

@@ -53,7 +53,7 @@ class Conversation:
             rig.answer(query, max(0, self.stored - query.first))
         for fetch in rig.take_all(commands.FetchPages):
             rig.fetched(fetch)
-        for copy in rig.take_all(commands.CopyToDevice):
+        for copy in rig.take_all(commands.CopyPages, target="device"):
             rig.copied(copy)
         rig.serve(rig.take(commands.SendPromise))
         sources = rig.take(commands.ReportReady).sources
@@ -75,7 +75,7 @@ class Conversation:
         rig.step(events.GrowthTaken, request_id=name, page_count=grown)
         keys = token_bytes(written[: len(written) // PAGE * PAGE])
         rig.step(events.FinishRequested, request_id=name, keys=keys, tokens=len(written))
-        for copy in rig.take_all(commands.CopyToHost):
+        for copy in rig.take_all(commands.CopyPages, target="host"):
             rig.copied(copy)
         for put in rig.take_all(commands.StorePages):
             self.stored = len(put.host_pages)

@@ -116,7 +116,7 @@ def test_each_raise_of_the_plan_trusts_one_tier_less(
     promise = rig.take(commands.SendPromise)
     assert promise.promised_tokens == promised
     assert len(rig.take_all(commands.FetchPages)) == reads
-    assert len(rig.take_all(commands.CopyToDevice)) == copies
+    assert len(rig.take_all(commands.CopyPages, target="device")) == copies
     assert rig.core.statistics().get("fallbacks_by_raise", 0) == times
 
 
@@ -174,7 +174,7 @@ def test_where_there_is_no_tier_to_cut_the_second_raise_fails_that_request_alone
 def test_a_raise_while_a_frame_is_taken_does_not_lose_the_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     rig.bring(State.LOCAL_RESTORE)
-    promise, copy = rig.take(commands.SendPromise), rig.take(commands.CopyToDevice)
+    promise, copy = rig.take(commands.SendPromise), rig.take(commands.CopyPages, target="device")
     for name in ("note_writer", "land_aux", "land"):
         raise_times(monkeypatch, Rooms, name, 1 if name != "land" else 0)
     rig.serve(promise)
@@ -218,7 +218,7 @@ def test_a_raise_between_two_pins_of_a_backup_gives_both_back(monkeypatch: pytes
     rig.make_cached("past", EIGHT[:4])
     rig.make_ready("a", EIGHT)
     rig.finish("a", EIGHT)
-    copy = rig.take(commands.CopyToHost)
+    copy = rig.take(commands.CopyPages, target="host")
     raised = raise_times(monkeypatch, PrefixIndex, "unpin", 1)
     rig.copied(copy)
     assert raised == [1]

@@ -119,10 +119,10 @@ def test_host_pages_are_copied_while_prefill_sends_the_rest() -> None:
     rig.make_cached("past", EIGHT[:6])
     assert rig.flush("l1").dropped == {"l1": 6}
     rig.arrive("a", EIGHT)
-    copy, promise = rig.take(commands.CopyToDevice), rig.take(commands.SendPromise)
+    copy, promise = rig.take(commands.CopyPages, target="device"), rig.take(commands.SendPromise)
     rig.nothing_else()
     assert promise.promised_tokens == 6
-    assert len(copy.host_pages) == len(copy.device_pages) == 6
+    assert len(copy.source_pages) == len(copy.target_pages) == 6
     assert rig.state("a") == "LOCAL_RESTORE"
     rig.serve(promise)
     assert rig.state("a") == "LOCAL_RESTORE"
@@ -137,8 +137,8 @@ def test_long_host_runs_are_copied_in_pieces() -> None:
     rig.make_cached("three", b"abcde")
     rig.flush("l1")
     rig.arrive("a", b"abcdef")
-    copies = rig.take_all(commands.CopyToDevice)
-    assert [len(copy.host_pages) for copy in copies] == [2, 2, 1]
+    copies = rig.take_all(commands.CopyPages, target="device")
+    assert [len(copy.source_pages) for copy in copies] == [2, 2, 1]
 
 
 def bring_into_storage(rig: Rig, tokens: bytes) -> None:
@@ -163,13 +163,13 @@ def test_storage_is_read_in_runs_and_each_is_copied_as_it_lands() -> None:
     assert rig.state("a") == "PREFETCH"
     rig.serve(promise)
     rig.fetched(fetches[1])
-    second = rig.take(commands.CopyToDevice)
-    assert list(second.host_pages) == list(fetches[1].host_pages)
+    second = rig.take(commands.CopyPages, target="device")
+    assert list(second.source_pages) == list(fetches[1].host_pages)
     rig.fetched(fetches[0])
-    first = rig.take(commands.CopyToDevice)
+    first = rig.take(commands.CopyPages, target="device")
     rig.copied(second)
     rig.fetched(fetches[2])
-    third = rig.take(commands.CopyToDevice)
+    third = rig.take(commands.CopyPages, target="device")
     assert rig.state("a") == "LOCAL_RESTORE"
     rig.copied(third)
     rig.copied(first)
@@ -189,7 +189,7 @@ def test_all_three_tiers_and_prefill_serve_one_prompt() -> None:
     fetch, promise = rig.take(commands.FetchPages), rig.take(commands.SendPromise)
     assert (fetch.positions[0], len(fetch.host_pages), promise.promised_tokens) == (2, 4, 6)
     rig.fetched(fetch)
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     rig.serve(promise)
     assert rig.take(commands.ReportReady).sources == {"l1": 2, "l2": 0, "l3": 4, "transfer": 2}
 

@@ -41,8 +41,8 @@ def test_finish_keeps_prompt_and_output_in_every_tier() -> None:
     rig.step(events.GrowthTaken, request_id="a", page_count=2)
     rig.take(commands.GiveReserve)
     rig.finish("a", b"abcdefghij")
-    copy = rig.take(commands.CopyToHost)
-    assert len(copy.device_pages) == 10
+    copy = rig.take(commands.CopyPages, target="host")
+    assert len(copy.source_pages) == 10
     assert rig.take(commands.ReportFinished).inserted == 2
     rig.copied(copy)
     put = rig.take(commands.StorePages)
@@ -61,8 +61,8 @@ def test_a_put_names_the_whole_path_so_that_what_storage_lost_of_it_is_stored_ag
     rig.make_cached("past", EIGHT[:4])
     rig.make_ready("a", EIGHT)
     rig.finish("a", EIGHT)
-    copy = rig.take(commands.CopyToHost)
-    assert len(copy.host_pages) == 4
+    copy = rig.take(commands.CopyPages, target="host")
+    assert len(copy.target_pages) == 4
     rig.copied(copy)
     put = rig.take(commands.StorePages)
     assert len(put.host_pages) == 8
@@ -80,7 +80,7 @@ def test_two_that_generated_the_same_keep_it_once() -> None:
     rig.finish("a", b"abcdefghi")
     rig.finish("b", b"abcdefghi")
     assert [told.inserted for told in rig.take_all(commands.ReportFinished)] == [1, 0]
-    copies = rig.take_all(commands.CopyToHost)
+    copies = rig.take_all(commands.CopyPages, target="host")
     for copy in copies:
         rig.copied(copy)
     rig.expect_nothing_held()
@@ -115,7 +115,7 @@ def test_finish_with_less_than_the_prompt_loses_no_page() -> None:
     rig.make_ready("a", EIGHT, cache=False)
     rig.finish("a", EIGHT[:3])
     rig.finish("first", EIGHT[:2])
-    for copy in rig.take_all(commands.CopyToHost):
+    for copy in rig.take_all(commands.CopyPages, target="host"):
         rig.copied(copy)
     rig.expect_nothing_held()
 
@@ -125,8 +125,8 @@ def test_a_backup_without_host_memory_stops_there_and_nothing_else_suffers() -> 
     rig.attach_storage()
     rig.make_ready("a", EIGHT)
     rig.finish("a", EIGHT)
-    copy = rig.take(commands.CopyToHost)
-    assert len(copy.host_pages) == 3
+    copy = rig.take(commands.CopyPages, target="host")
+    assert len(copy.target_pages) == 3
     rig.copied(copy)
     assert len(rig.take(commands.StorePages).host_pages) == 3
 
@@ -135,7 +135,7 @@ def test_a_backup_that_fails_gives_its_pages_back() -> None:
     rig = Rig()
     rig.make_ready("a", EIGHT)
     rig.finish("a", EIGHT)
-    rig.copied(rig.take(commands.CopyToHost), error="failed")
+    rig.copied(rig.take(commands.CopyPages, target="host"), error="failed")
     rig.take(commands.ForgetTokens)
     rig.expect_nothing_held()
     assert rig.core.statistics()["host_cached"] == 0
@@ -147,7 +147,7 @@ def test_two_backups_of_one_path_keep_one_copy() -> None:
         rig.make_ready(name, EIGHT)
     for name in ("a", "b"):
         rig.finish(name, EIGHT)
-    for copy in rig.take_all(commands.CopyToHost):
+    for copy in rig.take_all(commands.CopyPages, target="host"):
         rig.copied(copy)
     rig.expect_nothing_held()
     assert rig.core.statistics()["host_cached"] == 8
@@ -159,12 +159,12 @@ def test_retract_holds_the_request_in_host_memory_until_it_is_resumed() -> None:
     rig.step(events.GrowthTaken, request_id="a", page_count=2)
     rig.take(commands.GiveReserve)
     rig.step(events.RetractRequested, request_id="a", keys=b"abcdefghij", tokens=10)
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     assert rig.take(commands.ReportRetracted).held_pages == 10
     rig.flush("l1", "l2")
     assert rig.core.statistics()["host_protected"] == 10
     rig.arrive("a", b"abcdefghijk")
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     promise = rig.take(commands.SendPromise)
     assert promise.promised_tokens == 10
     rig.serve(promise)
@@ -177,7 +177,7 @@ def test_a_retracted_request_that_is_dropped_holds_nothing() -> None:
     rig = Rig()
     rig.make_ready("a", EIGHT)
     rig.step(events.RetractRequested, request_id="a", keys=EIGHT, tokens=8)
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.step(events.RetractedDropped, request_id="a")
     rig.expect_nothing_held()
     assert rig.core.statistics()["requests_retracted"] == 0
@@ -228,7 +228,7 @@ def test_lock_receipts_return_to_zero_after_every_kind_of_transfer() -> None:
     assert locks() == 3
     for name, tokens in (("full", EIGHT), ("incremental", b"abcdefghij"), ("hit", EIGHT)):
         rig.finish(name, tokens)
-    for copy in rig.take_all(commands.CopyToHost):
+    for copy in rig.take_all(commands.CopyPages, target="host"):
         rig.copied(copy)
     assert locks() == 0
     rig.expect_nothing_held()

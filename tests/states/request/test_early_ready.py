@@ -20,15 +20,15 @@ def on_host(**settings: int | bool) -> Rig:
     return rig
 
 
-def begin(rig: Rig, tokens: bytes = TOKENS, **fields: object) -> tuple[commands.CopyToDevice, commands.SendPromise]:
+def begin(rig: Rig, tokens: bytes = TOKENS, **fields: object) -> tuple[commands.CopyPages, commands.SendPromise]:
     """Submit an early request, whose prefill has sent its part."""
     rig.arrive("a", tokens, early=True, **fields)
-    copy, promise = rig.take(commands.CopyToDevice), rig.take(commands.SendPromise)
+    copy, promise = rig.take(commands.CopyPages, target="device"), rig.take(commands.SendPromise)
     rig.serve(promise)
     return copy, promise
 
 
-def layers(rig: Rig, copy: commands.CopyToDevice, count: int) -> None:
+def layers(rig: Rig, copy: commands.CopyPages, count: int) -> None:
     rig.step(events.LayersCopied, op=copy.op, layers=count)
 
 
@@ -36,7 +36,7 @@ def used_up(rig: Rig, early: commands.ReportEarly) -> None:
     rig.step(events.EarlyUseEnded, op=early.op)
 
 
-def early_one(rig: Rig) -> tuple[commands.CopyToDevice, commands.SendPromise, commands.ReportEarly]:
+def early_one(rig: Rig) -> tuple[commands.CopyPages, commands.SendPromise, commands.ReportEarly]:
     copy, promise = begin(rig)
     layers(rig, copy, 1)
     return copy, promise, rig.take(commands.ReportEarly)
@@ -68,7 +68,7 @@ def test_layers_are_reported_while_the_copy_continues_and_ready_follows() -> Non
 def test_without_the_option_nothing_is_copied_by_layer() -> None:
     rig = on_host()
     rig.arrive("a", TOKENS)
-    copy = rig.take(commands.CopyToDevice)
+    copy = rig.take(commands.CopyPages, target="device")
     assert not copy.by_layer
     rig.serve(rig.take(commands.SendPromise))
     layers(rig, copy, 1)
@@ -78,13 +78,13 @@ def test_without_the_option_nothing_is_copied_by_layer() -> None:
 def test_all_pages_from_the_host_are_one_copy() -> None:
     rig = on_host(copy_run_pages=1)
     copy, _ = begin(rig)
-    assert len(copy.host_pages) == 3
+    assert len(copy.source_pages) == 3
 
 
 def test_nothing_is_reported_before_the_first_token_and_the_pages_of_prefill() -> None:
     rig = on_host()
     rig.arrive("a", TOKENS, early=True)
-    copy, promise = rig.take(commands.CopyToDevice), rig.take(commands.SendPromise)
+    copy, promise = rig.take(commands.CopyPages, target="device"), rig.take(commands.SendPromise)
     layers(rig, copy, 2)
     rig.promised(promise)
     rig.chunk(promise)

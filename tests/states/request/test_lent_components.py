@@ -65,8 +65,8 @@ def test_prefill_is_asked_for_the_pages_of_every_group() -> None:
 def test_an_offer_copies_what_host_memory_lacks_of_every_group_once() -> None:
     rig = lent_rig()
     offer(rig)
-    assert len(rig.take(commands.CopyToHost).host_pages) == 8
-    copies = rig.take_all(commands.CopyComponent)
+    assert len(rig.take(commands.CopyPages, target="host").target_pages) == 8
+    copies = rig.take_all(commands.CopyPages, of_components=True)
     assert {copy.component: ids(copy.source_pages) for copy in copies} == {"window": [1, 3, 4], "state": [2]}
     assert {copy.target for copy in copies} == {"host"}
 
@@ -75,7 +75,7 @@ def test_host_memory_fills_the_pages_of_every_group_without_prefill() -> None:
     rig = lent_rig()
     kept(rig)
     lend(rig)
-    copies = {copy.component: ids(copy.target_pages) for copy in rig.take_all(commands.CopyComponent)}
+    copies = {copy.component: ids(copy.target_pages) for copy in rig.take_all(commands.CopyPages, of_components=True)}
     assert copies == {"window": [5, 2, 9], "state": [6]}
     promise = rig.take(commands.SendPromise)
     assert promise.component_pages is not None
@@ -86,10 +86,10 @@ def test_a_failed_copy_is_asked_of_prefill_into_the_same_pages() -> None:
     rig = lent_rig()
     kept(rig)
     lend(rig)
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     promise = rig.take(commands.SendPromise)
     rig.serve(promise)
-    for copy in rig.take_all(commands.CopyComponent):
+    for copy in rig.take_all(commands.CopyPages, of_components=True):
         rig.copied(copy, "broken" if copy.component == "state" else "")
     extend = rig.take(commands.SendExtend)
     assert (extend.component, extend.first, ids(extend.pages)) == ("state", 7, [6])
@@ -106,8 +106,8 @@ def test_an_abort_gives_component_pages_back_when_the_copies_into_them_have_ende
     rig.abort("a")
     assert (device(rig, "window"), device(rig, "state")) == ((0, 3), (0, 1))
     rig.drained(rig.take(commands.SendAbort))
-    rig.copied(rig.take(commands.CopyToDevice))
-    first, second = rig.take_all(commands.CopyComponent)
+    rig.copied(rig.take(commands.CopyPages, target="device"))
+    first, second = rig.take_all(commands.CopyPages, of_components=True)
     rig.copied(first)
     assert not rig.take_all(commands.ReportFailed)
     rig.copied(second)
@@ -119,8 +119,8 @@ def test_a_late_copy_into_lent_pages_is_waited_for() -> None:
     rig = lent_rig(copy_deadline_s=1.0)
     kept(rig)
     lend(rig)
-    rig.copied(rig.take(commands.CopyToDevice))
-    copies = rig.take_all(commands.CopyComponent)
+    rig.copied(rig.take(commands.CopyPages, target="device"))
+    copies = rig.take_all(commands.CopyPages, of_components=True)
     rig.serve(rig.take(commands.SendPromise))
     rig.wait_until(rig.now_s + 3.0)
     rig.nothing_else()
@@ -149,8 +149,8 @@ def test_the_next_prefill_is_not_asked_for_component_pages_that_are_in_place() -
     rig = lent_rig()
     kept(rig)
     lend(rig, prefill_count=2)
-    rig.copied(rig.take(commands.CopyToDevice))
-    for copy in rig.take_all(commands.CopyComponent):
+    rig.copied(rig.take(commands.CopyPages, target="device"))
+    for copy in rig.take_all(commands.CopyPages, of_components=True):
         rig.copied(copy)
     promise = rig.take(commands.SendPromise)
     rig.promised(promise)
@@ -158,7 +158,7 @@ def test_the_next_prefill_is_not_asked_for_component_pages_that_are_in_place() -
     again = rig.take(commands.SendPromise)
     assert again.component_pages is not None
     assert [len(each.pages) for each in again.component_pages] == [0, 0]
-    assert not rig.take_all(commands.CopyComponent)
+    assert not rig.take_all(commands.CopyPages, of_components=True)
 
 
 def committing() -> tuple[Rig, Callable[[], object]]:
@@ -181,9 +181,9 @@ def copying() -> tuple[Rig, Callable[[], object]]:
     rig = lent_rig()
     kept(rig)
     lend(rig)
-    rig.copied(rig.take(commands.CopyToDevice))
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     rig.serve(rig.take(commands.SendPromise))
-    first, second = rig.take_all(commands.CopyComponent)
+    first, second = rig.take_all(commands.CopyPages, of_components=True)
     rig.copied(first)
     return rig, lambda: rig.copied(second)
 
@@ -209,8 +209,8 @@ def offering() -> tuple[Rig, Callable[[], object]]:
 def joining() -> tuple[Rig, Callable[[], object]]:
     rig = lent_rig(storage=True)
     offer(rig)
-    first, second = rig.take_all(commands.CopyComponent)
-    rig.copied(rig.take(commands.CopyToHost))
+    first, second = rig.take_all(commands.CopyPages, of_components=True)
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.copied(first)
     return rig, lambda: rig.copied(second)
 

@@ -52,7 +52,7 @@ def test_a_rest_that_grows_while_the_request_waits_is_asked_of_storage_and_prefi
     rig.flush("l1")
     rig.abort("large")
     rig.finish("holds", bytes(range(3)))
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     query = rig.take(commands.QueryStorage)
     rig.answer(query, 0)
     assert rig.take(commands.SendPromise).request_id == "a"

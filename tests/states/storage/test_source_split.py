@@ -201,7 +201,7 @@ def test_the_first_put_measures_storage_before_any_hit() -> None:
     rig.attach_storage()
     send(rig, "sent", b"uvwx", 0.4)
     rig.finish("sent", b"uvwx")
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.stored(rig.take(commands.StorePages))
     read = rig.take(commands.FetchPages)
     assert (read.request_id, len(read.host_pages)) == ("", 4)
@@ -218,7 +218,7 @@ def measure_by_put(rig: Rig, request_id: str, tokens: bytes, taken_s: float) -> 
     """Finish a request that prefill sends in 0.4 s; its put makes storage read, which takes `taken_s`."""
     send(rig, request_id, tokens, 0.4)
     rig.finish(request_id, tokens)
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.stored(rig.take(commands.StorePages))
     read = rig.take(commands.FetchPages)
     rig.now_s += taken_s
@@ -245,7 +245,7 @@ def test_a_storage_that_is_slow_twice_is_not_read_again() -> None:
     measure_by_put(rig, "b", b"klmn", 4.0)
     send(rig, "c", b"opqr", 0.4)
     rig.finish("c", b"opqr")
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.stored(rig.take(commands.StorePages))
     assert rig.take_all(commands.FetchPages) == []
 
@@ -255,7 +255,7 @@ def test_a_measurement_that_does_not_end_says_how_slow_storage_is_at_least() -> 
     rig.attach_storage()
     rig.make_ready("sent", b"uvwx")
     rig.finish("sent", b"uvwx")
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     rig.stored(rig.take(commands.StorePages))
     read = rig.take(commands.FetchPages)
     rig.wait_until(rig.now_s + 3.0)

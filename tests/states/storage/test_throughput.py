@@ -109,7 +109,7 @@ def slow_fetch(rig: Rig, taken_s: float) -> None:
     ask(rig, "slow", b"12", 2)
     rig.wait_until(rig.now_s + taken_s)
     rig.fetched(rig.take(commands.FetchPages))
-    rig.take_all(commands.CopyToDevice)
+    rig.take_all(commands.CopyPages, target="device")
 
 
 def test_a_plan_fetches_what_lands_in_its_time_and_promises_no_more() -> None:
@@ -170,7 +170,7 @@ def test_puts_wait_while_fetches_take_long() -> None:
     slow_fetch(rig, 2.0)
     rig.make_ready("b", b"xyz")
     rig.finish("b", b"xyz")
-    rig.copied(rig.take(commands.CopyToHost))
+    rig.copied(rig.take(commands.CopyPages, target="host"))
     assert rig.take_all(commands.StorePages) == []
     rig.wait_until(rig.now_s + 2.9)
     assert rig.take_all(commands.StorePages) == []
@@ -179,7 +179,7 @@ def test_puts_wait_while_fetches_take_long() -> None:
     # With another bound it does not wait at all; a waiting one continues at the next event.
     rig.make_ready("c", b"uvw")
     rig.finish("c", b"uvw")
-    rig.copied(rig.take_all(commands.CopyToHost)[-1])
+    rig.copied(rig.take_all(commands.CopyPages, target="host")[-1])
     assert rig.take_all(commands.StorePages) == []
     policy = changed_policy(policy_of(rig.core.state.settings), {"put_fetch_s_max": 0.0})
     rig.step(events.PolicyChanged, policy=policy)
