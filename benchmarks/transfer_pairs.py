@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.nixl_child import Content, NixlChild, ReadPage, make_pool
 from tidekv.engine.poller import PollerThread
 from tidekv.states.types import PageIds, page_ids
-from tidekv.transports.nixl.agent import NixlAgent, Request
+from tidekv.transports.nixl.agent import NixlAgent, NixlRequest
 from tidekv.transports.nixl.peers import NixlPeer
 from tidekv.transports.nixl.plan import Part, WritePlan, paired_pages
 from tidekv.transports.nixl.transport import NixlTransport
@@ -132,7 +132,7 @@ def bare_streamed(rig: Rig, parts: list[Part], count: int) -> float:
     """Return seconds of `count` bare requests, `IN_FLIGHT` posted at a time and polled without a pause."""
     agent, our_list, their_list = rig.agent, rig.peer.our_list, rig.peer.their_list
     started_at_s = time.perf_counter()
-    in_flight: list[Request] = []
+    in_flight: list[NixlRequest] = []
     begun = 0
     while begun < count or in_flight:
         while begun < count and len(in_flight) < IN_FLIGHT:
@@ -142,7 +142,7 @@ def bare_streamed(rig: Rig, parts: list[Part], count: int) -> float:
                 request.release()
             else:
                 in_flight.append(request)
-        rest: list[Request] = []
+        rest: list[NixlRequest] = []
         for request in in_flight:
             if request.check():
                 request.release()

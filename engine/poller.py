@@ -34,7 +34,7 @@ from typing import Final
 from tidekv.backends.base import Pollable
 from tidekv.backends.completions import Completions, Outcome, as_error
 from tidekv.states.errors import EngineClosed
-from tidekv.transports.base import Ended, Stream, Turn
+from tidekv.transports.base import Ended, StreamTurn, TransferStream
 
 
 class Wakeup:
@@ -143,7 +143,7 @@ class PollerThread:
         self._wakeup.ring()
         return flight.future
 
-    def drive(self, stream: Stream) -> StreamDrive:
+    def drive(self, stream: TransferStream) -> StreamDrive:
         """Register a stream; see `tidekv.transports.base.Poller`."""
         return StreamDrive(self, stream)
 
@@ -309,13 +309,13 @@ class PollerThread:
         rest: list[StreamDrive] = []
         for drive in self._drives:
             turn = drive.advance()
-            any_moved = any_moved or turn is not Turn.WAITING
+            any_moved = any_moved or turn is not StreamTurn.WAITING
             # If this stream is the only work, take its next turn at once: whatever code of a round did not run since
             # the last copy would have to be fetched from memory again.
-            while turn is Turn.MOVED and not (self._new or self._pending or self._drives[1:] or self._closing):
+            while turn is StreamTurn.MOVED and not (self._new or self._pending or self._drives[1:] or self._closing):
                 self._poll_rounds += 1
                 turn = drive.advance()
-            if turn is Turn.EMPTY:
+            if turn is StreamTurn.EMPTY:
                 drive.is_driven = False
                 # A wake between the turn and this line saw `is_driven` set and did not notify the thread: look again.
                 if drive.is_empty:
@@ -358,7 +358,7 @@ class PollerThread:
 class StreamDrive:
     """A stream on a poller's thread, polled in each round from `wake` until it has nothing left."""
 
-    def __init__(self, poller: PollerThread, stream: Stream) -> None:
+    def __init__(self, poller: PollerThread, stream: TransferStream) -> None:
         self.is_driven = False
         self.futures: set[asyncio.Future[None]] = set()
         self._poller = poller
@@ -383,7 +383,7 @@ class StreamDrive:
         """True if the stream has nothing to do."""
         return self._stream.is_empty
 
-    def advance(self) -> Turn:
+    def advance(self) -> StreamTurn:
         """Give the stream its turn. Runs on the poller's thread."""
         return self._stream.advance(self._tell)
 

@@ -17,13 +17,13 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tr
     """A command. Encoded as its name and the values of its fields, in order."""
 
 
-class Operation(Command, frozen=True, kw_only=True):
+class OperationCommand(Command, frozen=True, kw_only=True):
     """A command with an outcome: an event with the same `op`."""
 
     op: int
 
 
-class QueryStorage(Operation, frozen=True, kw_only=True):
+class QueryStorage(OperationCommand, frozen=True, kw_only=True):
     """Ask storage for pages [first, first + count) of the request's prompt, and for those of components
     → StorageAnswered.
 
@@ -37,7 +37,7 @@ class QueryStorage(Operation, frozen=True, kw_only=True):
     components_first: dict[str, int] = {}
 
 
-class FetchPages(Operation, frozen=True, kw_only=True):
+class FetchPages(OperationCommand, frozen=True, kw_only=True):
     """Read the pages at `positions` of the request's prompt from storage to host pages of the same group
     → PagesFetched.
 
@@ -51,7 +51,7 @@ class FetchPages(Operation, frozen=True, kw_only=True):
     component: str = FULL
 
 
-class CopyPages(Operation, frozen=True, kw_only=True):
+class CopyPages(OperationCommand, frozen=True, kw_only=True):
     """Copy pages of one group from one pool to another, or within the device pool → CopyEnded.
 
     With `by_layer`, from host to device, layer 0 of all pages comes first, and LayersCopied reports each layer but the
@@ -66,7 +66,7 @@ class CopyPages(Operation, frozen=True, kw_only=True):
     by_layer: bool = False
 
 
-class StorePages(Operation, frozen=True, kw_only=True):
+class StorePages(OperationCommand, frozen=True, kw_only=True):
     """Make sure that storage has the pages of one group from position `first` of the tokens of request `serial` on
     → PagesStored.
 
@@ -84,11 +84,11 @@ class StorePages(Operation, frozen=True, kw_only=True):
     first: int = 0
 
 
-class ProbeStorage(Operation, frozen=True, kw_only=True):
+class ProbeStorage(OperationCommand, frozen=True, kw_only=True):
     """Test whether storage can be used again after failures → StorageProbed."""
 
 
-class Recompute(Operation, frozen=True, kw_only=True):
+class Recompute(OperationCommand, frozen=True, kw_only=True):
     """Make the caller compute the prompt's KV from page `first` on. `pages` is the whole page table → Recomputed."""
 
     request_id: str
@@ -188,7 +188,7 @@ class ReportReady(Command, frozen=True, kw_only=True):
     """Fallbacks after raises, in order."""
 
 
-class ReportEarly(Operation, frozen=True, kw_only=True):
+class ReportEarly(OperationCommand, frozen=True, kw_only=True):
     """Hand the page table to a caller that begins with the first layers → EarlyUseEnded, unless ReportReady follows.
 
     The first `layers` layers of all pages are in place, and all component pages. The caller may write to the prompt's

@@ -36,7 +36,7 @@ class DialFailed(TransferFailed):
         self.cause = cause
 
 
-class Pollable(Protocol):
+class PolledTransfer(Protocol):
     """One operation of a library without completion callbacks: posted once, then polled until it ends."""
 
     @property
@@ -61,7 +61,7 @@ BeginHashing: TypeAlias = "Callable[[PageIds], asyncio.Future[bytes]]"
 Ended: TypeAlias = "list[tuple[asyncio.Future[None], Exception | None]]"
 
 
-class Turn(enum.Enum):
+class StreamTurn(enum.Enum):
     """Result of a stream's turn.
 
     EMPTY: nothing is left to do. WAITING: operations are in flight and none made progress. MOVED: something was posted
@@ -73,7 +73,7 @@ class Turn(enum.Enum):
     MOVED = enum.auto()
 
 
-class Stream(Protocol):
+class TransferStream(Protocol):
     """Ordered operations that often end together: the poller calls `advance` of the stream instead of polling each of
     them.
     """
@@ -83,7 +83,7 @@ class Stream(Protocol):
         """True if a turn has nothing to do."""
         ...
 
-    def advance(self, resolve: Callable[[Ended], None]) -> Turn:
+    def advance(self, resolve: Callable[[Ended], None]) -> StreamTurn:
         """Take one turn on the poller's thread: collect what has ended, pass it to `resolve`, post what is next.
 
         May block. Each future of `Drive.begin` is resolved once. An exception raised here ends the poller.
@@ -99,20 +99,20 @@ class Drive(Protocol):
         ...
 
     def wake(self) -> None:
-        """Give the stream turns until one returns `Turn.EMPTY`."""
+        """Give the stream turns until one returns `StreamTurn.EMPTY`."""
         ...
 
 
-class Poller(Protocol):
+class TransferPoller(Protocol):
     """Posts and checks operations away from the event loop."""
 
-    def submit(self, pollable: Pollable) -> asyncio.Future[None]:
+    def submit(self, pollable: PolledTransfer) -> asyncio.Future[None]:
         """Take an operation over. The returned future is resolved on the loop once the operation has ended and is
         released.
         """
         ...
 
-    def drive(self, stream: Stream) -> Drive:
+    def drive(self, stream: TransferStream) -> Drive:
         """Register a stream. It takes no turn before its first `wake`."""
         ...
 
@@ -228,7 +228,7 @@ class Transport(Protocol):
         """`name`, a dash, and a suffix unique to this start of the process."""
         ...
 
-    async def start(self, *, poller: Poller, listen: str = "") -> None:
+    async def start(self, *, poller: TransferPoller, listen: str = "") -> None:
         """Set the transport up; called once, before anything else. `listen` is the address that `listen` will be given,
         or empty.
         """

@@ -30,7 +30,7 @@ from tidekv.transports.base import (
     Exchange,
     Link,
     PeerMemory,
-    Poller,
+    TransferPoller,
     check_memory,
     check_pages,
 )
@@ -280,7 +280,7 @@ class LoopbackTransport:
         self._dead = False
         self._counts = {"bytes_written": 0, "pages_written": 0, "writes": 0, "writes_failed": 0}
 
-    async def start(self, *, poller: Poller, listen: str = "") -> None:
+    async def start(self, *, poller: TransferPoller, listen: str = "") -> None:
         """See `Transport.start`; a copy in memory needs no poller."""
         self.network.join(self)
 

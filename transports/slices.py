@@ -77,7 +77,7 @@ class Cut(NamedTuple):
     their_step: int
 
 
-class Group(NamedTuple):
+class SlicedGroup(NamedTuple):
     """One group of layers in a page, and its pieces: `pieces[0]` is the first, with all of layer 0 before layer 1."""
 
     name: str
@@ -87,18 +87,18 @@ class Group(NamedTuple):
     pieces: range
 
 
-def groups_of(identity: Identity) -> list[Group]:
+def groups_of(identity: Identity) -> list[SlicedGroup]:
     """Return the groups of an identity, "full" first. Raises PeerMismatch if the layers do not make up its pieces."""
     count = len(identity.piece_bytes)
     if not identity.groups:
-        return [Group("full", identity.kind, identity.kv_heads, identity.layers, range(count))]
+        return [SlicedGroup("full", identity.kind, identity.kv_heads, identity.layers, range(count))]
     groups, end = [], 0
     for name, kind, heads, layers in (
         ("full", identity.kind, identity.kv_heads, identity.layers),
         *((group.name, group.kind, group.kv_heads, group.layers) for group in identity.groups),
     ):
         start, end = end, end + layers * (1 if kind == "mla" else 2)
-        groups.append(Group(name, kind, heads, layers, range(start, end)))
+        groups.append(SlicedGroup(name, kind, heads, layers, range(start, end)))
     if end != count:
         raise PeerMismatch(field="pieces of a page", ours=f"{end}, as many as its layers have", theirs=count)
     return groups
@@ -286,7 +286,7 @@ def as_held_by(
     return result, result.piece_bytes if found == identity.piece_bytes else found
 
 
-def _have_same_heads(ours: wire.Hello, theirs: wire.Hello, our_group: Group, their_group: Group) -> bool:
+def _have_same_heads(ours: wire.Hello, theirs: wire.Hello, our_group: SlicedGroup, their_group: SlicedGroup) -> bool:
     """Whether a group has as many heads at both ends, over all ranks of a stage."""
     try:
         totals = {
@@ -299,7 +299,12 @@ def _have_same_heads(ours: wire.Hello, theirs: wire.Hello, our_group: Group, the
 
 
 def _sizes_of_layers(
-    ours: wire.Hello, theirs: wire.Hello, our_group: Group, their_group: Group, sizes: list[int], mine: Identity
+    ours: wire.Hello,
+    theirs: wire.Hello,
+    our_group: SlicedGroup,
+    their_group: SlicedGroup,
+    sizes: list[int],
+    mine: Identity,
 ) -> list[int]:
     """Return the sizes of the peer's pieces at the layers that both stages have, and our own at our other layers."""
     own = [mine.piece_bytes[piece] for piece in our_group.pieces]
@@ -311,7 +316,7 @@ def _sizes_of_layers(
     return own[:start] + sizes[source : source + count] + own[start + count :]
 
 
-def _share_between(decode: Holder, prefill: Holder, theirs: Group, ours: Group) -> HeadSlice | None:
+def _share_between(decode: Holder, prefill: Holder, theirs: SlicedGroup, ours: SlicedGroup) -> HeadSlice | None:
     """Return the heads of a group that this prefill rank writes to this decode rank; None: none.
 
     Raises PeerMismatch.
@@ -348,7 +353,7 @@ def _joined(
     )
 
 
-def _pieces_of(group: Group, first: int, count: int, *, whole: bool) -> range:
+def _pieces_of(group: SlicedGroup, first: int, count: int, *, whole: bool) -> range:
     """Return the pieces of layers [first, first + count) of a group."""
     if whole:
         return group.pieces

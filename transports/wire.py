@@ -300,7 +300,7 @@ class Refused(Message, frozen=True, tag="refused"):
         _clean_cause(self)
 
 
-class Failed(Message, frozen=True, tag="failed"):
+class FailedRoom(Message, frozen=True, tag="failed"):
     """The sender ended the room. Prefill sends it at once, and Drained when no write is in flight."""
 
     room: RoomId
@@ -371,7 +371,7 @@ AnyMessage = (
     | Staged
     | Aux
     | Refused
-    | Failed
+    | FailedRoom
     | Abort
     | Drained
     | Declined
@@ -400,13 +400,13 @@ class Inbound:
 FROM_DECODE: Final = Inbound(
     first=msgspec.msgpack.Decoder(Hello | Declined | Bye),
     later=msgspec.msgpack.Decoder(
-        Promise | Extend | StagingGranted | Failed | Abort | Declined | Received | Ping | Bye,
+        Promise | Extend | StagingGranted | FailedRoom | Abort | Declined | Received | Ping | Bye,
     ),
 )
 FROM_PREFILL: Final = Inbound(
     first=msgspec.msgpack.Decoder(Hello | Bye),
     later=msgspec.msgpack.Decoder(
-        Chunk | StagingRequest | StagingReturned | Staged | Aux | Refused | Failed | Drained | Ping | Bye
+        Chunk | StagingRequest | StagingReturned | Staged | Aux | Refused | FailedRoom | Drained | Ping | Bye
     ),
 )
 
@@ -503,7 +503,7 @@ def _check_names(message: AnyMessage) -> None:
             raise RemoteProtocolError(f"peer sent {type(message).__name__} with a name that is not printable: {name!r}")
 
 
-def _clean_cause(message: Refused | Failed | Bye) -> None:
+def _clean_cause(message: Refused | FailedRoom | Bye) -> None:
     """Replace the cause by its one-line form, at both ends: it may quote anything, and the other end may be hostile."""
     if (clean := brief(message.cause)) != message.cause:
         msgspec.structs.force_setattr(message, "cause", clean)

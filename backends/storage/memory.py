@@ -28,12 +28,12 @@ from tidekv.backends.storage.base import (
 )
 from tidekv.backends.storage.calls import Call, Calls
 from tidekv.backends.storage.file.records import page_checksum
-from tidekv.backends.storage.options import Option, Size, read_options
+from tidekv.backends.storage.options import Size, UriOption, read_options
 from tidekv.backends.storage.stats import StorageCounters
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.types import PageIds, PoolMemory
 
-OPTIONS: Final[Mapping[str, Option]] = {"capacity": Size()}
+OPTIONS: Final[Mapping[str, UriOption]] = {"capacity": Size()}
 CAPACITY_DEFAULT_BYTES: Final = 1 << 30
 
 _Work = Callable[[Call], list[str]]

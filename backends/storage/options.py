@@ -24,7 +24,7 @@ FORMS: Final = 'a JSON object such as {"capacity": "200GB"}, or @FILE with .json
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-class Option(Protocol):
+class UriOption(Protocol):
     """One option: parses its value, and describes what is allowed."""
 
     allowed: str
@@ -91,7 +91,7 @@ def parse_size(value: object) -> int | None:
     )
 
 
-def read_options(what: str, given: Mapping[str, object], allowed: Mapping[str, Option]) -> dict[str, object]:
+def read_options(what: str, given: Mapping[str, object], allowed: Mapping[str, UriOption]) -> dict[str, object]:
     """Check options by name and value; InvalidConfig names the wrong one and what is allowed."""
     for name in given:
         if name not in allowed:

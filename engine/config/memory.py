@@ -15,24 +15,24 @@ UNLIMITED = 1 << 60
 """Version 1 writes a number near 2**63 for no limit."""
 
 
-class Group(NamedTuple):
+class ControlGroup(NamedTuple):
     """One control group that contains this process, directly or by a child group."""
 
     directory: Path
     version: Literal[1, 2]
 
 
-def groups(controller: str, root: Path = Path("/")) -> Iterator[Group]:
+def groups(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
     """Yield the groups of this process for one controller, innermost first; nothing if there are none."""
     mounted = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            yield from (Group(directory, 2) for directory in _upwards(mounted, path))
+            yield from (ControlGroup(directory, 2) for directory in _upwards(mounted, path))
         elif controller in controllers.split(","):
             for base in (mounted / controller, mounted / controllers):
                 if base.is_dir():
-                    yield from (Group(directory, 1) for directory in _upwards(base, path))
+                    yield from (ControlGroup(directory, 1) for directory in _upwards(base, path))
                     break
 
 
@@ -127,7 +127,7 @@ def stat_of(meminfo: Path, name: str) -> int:
     return next((int(line.split()[1]) * KIB for line in lines if line.startswith(name)), 0)
 
 
-def _usage(group: Group) -> tuple[int | None, int]:
+def _usage(group: ControlGroup) -> tuple[int | None, int]:
     """Return limit and use of a group. Its clean file pages are reclaimed on demand, and do not count as use."""
     if group.version == 2:
         limit, used = number_in(group.directory / "memory.max"), number_in(group.directory / "memory.current")

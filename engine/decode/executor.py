@@ -152,7 +152,7 @@ class Executor:
             self.raised += 1
             detail = traceback.format_exc()
             self._log.of_command(command).warning("starting a command raised", traceback=detail)
-            if isinstance(command, commands.Operation):
+            if isinstance(command, commands.OperationCommand):
                 self._post(events.CommandRaised(at_s=self._clock(), op=command.op, detail=detail))
             elif isinstance(command, commands.SendPromise | commands.SendExtend):
                 self._post(
@@ -364,7 +364,7 @@ class Executor:
     def _layers_copied(self, op: int, layers: int) -> None:
         self._post(events.LayersCopied(at_s=self._clock(), op=op, layers=layers))
 
-    def _copied(self, command: commands.Operation, copied: asyncio.Future[None]) -> None:
+    def _copied(self, command: commands.OperationCommand, copied: asyncio.Future[None]) -> None:
         raised = copied.exception()
         error = "" if raised is None else f"{type(raised).__name__}: {raised}"
         intact = None

@@ -21,7 +21,7 @@ class PoolLoad(msgspec.Struct, frozen=True):
     evictable: int
 
 
-class Load(msgspec.Struct, frozen=True):
+class EngineLoad(msgspec.Struct, frozen=True):
     """Requests, pages and tokens of an engine at one moment."""
 
     requests_waiting: int
@@ -67,7 +67,7 @@ class LoadReader:
         self._uncached: dict[int, int] = {}
         """By serial number of a waiting request, the tokens that were nowhere here at its first reading."""
 
-    def read(self, core: Core) -> Load:
+    def read(self, core: Core) -> EngineLoad:
         """Return the present load."""
         state, page_size = core.state, core.settings.page_size
         waiting = [request for request in state.requests.values() if request.waits_for_admission]
@@ -81,7 +81,7 @@ class LoadReader:
             uncached[request.serial] = known
         self._uncached = uncached
         device = PoolLoad(state.device.total, state.device.free, state.index.device_evictable)
-        return Load(
+        return EngineLoad(
             requests_waiting=len(waiting),
             requests_running=core.running,
             requests_max=core.settings.running_max,

@@ -4,7 +4,7 @@
 |---|---|
 | GET /health | 200 while the engine runs and its loop answers |
 | GET /ready | 200 while it takes new requests: it runs, and does not drain |
-| GET /load | `Load` as JSON |
+| GET /load | `EngineLoad` as JSON |
 | GET /metrics | the load under the names of vLLM's metrics, which vllm-router and llm-d read |
 | POST /probe | tokens of each prompt in device and host memory |
 | POST /look_up | tokens of each prompt by tier, storage asked, tokens that prefill would send, and seconds to READY |
@@ -30,7 +30,7 @@ from prometheus_client.registry import Collector
 
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.backends.keys.namespaces import join_namespaces, split_namespace
-from tidekv.engine.decode.load import Load, LoadReader
+from tidekv.engine.decode.load import EngineLoad, LoadReader
 from tidekv.engine.decode.look_up import look_up
 from tidekv.engine.http_server import HttpRequest, HttpResponse, HttpServer
 from tidekv.engine.metrics.server import exposition
@@ -98,7 +98,7 @@ class StatusServer:
         """Stop serving, and wait for the thread. Raises TidekvError if it does not end."""
         self._server.close()
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """Return the present load. Call it on the engine's loop."""
         return self._reader.read(self._runtime.core)
 
@@ -170,7 +170,7 @@ class StatusServer:
 
         return _state(await self._on_loop(state()))
 
-    async def _load_now(self) -> tuple[Load, dict[str, int], dict[str, int]]:
+    async def _load_now(self) -> tuple[EngineLoad, dict[str, int], dict[str, int]]:
         """The load, and running and waiting requests by adapter."""
         adapters: tuple[dict[str, int], dict[str, int]] = {}, {}
         for request in self._runtime.core.state.requests.values():
@@ -248,7 +248,7 @@ class StatusServer:
 class _VllmNames(Collector):
     """The load under the names of vLLM's metrics: a mapping for routers that know no others."""
 
-    def __init__(self, load: Load, running: dict[str, int], waiting: dict[str, int], runtime: Runtime) -> None:
+    def __init__(self, load: EngineLoad, running: dict[str, int], waiting: dict[str, int], runtime: Runtime) -> None:
         self._load, self._running, self._waiting, self._runtime = load, running, waiting, runtime
 
     def collect(self) -> Iterator[Metric]:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from tidekv.engine.decode.values import DecodeRequest, ReadyRequest
 from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.conversations import SOURCES, Conversation, Transcripts, Turn, Workload
-from tidekv.engine.demo.model import Choice, DecodeStep, PagedModel, greedy
+from tidekv.engine.demo.conversations import SOURCES, Conversation, ConversationTurn, Transcripts, Workload
+from tidekv.engine.demo.model import DecodeStep, PagedModel, TokenChoice, greedy
 from tidekv.engine.demo.phase import Pass
 from tidekv.states.errors import InvalidRequest, OutOfPages
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Answer:
     """One answered turn: prompt, output, and the smallest margin of a choice in this output."""
 
-    turn: Turn
+    turn: ConversationTurn
     prompt: Sequence[int]
     output: Sequence[int]
     margin: float
@@ -43,7 +43,7 @@ class StepBatcher:
         self._model = model
         self._compute = compute
         self._batch_max = batch_max
-        self._waiting: list[tuple[DecodeStep, asyncio.Future[Choice]]] = []
+        self._waiting: list[tuple[DecodeStep, asyncio.Future[TokenChoice]]] = []
         self._wanted = asyncio.Event()
 
     @asynccontextmanager
@@ -56,9 +56,9 @@ class StepBatcher:
             finally:
                 loop.cancel()
 
-    async def step(self, step: DecodeStep) -> Choice:
+    async def step(self, step: DecodeStep) -> TokenChoice:
         """Compute one token of a request; its KV is written when this returns."""
-        done: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[TokenChoice] = asyncio.get_running_loop().create_future()
         self._waiting.append((step, done))
         self._wanted.set()
         return await done
@@ -74,7 +74,7 @@ class StepBatcher:
                 if not done.done():
                     done.set_result(choice)
 
-    def _choose(self, steps: list[DecodeStep]) -> list[Choice]:
+    def _choose(self, steps: list[DecodeStep]) -> list[TokenChoice]:
         return [greedy(logits) for logits in self._model.decode_batch(steps)]
 
 
@@ -128,7 +128,7 @@ class ConversationRun:
             self._answered[turn.conversation, turn.round].set()
             self._served.advance()
 
-    async def _answer(self, turn: Turn) -> Answer:
+    async def _answer(self, turn: ConversationTurn) -> Answer:
         prompt = self._transcripts.prompt(turn)
         request = DecodeRequest(
             request_id=f"{self._served.phase.name}/{turn.request_id}",

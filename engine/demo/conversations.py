@@ -108,7 +108,7 @@ def long_prompt_options(*, vocabulary: int = 512, seed: int = 1) -> WorkloadOpti
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ConversationTurn:
     """One request of a conversation: new tokens of its prompt, number of tokens to generate, and the pause before it.
 
     `think_s` counts from the end of the previous turn, or of the turn that the conversation starts after.
@@ -135,7 +135,7 @@ class Conversation:
     """
 
     number: int
-    turns: tuple[Turn, ...]
+    turns: tuple[ConversationTurn, ...]
     after: tuple[int, int] | None = None
     inherits: bool = False
 
@@ -146,7 +146,7 @@ class Workload:
 
     conversations: tuple[Conversation, ...]
 
-    def in_order(self) -> Iterator[Turn]:
+    def in_order(self) -> Iterator[ConversationTurn]:
         """Yield all turns, one round of every conversation at a time, each turn after those that it depends on."""
         answered: set[tuple[int, int]] = set()
         following = {conversation.number: 0 for conversation in self.conversations}
@@ -192,7 +192,7 @@ class Transcripts:
     workload: Workload
     _said: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
-    def prompt(self, turn: Turn) -> list[int]:
+    def prompt(self, turn: ConversationTurn) -> list[int]:
         """Return the whole prompt of a turn: the text so far and the turn's new tokens.
 
         Raises InvalidRequest if the previous turn is not answered.
@@ -204,7 +204,7 @@ class Transcripts:
         inherits = bool(turn.round) or conversation.inherits
         return [*(self._said[before] if before is not None and inherits else ()), *turn.new_user_tokens]
 
-    def answer(self, turn: Turn, output: Sequence[int]) -> None:
+    def answer(self, turn: ConversationTurn, output: Sequence[int]) -> None:
         """Add the answer to a turn. Raises InvalidRequest if it has one already."""
         key = (turn.conversation, turn.round)
         if key in self._said:
@@ -231,9 +231,9 @@ def _sub_agent(number: int, parent: Conversation, order: int, options: WorkloadO
 
 def _turns(
     number: int, rounds: int, system: tuple[int, ...], source: Random, options: WorkloadOptions
-) -> tuple[Turn, ...]:
+) -> tuple[ConversationTurn, ...]:
     return tuple(
-        Turn(
+        ConversationTurn(
             conversation=number,
             round=position,
             new_user_tokens=(() if position else system) + _tokens(options.user.draw(source), source, options),

@@ -67,7 +67,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TokenChoice:
     """The greedy next token, and the margin of its logit over the second best: the tolerance for rounding."""
 
     token: int
@@ -131,11 +131,11 @@ def cache_argument(model: Any) -> str:  # Any: `transformers` is optional and is
     return next(name for name in ("cache", "past_key_values", "cache_params") if name in names)
 
 
-def greedy(logits: torch.Tensor) -> Choice:
+def greedy(logits: torch.Tensor) -> TokenChoice:
     """Choose the best token of logits of shape [vocab_size]; the first of several equal ones, as generate() does."""
     best = int(torch.argmax(logits))
     two = torch.topk(logits, 2).values
-    return Choice(token=best, margin=float(two[0] - two[1]))
+    return TokenChoice(token=best, margin=float(two[0] - two[1]))
 
 
 def generate_in_one_process(model: Llama, prompt: Sequence[int], output_tokens: int) -> list[int]:

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from tidekv.engine.demo.compute import ComputeThread
-from tidekv.engine.demo.model import Choice, PagedModel, greedy
+from tidekv.engine.demo.model import PagedModel, TokenChoice, greedy
 from tidekv.engine.demo.prefix_pages import PrefixPages, PromptPages
 from tidekv.states.errors import InvalidRequest
 from tidekv.transports.prefill.prefill_room import Room
@@ -74,6 +74,6 @@ class ModelPrefill:
             await room.finish(first_token=choice.token, aux={"margin": choice.margin}, cached={"l1": known})
         return position // page_size
 
-    def _compute_chunk(self, tokens: list[int], start: int, pages: Sequence[int]) -> Choice:
+    def _compute_chunk(self, tokens: list[int], start: int, pages: Sequence[int]) -> TokenChoice:
         self.tokens_computed += len(tokens)
         return greedy(self._model.prefill_chunk(tokens, start, pages))

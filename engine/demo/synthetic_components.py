@@ -13,7 +13,7 @@ from tidekv.backends.component_pools import ComponentPools
 from tidekv.engine.decode.component_pages import ReadyComponent
 from tidekv.engine.demo.synthetic import SyntheticKV
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.handover.sender import ComponentRequest
+from tidekv.states.handover.sender import RequestedComponent
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.types import PageIds
 
@@ -52,7 +52,7 @@ class SyntheticComponents:
         self._kv = {pools.name: SyntheticKV(pools.device) for pools in components}
         self._accounts = {pools.name: PagePool(pools.name, pools.device.num_pages) for pools in components}
 
-    def take(self, asked: Mapping[str, ComponentRequest]) -> dict[str, PageIds] | None:
+    def take(self, asked: Mapping[str, RequestedComponent]) -> dict[str, PageIds] | None:
         """Take pages for the tails of a room, for every component. None if there are too few now.
 
         Raises InvalidRequest if there can never be enough.
@@ -67,7 +67,7 @@ class SyntheticComponents:
             return None
         return {name: self._accounts[name].take(tail.page_count) for name, tail in asked.items()}
 
-    def fill(self, tail: ComponentRequest, pages: PageIds, digests: Sequence[bytes]) -> None:
+    def fill(self, tail: RequestedComponent, pages: PageIds, digests: Sequence[bytes]) -> None:
         """Overwrite pages with the content of the tail; `digests` are those of the requested positions."""
         self._kv[tail.component].fill(pages, [component_digest(tail.component, digest) for digest in digests])
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tidekv.engine.journal.format import seal
 from tidekv.engine.journal.log_lines import LogLines
-from tidekv.engine.journal.recorder import UNNAMED_RUN, Recorder, RunInfo, Stepped, Turn
+from tidekv.engine.journal.recorder import UNNAMED_RUN, RecordedTurn, Recorder, RunInfo, Stepped
 from tidekv.engine.journal.segments import SegmentFiles, place_of_run
 from tidekv.engine.log import engine_log, own_context
 
@@ -47,7 +47,7 @@ LINES_PER_WRITE_MAX = 512
 class Waiting(NamedTuple):
     """A line on its way to the disk."""
 
-    line: bytes | Turn
+    line: bytes | RecordedTurn
     """The encoded line without its checksum, or a turn that the thread renders."""
     size_bytes: int
     events: int
@@ -234,7 +234,7 @@ class Journal:
             while queue and len(lines) < LINES_PER_WRITE_MAX:
                 waiting = queue.popleft()
                 line = waiting.line
-                if isinstance(line, Turn):
+                if isinstance(line, RecordedTurn):
                     line = self._recorder.render(line)
                     self._rendered += 1
                 if self._segment_bytes_max and self._segment_bytes >= self._segment_bytes_max:

@@ -33,7 +33,7 @@ GROUP_PAGES = 64
 """Pages hashed by one call."""
 
 
-class Group(NamedTuple):
+class PageCodecs(NamedTuple):
     """Codecs for a number of pages: one cuts them out of a prompt at an offset, one packs their hashes."""
 
     cut: Callable[[bytes, int], tuple[bytes, ...]]
@@ -48,7 +48,7 @@ class PageDigests:
         self._width = key_bytes
         self._breathe = breathe
         self._key = secrets.token_bytes(16)
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, PageCodecs] = {}
         self._remembered: dict[bytes, list[tuple[bytes, bytes]]] = {}
         """By first page: keys and digests of prompts, the last used one last."""
         self._remembered_bytes = 0
@@ -144,5 +144,5 @@ class PageDigests:
         # One call each to cut, hash and join: a loop over pages, even in C, costs as much as the hashes.
         return group.join(*map(hash, group.cut(keys, first)))
 
-    def _group(self, count: int) -> Group:
-        return Group(struct.Struct(f"{self._width}s" * count).unpack_from, struct.Struct(f"<{count}q").pack)
+    def _group(self, count: int) -> PageCodecs:
+        return PageCodecs(struct.Struct(f"{self._width}s" * count).unpack_from, struct.Struct(f"<{count}q").pack)

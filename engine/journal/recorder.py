@@ -62,7 +62,7 @@ STALLS_MAX = 64
 """Maximum stalls kept for the next turn."""
 
 
-class Turn(NamedTuple):
+class RecordedTurn(NamedTuple):
     """One turn of the loop, before it is encoded."""
 
     line: TurnLine
@@ -160,7 +160,7 @@ class Recorder:
         # Without requests no turn follows; only the newest matter to the next one.
         del self._stalls[:-STALLS_MAX]
 
-    def end_turn(self) -> Turn | None:
+    def end_turn(self) -> RecordedTurn | None:
         """End the turn; None if the core took no event in it."""
         took = self._took
         if not took:
@@ -177,7 +177,7 @@ class Recorder:
             errors=self._errors,
             stalls=self._stalls,
         )
-        turn = Turn(line, self._keyed)
+        turn = RecordedTurn(line, self._keyed)
         self.turns += 1
         self.events += len(took)
         # The turn owns the lists: it may be rendered much later.
@@ -196,7 +196,7 @@ class Recorder:
 
     # --- One thread at a time, in the order of the turns ---
 
-    def render(self, turn: Turn) -> bytes:
+    def render(self, turn: RecordedTurn) -> bytes:
         """Return the line of a turn, without its checksum."""
         took = turn.line.took
         for at in turn.keyed:

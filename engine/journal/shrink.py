@@ -21,7 +21,7 @@ from tidekv.engine.journal.reader import JournalReader
 from tidekv.engine.journal.recorder import Recorder, RunInfo
 from tidekv.engine.journal.replayer import Replayer
 from tidekv.states.backup.backups import Backup
-from tidekv.states.commands import Command, Operation, ReportReady
+from tidekv.states.commands import Command, OperationCommand, ReportReady
 from tidekv.states.component_specs import ComponentTable
 from tidekv.states.components.look_ahead import ComponentAheadRead
 from tidekv.states.components.request_components import ComponentCopy
@@ -102,7 +102,7 @@ class _Purposes:
     def note(self, given: Iterable[object], core: Core) -> None:
         """Record the operations that a step has begun."""
         for command in given:
-            if isinstance(command, Operation):
+            if isinstance(command, OperationCommand):
                 kind = (type(command).__name__, _requests_of(core.state.operations.get(command.op)))
                 purpose = (*kind, self._seen[kind])
                 self._seen[kind] += 1

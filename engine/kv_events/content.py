@@ -61,14 +61,14 @@ class Seen(NamedTuple):
     """The period in which storage last confirmed that it has the pages."""
 
 
-class Group(NamedTuple):
+class EventGroup(NamedTuple):
     """What the events say of a group: a component, or the full KV, which is group 0."""
 
     kind: str
     window_tokens: int | None = None
 
 
-FULL_ATTENTION: Final = Group("full_attention")
+FULL_ATTENTION: Final = EventGroup("full_attention")
 
 
 class _Chain(NamedTuple):
@@ -159,7 +159,7 @@ class KVContent:
         page_size: int,
         key_bytes: int,
         bigrams: bool = False,
-        groups: Sequence[Group] = (),
+        groups: Sequence[EventGroup] = (),
         tokens: bool = True,
         wording: Wording | ServerNames | None = None,
         stored_pages_max: int = STORED_PAGES_MAX,

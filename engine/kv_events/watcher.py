@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, NamedTuple, Protocol
 
-from tidekv.engine.kv_events.content import Group, KVContent, Seen
+from tidekv.engine.kv_events.content import EventGroup, KVContent, Seen
 from tidekv.engine.kv_events.messages import KVEvent, Medium
 from tidekv.states.commands import Command
 from tidekv.states.core import Core
@@ -44,9 +44,9 @@ def watch(index: PrefixIndex) -> dict[Node, None]:
     return index.tree.dirty_nodes
 
 
-def groups_of(settings: CoreSettings) -> list[Group]:
+def groups_of(settings: CoreSettings) -> list[EventGroup]:
     """The groups of a core's components."""
-    return [Group(KINDS[component.kind], component.window_tokens or None) for component in settings.components]
+    return [EventGroup(KINDS[component.kind], component.window_tokens or None) for component in settings.components]
 
 
 MakeEvents = Callable[[], Iterable[KVEvent]]

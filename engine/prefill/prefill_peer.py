@@ -31,7 +31,7 @@ from tidekv.engine.watchdog import Watchdog
 from tidekv.states.errors import EngineClosed, InvalidConfig, PrefillCause, TidekvError
 from tidekv.states.types import Identity, PoolMemory
 from tidekv.states.validation import Text, checked, short
-from tidekv.transports.base import Poller, Transport
+from tidekv.transports.base import TransferPoller, Transport
 from tidekv.transports.blocking import settled
 from tidekv.transports.local_rank import LocalRank
 from tidekv.transports.prefill.prefill_room import Room, RoomOutcome, RoomSettings
@@ -142,7 +142,7 @@ class PrefillPeer:
         self._metrics: MetricsServer | None = None
         self._write_s = Histogram()
         self._watchdog = Watchdog(limit_s=config.loop_stall_report_s)
-        self._poller: Poller | None = None
+        self._poller: TransferPoller | None = None
         """A poller to share, instead of one of its own; for tests."""
         self._tasks = OwnedTasks(f"prefill peer {transport.instance}", instance=transport.instance)
         self._stack = AsyncExitStack()

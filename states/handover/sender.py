@@ -42,7 +42,7 @@ ELSEWHERE = -1
 """In place of the id of a page that another context-parallel rank holds."""
 
 
-class ComponentRequest(msgspec.Struct, frozen=True):
+class RequestedComponent(msgspec.Struct, frozen=True):
     """The pages of one component that prefill hands over: positions [first, first + page_count) of the prompt, which
     end with its last page. They are all that the end of the prompt needs. The last `requested` of them are written for
     the promise, and the others only if a tier of decode does not deliver them.
@@ -181,10 +181,10 @@ class SenderRoom:
             self._open_component(requested)
 
     @property
-    def component_pages(self) -> dict[str, ComponentRequest]:
+    def component_pages(self) -> dict[str, RequestedComponent]:
         """By component, the pages that prefill hands over."""
         return {
-            name: ComponentRequest(name, source.first, self.page_count - source.first, self._promised_of(name))
+            name: RequestedComponent(name, source.first, self.page_count - source.first, self._promised_of(name))
             for name, source in self._sources.items()
             if name != FULL
         }

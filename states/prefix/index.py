@@ -29,13 +29,13 @@ from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.eviction import EvictionHook, Evictor
 from tidekv.states.prefix.insertion import insert_host_pages, insert_prefix
 from tidekv.states.prefix.invariants import check_index
-from tidekv.states.prefix.node import InsertResult, Load, MatchResult, Node, Receipt, TierName, redeem
+from tidekv.states.prefix.node import InsertResult, MatchResult, Node, NodeLoad, Receipt, TierName, redeem
 from tidekv.states.prefix.policies import LRU, EvictionPolicy
 from tidekv.states.prefix.tiers import DeviceTier, HostTier, Tier
 from tidekv.states.prefix.tree import PageTree
 from tidekv.states.types import NO_PAGES, PageIds
 
-__all__ = ["EvictionHook", "InsertResult", "Load", "MatchResult", "Node", "PrefixIndex", "Receipt"]
+__all__ = ["EvictionHook", "InsertResult", "MatchResult", "Node", "NodeLoad", "PrefixIndex", "Receipt"]
 
 
 ALL = sys.maxsize
@@ -247,7 +247,7 @@ class PrefixIndex:
         namespace: str,
         keys_suffix: bytes,
         device_pages: PageIds,
-        load: Load | None = None,
+        load: NodeLoad | None = None,
         *,
         priority: int = 0,
     ) -> Node:
@@ -269,7 +269,7 @@ class PrefixIndex:
         self.set_load(node, load)
         return node
 
-    def give_device(self, node: Node, pages: PageIds, load: Load | None = None) -> None:
+    def give_device(self, node: Node, pages: PageIds, load: NodeLoad | None = None) -> None:
         """Give a node with host pages only device pages, taken over from the caller, which `load` fills."""
         parent = self._parent_of(node)
         if node.device is not None or len(pages) != node.page_count:
@@ -326,7 +326,7 @@ class PrefixIndex:
         """Forget which pages are in storage: it was exchanged, detached or emptied."""
         self.tree.attachment += 1
 
-    def set_load(self, node: Node, load: Load | None) -> None:
+    def set_load(self, node: Node, load: NodeLoad | None) -> None:
         """Note that `load` fills the node's device pages; None ends the load.
 
         A load guards the device and host pages of its node.

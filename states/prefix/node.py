@@ -21,7 +21,7 @@ Keys: TypeAlias = "bytes | memoryview"
 KEPT_MAX = 4
 
 
-class Load(Protocol):
+class NodeLoad(Protocol):
     """The load that fills a node's device pages. The index stores it and calls it on splits."""
 
     def split(self, upper: Node, lower: Node) -> None:

@@ -411,7 +411,7 @@ class Agreement:
                 self._close_request(request_id)
             case commands.QueryStorage(op=op) if command.components_first:
                 self._operations[op] = ComponentVote(self._next(), vote_vector, command, self._core)
-            case commands.Operation(op=op):
+            case commands.OperationCommand(op=op):
                 self._operations[op] = OperationVote(self._next(), vote_vector, command)
                 if isinstance(command, commands.ReportEarly):
                     self._requests[command.request_id].early_op = op

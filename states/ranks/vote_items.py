@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tidekv.states import commands, events
 
 if TYPE_CHECKING:
-    from tidekv.states.commands import Operation
+    from tidekv.states.commands import OperationCommand
     from tidekv.states.events import Event
     from tidekv.states.ranks.votes import VoteVector
 
@@ -52,7 +52,7 @@ class OperationVote:
 
     __slots__ = ("is_over", "kind", "layers_slot", "number", "op", "slot")
 
-    def __init__(self, number: int, vote_vector: VoteVector, command: Operation) -> None:
+    def __init__(self, number: int, vote_vector: VoteVector, command: OperationCommand) -> None:
         self.number = number
         self.op = command.op
         self.kind = type(command)

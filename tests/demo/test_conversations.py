@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.demo.conversations import (
     Conversation,
+    ConversationTurn,
     Lengths,
     Transcripts,
-    Turn,
     Workload,
     WorkloadOptions,
     agent_options,
@@ -119,8 +119,8 @@ def test_lengths_stay_within_their_bounds_and_around_their_median() -> None:
 
 
 def test_transcripts_refuse_turns_out_of_order() -> None:
-    turns = tuple(Turn(0, position, (position,), 1, 0.0) for position in range(2))
-    branch = Conversation(1, (Turn(1, 0, (9,), 1, 0.0),), after=(0, 0), inherits=True)
+    turns = tuple(ConversationTurn(0, position, (position,), 1, 0.0) for position in range(2))
+    branch = Conversation(1, (ConversationTurn(1, 0, (9,), 1, 0.0),), after=(0, 0), inherits=True)
     transcripts = Transcripts(Workload((Conversation(0, turns), branch)))
     with pytest.raises(InvalidRequest, match="conversation-0/round-1 needs the answer to round 0 of conversation 0"):
         transcripts.prompt(turns[1])

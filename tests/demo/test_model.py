@@ -113,8 +113,8 @@ def test_a_model_is_the_same_whatever_the_global_seed(llama: paged.Llama) -> Non
 
 def test_margin_is_the_gap_between_the_two_best() -> None:
     choice = paged.greedy(torch.tensor([0.5, 3.0, 2.75, -9.0], dtype=torch.float64))
-    assert choice == paged.Choice(token=1, margin=0.25)
-    assert paged.greedy(torch.tensor([1.0, 1.0])) == paged.Choice(token=0, margin=0.0)
+    assert choice == paged.TokenChoice(token=1, margin=0.25)
+    assert paged.greedy(torch.tensor([1.0, 1.0])) == paged.TokenChoice(token=0, margin=0.0)
 
 
 def test_bad_calls_are_refused_and_write_nothing(llama: paged.Llama) -> None:

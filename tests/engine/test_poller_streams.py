@@ -13,7 +13,7 @@ import pytest
 from tests.support.fault_hooks import GatedPoller
 from tests.support.threads import started
 from tidekv.states.errors import EngineClosed
-from tidekv.transports.base import Drive, Ended, Turn
+from tidekv.transports.base import Drive, Ended, StreamTurn
 
 
 class Counter:
@@ -26,17 +26,17 @@ class Counter:
         self._waits = self._left = waits
         self._gate = gate
 
-    def advance(self, tell: Callable[[Ended], None]) -> Turn:
+    def advance(self, tell: Callable[[Ended], None]) -> StreamTurn:
         self.turns += 1
         self.threads.add(threading.get_ident())
         if not self.items:
-            return Turn.EMPTY
+            return StreamTurn.EMPTY
         if self._left or (self._gate is not None and not self._gate.is_set()):
             self._left = max(0, self._left - 1)
-            return Turn.WAITING
+            return StreamTurn.WAITING
         self._left = self._waits
         tell([(self.items.popleft(), None)])
-        return Turn.MOVED if self.items else Turn.EMPTY
+        return StreamTurn.MOVED if self.items else StreamTurn.EMPTY
 
     @property
     def is_empty(self) -> bool:
@@ -81,9 +81,9 @@ async def test_what_enters_while_the_stream_says_that_it_is_empty_is_told() -> N
     entered, both = threading.Event(), asyncio.Event()
 
     class Closing(Counter):
-        def advance(self, tell: Callable[[Ended], None]) -> Turn:
+        def advance(self, tell: Callable[[Ended], None]) -> StreamTurn:
             turn = super().advance(tell)
-            if turn is Turn.EMPTY and not late:
+            if turn is StreamTurn.EMPTY and not late:
                 loop.call_soon_threadsafe(enter_late)
                 assert entered.wait(60.0)
             return turn

@@ -44,11 +44,11 @@ RANK_MESSAGES: tuple[ranks.RankMessage, ...] = (
     ranks.Form(1, 4000, "group"),
     ranks.Formed(1),
     ranks.Wish(1),
-    ranks.Turn(Opening(1, 1, 0.0, 256)),
+    ranks.RankTurn(Opening(1, 1, 0.0, 256)),
     ranks.Beat(1, 2),
     ranks.VoteFailed(1, 2, "late"),
     ranks.Lost(1, 1, "gone"),
-    ranks.Refused("no"),
+    ranks.RankRefused("no"),
 )
 HINT_KINDS = ("prefetch", "demote", "pin", "unpin", "retain", "fetch")
 HINT_S_MAX = 60.0

@@ -138,7 +138,9 @@ class Play:
         given = self.core.step(kind(at_s=self.at_s, **fields))
         self.given += given
         self.open_ops.pop(fields.get("op", 0), None)
-        self.open_ops.update({command.op: command for command in given if isinstance(command, commands.Operation)})
+        self.open_ops.update(
+            {command.op: command for command in given if isinstance(command, commands.OperationCommand)}
+        )
         return given
 
     def last(self, kind: type[Given], **fields: object) -> Given:

@@ -14,7 +14,7 @@ from simulation.ranks import RankGroupWorld, RanksReport, simulate_ranks
 from tests.simulation.test_early_callers import MUTANTS as CORE_MUTANTS
 from tests.simulation.test_early_callers import component_settings_of, settings_of
 from tidekv.states import commands, events
-from tidekv.states.commands import Operation
+from tidekv.states.commands import OperationCommand
 from tidekv.states.errors import TidekvError
 from tidekv.states.events import Event
 from tidekv.states.ranks.agreement import Agreement
@@ -133,7 +133,7 @@ def a_copy_that_failed_on_one_rank_counts_as_all_layers_there(patch: pytest.Monk
 def a_use_ends_with_its_first_caller(patch: pytest.MonkeyPatch) -> None:
     original = OperationVote.__init__
 
-    def init(self: OperationVote, number: int, vote_vector: VoteVector, command: Operation) -> None:
+    def init(self: OperationVote, number: int, vote_vector: VoteVector, command: OperationCommand) -> None:
         original(self, number, vote_vector, command)
         if isinstance(command, commands.ReportEarly):
             # All ranks vote its end from the beginning, so that any other vote decides it.

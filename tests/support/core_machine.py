@@ -67,7 +67,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.left: dict[int, bytes] = {}
         self.ready: dict[str, commands.ReportReady] = {}
         self.reading: dict[int, tuple[SimulatedPool, PageIds, list[int]]] = {}
-        self.operations: list[commands.Operation] = []
+        self.operations: list[commands.OperationCommand] = []
         self.sendings: list[Sending] = []
         self.names = 0
         self.rig.attach_storage()

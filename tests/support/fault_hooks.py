@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tidekv.backends.base import Pollable, Poller
 from tidekv.backends.copies import cpu_moves
 from tidekv.engine.poller import PollerThread, StreamDrive
-from tidekv.transports.base import Ended, Stream, Turn
+from tidekv.transports.base import Ended, StreamTurn, TransferStream
 
 if TYPE_CHECKING:
     from tidekv.backends.device.pool import DevicePool
@@ -61,7 +61,7 @@ class GatedPoller:
             return self._inner.submit(pollable)
         return self._inner.submit(_Gated(pollable, self._open, self._after_checks, self._halt))
 
-    def drive(self, stream: Stream) -> _GatedDrive:
+    def drive(self, stream: TransferStream) -> _GatedDrive:
         """See `tidekv.transports.base.Poller`. Each `begin` counts as an operation, and each turn as a check."""
         assert isinstance(self._inner, PollerThread), "only the thread itself has streams"
         gated = _GatedStream(stream, self._open, self._halt)
@@ -110,7 +110,7 @@ class _GatedDrive:
 class _GatedStream:
     """A stream that halts. Operations that end while it is held are reported once the gate is open."""
 
-    def __init__(self, inner: Stream, gate: threading.Event, on_halt: Callable[[], None]) -> None:
+    def __init__(self, inner: TransferStream, gate: threading.Event, on_halt: Callable[[], None]) -> None:
         self._inner = inner
         self._gate = gate
         self._on_halt = on_halt
@@ -129,21 +129,21 @@ class _GatedStream:
         """See `tidekv.transports.base.Stream`."""
         return not self._ended and self._inner.is_empty
 
-    def advance(self, tell: Callable[[Ended], None]) -> Turn:
+    def advance(self, tell: Callable[[Ended], None]) -> StreamTurn:
         """See `tidekv.transports.base.Stream`."""
         if self._checks_left and not self._gate.is_set():
             self._checks_left -= 1
             self._inner.advance(self._ended.extend)
             if self._ended:
                 self._checks_left = 0
-            return Turn.MOVED
+            return StreamTurn.MOVED
         if self._checks_left is not None and not self._is_passed():
-            return Turn.WAITING
+            return StreamTurn.WAITING
         self._checks_left = None
         if self._ended:
             ended, self._ended = self._ended, []
             tell(ended)
-            return Turn.MOVED
+            return StreamTurn.MOVED
         return self._inner.advance(tell)
 
     def _is_passed(self) -> bool:

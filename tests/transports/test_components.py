@@ -11,7 +11,7 @@ import pytest
 from tidekv.states import events
 from tidekv.states.component_specs import ComponentPages
 from tidekv.states.errors import InvalidRequest
-from tidekv.states.handover.sender import ComponentRequest, SenderRoom
+from tidekv.states.handover.sender import RequestedComponent, SenderRoom
 from tidekv.states.types import page_ids
 from tidekv.transports import wire
 from tidekv.transports.control import handshake
@@ -76,8 +76,8 @@ async def test_what_is_asked_for_arrives_byte_for_byte_and_nothing_else(
     # Whatever decode asks for, prefill hands over all that the end of the prompt needs.
     counts = {request.component: len(request.pages) for request in component_pages}
     assert room.component_pages == {
-        "swa": ComponentRequest("swa", 3, 2, counts["swa"]),
-        "ssm": ComponentRequest("ssm", 4, 1, counts["ssm"]),
+        "swa": RequestedComponent("swa", 3, 2, counts["swa"]),
+        "ssm": RequestedComponent("ssm", 4, 1, counts["ssm"]),
     }
     for name, pages in OURS.items():
         await room.send_component_pages(name, pages)

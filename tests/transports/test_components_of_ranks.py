@@ -7,7 +7,7 @@ from msgspec.structs import replace as changed
 
 from tidekv.states import events
 from tidekv.states.component_specs import ComponentPages
-from tidekv.states.handover.sender import ComponentRequest
+from tidekv.states.handover.sender import RequestedComponent
 from tidekv.states.types import page_ids
 
 # A prompt of 5 pages, the last one in part. Its window of 6 tokens reaches back into page 3.
@@ -127,7 +127,7 @@ async def test_copies_of_the_same_heads_are_handed_tails_and_write_none(world) -
     ]
     promise(decode, ",".join(prefill.address for prefill in prefills), WINDOW)
     rooms = [await serve(prefill, "swa", OURS["swa"]) for prefill in prefills]
-    assert [room.component_pages for room in rooms] == [{"swa": ComponentRequest("swa", 3, 2, 2)}] * 2
+    assert [room.component_pages for room in rooms] == [{"swa": RequestedComponent("swa", 3, 2, 2)}] * 2
     await decode.wait(events.ChunkLanded, last=True)
     for theirs, ours in zip(WINDOW[0].pages, OURS["swa"], strict=True):
         assert decode.components["swa"].page(theirs) == prefills[0].components["swa"].page(ours)

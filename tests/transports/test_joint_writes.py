@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tidekv.states.errors import TransferFailed
 from tidekv.states.types import Segment, page_ids
-from tidekv.transports.base import Ended, Turn
-from tidekv.transports.nixl.agent import PeerDisconnected, Request
+from tidekv.transports.base import Ended, StreamTurn
+from tidekv.transports.nixl.agent import NixlRequest, PeerDisconnected
 from tidekv.transports.nixl.plan import JOINT_SHARE, Numbering, Part, WritePlan, paired_pages
 from tidekv.transports.nixl.writes import REQUESTS_IN_FLIGHT_MAX, Lane, PartedWrite
 
@@ -47,7 +47,7 @@ class ScriptedNixl:
     def script(self, number: int) -> Script:
         return self.scripts[number % len(self.scripts)]
 
-    def write_request(self, ours: int, theirs: int, part: Part) -> Request:
+    def write_request(self, ours: int, theirs: int, part: Part) -> NixlRequest:
         assert (ours, theirs) == (7, 8)
         assert part.size_bytes == PAGE_BYTES * len(part.ours) == PAGE_BYTES * len(part.theirs)
         number = len(self.pages)
@@ -55,7 +55,7 @@ class ScriptedNixl:
         self.asked.append(0)
         if not self.script(number).is_made:
             raise TransferFailed(f"request {number} cannot be made")
-        return Request(self, number)  # type: ignore[arg-type]  # Stands in for an agent.
+        return NixlRequest(self, number)  # type: ignore[arg-type]  # Stands in for an agent.
 
     def post(self, number: int) -> bool:
         self.on_post.append(number)
@@ -174,9 +174,9 @@ def drive(nixl: ScriptedNixl, all_flights: list[Flight]) -> None:
         before = len(nixl.on_post)
         state = lane.advance(resolve)
         assert len(nixl.on_post) <= before + 1, "one turn posts twice, and keeps the others waiting"
-        assert state is not Turn.WAITING or len(nixl.on_post) == before
-        assert (state is Turn.EMPTY) <= all(flight.is_over for flight in all_flights if flight.is_entered)
-        if state is Turn.EMPTY and all(flight.is_over for flight in all_flights):
+        assert state is not StreamTurn.WAITING or len(nixl.on_post) == before
+        assert (state is StreamTurn.EMPTY) <= all(flight.is_over for flight in all_flights if flight.is_entered)
+        if state is StreamTurn.EMPTY and all(flight.is_over for flight in all_flights):
             assert not (lane._waiting or lane._made or lane._in_flight or lane._ended)
             return
     raise AssertionError("writes do not come to their end")
@@ -312,8 +312,8 @@ def test_a_stopped_write_ends_though_what_it_would_have_to_wait_for_hangs() -> N
         flight.enter()
     lane.enter(late)
     states = [lane.advance(ended.extend) for _ in range(6)]
-    assert states == [Turn.MOVED] * REQUESTS_IN_FLIGHT_MAX + [Turn.WAITING] * 2
+    assert states == [StreamTurn.MOVED] * REQUESTS_IN_FLIGHT_MAX + [StreamTurn.WAITING] * 2
     assert len(nixl.in_flight) == REQUESTS_IN_FLIGHT_MAX
     lane.stop(late)
-    assert lane.advance(ended.extend) is Turn.MOVED
+    assert lane.advance(ended.extend) is StreamTurn.MOVED
     assert ended == [(late.future, None)]

@@ -163,7 +163,7 @@ async def test_a_room_that_decode_does_not_name_ends_with_its_lease_though_decod
         "kept": None,
     }
     failed = await decode.receive(link)
-    assert isinstance(failed, wire.Failed)
+    assert isinstance(failed, wire.FailedRoom)
     assert "did not name the room for 10 s" in failed.cause
 
 

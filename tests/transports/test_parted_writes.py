@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tidekv.states.errors import TransferFailed
 from tidekv.states.types import Segment, page_ids
-from tidekv.transports.base import Ended, Turn
-from tidekv.transports.nixl.agent import Request
+from tidekv.transports.base import Ended, StreamTurn
+from tidekv.transports.nixl.agent import NixlRequest
 from tidekv.transports.nixl.plan import Numbering, Part, WritePlan, paired_pages
 from tidekv.transports.nixl.writes import REQUESTS_IN_FLIGHT_MAX, Lane, PartedWrite
 
@@ -38,14 +38,14 @@ class ScriptedNixl:
     in_flight_max: int = 0
     is_closed: bool = False
 
-    def write_request(self, ours: int, theirs: int, part: Part) -> Request:
+    def write_request(self, ours: int, theirs: int, part: Part) -> NixlRequest:
         number = int(part.ours[0])
         assert (ours, theirs) == (7, 8)
         if not self.scripts[number].is_made:
             self.calls.append(("refuse", number))
             raise TransferFailed(f"part {number} cannot be made")
         self.calls.append(("make", number))
-        return Request(self, number)  # type: ignore[arg-type]  # Stands in for an agent.
+        return NixlRequest(self, number)  # type: ignore[arg-type]  # Stands in for an agent.
 
     def post(self, number: int) -> bool:
         self.calls.append(("post", number))
@@ -112,7 +112,7 @@ def test_whatever_happens_each_request_is_released_once_and_nothing_is_posted_af
         assert turns < 200, "a write does not come to its end"
         lane.advance(ended.extend)
         turns += 1
-    assert lane.advance(ended.extend) is Turn.EMPTY
+    assert lane.advance(ended.extend) is StreamTurn.EMPTY
     ((future, error),) = ended
     assert future is write.future
     made, posted, released = (nixl.numbers(call) for call in ("make", "post", "release"))
@@ -135,10 +135,10 @@ def test_none_is_made_before_the_first_turn_and_each_other_right_after_the_post_
     lane, write = parted(nixl)
     ended: Ended = []
     assert nixl.calls == []
-    assert lane.advance(ended.extend) is Turn.MOVED
+    assert lane.advance(ended.extend) is StreamTurn.MOVED
     assert nixl.calls == [("make", 0), ("post", 0), ("release", 0), ("make", 1)]
     assert ended == []
-    assert lane.advance(ended.extend) is Turn.EMPTY
+    assert lane.advance(ended.extend) is StreamTurn.EMPTY
     assert ended == [(write.future, None)]
 
 
@@ -147,7 +147,7 @@ def test_a_write_stopped_before_its_first_turn_makes_no_request() -> None:
     lane, write = parted(nixl)
     ended: Ended = []
     lane.stop(write)
-    assert lane.advance(ended.extend) is Turn.EMPTY
+    assert lane.advance(ended.extend) is StreamTurn.EMPTY
     assert ended == [(write.future, None)]
     assert nixl.calls == []
     assert write.bytes_done == 0
@@ -164,4 +164,4 @@ def test_of_several_errors_the_first_is_told_when_nothing_is_in_flight_any_more(
         lane.advance(ended.extend)
     assert str(ended[0][1]) == f"part {first} failed"
     assert sorted(nixl.numbers("release")) == made
-    assert lane.advance(ended.extend) is Turn.EMPTY
+    assert lane.advance(ended.extend) is StreamTurn.EMPTY

@@ -486,7 +486,7 @@ async def test_a_stranger_at_the_rank_channel_sends_small_frames_and_has_few_con
 def test_words_of_another_rank_are_one_printable_line() -> None:
     for message in (
         wire.Lost(1, 2, "a\nb"),
-        wire.Refused("a\nb"),
+        wire.RankRefused("a\nb"),
         wire.VoteFailed(1, 2, "a\nb" * 3000),
     ):
         assert message.cause.startswith("a\\nb")

@@ -342,7 +342,7 @@ async def test_a_promise_on_the_link_of_another_rank_breaks_its_room(decode, wor
         )
     )
     failed = await decode.receive(link)
-    assert isinstance(failed, wire.Failed)
+    assert isinstance(failed, wire.FailedRoom)
     assert "rank 1 of 2 promises on the link of another" in failed.cause
     assert isinstance(await decode.receive(link), wire.Drained)
 
@@ -360,7 +360,7 @@ async def test_who_expects_pages_of_a_rank_without_its_heads_is_told_so(decode, 
         )
     )
     failed = await decode.receive(link)
-    assert isinstance(failed, wire.Failed)
+    assert isinstance(failed, wire.FailedRoom)
     assert "expects nothing of prefill's rank 0, which holds some of its heads" in failed.cause
 
 
@@ -407,7 +407,7 @@ async def test_the_rooms_of_a_link_hold_bounded_lists(decode, world, monkeypatch
     link.send(decode.extend(room._key, 1, 0, pages=[5]))
     link.send(decode.extend(room._key, 2, 1, pages=[6]))
     failed = await decode.receive(link)
-    assert isinstance(failed, wire.Failed)
+    assert isinstance(failed, wire.FailedRoom)
     assert "prompts and page lists" in failed.cause
     assert isinstance(await decode.receive(link), wire.Drained)
     # What the room held is free again.

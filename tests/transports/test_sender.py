@@ -100,7 +100,7 @@ async def test_frames_of_unknown_and_foreign_rooms_have_an_answer_or_are_counted
     prefill = await world.prefill()
     link = await decode.dial(prefill.address)
     link.send(wire.Received(room=decode.room()))
-    link.send(wire.Failed(room=decode.room(), cause="x"))
+    link.send(wire.FailedRoom(room=decode.room(), cause="x"))
     link.send(decode.extend(decode.room(), 1, 0))
     assert isinstance(await decode.receive(link), wire.Refused)
     link.send(wire.Abort(room=decode.room()))
@@ -123,7 +123,7 @@ async def test_a_promise_that_is_wrong_fails_its_room_only(world, decode, change
     prefill = await world.prefill()
     link = await decode.dial(prefill.address)
     link.send(decode.promise(decode.room(), **changes))
-    assert isinstance(await decode.receive(link), wire.Failed)
+    assert isinstance(await decode.receive(link), wire.FailedRoom)
     assert isinstance(await decode.receive(link), wire.Drained)
     link.send(decode.promise(decode.room("r2")))
     room = await prefill.room("r2")
@@ -136,7 +136,7 @@ async def test_an_extend_that_is_wrong_fails_its_room(world, decode, span, first
     prefill = await world.prefill()
     link, room = await decode.open_room(prefill)
     link.send(decode.extend(decode.room(), span, first, pages))
-    assert isinstance(await decode.receive(link), wire.Failed)
+    assert isinstance(await decode.receive(link), wire.FailedRoom)
     assert isinstance(await decode.receive(link), wire.Drained)
     assert await room.received() == "failed"
 
@@ -195,7 +195,7 @@ async def test_memory_that_overflows_is_refused_whatever_the_transport_checks(de
 async def test_decode_may_give_a_room_up(world, decode) -> None:
     prefill = await world.prefill()
     link, room = await decode.open_room(prefill)
-    link.send(wire.Failed(room=decode.room(), cause="no memory"))
+    link.send(wire.FailedRoom(room=decode.room(), cause="no memory"))
     assert await room.received() == "failed"
     assert "no memory" in str(room.cause)
 
@@ -226,7 +226,7 @@ async def test_a_write_that_fails_fails_its_room(world, decode) -> None:
     world.network.before_write = fail
     await room.send([30, 31], start_token=0)
     failed = await decode.receive(link)
-    assert isinstance(failed, wire.Failed)
+    assert isinstance(failed, wire.FailedRoom)
     assert "failed" in failed.cause
     assert isinstance(await decode.receive(link), wire.Drained)
     assert await room.received() == "failed"
@@ -299,7 +299,7 @@ async def test_closing_ends_waiters_and_rooms_and_tells_decode(world, decode) ->
     waiter = asyncio.create_task(prefill.room("never"))
     await asyncio.sleep(0)
     closing = asyncio.create_task(prefill.sender.close())
-    assert isinstance(await decode.receive(link), wire.Failed)
+    assert isinstance(await decode.receive(link), wire.FailedRoom)
     with pytest.raises(EngineClosed):
         await waiter
     assert not closing.done()

@@ -97,7 +97,7 @@ GOLDEN = {
         "a3617578 94a164a165a17203 00 05 c40c81a170cb3fe0000000000000 81a26c3104",
     ),
     "refused": (wire.Refused(room=ROOM, span=0, cause="no"), "a772656675736564 94a164a165a17203 00 a26e6f"),
-    "failed": (wire.Failed(room=ROOM, cause="no"), "a66661696c6564 94a164a165a17203 a26e6f"),
+    "failed": (wire.FailedRoom(room=ROOM, cause="no"), "a66661696c6564 94a164a165a17203 a26e6f"),
     "abort": (wire.Abort(room=ROOM), "a561626f7274 94a164a165a17203"),
     "drained": (wire.Drained(room=ROOM, rank=1), "a7647261696e6564 94a164a165a17203 01"),
     "declined": (
@@ -275,7 +275,7 @@ MESSAGES = st.one_of(
         cached=st.dictionaries(NAMES, COUNTS, max_size=3),
     ),
     st.builds(wire.Refused, room=ROOMS, span=COUNTS, cause=st.text(max_size=50)),
-    st.builds(wire.Failed, room=ROOMS, cause=st.text(max_size=50)),
+    st.builds(wire.FailedRoom, room=ROOMS, cause=st.text(max_size=50)),
     st.builds(wire.Abort, room=ROOMS),
     st.builds(wire.Drained, room=ROOMS, rank=COUNTS),
     st.builds(wire.Declined, room=ROOMS, prompt_digest=st.binary(min_size=32, max_size=32)),
@@ -290,7 +290,7 @@ def test_every_message_survives_the_wire(message: wire.Message) -> None:
     assert wire.decode_body(body(message)) == message
 
 
-@pytest.mark.parametrize("kind", [wire.Refused, wire.Failed, wire.Bye])
+@pytest.mark.parametrize("kind", [wire.Refused, wire.FailedRoom, wire.Bye])
 @pytest.mark.parametrize(
     ("said", "logged"),
     [

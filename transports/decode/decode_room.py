@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tidekv.transports.decode.prefill_link import PrefillLink
 
 RoomKey: TypeAlias = tuple[str, int]
-FrameOfRoom: TypeAlias = "wire.Chunk | wire.Staged | wire.Aux | wire.Refused | wire.Failed"
+FrameOfRoom: TypeAlias = "wire.Chunk | wire.Staged | wire.Aux | wire.Refused | wire.FailedRoom"
 
 
 class DecodeRoom:
@@ -226,7 +226,7 @@ def event_of(rank_link: RankLink, message: FrameOfRoom, at_s: float) -> events.A
         case wire.Refused(span=span, cause=cause):
             rank_link.state.refuse(span)
             return events.RoomRefused(at_s=at_s, request_id=request_id, generation=generation, span=span, cause=cause)
-        case wire.Failed(cause=cause):
+        case wire.FailedRoom(cause=cause):
             if rank_link.room.is_failure_reported:
                 return None
             rank_link.room.is_failure_reported = True

@@ -404,7 +404,7 @@ class Receiver:
                 | wire.Staged()
                 | wire.Aux()
                 | wire.Refused()
-                | wire.Failed()
+                | wire.FailedRoom()
                 | wire.Drained()
             ):
                 room = self._rooms.get((message.room.request_id, message.room.generation))
@@ -607,8 +607,8 @@ class Receiver:
         if damaged is not None:
             self._fail_damaged(rank_link, damaged)
             return
-        if isinstance(message, wire.Failed | wire.Refused):
-            rank_link.has_ended |= isinstance(message, wire.Failed)
+        if isinstance(message, wire.FailedRoom | wire.Refused):
+            rank_link.has_ended |= isinstance(message, wire.FailedRoom)
             _log_of(rank_link).warning("prefill ended a room", cause=message.cause)
         is_recorded = isinstance(message, wire.Chunk) and message.component != FULL and message.span == 0
         if is_recorded or isinstance(message, wire.Staged):

@@ -99,22 +99,22 @@ class NixlAgent:
         """Release a prepared list. Requests made of it must have ended."""
         self._call("a list cannot be released", "releasedDlistH", handle)
 
-    def write_request(self, ours: int, theirs: int, part: Part) -> Request:
+    def write_request(self, ours: int, theirs: int, part: Part) -> NixlRequest:
         """Make a write of one part between two prepared lists, not posted yet. The caller releases it."""
         write = self._nixl.NIXL_WRITE
         handle = self._call(
             "a write cannot be made", "makeXferReq", write, ours, part.ours, theirs, part.theirs, b"", [], False
         )
-        return Request(self, int(handle))
+        return NixlRequest(self, int(handle))
 
-    def read_request(self, ours: int, theirs: int) -> Request:
+    def read_request(self, ours: int, theirs: int) -> NixlRequest:
         """Make a read of the first descriptor of their list into the first of ours, not posted yet. The caller releases
         it.
         """
         first = np.zeros(1, dtype=np.int32)
         read = self._nixl.NIXL_READ
         handle = self._call("a read cannot be made", "makeXferReq", read, ours, first, theirs, first, b"", [], False)
-        return Request(self, int(handle))
+        return NixlRequest(self, int(handle))
 
     @property
     def is_closed(self) -> bool:
@@ -127,15 +127,15 @@ class NixlAgent:
             self._agent = None
 
     def post(self, handle: int) -> bool:
-        """Post a request, for `Request` only. Returns True if it is already done."""
+        """Post a request, for `NixlRequest` only. Returns True if it is already done."""
         return self._is_done(self._call("a post failed", "postXferReq", handle, b""))
 
     def check(self, handle: int) -> bool:
-        """Poll a posted request, for `Request` only. Returns True if it is done."""
+        """Poll a posted request, for `NixlRequest` only. Returns True if it is done."""
         return self._is_done(self._call("a transfer failed", "getXferStatus", handle))
 
     def release(self, handle: int) -> None:
-        """Release an ended request, for `Request` only."""
+        """Release an ended request, for `NixlRequest` only."""
         self._call("a request cannot be released", "releaseXferReq", handle)
 
     def _is_done(self, status: Any) -> bool:  # NIXL's own enumeration.
@@ -159,7 +159,7 @@ class NixlAgent:
             _raise_translated(failure, error)
 
 
-class Request:
+class NixlRequest:
     """One transfer of NIXL, from its creation to its release. Used only on the thread that posts it."""
 
     def __init__(self, agent: NixlAgent, handle: int) -> None:

@@ -13,9 +13,9 @@ import numpy as np
 
 from tidekv.states.errors import RemoteProtocolError, TransferFailed
 from tidekv.states.types import PoolMemory, Segment
-from tidekv.transports.base import Poller
+from tidekv.transports.base import TransferPoller
 from tidekv.transports.blocking import call_in_thread, settled
-from tidekv.transports.nixl.agent import NixlAgent, PeerDisconnected, Request
+from tidekv.transports.nixl.agent import NixlAgent, NixlRequest, PeerDisconnected
 from tidekv.transports.nixl.peers import NixlPeer, NixlPeers
 from tidekv.transports.tasks import OwnedTasks
 
@@ -33,7 +33,7 @@ class _Watch:
 class Presence:
     """Probes whether NIXL still reaches peers of one agent. Nothing runs without a waiting caller."""
 
-    def __init__(self, agent: NixlAgent, peers: NixlPeers, poller: Poller, *, timeout_s: float) -> None:
+    def __init__(self, agent: NixlAgent, peers: NixlPeers, poller: TransferPoller, *, timeout_s: float) -> None:
         self._agent = agent
         self._peers = peers
         self._poller = poller
@@ -89,7 +89,7 @@ class Presence:
             )
             try:
                 while watch.waiters:
-                    await settled(self._poller.submit(Probe(self._agent, our_list=ours, their_list=theirs)))
+                    await settled(self._poller.submit(PresenceProbe(self._agent, our_list=ours, their_list=theirs)))
                     await asyncio.sleep(PROBE_INTERVAL_S)
             except PeerDisconnected:
                 watch.gone.set_result(None)
@@ -110,7 +110,7 @@ class Presence:
         return self._landing_list, theirs
 
 
-class Probe:
+class PresenceProbe:
     """A Pollable that reads one byte of a peer into unused memory."""
 
     rounds = 0
@@ -118,7 +118,7 @@ class Probe:
     def __init__(self, agent: NixlAgent, *, our_list: int, their_list: int) -> None:
         self._agent = agent
         self._lists = (our_list, their_list)
-        self._request: Request | None = None
+        self._request: NixlRequest | None = None
 
     def post(self) -> bool:
         """Post the read. Raises PeerDisconnected."""

@@ -28,7 +28,7 @@ from tidekv.states.errors import InvalidConfig, InvalidRequest, LocalProtocolErr
 from tidekv.states.types import PageIds, PoolMemory
 from tidekv.states.validation import Options, PositiveCount, Seconds, Text, checked, host_and_port, short
 from tidekv.transports import process, wire
-from tidekv.transports.base import Drive, Exchange, Link, Listener, PeerMemory, Poller
+from tidekv.transports.base import Drive, Exchange, Link, Listener, PeerMemory, TransferPoller
 from tidekv.transports.blocking import call_in_thread, settled
 from tidekv.transports.control import connection as control
 from tidekv.transports.control.addresses import Dials, is_loopback
@@ -168,7 +168,7 @@ class NixlTransport:
             announces=listening.announces,
         )
         self._is_closed = False
-        self._poller: Poller | None = None
+        self._poller: TransferPoller | None = None
         self._agent: NixlAgent | None = None
         self._peers: NixlPeers | None = None
         self._presence: Presence | None = None
@@ -176,7 +176,7 @@ class NixlTransport:
         self._writes: set[asyncio.Future[None]] = set()
         self._counts = dict.fromkeys(("bytes_written", "pages_written", "writes", "writes_failed", "links"), 0)
 
-    async def start(self, *, poller: Poller, listen: str = "") -> None:
+    async def start(self, *, poller: TransferPoller, listen: str = "") -> None:
         """Make the agent. `listen` is the address that this worker will listen on, if any.
 
         Raises InvalidConfig if NIXL is missing, TransferFailed if a backend does not start or hangs.
@@ -396,7 +396,7 @@ class NixlTransport:
             raise LocalProtocolError(f"transport {self.name} has no pool registered")
         return self._peers
 
-    def _required_poller(self) -> Poller:
+    def _required_poller(self) -> TransferPoller:
         assert self._poller is not None, "a started transport has a poller"
         return self._poller
 

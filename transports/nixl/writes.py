@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tidekv.states.errors import TransferFailed
-from tidekv.transports.base import Ended, Turn
-from tidekv.transports.nixl.agent import NixlAgent, Request
+from tidekv.transports.base import Ended, StreamTurn
+from tidekv.transports.nixl.agent import NixlAgent, NixlRequest
 from tidekv.transports.nixl.plan import Part, WritePlan, joined
 
 REQUESTS_IN_FLIGHT_MAX = 4
@@ -51,7 +51,7 @@ class Lane:
         write.is_stopped = True
         self._any_dead = True
 
-    def advance(self, resolve: Callable[[Ended], None]) -> Turn:
+    def advance(self, resolve: Callable[[Ended], None]) -> StreamTurn:
         """Collect the requests in flight, then post at most one: other streams have their turn between two posts.
 
         Ended writes are passed to `resolve` before a post, which may block.
@@ -76,8 +76,8 @@ class Lane:
                 has_moved = True
                 self._resolve(resolve)
         if self.is_empty:
-            return Turn.EMPTY
-        return Turn.MOVED if has_moved else Turn.WAITING
+            return StreamTurn.EMPTY
+        return StreamTurn.MOVED if has_moved else StreamTurn.WAITING
 
     @property
     def is_empty(self) -> bool:
@@ -192,7 +192,7 @@ class Lane:
 class _Joint(NamedTuple):
     """A request, and the writes and parts in it, pairwise."""
 
-    request: Request
+    request: NixlRequest
     writes: list[PartedWrite]
     parts: list[Part]
 

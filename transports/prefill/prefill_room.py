@@ -14,7 +14,7 @@ from typing import Any
 
 from tidekv.states.errors import InvalidRequest, PrefillCause, ProtocolError, RemoteProtocolError, TransferFailed
 from tidekv.states.handover.prompt_digest import PromptDigest, digest_of
-from tidekv.states.handover.sender import ComponentRequest
+from tidekv.states.handover.sender import RequestedComponent
 from tidekv.states.types import PageIds, PoolMemory, page_ids
 from tidekv.states.validation import checked_first_token
 from tidekv.transports import base, wire
@@ -123,7 +123,7 @@ class Room:
         return self._send_context.part.held(pages, self._state.page_count)
 
     @property
-    def component_pages(self) -> dict[str, ComponentRequest]:
+    def component_pages(self) -> dict[str, RequestedComponent]:
         """The pages to send of each component, by name; empty without components: all that the prompt's end needs."""
         return self._state.component_pages
 
@@ -392,7 +392,7 @@ class Room:
         """Send Failed, and later Drained, to the decode ranks that have not ended the room themselves."""
         for other in self._room_writers:
             if self.outcome is None and other is not room_writer and not other.is_received:
-                other.send(wire.Failed(room=other.key, cause=wire.brief(cause)))
+                other.send(wire.FailedRoom(room=other.key, cause=wire.brief(cause)))
                 other.send_drained_on(other.peer.link)
 
     def _stop(self, cause: str, *, is_aborted: bool) -> None:

@@ -317,7 +317,7 @@ class Sender:
                 | wire.Extend()
                 | wire.Abort()
                 | wire.Received()
-                | wire.Failed()
+                | wire.FailedRoom()
                 | wire.StagingGranted()
             ):
                 key = message.room
@@ -358,7 +358,7 @@ class Sender:
                 room_writer.room._abort(room_writer, peer.link)
             case wire.Received():
                 room_writer.room._receive(room_writer)
-            case wire.Failed():
+            case wire.FailedRoom():
                 room_writer.room._give_up(room_writer, message.cause)
             case wire.StagingGranted():
                 room_writer.grant(message)
@@ -531,7 +531,7 @@ class Sender:
         self.counts["rooms_broken"] += 1
         peer.release(promise.room)
         text = PrefillCause.PROTOCOL_ERROR.words(cause)
-        self._send(peer, wire.Failed(room=promise.room, cause=wire.brief(text)))
+        self._send(peer, wire.FailedRoom(room=promise.room, cause=wire.brief(text)))
         self._send(peer, wire.Drained(room=promise.room, rank=self._rank.place.rank))
 
     def _drop(self, room: Room) -> None:

@@ -178,7 +178,7 @@ class RankChannel:
 
     def open_turn(self, opening: Opening) -> None:
         """Leader: send the opening of a turn to all other ranks."""
-        frame = wire.Turn(opening)
+        frame = wire.RankTurn(opening)
         for peer in self._peers.values():
             peer.send(frame)
 
@@ -383,7 +383,7 @@ class RankChannel:
         proofs = [wire.proof_of(self._key, role, challenge.nonce, nonce, self._rank) for role in (b"join", b"welcome")]
         leader.send(wire.Join(wire.VERSION, self._rank, self._ranks, self.epoch, self._settings, nonce, proofs[0]))
         welcome = await leader.receive(frame_bytes_max=wire.JOIN_BYTES_MAX)
-        if isinstance(welcome, wire.Refused):
+        if isinstance(welcome, wire.RankRefused):
             self._take_from_leader(welcome)
         # Nothing else is taken before the proof: any program may answer at the address.
         if not isinstance(welcome, wire.Welcome) or not hmac.compare_digest(welcome.proof, proofs[1]):
@@ -395,7 +395,7 @@ class RankChannel:
         match message:
             case wire.Beat():
                 return
-            case wire.Turn(opening=opening):
+            case wire.RankTurn(opening=opening):
                 if self.is_formed and opening.epoch == self.epoch:
                     self._owner.turn_opened(opening)
             case wire.Form(epoch=epoch, store_port=port, name=name):
@@ -407,7 +407,7 @@ class RankChannel:
                     self._send_settled()
                 elif epoch == self.epoch:
                     self._lose(rank, cause)
-            case wire.Refused(cause=cause):
+            case wire.RankRefused(cause=cause):
                 self._owner.rank_refused(cause)
                 raise RemoteProtocolError(f"the leader refuses this rank: {cause}")
             case _:
@@ -473,7 +473,7 @@ async def admit(peer: RankPeer, *, key: bytes, ranks: int, settings: bytes) -> w
     elif join.settings != settings:
         cause = "the ranks are configured differently: pools, page size and all settings must be equal"
     if cause:
-        peer.send(wire.Refused(cause))
+        peer.send(wire.RankRefused(cause))
         raise RemoteProtocolError(cause)
     peer.send(wire.Welcome(wire.proof_of(key, b"welcome", nonce, join.nonce, join.rank)))
     return join

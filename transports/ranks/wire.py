@@ -82,7 +82,7 @@ class Formed(RankMessage, frozen=True, tag="formed"):
     epoch: Count
 
 
-class Turn(RankMessage, frozen=True, tag="turn"):
+class RankTurn(RankMessage, frozen=True, tag="turn"):
     """The leader opens a turn."""
 
     opening: Opening
@@ -123,7 +123,7 @@ class Lost(RankMessage, frozen=True, tag="lost"):
         _clean_cause(self)
 
 
-class Refused(RankMessage, frozen=True, tag="refused"):
+class RankRefused(RankMessage, frozen=True, tag="refused"):
     """The leader refuses this rank, for this cause."""
 
     cause: Cause
@@ -132,13 +132,15 @@ class Refused(RankMessage, frozen=True, tag="refused"):
         _clean_cause(self)
 
 
-AnyRankMessage = Challenge | Join | Welcome | Settled | Form | Formed | Turn | Wish | Beat | VoteFailed | Lost | Refused
+AnyRankMessage = (
+    Challenge | Join | Welcome | Settled | Form | Formed | RankTurn | Wish | Beat | VoteFailed | Lost | RankRefused
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyRankMessage] = msgspec.msgpack.Decoder(AnyRankMessage)
 
 
-def _clean_cause(message: VoteFailed | Lost | Refused) -> None:
+def _clean_cause(message: VoteFailed | Lost | RankRefused) -> None:
     """Replace the cause by its one-line form, cut to the frame's limit, at both ends."""
     clean = frames.one_line(message.cause, characters_max=CAUSE_CHARACTERS_MAX)
     if clean != message.cause:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tidekv.backends.storage.options import Choice, Number, Option, Size, read_options
+from tidekv.backends.storage.options import Choice, Number, Size, UriOption, read_options
 
-OPTIONS: Final[Mapping[str, Option]] = {
+OPTIONS: Final[Mapping[str, UriOption]] = {
     "capacity": Size(),
     "segment": Size(minimum_bytes=1 << 16),
     "chunk": Size(minimum_bytes=1 << 12),

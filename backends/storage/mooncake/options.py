@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tidekv.backends.storage.options import Choice, Name, Number, Option, Size, Text, read_authority, read_options
+from tidekv.backends.storage.options import Choice, Name, Number, Size, Text, UriOption, read_authority, read_options
 from tidekv.states.errors import InvalidConfig
 
 DEFAULT_PORT: Final = 50051
 
-OPTIONS: Final[Mapping[str, Option]] = {
+OPTIONS: Final[Mapping[str, UriOption]] = {
     "capacity": Size(),
     "chunk": Size(minimum_bytes=1 << 12),
     "clients": Number(1, 4),

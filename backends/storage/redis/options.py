@@ -20,16 +20,16 @@ from tidekv.backends.storage.options import (
     Flag,
     Name,
     Number,
-    Option,
     Size,
     Text,
+    UriOption,
     read_options,
 )
 from tidekv.states.errors import InvalidConfig
 
 DEFAULT_PORT: Final = 6379
 
-OPTIONS: Final[Mapping[str, Option]] = {
+OPTIONS: Final[Mapping[str, UriOption]] = {
     "capacity": Size(),
     "chunk": Size(minimum_bytes=1 << 12),
     "part": Size(minimum_bytes=1 << 12),

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tidekv.backends.storage.options import File, Flag, Number, Option, Size, Text, read_options
+from tidekv.backends.storage.options import File, Flag, Number, Size, Text, UriOption, read_options
 from tidekv.states.errors import InvalidConfig
 
-OPTIONS: Final[Mapping[str, Option]] = {
+OPTIONS: Final[Mapping[str, UriOption]] = {
     "capacity": Size(),
     "connections": Number(1, 64),
     "endpoint": Text(),

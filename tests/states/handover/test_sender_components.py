@@ -6,7 +6,7 @@ import pytest
 
 from tidekv.states.component_specs import ComponentPages
 from tidekv.states.errors import InvalidRequest, RemoteProtocolError
-from tidekv.states.handover.sender import ChunkReady, ComponentRequest, SenderRoom, SpanRefused, WriteJob
+from tidekv.states.handover.sender import ChunkReady, RequestedComponent, SenderRoom, SpanRefused, WriteJob
 from tidekv.states.types import page_ids
 
 NEEDED = {"swa": 1, "ssm": 2}
@@ -52,7 +52,10 @@ def write_all(sender: SenderRoom, *, pages_max: int = 9) -> list[WriteJob]:
 
 def test_prefill_hands_over_what_the_end_needs_whatever_is_requested() -> None:
     sender = room(requested("swa", 2, [7]), requested("ssm", 3, []))
-    assert sender.component_pages == {"swa": ComponentRequest("swa", 1, 2, 1), "ssm": ComponentRequest("ssm", 2, 1, 0)}
+    assert sender.component_pages == {
+        "swa": RequestedComponent("swa", 1, 2, 1),
+        "ssm": RequestedComponent("ssm", 2, 1, 0),
+    }
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ COPY = commands.CopyPages(op=5, source="host", source_pages=page_ids([1]), targe
         ),
     ],
 )
-def test_each_operation_has_its_own_outcome(command: commands.Operation, outcome: events.Event) -> None:
+def test_each_operation_has_its_own_outcome(command: commands.OperationCommand, outcome: events.Event) -> None:
     vote_vector = VoteVector()
     item = OperationVote(1, vote_vector, command)
     item.receive(vote_vector, 4, outcome)

@@ -27,7 +27,7 @@ from tidekv.states.errors import (
 from tidekv.states.types import PoolMemory, Segment, page_ids
 from tidekv.transports import wire
 from tidekv.transports.nixl import transport as nixl
-from tidekv.transports.nixl.agent import NixlAgent, Request
+from tidekv.transports.nixl.agent import NixlAgent, NixlRequest
 from tidekv.transports.nixl.transport import NixlOptions, NixlTransport
 
 pytestmark = pytest.mark.nixl
@@ -246,7 +246,7 @@ def test_a_request_is_not_touched_after_its_end_nor_released_before() -> None:
         def release(self, handle: int) -> None:
             self.released.append(handle)
 
-    request = Request(Agent(), 5)  # type: ignore[arg-type]  # Test.
+    request = NixlRequest(Agent(), 5)  # type: ignore[arg-type]  # Test.
     assert not request.post()
     with pytest.raises(LocalProtocolError, match="released while it is in flight"):
         request.release()
