@@ -113,8 +113,13 @@ def with_components(identity: Identity, components: Sequence[ComponentPools]) ->
     return msgspec.structs.replace(identity, components=tuple(of_each))
 
 
-def check_components(components: Sequence[ComponentPools], *, device: DevicePool, host: HostPool | None) -> None:
-    """Raise InvalidConfig for components that do not fit each other, or the full pools `device` and `host`."""
+def check_components(
+    components: Sequence[ComponentPools], *, device: DevicePool, host: HostPool | None, is_lent: bool = False
+) -> None:
+    """Raise InvalidConfig for components that do not fit each other, or the full pools `device` and `host`.
+
+    `is_lent`: a host engine gives each device page to one of the pools at a time, so these may lie in the same memory.
+    """
     names = [pools.name for pools in components]
     pools_by_name = {"full": (device, host)}
     for pools in components:
@@ -136,16 +141,16 @@ def check_components(components: Sequence[ComponentPools], *, device: DevicePool
                 " restored from host memory; give the engine one as well, or none to the component"
             )
         pools_by_name[pools.name] = (pools.device, pools.host)
-    _refuse_overlaps(pools_by_name)
+    _refuse_overlaps(pools_by_name, is_lent=is_lent)
 
 
-def _refuse_overlaps(pools_by_name: dict[str, tuple[DevicePool, HostPool | None]]) -> None:
+def _refuse_overlaps(pools_by_name: dict[str, tuple[DevicePool, HostPool | None]], *, is_lent: bool) -> None:
     """Refuse pools in the same memory: they would overwrite each other's pages."""
     pieces = sorted(
         (segment.address, segment.address + segment.stride_bytes * segment.page_count, f"{tier} pool of {name!r}")
         for name, both in pools_by_name.items()
         for tier, pool in zip(("device", "host"), both, strict=True)
-        if pool is not None
+        if pool is not None and not (is_lent and tier == "device")
         for segment in pool.memory.segments
     )
     for (_, end, before), (start, _, after) in itertools.pairwise(pieces):

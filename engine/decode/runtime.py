@@ -111,7 +111,7 @@ class Runtime:
             raise InvalidConfig("storage needs a host pool: its pages land there before they go to the device")
         if host is not None and not same_pages(host.layout, device.layout):
             raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
-        check_components(components, device=device, host=host)
+        check_components(components, device=device, host=host, is_lent=config.device == "lent")
         if config.page_checksums:
             check_hashable(device.memory, "device pool")
         self.config = config

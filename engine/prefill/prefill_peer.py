@@ -132,7 +132,8 @@ class PrefillPeer:
             if not isinstance(device, DevicePool):
                 raise InvalidConfig(f"components go with a DevicePool, not with {type(device).__name__}")
             components = [dataclasses.replace(pools, host=None) for pools in components]
-            check_components(components, device=device, host=host)
+            # Prefill gives pages to none of the pools: their owner does, and it may give one page to several by turns.
+            check_components(components, device=device, host=host, is_lent=True)
         # Remote peers and NIXL know only addresses: these references keep the memory alive.
         self._device = device
         self._components = tuple(components)

@@ -18,7 +18,9 @@ from tidekv import (
 )
 from tidekv.backends.component_pools import with_components
 from tidekv.backends.keys.chain import storage_namespace
+from tidekv.engine.config.engine_config import DeviceMode
 from tidekv.transports.loopback import LoopbackNetwork
+from tidekv.transports.nixl.layout import extents
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=4)
 WINDOW = KVLayout(num_layers=3, num_kv_heads=1, head_dim=8, dtype="float32", page_size=4)
@@ -45,10 +47,13 @@ def state(**changes: object) -> ComponentPools:
 
 
 def engine_with(
-    *components: ComponentPools, device: DevicePool | None = None, host: HostPool | None = None
+    *components: ComponentPools,
+    device: DevicePool | None = None,
+    host: HostPool | None = None,
+    mode: DeviceMode = "owned",
 ) -> DecodeEngine:
     return DecodeEngine(
-        EngineConfig(model="m"),
+        EngineConfig(model="m", device=mode),
         device=device or DevicePool.allocate(LAYOUT, 8),
         host=host,
         components=components,
@@ -95,6 +100,21 @@ def test_pools_in_the_same_memory_are_refused() -> None:
     record = DevicePool.allocate(RECORD, 5)
     with pytest.raises(InvalidConfig, match="lie in the same memory"):
         engine_with(state(device=record), state(name="other", device=record))
+
+
+def test_lent_pools_may_share_memory_and_host_pools_may_not() -> None:
+    # A host engine gives each page to one of the pools at a time.
+    shared, host = DevicePool.allocate(LAYOUT, 8), HostPool.allocate(LAYOUT, 8)
+    engine_with(window(device=shared, host=None), device=shared, mode="lent")
+    with pytest.raises(InvalidConfig, match=r"host pool of '(full|window)' and host pool of '.*' lie in"):
+        engine_with(window(device=shared, host=host), device=shared, host=host, mode="lent")
+
+
+def test_memory_that_pools_share_is_registered_once() -> None:
+    pools = DevicePool.allocate(LAYOUT, 8), DevicePool.allocate(WINDOW, 8)
+    shared, other = (pool.memory for pool in pools)
+    assert extents(shared, shared) == extents(shared)
+    assert sorted(extents(shared, other)) == sorted([*extents(shared), *extents(other)])
 
 
 def test_the_core_is_told_of_the_components_and_their_pages() -> None:

@@ -64,11 +64,17 @@ class NixlAgent:
         """Return the names of the plugins that NIXL found, started or not."""
         return list(self._call("no list of plugins", "getAvailPlugins"))
 
-    def register(self, memory: PoolMemory) -> None:
-        """Make a pool readable and writable for NIXL and our peers."""
-        rows = np.array([(start, size, memory.device) for start, size in extents(memory)], dtype=np.uint64)
-        descriptors = self._nixl.nixlRegDList(self._kind(memory.kind), rows)
-        self._call("the pool cannot be registered", "registerMem", descriptors, [])
+    def register(self, *memories: PoolMemory) -> None:
+        """Make pools readable and writable for NIXL and our peers. Memory that several of them share is registered
+        once.
+        """
+        by_place: dict[tuple[str, int], list[PoolMemory]] = {}
+        for memory in memories:
+            by_place.setdefault((memory.kind, memory.device), []).append(memory)
+        for (kind, device), there in by_place.items():
+            rows = np.array([(start, size, device) for start, size in extents(*there)], dtype=np.uint64)
+            descriptors = self._nixl.nixlRegDList(self._kind(kind), rows)
+            self._call("the pool cannot be registered", "registerMem", descriptors, [])
 
     def metadata(self) -> bytes:
         """Return the bytes that a peer passes to `load_peer`: our addresses and the memory registered now."""

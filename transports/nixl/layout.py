@@ -48,13 +48,16 @@ def strided_rows(pieces: tuple[Segment, ...], device: int) -> npt.NDArray[np.uin
     return np.array(rows, dtype=np.uint64)
 
 
-def extents(memory: PoolMemory) -> list[tuple[int, int]]:
-    """Return the ranges (address, length) to register: one per segment, with overlapping ranges merged.
+def extents(*memories: PoolMemory) -> list[tuple[int, int]]:
+    """Return the ranges (address, length) to register: one per segment, with overlapping ranges merged. Pools of a host
+    engine that lends its pages may lie in the same memory.
 
     Ranges that only touch stay separate: they may be two allocations, which a device registers one by one.
     """
     ranges = sorted(
-        (s.address, s.address + s.stride_bytes * (s.page_count - 1) + s.piece_bytes) for s in memory.segments
+        (s.address, s.address + s.stride_bytes * (s.page_count - 1) + s.piece_bytes)
+        for memory in memories
+        for s in memory.segments
     )
     merged: list[tuple[int, int]] = []
     for start, end in ranges:

@@ -200,8 +200,7 @@ class NixlTransport:
             check_ours(pool)
 
         def register() -> bytes:
-            for pool in (memory, *components):
-                agent.register(pool)
+            agent.register(memory, *components)
             return agent.metadata()
 
         blob = await call_in_thread(register, what="registering the pools", timeout_s=self._call_timeout_s)
