@@ -84,6 +84,8 @@ class _HandOver:
     room_id: str
     prompt: PromptDigest
     chunks: list[_Chunk] = field(default_factory=list)
+    component_pages: dict[str, PageIds] = field(default_factory=dict)
+    """By component, those of the prompt's end."""
     restarts: int = 0
     """Number of calls of `restart`: what was handed over before the last one is withdrawn."""
     first_token: int | None = None
@@ -226,6 +228,15 @@ class PrefillThread:
         chunk = _Chunk(page_ids(pages), start_token, end_token)
         self._change(request_id, lambda handed: handed.chunks.append(chunk), reads_pages=True)
 
+    def send_component_pages(self, request_id: str, component: str, pages: Iterable[int] | PageIds) -> None:
+        """Hand over the pages of a window, or the record of a state, for the end of the prompt; the arguments are those
+        of `Room.send_component_pages`. Before `finish`; never waits.
+
+        Does nothing if the hand-over has ended. Wrong pages fail the room and appear in the cause of the outcome.
+        """
+        ids = page_ids(pages)
+        self._change(request_id, lambda handed: handed.component_pages.update({component: ids}), reads_pages=True)
+
     def finish(
         self,
         request_id: str,
@@ -267,7 +278,8 @@ class PrefillThread:
         """
 
         def change(handed: _HandOver) -> None:
-            handed.chunks, handed.first_token, handed.aux, handed.stored = [], None, {}, _Stored()
+            handed.chunks, handed.component_pages = [], {}
+            handed.first_token, handed.aux, handed.stored = None, {}, _Stored()
             handed.restarts += 1
             _fail_room(handed, cause)
 
@@ -439,6 +451,10 @@ class PrefillThread:
                     chunk = chunks[sent]
                     await room.send(chunk.pages, start_token=chunk.start_token, end_token=chunk.end_token)
                     sent += 1
+                if handed.chunks is not chunks:
+                    return
+            for component, pages in handed.component_pages.items():
+                await room.send_component_pages(component, pages)
                 if handed.chunks is not chunks:
                     return
             await room.finish(
