@@ -223,11 +223,11 @@ def fuzz_transfer_params(source: Random) -> None:
         skip_reading_prefix_cache=source.random() < 0.2,
     )
     claimed = decode.matched(request, 0)
-    decode.allocated(request, [1, 2, 3], claimed or 0)
+    decode.allocated(request, [[1, 2, 3]], claimed or 0)
     prefill.arrived(request)
-    prefill.add_jobs(HandoverJobs(), {"q": 10}, (), lambda _: [1, 2, 3])
+    prefill.add_jobs(HandoverJobs(), {"q": 10}, (), lambda _: [[1, 2, 3]])
     prefill.finished("q")
-    decode.finished(request, [1, 2, 3])
+    decode.finished(request, [[1, 2, 3]])
     jobs = decode.take_jobs()
     for job in (*jobs.restores, *jobs.declined):
         assert dials.allows_all(job.prefill), job

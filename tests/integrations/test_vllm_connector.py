@@ -122,7 +122,7 @@ def test_a_request_is_held_until_its_last_pages_are_read(connector: ModuleType, 
     # Four drafts were right: that page is full without having been scheduled as such.
     request.all_token_ids += [5, 6, 7, 8, 9]
     request.num_tokens, request.num_computed_tokens = 17, 16
-    assert vllm.scheduler.request_finished(request, [0, 1]) == (True, None)
+    assert vllm.scheduler.request_finished_all_groups(request, ([0, 1],)) == (True, None)
     sending, _ = vllm.step({}, [])
     assert sending == {"r"}
     assert vllm.step({}, []) == (set(), set())
@@ -156,7 +156,7 @@ def test_a_rank_that_writes_nothing_reports_its_blocks_as_read(connector: Module
     vllm.step({"r": 12}, [0, 1])
     request.all_token_ids += [5, 6, 7, 8, 9]
     request.num_tokens, request.num_computed_tokens = 17, 16
-    assert vllm.scheduler.request_finished(request, [0, 1]) == (True, None)
+    assert vllm.scheduler.request_finished_all_groups(request, ([0, 1],)) == (True, None)
     sending, _ = vllm.step({}, [])
     assert sending == {"r"}
     assert "save_pages_stored" not in vllm.counts
@@ -214,8 +214,11 @@ def _configured(uri: str, role: KVConnectorRole) -> tuple[Any, KVConnectorRole, 
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
         ({"speculative": SimpleNamespace(method="eagle")}, r"draft model \(eagle\)"),
-        ({"groups": 2}, r"in 2 groups \(FullAttentionSpec, FullAttentionSpec\).* --disable-hybrid-kv-cache-manager"),
-        ({"groups": 0}, r"in 0 groups \(none\)"),
+        (
+            {"further": [SlidingWindowSpec()]},
+            r"in 2 groups \(FullAttentionSpec, SlidingWindowSpec\).* --disable-hybrid-kv-cache-manager",
+        ),
+        ({"has_kv": False}, r"in 0 groups \(none\)"),
         ({"spec": SlidingWindowSpec()}, "KV of SlidingWindowSpec .*: serve this model without this connector"),
         ({"spec": FullAttentionSpec(num_head_slots=2)}, "num_head_slots 2"),
         ({"spec": FullAttentionSpec(kv_quant_mode=3)}, "quantized as 3"),

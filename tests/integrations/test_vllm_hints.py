@@ -103,5 +103,5 @@ def test_a_lower_number_of_vllm_is_a_higher_priority(theirs: int, ours: int) -> 
     params = {"do_remote_prefill": True, "prefill": "127.0.0.1:7000", "room": "r"}
     request = request_of("r", PROMPT, params, priority=theirs)
     assert scheduler.matched(request, 0) == len(PROMPT)
-    scheduler.allocated(request, PLACES, len(PROMPT))
+    scheduler.allocated(request, [PLACES], len(PROMPT))
     assert [job.priority for job in scheduler.take_jobs().restores] == [ours]

@@ -124,6 +124,18 @@ def maybe_convert_block_hash(hash_bytes: bytes) -> int:
     return int.from_bytes(hash_bytes, byteorder="big") & ((1 << 64) - 1)
 
 
+@dataclass
+class KVConnectorTransferResults:
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+class SupportsHMA(ABC):
+    @abstractmethod
+    def request_finished_all_groups(self, request, block_ids): ...
+
+
 class KVConnectorBase_V1(ABC):  # noqa: N801  # vLLM's name.
     """What vLLM 0.33.0 asks of a connector and gives it, as its own class declares it."""
 
@@ -183,6 +195,8 @@ CONTRACT: dict[str, dict[str, object]] = {
         "KVConnectorHandshakeMetadata": KVConnectorHandshakeMetadata,
         "KVConnectorMetadata": KVConnectorMetadata,
         "KVConnectorRole": KVConnectorRole,
+        "KVConnectorTransferResults": KVConnectorTransferResults,
+        "SupportsHMA": SupportsHMA,
     },
     f"{V1}.metrics": {
         "KVConnectorPromMetrics": KVConnectorPromMetrics,
@@ -246,11 +260,31 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 @dataclass
 class SlidingWindowSpec(FullAttentionSpec):
-    pass
+    sliding_window: int = 2 * BLOCK + 1
 
 
-def configs_of(uri: str, *, spec: Any = None, groups: int = 1, backend: str = "FLASH_ATTN", **changes: Any) -> Any:
-    """What vLLM gives a connector: its configuration and that of its KV."""
+@dataclass
+class MambaSpec:
+    block_size: int = BLOCK
+
+
+def names_of(group: int) -> list[str]:
+    """Names of the layers of a group of blocks."""
+    return [f"model.layers.{len(NAMES) * group + layer}.self_attn.attn" for layer in range(LAYERS)]
+
+
+def configs_of(
+    uri: str,
+    *,
+    spec: Any = None,
+    further: Sequence[Any] = (),
+    has_kv: bool = True,
+    backend: str = "FLASH_ATTN",
+    **changes: Any,
+) -> Any:
+    """What vLLM gives a connector: its configuration and that of its KV. `further`: descriptions of groups of blocks
+    behind the first one.
+    """
     extra = {"uri": uri, "model": "m", "host": "1MB", **changes.pop("extra", {})}
     transfer = {
         "kv_connector_extra_config": {name: value for name, value in extra.items() if value is not None},
@@ -275,11 +309,16 @@ def configs_of(uri: str, *, spec: Any = None, groups: int = 1, backend: str = "F
         kv_events_config=changes.pop("kv_events", None),
         cache_config=SimpleNamespace(enable_prefix_caching=changes.pop("prefix_caching", True)),
         model_config=SimpleNamespace(model="its/name"),
-        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(NAMES, layer)),
+        compilation_config=SimpleNamespace(
+            static_forward_context={name: layer for group in range(1 + len(further)) for name in names_of(group)}
+        ),
     )
     assert not changes, changes
-    group = SimpleNamespace(layer_names=NAMES, kv_cache_spec=spec or FullAttentionSpec())
-    return vllm_config, SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[group] * groups)
+    groups = [
+        SimpleNamespace(layer_names=names_of(number), kv_cache_spec=each)
+        for number, each in enumerate((spec or FullAttentionSpec(), *further) if has_kv else ())
+    ]
+    return vllm_config, SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=groups)
 
 
 class Vllm:
@@ -318,7 +357,9 @@ class Vllm:
                 self.worker.wait_for_layer_load(name)
                 self.worker.save_kv_layer(name, self.caches[name], None)
         self.worker.wait_for_save()
-        sending, loaded = self.worker.get_finished(set())
+        results = self.worker.get_transfer_results(set())
+        sending, loaded = results.finished_sending, results.finished_recving
+        assert not results.failed_recving
         invalid = self.worker.get_block_ids_with_load_errors()
         self.worker.clear_connector_metadata()
         self.scheduler.update_connector_output(
@@ -358,7 +399,7 @@ class Vllm:
         sending, _ = self.step({"r": count}, blocks)
         request.num_computed_tokens += count
         assert not sending
-        assert self.scheduler.request_finished(request, list(blocks)) == (False, None)
+        assert self.scheduler.request_finished_all_groups(request, (list(blocks),)) == (False, None)
         self.settle()
         self.step({}, [])
         return found

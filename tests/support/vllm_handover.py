@@ -22,12 +22,16 @@ from tests.support.vllm_contract import (
     NAMES,
     AllBlocksCleared,
     KVConnectorRole,
+    SlidingWindowSpec,
     configs_of,
     joined_events,
+    names_of,
 )
 from tests.support.waits import LIMIT_S
 
 PAUSE_S = 0.002
+STATE_BYTES = 160
+"""Bytes of a layer's state, of which a block has room for more."""
 ENGINE = {
     "storage": {"prefetch": "wait_complete", "prefetch_threshold_tokens": 0, "query_deadline_s": LIMIT_S},
     "peer": {"silence_s": 10.0},
@@ -47,6 +51,12 @@ def kv_of(tokens: Sequence[int], layer: int, rank: int = 0, *, heads: int = HEAD
     return torch.sin(sums.view(-1, 1, 1) * (layer + 1) + columns).float()
 
 
+def state_of(tokens: Sequence[int], layer: int) -> torch.Tensor:
+    """Record of a state behind some tokens, as bytes: [1, 1, STATE_BYTES]."""
+    columns = torch.arange(STATE_BYTES // 4, dtype=torch.float64)
+    return torch.sin(sum(tokens) * (layer + 1) + columns).float().view(torch.int8)[None, None]
+
+
 def hashes_of(tokens: Sequence[int], *extra: object) -> list[bytes]:
     """A hash for each full block, which includes the blocks before it and what else tells KV apart, as vLLM's do."""
     hashes = [repr(extra).encode()]
@@ -62,7 +72,8 @@ def request_of(name: str, tokens: Sequence[int], params: dict[str, Any] | None, 
         "request_id": name,
         "kv_transfer_params": params,
         "prompt_token_ids": list(tokens),
-        "all_token_ids": list(tokens),
+        "all_token_ids": (all_tokens := list(tokens)),
+        "_all_token_ids": all_tokens,
         "block_hashes": hashes_of(list(tokens), adapter, changes.get("cache_salt")),
         "num_tokens": len(tokens),
         "num_prompt_tokens": len(tokens),
@@ -73,6 +84,7 @@ def request_of(name: str, tokens: Sequence[int], params: dict[str, Any] | None, 
         "lora_request": None,
         "cache_salt": None,
         "skip_reading_prefix_cache": False,
+        "max_tokens": 100,
     }
     return SimpleNamespace(**fields | changes)
 
@@ -92,9 +104,12 @@ class HandoverVllm:
         events: bool = False,
         device: str = "cpu",
         enqueue: Callable[[Callable[[], None]], None] | None = None,
+        further: Sequence[Any] = (),
         **handover: Any,
     ):
         """`events`: vLLM publishes KV events; those of the connector are in `published`, by step.
+
+        `further`: descriptions of groups of blocks behind the first one, windows and states, in the same memory.
 
         `enqueue`: puts work of the model on its stream, of a device that has one; the work may run later.
         """
@@ -123,6 +138,7 @@ class HandoverVllm:
                 rank=rank,
                 tensor_parallel_size=ranks,
                 kv_events=SimpleNamespace(enable_kv_cache_events=True) if events else None,
+                further=further,
             )
             configs[0].kv_transfer_config.kv_role, configs[0].kv_transfer_config.engine_id = role, f"vllm-{seed}"
             all_configs.append(configs)
@@ -131,7 +147,11 @@ class HandoverVllm:
         for rank in range(ranks):
             stored = torch.randn(shape, generator=torch.Generator().manual_seed(100 * rank + seed)).to(device)
             self.caches_by_rank.append([layer if is_head_first else layer.transpose(1, 2) for layer in stored])
+        self.further = list(further)
         self.tables: dict[str, list[int]] = {}
+        self.further_tables: dict[str, list[list[int]]] = {}
+        """Blocks by request, group behind the first one, and position; 0 where there is none."""
+        self.failed: list[str] = []
         self.requests: dict[str, Any] = {}
         self.loaded: list[str] = []
         self.freed: list[str] = []
@@ -145,7 +165,11 @@ class HandoverVllm:
         self.workers = [module.TidekvConnector(one, KVConnectorRole.WORKER, other) for one, other in all_configs]
         addresses = {}
         for rank, worker in enumerate(self.workers):
-            worker.register_kv_caches(dict(reversed(list(zip(NAMES, self.caches_by_rank[rank], strict=True)))))
+            named = list(zip(NAMES, self.caches_by_rank[rank], strict=True))
+            for group, spec in enumerate(self.further, 1):
+                caches = self._views(self.caches_by_rank[rank], spec)
+                named += zip(names_of(group), caches, strict=True)
+            worker.register_kv_caches(dict(reversed(named)))
             if (address := worker.get_handshake_metadata()) is not None:
                 addresses[rank] = pickle.loads(pickle.dumps(address))
         self.scheduler.bind_gpu_block_pool(self.pool)
@@ -183,7 +207,7 @@ class HandoverVllm:
         if claimed is None:
             return None
         self.tables[name] = list(blocks)
-        allocated = SimpleNamespace(get_block_ids=lambda: (list(blocks),))
+        allocated = SimpleNamespace(get_block_ids=lambda: self._table(name))
         self.scheduler.update_state_after_alloc(request, allocated, claimed)
         request.num_computed_tokens = computed
         return int(claimed)
@@ -194,7 +218,7 @@ class HandoverVllm:
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,
             preempted_req_ids=self.preempted,
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (list(self.tables[name]),)),
+            kv_connector_block_state=SimpleNamespace(get_block_ids=self._table),
         )
         self.preempted = set()
         # From one process to another.
@@ -207,9 +231,10 @@ class HandoverVllm:
                 self._forward(self.requests[name], count, rank)
             worker.start_load_kv(None)
             worker.wait_for_save()
-            freed_here, loaded_here = worker.get_finished(set())
-            freed |= self._by_all("freed", freed_here)
-            loaded |= self._by_all("loaded", loaded_here)
+            results = worker.get_transfer_results(set())
+            freed |= self._by_all("freed", results.finished_sending)
+            loaded |= self._by_all("loaded", results.finished_recving)
+            self.failed += results.failed_recving
             invalid |= worker.get_block_ids_with_load_errors()
             events.append(pickle.loads(pickle.dumps(worker.get_kv_connector_kv_cache_events())))
             worker.clear_connector_metadata()
@@ -257,7 +282,7 @@ class HandoverVllm:
 
     def finish(self, name: str) -> tuple[bool, dict[str, Any] | None]:
         """A request has finished, or was aborted."""
-        held, params = self.scheduler.request_finished(self.requests[name], self.tables[name])
+        held, params = self.scheduler.request_finished_all_groups(self.requests[name], self._table(name))
         return bool(held), params
 
     def step_until(self, condition: Callable[[], object]) -> None:
@@ -296,6 +321,15 @@ class HandoverVllm:
             worker.shutdown()
         self.scheduler.shutdown()
 
+    def _table(self, name: str) -> tuple[list[int], ...]:
+        return (list(self.tables[name]), *map(list, self.further_tables.get(name, ())))
+
+    def _views(self, caches: Sequence[torch.Tensor], spec: Any) -> list[torch.Tensor]:
+        """The same memory as another group has it: a window like the full KV, a state in the first bytes of a block."""
+        if isinstance(spec, SlidingWindowSpec):
+            return list(caches)
+        return [cache.view(torch.int8).flatten(1)[:, None, None, :STATE_BYTES] for cache in caches]
+
     def _by_all(self, kind: str, names: set[str] | None) -> set[str]:
         """Requests that with these reports all ranks have reported."""
         ended = set[str]()
@@ -311,6 +345,15 @@ class HandoverVllm:
         for layer, cache in enumerate(self.caches_by_rank[rank]):
             kv = kv_of(request.prompt_token_ids, layer, rank, heads=self.heads).to(cache.device)
             self.enqueue(partial(_fill, cache, kv, table, range(first, first + count)))
+        for group, spec in enumerate(self.further, 1):
+            blocks = self.further_tables[request.request_id][group - 1]
+            for layer, cache in enumerate(self._views(self.caches_by_rank[rank], spec)):
+                tokens, last = request.prompt_token_ids, first + count
+                if isinstance(spec, SlidingWindowSpec):
+                    kv = kv_of(tokens, layer + LAYERS * group, rank, heads=self.heads).to(cache.device)
+                    self.enqueue(partial(_fill, cache, kv, blocks, range(first, last)))
+                else:
+                    cache[blocks[-1]] = state_of(tokens[:last], layer)
 
 
 def _fill(cache: torch.Tensor, kv: torch.Tensor, table: Sequence[int], places: range) -> None:

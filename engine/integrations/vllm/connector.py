@@ -21,6 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -147,7 +149,7 @@ class TidekvPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # As abo
             self._counters[name][engine_idx].inc(count)
 
 
-class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no types here.
+class TidekvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM has no types here.
     """One side of the connector: vLLM creates one for its scheduler, and one in each worker.
 
     `kv_connector_extra_config` selects its role: with "handover" the two ends of prefill/decode disaggregation,
@@ -216,7 +218,7 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan the load into the blocks that vLLM allocated."""
-        self._scheduler_side().allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler_side().allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> TidekvMetadata:
         """Return this step's jobs."""
@@ -230,8 +232,12 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
         if self._published is not None and connector_output.kv_cache_events is not None:
             self._reports += connector_output.kv_cache_events.get_all_events()
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """End a request. True if vLLM must hold its blocks until a worker reports that they are free."""
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """End a request. True if vLLM must hold its blocks, those of all groups, until a worker reports that they are
+        free.
+        """
         return self._scheduler_side().finished(request, block_ids)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, TidekvAddress]) -> None:
@@ -315,6 +321,14 @@ class TidekvConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no 
             is_transferring=worker.is_transferring(),
         )
         return freed or None, loaded or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return what `get_finished` does, and the requests whose load failed as a whole."""
+        freed, loaded = self.get_finished(finished_req_ids)
+        failed = self._worker_side().take_failed() if self._was_transferring else set()
+        return KVConnectorTransferResults(
+            finished_sending=freed or set(), finished_recving=loaded or set(), failed_recving=failed
+        )
 
     def get_kv_connector_kv_cache_events(self) -> TidekvKVEvents | None:
         """Return what this worker's host memory and storage have gained and lost; None if nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol  # vLLM's objects are not typed here: tests and type checks go without vLLM.
 
 
@@ -17,8 +17,8 @@ class SchedulerRole(Protocol):
         """Return how many tokens beyond `computed` are loaded asynchronously; None if it is not known yet."""
         ...
 
-    def allocated(self, request: Any, blocks: list[int], external_tokens: int) -> None:
-        """Plan the load of `external_tokens` tokens into the request's blocks."""
+    def allocated(self, request: Any, table: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """Plan the load of `external_tokens` tokens into the request's blocks, by group and position."""
         ...
 
     def step_jobs(self, scheduler_output: Any) -> object | None:
@@ -29,7 +29,7 @@ class SchedulerRole(Protocol):
         """Process what the workers report: `finished_recving`, `invalid_block_ids`."""
         ...
 
-    def finished(self, request: Any, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: Any, table: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """End a request. True: its blocks are held until a worker reports it. The second value goes to the client."""
         ...
 
@@ -78,6 +78,12 @@ class WorkerRole(Protocol):
 
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks with garbage, of the loads that `take_finished` returned last."""
+        ...
+
+    def take_failed(self) -> set[str]:
+        """Return the requests, of the loads that `take_finished` returned last, all of whose blocks are to be
+        recomputed. With several groups vLLM takes no single blocks.
+        """
         ...
 
     def take_counts(self) -> dict[str, int]:

@@ -115,7 +115,8 @@ def read_shared(vllm_config: Any, kv_cache_config: Any) -> Shared:
     """Derive the common part from vLLM's configuration. Raises InvalidConfig for what tidekv cannot share."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     settings = read_settings(transfer.kv_connector_extra_config)
-    check_shareable(vllm_config, kv_cache_config)
+    check_shareable(vllm_config)
+    check_one_group(kv_cache_config)
     group = kv_cache_config.kv_cache_groups[0]
     layout = _layout_of(group.kv_cache_spec, len(group.layer_names), settings.page_size)
     is_mla = layout.kind == "mla"
@@ -135,7 +136,7 @@ def read_shared(vllm_config: Any, kv_cache_config: Any) -> Shared:
     )
 
 
-def check_shareable(vllm_config: Any, kv_cache_config: Any) -> None:
+def check_shareable(vllm_config: Any) -> None:
     """Raise InvalidConfig, which names the option, if the KV of this vLLM cannot leave it or enter it."""
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
         raise InvalidConfig(
@@ -150,12 +151,16 @@ def check_shareable(vllm_config: Any, kv_cache_config: Any) -> None:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in DRAFTS_WITHOUT_KV:
         raise InvalidConfig(f"KV of a draft model ({speculative.method}) cannot be shared; use none, or ngram")
+
+
+def check_one_group(kv_cache_config: Any) -> None:
+    """Raise InvalidConfig, which names what they keep, unless all layers have one group of blocks, for all tokens."""
     specs = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
     if len(specs) != 1:
         raise InvalidConfig(
-            f"KV in {len(specs)} groups ({', '.join(specs) or 'none'}) cannot be shared; that of one group can. With "
-            "--disable-hybrid-kv-cache-manager vLLM keeps full attention and sliding windows in one group; serve other "
-            "models with several groups, such as those with Mamba layers, without this connector"
+            f"KV in {len(specs)} groups ({', '.join(specs) or 'none'}) cannot be shared in the storage role; that of "
+            "one group can. With --disable-hybrid-kv-cache-manager vLLM keeps full attention and sliding windows in "
+            'one group; for models with states, such as those with Mamba layers, use the hand-over role ("handover")'
         )
     if specs[0] not in KINDS:
         # Behind a window vLLM gives blocks to other requests while a prompt is still computed.

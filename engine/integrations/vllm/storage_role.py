@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any  # vLLM's objects are not typed here: tests and type checks go without vLLM.
@@ -49,9 +49,9 @@ class StorageScheduler:
         """Return how many tokens can be loaded; None until the look-up has ended."""
         return self.side.matched(request, computed)
 
-    def allocated(self, request: Any, blocks: list[int], external_tokens: int) -> None:
+    def allocated(self, request: Any, table: Sequence[Sequence[int]], external_tokens: int) -> None:
         """Plan the load into the blocks that vLLM allocated."""
-        self.side.allocated(request, blocks, external_tokens)
+        self.side.allocated(request, table[0], external_tokens)
 
     def step_jobs(self, scheduler_output: Any) -> StorageJobs | None:
         """Return this step's loads and saves; None without any."""
@@ -65,9 +65,9 @@ class StorageScheduler:
         """Process the loads that ended, and the blocks that failed."""
         self.side.heard(connector_output.finished_recving or (), connector_output.invalid_block_ids)
 
-    def finished(self, request: Any, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: Any, table: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Save what is not saved yet; True if vLLM must hold the blocks until that save has read them."""
-        return self.side.finished(request, blocks), None
+        return self.side.finished(request, table[0]), None
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call."""
@@ -150,6 +150,10 @@ class StorageWorker:
         """Return the blocks that the last ended loads could not fill."""
         invalid, self._invalid = self._invalid, set()
         return invalid
+
+    def take_failed(self) -> set[str]:
+        """Return nothing: there is one group, whose blocks vLLM takes."""
+        return set()
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call."""

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.layout import DTYPES, KVLayout
 from tidekv.states.errors import InvalidConfig
@@ -30,10 +32,23 @@ class BlockOrder:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def identity(self, model: str) -> str:
-        """Return the model's fingerprint, joined with this order."""
+    def __str__(self) -> str:
         shape, strides = ("x".join(map(str, sizes)) for sizes in (self.shape, self.strides))
-        return f"{model} | vLLM blocks of {self.backend}, {shape} by {strides}"
+        return f"{self.backend}, {shape} by {strides}"
+
+
+class RankPools(NamedTuple):
+    """The blocks of all groups of one rank, as pools over vLLM's tensors: those of the full KV, and of components
+    without host pools. `orders`: of each, in this order.
+    """
+
+    full: DevicePool
+    components: tuple[ComponentPools, ...]
+    orders: tuple[BlockOrder, ...]
+
+    def identity(self, model: str) -> str:
+        """Return the model's fingerprint, joined with the orders."""
+        return f"{model} | vLLM blocks of {'; '.join(map(str, self.orders))}"
 
 
 def wrap_blocks(
@@ -70,6 +85,32 @@ def wrap_blocks(
     )
     pages = [row.view(num_blocks, block_size, 1, elements // block_size) for row in rows]
     return DevicePool.wrap(pages, None, layout), orders[0]
+
+
+def wrap_records(tensors: Sequence[torch.Tensor], *, num_blocks: int) -> tuple[DevicePool, BlockOrder]:
+    """Return a pool over the states of some layers, in order: a page is one record, the block of every layer, with the
+    bytes by which vLLM pads it. Nothing is copied. Raises InvalidConfig, which names the layer.
+    """
+    rows, orders = [], []
+    for number, tensor in enumerate(tensors):
+        place = tensor.storage_offset() * tensor.itemsize
+        size = tensor.stride(0) * tensor.itemsize
+        memory = tensor.untyped_storage()
+        if len(tensor) != num_blocks or not tensor[0].is_contiguous() or place + size * num_blocks > memory.nbytes():
+            raise InvalidConfig(
+                f"states of layer {number} have shape {list(tensor.shape)}, strides {list(tensor.stride())}; expected "
+                f"{num_blocks} blocks, each contiguous, in a KV cache layout with layers outside of blocks, such as "
+                "LBHNC or LBNHC"
+            )
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
+        rows.append(flat.as_strided((num_blocks, 1, 1, size), (size, size, size, 1), place))
+        orders.append(BlockOrder(backend=f"states of {tensor.dtype}", shape=tuple(tensor.shape[1:]), strides=(size,)))
+        if orders[-1] != orders[0]:
+            raise InvalidConfig(f"states of layer {number} are {orders[-1]}, those of layer 0 {orders[0]}")
+    layout = KVLayout(
+        num_layers=len(rows), num_kv_heads=1, head_dim=rows[0].shape[-1], dtype="uint8", page_size=1, kind="mla"
+    )
+    return DevicePool.wrap(rows, None, layout), orders[0]
 
 
 def _rows(

@@ -27,9 +27,9 @@ class BlockNames:
 class RestoreJob:
     """Restore of a prompt into vLLM's blocks.
 
-    `prefill` has the addresses of prefill's tensor-parallel ranks, separated by commas. `blocks` are those of the whole
-    prompt; the first `have_tokens` tokens, whole blocks, are valid and stay as they are. `tokens` is the prompt as
-    packed little-endian u32, `prompt` its digest, which prefill compares.
+    `prefill` has the addresses of prefill's tensor-parallel ranks, separated by commas. `blocks` are those of all
+    tokens; the first `have_tokens` tokens, whole blocks, are valid and stay as they are. `tokens` is what is handed
+    over of the prompt, as packed little-endian u32, `prompt` its digest, which prefill compares.
     """
 
     request_id: str
@@ -41,13 +41,18 @@ class RestoreJob:
     have_tokens: int
     namespace: str
     names: BlockNames | None = None
+    components: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By component, the blocks that the end of the prompt needs."""
     priority: int = 0
     """As the decode engine has it: requests of higher priority come first."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendJob:
-    """Blocks that a step fills, from `start_token` on. `is_last`: the prompt ends with them."""
+    """Blocks that a step fills, from `start_token` on. `is_last`: the prompt ends with them.
+
+    `components`: by component, the blocks that the end of the prompt needs; with the last blocks only.
+    """
 
     request_id: str
     room: str
@@ -55,14 +60,16 @@ class SendJob:
     start_token: int
     blocks: tuple[int, ...]
     is_last: bool
+    components: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class OfferJob:
     """Full blocks of a finished decode, which go to host memory and storage; vLLM holds them meanwhile.
 
-    `tokens` are those of the blocks, as packed little-endian u32. `hints`: an envelope of KV hints for the blocks, once
-    they are there.
+    `tokens` are those of the blocks, as packed little-endian u32. `components`: by component, the blocks
+    that their end needs, of those that vLLM still has. `hints`: an envelope of KV hints for the blocks, once they are
+    there.
     """
 
     request_id: str
@@ -70,6 +77,7 @@ class OfferJob:
     blocks: tuple[int, ...]
     namespace: str
     names: BlockNames | None = None
+    components: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     hints: Mapping[str, object] | None = None
 
 

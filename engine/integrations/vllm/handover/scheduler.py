@@ -14,20 +14,26 @@ A request says what it wants in `kv_transfer_params`:
 
 With tensor parallelism, "prefill" has the addresses of all ranks, separated by commas.
 
-It reads vLLM's requests and does not change them. All calls come from the scheduler's thread.
+It reads vLLM's requests. It changes them in one case: with windows or states prefill computes a prompt without its last
+token (see `groups`), as vLLM's own connectors have it do for states. All calls come from the scheduler's thread.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any  # vLLM's requests are not typed here: tests and type checks go without vLLM.
+from typing import (  # vLLM's requests are not typed here: tests and type checks go without vLLM.
+    TYPE_CHECKING,
+    Any,
+    Final,
+)
 from uuid import uuid4
 
 from tidekv.backends.keys.chain import namespace_seed, pack_tokens
 from tidekv.engine.decode.values import PRIORITY_MAX
+from tidekv.engine.integrations.vllm.handover.groups import BlockGroups, Table
 from tidekv.engine.integrations.vllm.handover.hints import hints_of
 from tidekv.engine.integrations.vllm.handover.jobs import (
     PREFILL_FIRST,
@@ -50,6 +56,8 @@ if TYPE_CHECKING:
     from tidekv.engine.integrations.vllm.kv_events import BlockNaming
 
 LOG = engine_log("tidekv.vllm")
+ONE_GROUP: Final = BlockGroups(0, ())
+"""Those of a model whose layers keep KV of all tokens."""
 ROOM_BYTES = 16
 """Random bytes in the name of a room that prefill names."""
 
@@ -135,9 +143,11 @@ class DecodeScheduler:
         ranks: int = 1,
         recompute_threshold: int = 0,
         naming: BlockNaming | None = None,
+        groups: BlockGroups = ONE_GROUP,
     ) -> None:
         """`naming`: only if vLLM publishes KV events."""
         self._block_size = block_size
+        self._groups = groups
         self._naming = naming
         self._dials = dials
         self._recompute_threshold = recompute_threshold
@@ -198,24 +208,28 @@ class DecodeScheduler:
         if ranks != self._ranks or request.skip_reading_prefix_cache or not is_of_tokens(request):
             self._decline(request)
             return 0
-        if self._live.must_wait(request, computed):
+        # Of windows and states vLLM's cache has what an equal prompt needs only if that ends with a block.
+        if not self._groups.components and self._live.must_wait(request, computed):
             return None
-        if computes_rest(request.num_prompt_tokens - computed, threshold=self._recompute_threshold):
+        wanted = self._groups.handed_tokens(int(request.num_prompt_tokens)) - computed
+        if wanted <= 0 or computes_rest(request.num_prompt_tokens - computed, threshold=self._recompute_threshold):
             self._decline(request, is_short=True)
             return 0
         # vLLM asks again if it had no blocks, and may then have another number of tokens.
         self._computed[request.request_id] = computed
-        return int(request.num_prompt_tokens) - computed
+        return wanted
 
-    def allocated(self, request: Any, blocks: Sequence[int], external_tokens: int) -> None:
+    def allocated(self, request: Any, table: Table, external_tokens: int) -> None:
         """Plan the restore of a prompt into its blocks."""
         if not external_tokens:
             return
         request_id, params = request.request_id, request.kv_transfer_params
         self._claimed.add(request_id)
         self._loading.add(request_id)
-        self._live.begin(request, self._computed[request_id])
-        tokens = pack_tokens(request.prompt_token_ids)
+        if not self._groups.components:
+            self._live.begin(request, self._computed[request_id])
+        handed = self._groups.handed_tokens(int(request.num_prompt_tokens))
+        tokens = pack_tokens(request.prompt_token_ids[:handed])
         self._jobs.restores.append(
             RestoreJob(
                 request_id=request_id,
@@ -223,10 +237,11 @@ class DecodeScheduler:
                 prefill=params["prefill"],
                 tokens=tokens,
                 prompt=_digest_of(request, tokens),
-                blocks=tuple(blocks),
+                blocks=tuple(table[self._groups.full]),
+                components=self._groups.at_end(table, handed),
                 have_tokens=self._computed[request_id],
                 namespace=namespace_of(request, self._reset_salt),
-                names=self._names_of(request, int(request.num_prompt_tokens) // self._block_size),
+                names=self._names_of(request, handed // self._block_size),
                 priority=_priority_of(request),
             )
         )
@@ -256,7 +271,7 @@ class DecodeScheduler:
         """Have the workers publish all blocks again."""
         self._jobs.publishes_again = True
 
-    def finished(self, request: Any, blocks: Sequence[int]) -> bool:
+    def finished(self, request: Any, table: Table) -> bool:
         """End a request. True: its full blocks are offered, and vLLM holds them.
 
         If a restore is still under way it is aborted, and vLLM holds the blocks by itself until that has ended.
@@ -277,6 +292,7 @@ class DecodeScheduler:
             self._jobs.aborted.append(request_id)
             self._loading.discard(request_id)
             return False
+        blocks = table[self._groups.full]
         full = min(int(request.num_computed_tokens) // size, int(request.num_tokens) // size, len(blocks))
         if not full or not is_of_tokens(request):
             return False
@@ -288,10 +304,17 @@ class DecodeScheduler:
                 tuple(blocks[:full]),
                 namespace_of(request, self._reset_salt),
                 self._names_of(request, full),
+                self._kept_components(request, table, full * size),
                 hints,
             )
         )
         return True
+
+    def _kept_components(self, request: Any, table: Table, tokens: int) -> dict[str, tuple[int, ...]]:
+        """Return the blocks that the end of so many tokens needs, by component, where vLLM has them still."""
+        # The record of a state is the one behind the last step, which may be later than the last full block.
+        has_records = request.num_computed_tokens == tokens and not getattr(request, "num_in_flight_tokens", 0)
+        return self._groups.at_end(table, tokens, windows_only=not has_records)
 
     def _names_of(self, request: Any, blocks: int) -> BlockNames | None:
         return None if self._naming is None else self._naming.of(request, blocks)
@@ -301,7 +324,8 @@ class DecodeScheduler:
         self._claimed.add(request.request_id)
         if not request.prompt_token_ids:
             return  # A prompt of embeddings alone: no prefill offers it either.
-        prompt = _digest_of(request, pack_tokens(request.prompt_token_ids))
+        handed = self._groups.handed_tokens(len(request.prompt_token_ids))
+        prompt = _digest_of(request, pack_tokens(request.prompt_token_ids[:handed]))
         self._jobs.declined.append(DeclineJob(params["room"], params["prefill"], prompt, is_short))
 
 
@@ -326,8 +350,9 @@ class _Sending:
 class PrefillScheduler:
     """Sends the blocks of prompts as steps fill them, and names the place where decode gets them."""
 
-    def __init__(self, block_size: int, address: str) -> None:
+    def __init__(self, block_size: int, address: str, groups: BlockGroups = ONE_GROUP) -> None:
         self._block_size = block_size
+        self._groups = groups
         self.address = address
         self._sending: dict[str, _Sending] = {}
         self._held: dict[str, bool] = {}
@@ -343,7 +368,7 @@ class PrefillScheduler:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):  # Those may wait for a restore.
             self._waiting.add(request.request_id)
-        if params.get("do_remote_decode") and is_of_tokens(request):
+        if params.get("do_remote_decode") and is_of_tokens(request) and self._leaves_last_token(request):
             # A room that cannot be guessed: its name is all that a request at decode needs to ask for it.
             room = params.get("room") or PREFILL_FIRST + token_hex(ROOM_BYTES)
             prompt = _digest_of(request, pack_tokens(request.prompt_token_ids))
@@ -354,7 +379,7 @@ class PrefillScheduler:
         jobs: HandoverJobs,
         scheduled: Mapping[str, int],
         preempted: Iterable[str],
-        blocks_of: Callable[[str], Sequence[int]],
+        blocks_of: Callable[[str], Table],
     ) -> None:
         """Add the jobs of a step that computes `scheduled` tokens of each request."""
         jobs.held, self._held = self._held, {}
@@ -397,7 +422,21 @@ class PrefillScheduler:
                 self._holding.discard(request_id)
                 self._is_asked = False
 
-    def _send(self, sending: _Sending, count: int, blocks_of: Callable[[str], Sequence[int]]) -> SendJob | None:
+    def _leaves_last_token(self, request: Any) -> bool:
+        """Have the model leave the last token of a prompt to decode, if that is needed; False if it cannot be handed
+        over then.
+        """
+        if not self._groups.components:
+            return True
+        if request.num_prompt_tokens < 2 or request.skip_reading_prefix_cache:
+            return False  # Decode computes all of it.
+        del request.prompt_token_ids[-1:], request._all_token_ids[-1:]
+        request.num_prompt_tokens -= 1
+        # What is sampled is not what follows the prompt.
+        request.max_tokens = 1
+        return True
+
+    def _send(self, sending: _Sending, count: int, blocks_of: Callable[[str], Table]) -> SendJob | None:
         """Return the blocks that a step of `count` tokens fills; the last one of a prompt may be filled in part."""
         request, size = sending.request, self._block_size
         prompt = int(request.num_prompt_tokens)
@@ -407,13 +446,15 @@ class PrefillScheduler:
         if done <= sending.sent:
             return None
         start, sending.sent, sending.is_open = sending.sent, done, True
+        table, is_last = blocks_of(request.request_id), done == prompt
         return SendJob(
             request_id=request.request_id,
             room=sending.room,
             prompt=sending.prompt,
             start_token=start,
-            blocks=tuple(blocks_of(request.request_id)[start // size : -(-done // size)]),
-            is_last=done == prompt,
+            blocks=tuple(table[self._groups.full][start // size : -(-done // size)]),
+            is_last=is_last,
+            components=self._groups.at_end(table, done) if is_last else {},
         )
 
 
@@ -424,12 +465,19 @@ class HandoverScheduler:
         """`naming`: only if vLLM publishes KV events."""
         self._decode = (
             DecodeScheduler(
-                handover.block_size, handover.dials, handover.ranks, handover.settings.recompute_threshold, naming
+                handover.block_size,
+                handover.dials,
+                handover.ranks,
+                handover.settings.recompute_threshold,
+                naming,
+                handover.groups,
             )
             if handover.receives
             else None
         )
-        self._prefill = PrefillScheduler(handover.block_size, handover.settings.listen) if handover.sends else None
+        self._prefill = (
+            PrefillScheduler(handover.block_size, handover.settings.listen, handover.groups) if handover.sends else None
+        )
 
     def listening(self, addresses: Mapping[int, str]) -> None:
         """Take the addresses of the prefill workers, by rank."""
@@ -447,10 +495,10 @@ class HandoverScheduler:
         """Return how many tokens of the prompt behind `computed` prefill is to send; None: ask again."""
         return 0 if self._decode is None else self._decode.matched(request, computed)
 
-    def allocated(self, request: Any, blocks: list[int], external_tokens: int) -> None:
+    def allocated(self, request: Any, table: Table, external_tokens: int) -> None:
         """Plan the restore of a prompt into its blocks."""
         if self._decode is not None:
-            self._decode.allocated(request, blocks, external_tokens)
+            self._decode.allocated(request, table, external_tokens)
 
     def step_jobs(self, scheduler_output: Any) -> HandoverJobs | None:
         """Return the worker's jobs for one step; None without any."""
@@ -461,7 +509,7 @@ class HandoverScheduler:
                 jobs,
                 scheduler_output.num_scheduled_tokens,
                 scheduler_output.preempted_req_ids or (),
-                lambda request_id: state.get_block_ids(request_id)[0],
+                state.get_block_ids,
             )
         return None if jobs.is_empty else jobs
 
@@ -472,11 +520,11 @@ class HandoverScheduler:
         if self._decode is not None:
             self._decode.loaded(connector_output.finished_recving or ())
 
-    def finished(self, request: Any, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: Any, table: Table) -> tuple[bool, dict[str, Any] | None]:
         """End a request. True: vLLM holds its blocks until decode has received them, or they are in host memory."""
         held, params = (False, None) if self._prefill is None else self._prefill.finished(request.request_id)
         if self._decode is not None and not held:
-            held = self._decode.finished(request, blocks)
+            held = self._decode.finished(request, table)
         return held, params
 
     def take_counts(self) -> dict[str, int]:

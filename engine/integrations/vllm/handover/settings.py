@@ -16,6 +16,7 @@ from typing import (  # vLLM's configuration is not typed here: tests and type c
 import msgspec
 
 from tidekv.engine.integrations.link_settings import LinkSettings
+from tidekv.engine.integrations.vllm.handover.groups import BlockGroups, read_groups
 from tidekv.engine.integrations.vllm.settings import HINT, check_shareable
 from tidekv.states.errors import InvalidConfig, InvalidRequest
 from tidekv.states.validation import Count, PositiveCount, host_and_port
@@ -58,10 +59,10 @@ class BlockEvents:
 class Handover:
     """The common part of both sides: the settings, the shape of vLLM's blocks, and the ends that this vLLM is.
 
-    `rank`, `ranks`: the rank and the number of ranks; ranks of both ends hand over in pairs. A worker is as many ranks
-    as it has `parts`: `of_parts` returns them, and `rank` is the first one of the worker. `replica`: the data-parallel
-    engine. `sends`: it computes prompts for others. `receives`: it decodes prompts that others computed. `events`: None
-    unless vLLM publishes KV events.
+    `block_size`, `layer_names`: those of the full KV. `rank`, `ranks`: the rank and the number of ranks; ranks of both
+    ends hand over in pairs. A worker is as many ranks as it has `parts`: `of_parts` returns them, and `rank` is the
+    first one of the worker. `replica`: the data-parallel engine. `sends`: it computes prompts for others. `receives`:
+    it decodes prompts that others computed. `events`: None unless vLLM publishes KV events.
     """
 
     settings: HandoverSettings
@@ -70,6 +71,7 @@ class Handover:
     block_size: int
     num_blocks: int
     layer_names: tuple[str, ...]
+    groups: BlockGroups
     rank: int
     ranks: int
     parts: int
@@ -117,7 +119,8 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
     """Derive the common part from vLLM's configuration. Raises InvalidConfig for what cannot be handed over."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     settings = _read_settings(transfer.kv_connector_extra_config)
-    check_shareable(vllm_config, kv_cache_config)
+    check_shareable(vllm_config)
+    groups = read_groups(kv_cache_config.kv_cache_groups)
     tensor_parallel = int(parallel.tensor_parallel_size)
     ranks = settings.ranks or tensor_parallel
     if ranks % tensor_parallel:
@@ -126,6 +129,11 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
             "and decode have other sizes, set it to the larger one at the end with the smaller one"
         )
     parts = ranks // tensor_parallel
+    if parts > 1 and groups.has_states:
+        raise InvalidConfig(
+            f"{WHERE}.ranks: states cannot be divided among {parts} ranks of one worker; give prefill and decode the "
+            "same tensor-parallel size"
+        )
     workers = ranks * int(parallel.data_parallel_size)
     journal = settings.engine.journal.path
     if workers > 1 and journal is not None and not Path(journal).is_dir():
@@ -147,7 +155,7 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
             raise InvalidConfig(
                 f"{WHERE}.listen: the last of {workers} ranks would listen at port {last}; lower the port"
             )
-    group = kv_cache_config.kv_cache_groups[0]
+    group = kv_cache_config.kv_cache_groups[groups.full]
     return Handover(
         settings=settings,
         model=settings.model or str(vllm_config.model_config.model),
@@ -155,17 +163,18 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
         block_size=int(group.kv_cache_spec.block_size),
         num_blocks=int(kv_cache_config.num_blocks),
         layer_names=tuple(group.layer_names),
+        groups=groups,
         rank=int(parallel.rank) % tensor_parallel * parts,
         ranks=ranks,
         parts=parts,
         replica=int(parallel.data_parallel_index),
         sends=sends,
         receives=receives,
-        events=_read_events(settings, vllm_config, kv_cache_config) if receives else None,
+        events=_read_events(settings, vllm_config, kv_cache_config, groups.full) if receives else None,
     )
 
 
-def _read_events(settings: HandoverSettings, vllm_config: Any, kv_cache_config: Any) -> BlockEvents | None:
+def _read_events(settings: HandoverSettings, vllm_config: Any, kv_cache_config: Any, full: int) -> BlockEvents | None:
     events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events:
         return None
@@ -174,7 +183,7 @@ def _read_events(settings: HandoverSettings, vllm_config: Any, kv_cache_config: 
             f"{WHERE}.engine.kv_events.endpoint would publish beside vLLM's own KV events (--kv-events-config), and "
             "routers would count two workers: leave one of them out"
         )
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    spec = kv_cache_config.kv_cache_groups[full].kv_cache_spec
     block_size = int(spec.block_size)
     hashed = getattr(kv_cache_config, "hash_block_size", None) or block_size
     return BlockEvents(EVENT_KINDS[type(spec).__name__], block_size // int(hashed))

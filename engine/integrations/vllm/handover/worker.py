@@ -13,18 +13,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any  # vLLM's objects are not typed here: tests and type checks go without vLLM.
 
 import msgspec
 
+from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest
 from tidekv.engine.integrations.vllm.blocks import in_order
-from tidekv.engine.integrations.vllm.handover.blocks import BlockOrder, wrap_blocks
+from tidekv.engine.integrations.vllm.handover.blocks import BlockOrder, RankPools, wrap_blocks, wrap_records
 from tidekv.engine.integrations.vllm.handover.jobs import (
     PREFILL_FIRST,
     DeclineJob,
@@ -55,12 +57,13 @@ UNSAMPLED = 0
 class PrefillWorker:
     """Sends vLLM's blocks to decode workers, from the memory in which vLLM computed them."""
 
-    def __init__(self, pool: DevicePool, order: BlockOrder, handover: Handover, counts: Counter[str]) -> None:
+    def __init__(self, pools: RankPools, handover: Handover, counts: Counter[str]) -> None:
         """Start, and add to `counts`. Raises what `PrefillPeer` raises as it is entered."""
         settings = handover.settings
         peer = PrefillPeer(
-            PrefillConfig(listen=handover.listen, model=order.identity(handover.fingerprint), lease_s=settings.lease_s),
-            device=pool,
+            PrefillConfig(listen=handover.listen, model=pools.identity(handover.fingerprint), lease_s=settings.lease_s),
+            device=pools.full,
+            components=pools.components,
             transport=NixlTransport(
                 name=f"{handover.name}-prefill",
                 secret=settings.secret(),
@@ -116,8 +119,10 @@ class PrefillWorker:
         if job.request_id not in self._open:
             return
         end = job.prompt.prompt_tokens if job.is_last else None
-        self._blocks[job.request_id] += len(job.blocks)
+        self._blocks[job.request_id] += len(job.blocks) + sum(map(len, job.components.values()))
         self._thread.send(job.request_id, job.blocks, start_token=job.start_token, end_token=end)
+        for component, blocks in job.components.items():
+            self._thread.send_component_pages(job.request_id, component, blocks)
         if job.is_last:
             self._thread.finish(job.request_id, first_token=UNSAMPLED)
 
@@ -178,14 +183,14 @@ class PrefillWorker:
 class DecodeWorker:
     """Restores prompts into vLLM's blocks by a decode engine, and offers it what vLLM computed."""
 
-    def __init__(self, pool: DevicePool, order: BlockOrder, handover: Handover, counts: Counter[str]) -> None:
+    def __init__(self, pools: RankPools, handover: Handover, counts: Counter[str]) -> None:
         """Start, and add to `counts`. Raises what `DecodeEngine` raises as it starts."""
-        settings, layout = handover.settings, pool.layout
+        settings, layout = handover.settings, pools.full.layout
         self._handover = handover
         self._page_size, self._page_bytes = handover.block_size, layout.page_bytes
         config = msgspec.structs.replace(
             settings.engine,
-            model=order.identity(handover.fingerprint),
+            model=pools.identity(handover.fingerprint),
             device="lent",
             default_deadline_s=settings.restore_timeout_s,
             # A prompt that prefill preempted is sent again in a second room.
@@ -194,8 +199,9 @@ class DecodeWorker:
         self._events = None if handover.events is None else EventFeed(handover, kind=handover.events.kind)
         engine = DecodeEngine(
             config,
-            device=pool,
-            host=HostPool.allocate(layout, _host_pages(handover, pool)),
+            device=pools.full,
+            host=HostPool.allocate(layout, _host_pages(handover, pools)),
+            components=_with_host_pages(handover, pools),
             storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
             transport=NixlTransport(
                 name=f"{handover.name}-decode",
@@ -217,6 +223,9 @@ class DecodeWorker:
         self._loaded: set[str] = set()
         self._freed: set[str] = set()
         self._invalid: set[int] = set()
+        self._has_components = bool(pools.components)
+        self._failed: set[str] = set()
+        """With components: requests whose restore has failed, unreported."""
         self._engine.start()
 
     def restore(self, job: RestoreJob) -> None:
@@ -232,7 +241,8 @@ class DecodeWorker:
                 prompt_digest=job.prompt,
                 priority=job.priority,
             )
-            self._jobs[self._engine.restore_into(request, job.blocks, job.have_tokens)] = job
+            ticket = self._engine.restore_into(request, job.blocks, job.have_tokens, component_pages=job.components)
+            self._jobs[ticket] = job
         except TidekvError as error:
             self._end_restore(job, job.have_tokens, str(error))
         else:
@@ -243,7 +253,8 @@ class DecodeWorker:
         if self._events is not None:
             self._events.name(job.namespace, job.tokens, job.names)
         try:
-            self._jobs[self._engine.offer(job.tokens, job.blocks, namespace=job.namespace)] = job
+            ticket = self._engine.offer(job.tokens, job.blocks, namespace=job.namespace, component_pages=job.components)
+            self._jobs[ticket] = job
         except TidekvError as error:
             self._end_offer(job, str(error))
 
@@ -283,6 +294,11 @@ class DecodeWorker:
         """Return the blocks that the last ended restores did not fill."""
         invalid, self._invalid = self._invalid, set()
         return invalid
+
+    def take_failed(self) -> set[str]:
+        """Return the requests whose restore has failed as a whole, of those that ended last."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def change_events(self, jobs: HandoverJobs) -> None:
         """Withdraw what is not found any more, and publish again what listeners were told to forget."""
@@ -373,8 +389,12 @@ class DecodeWorker:
         if not cause:
             return
         LOG.warning("a prompt was not restored whole", request_id=job.request_id, good_tokens=good_tokens, cause=cause)
-        self._counts["restores_partial" if good_tokens > job.have_tokens else "restores_failed"] += 1
-        self._invalid.update(job.blocks[good_tokens // self._page_size :])
+        is_partial = good_tokens > job.have_tokens and not self._has_components
+        self._counts["restores_partial" if is_partial else "restores_failed"] += 1
+        if self._has_components:
+            self._failed.add(job.request_id)
+        else:
+            self._invalid.update(job.blocks[good_tokens // self._page_size :])
 
     def _end_offer(self, job: OfferJob, cause: str) -> None:
         LOG.warning("KV of a finished request is not kept", request_id=job.request_id, cause=cause)
@@ -382,9 +402,20 @@ class DecodeWorker:
         self._freed.add(job.request_id)
 
 
-def _host_pages(handover: Handover, pool: DevicePool) -> int:
-    """Return the number of host pages of one rank."""
-    return max(1, handover.settings.host_bytes // handover.parts // pool.layout.page_bytes)
+def _host_pages(handover: Handover, pools: RankPools) -> int:
+    """Return the number of host pages of one rank for the full KV: with components half of its host memory."""
+    shares = handover.parts * (2 if pools.components else 1)
+    return max(1, handover.settings.host_bytes // shares // pools.full.layout.page_bytes)
+
+
+def _with_host_pages(handover: Handover, pools: RankPools) -> tuple[ComponentPools, ...]:
+    """Return the components with host pools, which have equal parts of the other half."""
+    each = handover.settings.host_bytes // (2 * handover.parts * max(len(pools.components), 1))
+    return tuple(
+        replace(one, host=HostPool.allocate(layout, max(1, each // layout.page_bytes)))
+        for one in pools.components
+        for layout in (one.device.layout,)
+    )
 
 
 def _is_end_of_engine(error: Exception) -> bool:
@@ -415,7 +446,44 @@ class HandoverWorker:
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Wrap the worker's tensors, and start both ends. Raises InvalidConfig for unsupported tensors."""
         handover = self._handover
-        names = handover.layer_names
+        for part, rank in enumerate(handover.of_parts()):
+            pools = self._wrap(kv_caches, part)
+            # One by one, so that `close` ends those that have started if a later one raises.
+            if handover.sends:
+                self._prefills.append(PrefillWorker(pools, rank, self._counts))
+                self._ends.append(self._prefills[-1])
+            if handover.receives:
+                self._decodes.append(DecodeWorker(pools, rank, self._counts))
+                self._ends.append(self._decodes[-1])
+        if handover.rank == 0:
+            report_tiers(
+                self._vllm_config,
+                model=handover.model,
+                l2_tokens=_host_pages(handover, pools) * handover.block_size,
+                uri=handover.settings.uri,
+                no_loads="" if handover.receives else "a prefill worker only sends; decode has these tiers",
+            )
+
+    def _wrap(self, kv_caches: Mapping[str, Any], part: int) -> RankPools:
+        """Return all groups' blocks of one rank as pools."""
+        handover = self._handover
+        full, order = self._wrap_attention(kv_caches, handover.layer_names, part)
+        components, orders = [], [order]
+        for each in handover.groups.components:
+            if each.kind == "window":
+                pool, order = self._wrap_attention(kv_caches, each.layer_names, part)
+            else:
+                tensors = in_order({name: kv_caches[name] for name in each.layer_names})
+                pool, order = wrap_records(tensors, num_blocks=handover.num_blocks)
+            orders.append(order)
+            components.append(
+                ComponentPools(name=each.name, kind=each.kind, window_tokens=each.window_tokens, device=pool)
+            )
+        return RankPools(full, tuple(components), tuple(orders))
+
+    def _wrap_attention(
+        self, kv_caches: Mapping[str, Any], names: tuple[str, ...], part: int
+    ) -> tuple[DevicePool, BlockOrder]:
         backends = sorted(backends_of(self._vllm_config, names))
         tensors = in_order({name: kv_caches[name] for name in names})
         if len(backends) != 1 or tensors[0].device.type not in ("cpu", "cuda"):
@@ -423,31 +491,14 @@ class HandoverWorker:
                 f"KV of {', '.join(backends) or 'no'} attention backends on {tensors[0].device} cannot be handed over;"
                 " that of one backend in host memory or on a CUDA device can"
             )
-        backend = f"{CPU_BACKEND} {_form(tensors[0])}" if backends == [CPU_BACKEND] else backends[0]
-        for part, rank in enumerate(handover.of_parts()):
-            pool, order = wrap_blocks(
-                tensors,
-                block_size=handover.block_size,
-                num_blocks=handover.num_blocks,
-                backend=backend,
-                part=part,
-                parts=handover.parts,
-            )
-            # One by one, so that `close` ends those that have started if a later one raises.
-            if handover.sends:
-                self._prefills.append(PrefillWorker(pool, order, rank, self._counts))
-                self._ends.append(self._prefills[-1])
-            if handover.receives:
-                self._decodes.append(DecodeWorker(pool, order, rank, self._counts))
-                self._ends.append(self._decodes[-1])
-        if handover.rank == 0:
-            report_tiers(
-                self._vllm_config,
-                model=handover.model,
-                l2_tokens=_host_pages(handover, pool) * handover.block_size,
-                uri=handover.settings.uri,
-                no_loads="" if handover.receives else "a prefill worker only sends; decode has these tiers",
-            )
+        return wrap_blocks(
+            tensors,
+            block_size=self._handover.block_size,
+            num_blocks=self._handover.num_blocks,
+            backend=f"{CPU_BACKEND} {_form(tensors[0])}" if backends == [CPU_BACKEND] else backends[0],
+            part=part,
+            parts=self._handover.parts,
+        )
 
     def before_forward(self, jobs: HandoverJobs) -> None:
         """End what reads blocks that this step may overwrite, and restores that are not needed any more."""
@@ -500,6 +551,10 @@ class HandoverWorker:
         for decode in self._decodes:
             invalid |= decode.take_invalid_blocks()
         return invalid
+
+    def take_failed(self) -> set[str]:
+        """Return the requests whose restore failed as a whole; of one that goes on at other ranks, before its end."""
+        return {request_id for decode in self._decodes for request_id in decode.take_failed()}
 
     def take_events(self) -> list[RankReport]:
         """Return what is new of the KV events, by rank."""
