@@ -122,7 +122,7 @@ class Arrivals:
             keys=keys,
             prompt_tokens=len(packed) // TOKEN_BYTES,
             namespace=namespace,
-            prefills=tuple(request.prefills),
+            prefills=request.prefills or ("",),  # The executor answers for a prefill that is not named.
             deadline_at_s=now_s + within_s,
             priority=request.priority,
             cache=request.cache,

@@ -148,6 +148,10 @@ class DecodeEngine:
         return await self._submit(request, self._arrivals.packed(request))
 
     async def _submit(self, request: DecodeRequest, packed: bytes) -> ReadyRequest:
+        if not request.prefills:
+            raise InvalidRequest(
+                f"request {request.request_id!r}: prefill names no address; only restore_into goes without one"
+            )
         self._arrivals.check_reachable(request, packed)
         if request.session:
             self._hints.sessions.note(

@@ -391,6 +391,9 @@ class Executor:
     def _promise(self, command: commands.SendPromise) -> None:
         live = self._calls.live(command.request_id)
         addresses = live.request.prefills
+        if not addresses:
+            self._promise_nobody(command)
+            return
         # A router sends the prompt to the first prefill, once; for any further room this engine sends it.
         sends_prompt = live.request.send_prompt or command.renewed
         self._receiver.promise(
@@ -409,7 +412,37 @@ class Executor:
             connect_s=max(live.deadline_at_s - self._clock(), 0.0) / (len(addresses) - command.prefill),
         )
 
+    def _promise_nobody(self, command: commands.SendPromise) -> None:
+        """Answer for the prefill that a request does not name: the room is complete if nothing is asked of it."""
+        at_s, request_id, generation = self._clock(), command.request_id, command.generation
+        if command.pages or any(tail.pages for tail in command.component_pages or ()):
+            self._refuse_for_nobody(command)
+            return
+        first = -(-command.promised_tokens // self._prompt_keys.page_keys.page_size)
+        for event in (
+            events.PromiseSent(at_s=at_s, request_id=request_id, generation=generation, writer="", ranks=1),
+            events.ChunkLanded(
+                at_s=at_s, request_id=request_id, generation=generation, rank=0, span=0, first=first, count=0, last=True
+            ),
+            events.AuxLanded(at_s=at_s, request_id=request_id, generation=generation, rank=0),
+        ):
+            self._post(event)
+
+    def _refuse_for_nobody(self, command: commands.SendPromise | commands.SendExtend) -> None:
+        self._post(
+            events.RoomFailed(
+                at_s=self._clock(),
+                request_id=command.request_id,
+                generation=command.generation,
+                cause="the request names no prefill",
+                settled=True,
+            )
+        )
+
     def _extend(self, command: commands.SendExtend) -> None:
+        if not self._calls.live(command.request_id).request.prefills:
+            self._refuse_for_nobody(command)
+            return
         self._receiver.extend(
             command.request_id,
             command.generation,

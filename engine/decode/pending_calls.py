@@ -508,8 +508,9 @@ class PendingCalls:
         live = self._live.pop(command.request_id)
         self._note_change(command.request_id)
         self.lent.release(command.request_id)
-        # Without a cause the room was complete, so its first token has arrived.
-        first_token, aux = (None, {}) if command.cause else live.first_tokens[command.generation]
+        # Without a cause the room was complete, so its first token has arrived, if a prefill was named.
+        has_token = live.request.prefills and not command.cause
+        first_token, aux = live.first_tokens[command.generation] if has_token else (None, {})
         detail = command.detail
         if live.prefill_words and command.cause in PREFILL_CAUSES:
             detail += f"; on this rank: {live.prefill_words}"

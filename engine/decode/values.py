@@ -38,7 +38,8 @@ class DecodeRequest:
     """A sequence of ints, an array (numpy, torch in host memory), or packed little-endian u32 bytes (fastest)."""
     prefill: str | Sequence[str]
     """Address of the prefill worker, or several, tried in order when one is lost. A worker of several ranks is named by
-    the addresses of all of them, in order, joined by commas; the same on all ranks of a decode instance.
+    the addresses of all of them, in order, joined by commas; the same on all ranks of a decode instance. None at all,
+    `()`, is for `restore_into` only: host memory and storage serve the prompt, as far as they have it.
     """
     max_new_tokens: Count = 0
     """Maximum tokens to be generated, the first one included; 0 if it is unknown. No device page is held in reserve for
@@ -86,7 +87,7 @@ class DecodeRequest:
                 f"little-endian u32 bytes, not {short(self.tokens)}"
             )
         ranks = [address.split(",") for address in self.prefills]
-        if not ranks or any(len(set(addresses)) < len(addresses) or "" in addresses for addresses in ranks):
+        if any(len(set(addresses)) < len(addresses) or "" in addresses for addresses in ranks):
             raise InvalidRequest(
                 f"request {self.request_id!r}: prefill must be one address or more, each with all ranks of a worker "
                 f"once, joined by commas, not {short(self.prefill)}"

@@ -72,7 +72,6 @@ async def test_a_prefill_that_differs_is_refused_by_the_field(
     [
         ({"request_id": ""}, "request_id"),
         ({"prefill": ""}, "prefill"),
-        ({"prefill": []}, "prefill"),
         ({"deadline_s": 0}, "deadline_s"),
         ({"send_prompt": "perhaps"}, "send_prompt must be true or false, not 'perhaps'"),
         ({"max_new_tokens": -1}, "max_new_tokens"),

@@ -79,6 +79,40 @@ async def test_each_tier_serves_its_part_after_an_offer(make_pair) -> None:
         await pair.assert_nothing_held()
 
 
+async def test_without_a_prefill_host_memory_and_storage_serve_what_they_have(make_pair) -> None:
+    storage = open_storage("memory:?capacity=64MiB")
+    async with make_pair(device="lent", storage=storage) as pair:
+        pair.kv.fill(PAGES, digests(PROMPT))
+        await pair.engine.offer(PROMPT, PAGES)
+
+        async def alone(request_id: str, tokens: Sequence[int], pages: Sequence[int], have: int = 0) -> RestoredPages:
+            request = dataclasses.replace(pair.request(request_id, tokens), prefill=())
+            restored = await pair.engine.restore_into(request, pages, have)
+            assert wrong(pair, tokens, pages, restored.good_tokens) == []
+            await pair.assert_nothing_held()
+            return restored
+
+        kept, other = PROMPT[:20], [10, 11, 12, 13, 14]
+        host = await alone("r1", kept, other)
+        assert (host.is_complete, host.sources["l2"], host.first_token) == (True, 20, None)
+        await pair.engine.wait_settled()
+        await pair.engine.flush(("l2",))
+        stored = await alone("r2", kept, [PAGES[0], *other[1:]], have=4)
+        assert (stored.is_complete, stored.sources["l1"], stored.sources["l3"]) == (True, 4, 16)
+        # What they do not have is the caller's to compute.
+        short = await alone("r3", PROMPT, [20, 21, 22, 23, 24, 25])
+        assert (short.is_complete, short.first_token) == (False, None)
+        assert short.cause == "prefill failed" and "names no prefill" in short.detail
+        assert pair.peer.statistics()["rooms_pending"] == 0
+
+
+async def test_only_lent_pages_are_restored_without_a_prefill(make_pair) -> None:
+    async with make_pair() as pair:
+        with pytest.raises(InvalidRequest, match="prefill names no address; only restore_into"):
+            await pair.engine.restore(dataclasses.replace(pair.request("r1", PROMPT), prefill=()))
+        await pair.assert_nothing_held()
+
+
 async def test_offers_of_a_growing_prompt_copy_each_page_once(make_pair) -> None:
     async with make_pair(device="lent") as pair:
         pair.kv.fill(PAGES, digests(PROMPT))

@@ -53,7 +53,6 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", pag
         ("cache", "no"),
         ("prefill", None),
         ("prefill", 5),
-        ("prefill", []),
         ("prefill", [""]),
     ],
 )
