@@ -34,6 +34,7 @@ from tidekv.engine.thread.tickets import (
     Failed,
     Finished,
     Live,
+    LookedUp,
     Mailbox,
     Offered,
     OnDone,
@@ -54,7 +55,17 @@ if TYPE_CHECKING:
     from tidekv.engine.decode.values import ReadyRequest
     from tidekv.states.types import PageIds
 
-__all__ = ["EngineThread", "Failed", "Finished", "Offered", "Outcome", "Restored", "RestoredInto", "Retracted"]
+__all__ = [
+    "EngineThread",
+    "Failed",
+    "Finished",
+    "LookedUp",
+    "Offered",
+    "Outcome",
+    "Restored",
+    "RestoredInto",
+    "Retracted",
+]
 
 LOG = engine_log("tidekv.engine")
 T = TypeVar("T")
@@ -295,6 +306,23 @@ class EngineThread:
             return Offered(ticket.number, await done)
 
         return self._begin_behind_streams(ticket, work)
+
+    def look_up(
+        self, tokens: Tokens, *, namespace: str = "", timeout_s: float = 0.05, on_done: OnDone | None = None
+    ) -> int:
+        """See `DecodeEngine.look_up`; returns its ticket, whose outcome is `LookedUp`, or `Failed`. Never waits.
+
+        Raises InvalidRequest (bad tokens) or EngineClosed.
+        """
+        packed = pack_tokens(tokens, vocabulary=self._vocabulary)
+        self._loop.check()
+        ticket = self._tickets.issue("look_up", on_done)
+
+        async def work() -> Outcome:
+            found = await self._engine.look_up(packed, namespace=namespace, timeout_s=timeout_s)
+            return LookedUp(ticket.number, found)
+
+        return self._begin(ticket, work)
 
     def _copied(self, component_pages: LentComponents | None, where: str) -> dict[str, PageIds]:
         """Return pages of components by name. Raises InvalidRequest; the engine checks their number."""

@@ -24,10 +24,10 @@ from tidekv.states.errors import InvalidRequest, RequestFailed
 from tidekv.states.validation import refusal
 
 if TYPE_CHECKING:
-    from tidekv.engine.decode.values import OfferedPages, RestoredPages, RetractedRequest
+    from tidekv.engine.decode.values import OfferedPages, PromptLookUp, RestoredPages, RetractedRequest
 
 
-Call: TypeAlias = Literal["restore", "retract", "finish", "offer"]
+Call: TypeAlias = Literal["restore", "retract", "finish", "offer", "look_up"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +77,28 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
+class LookedUp:
+    """End of `look_up`."""
+
+    ticket: int
+    found: PromptLookUp
+    request_id: str = ""
+    """Always empty: a look-up belongs to no request."""
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """Failure of a call, which ends the request: it has no pages any more, and its id is free."""
 
     ticket: int
     request_id: str
-    """Empty for an offer."""
+    """Empty for an offer and a look-up."""
     call: Call
     error: Exception
     """RequestFailed with its cause, or another error that the same call of `DecodeEngine` raises."""
 
 
-Outcome: TypeAlias = "Restored | RestoredInto | Offered | Retracted | Finished | Failed"
+Outcome: TypeAlias = "Restored | RestoredInto | Offered | LookedUp | Retracted | Finished | Failed"
 OnDone: TypeAlias = "Callable[[Outcome], None]"
 
 
