@@ -806,6 +806,53 @@ def test_blocks_in_another_order_are_refused(start: Start, caplog: pytest.LogCap
     assert prefill.counts == {"sends_unclaimed": 1}
 
 
+def test_a_prompt_without_a_prefill_gets_what_host_memory_and_storage_have(start: Start, tmp_path: Path) -> None:
+    settings = {"uri": f"file:{tmp_path}/store?capacity=16MB", "lookup_timeout_s": LIMIT_S}
+    decode = start("kv_consumer", **settings)
+    assert decode.add(request_of("own", PROMPT, None), PLACES) is None
+    decode.step_until(lambda: decode.ask("own", PLACES) == 0)
+    decode.compute("own", chunk=100)
+    assert decode.finish("own") == (True, None)
+    decode.step_until(lambda: decode.freed)
+    longer = [*PROMPT[: 4 * BLOCK], *range(500, 500 + 2 * BLOCK)]
+
+    def is_restored_from(source: str, decode: HandoverVllm) -> None:
+        decode.overwrite(OTHERS)
+        # The first block is vLLM's own hit.
+        assert decode.add(request_of("again", longer, None), OTHERS[:4], computed=BLOCK) is None
+        decode.step_until(lambda: decode.ask("again", OTHERS[:4], computed=BLOCK))
+        decode.step_until(lambda: "again" in decode.loaded)
+        assert decode.holds("again", longer[: 4 * BLOCK], first=BLOCK)
+        assert not decode.invalid
+        assert decode.counts[f"restore_tokens_{source}"] == 3 * BLOCK
+        # It is claimed once.
+        assert decode.ask("again", OTHERS[:4], computed=0) == 0
+
+    is_restored_from("l2", decode)
+    decode.worker._worker._decodes[0]._engine.wait_settled()
+    decode.close()
+    is_restored_from("l3", start("kv_consumer", **settings))
+
+
+def test_a_prompt_without_a_prefill_waits_for_its_look_up_no_longer_than_the_limit(start: Start) -> None:
+    decode = start("kv_consumer", lookup_timeout_s=0.2)
+    assert decode.add(request_of("r", PROMPT, None), PLACES) is None
+    # No worker answers: no step is run.
+    until_s = time.monotonic() + LIMIT_S
+    while (answer := decode.ask("r", PLACES)) is None:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    assert answer == 0
+
+
+@pytest.mark.parametrize("case", ["short", "new", "logprobs", "pictures"])
+def test_prompts_that_a_restore_would_not_serve_are_not_looked_up(start: Start, case: str) -> None:
+    decode = start("kv_consumer", lookup_timeout_s=LIMIT_S, recompute_threshold=64 if case == "short" else 0)
+    changes = {"logprobs": {"skip_reading_prefix_cache": True}, "pictures": {"mm_features": [object()]}}.get(case, {})
+    request = request_of("r", PROMPT[:BLOCK] if case == "new" else PROMPT, None, **changes)
+    assert decode.add(request, PLACES) == 0
+
+
 @pytest.mark.parametrize(
     ("handover", "changes", "words"),
     [

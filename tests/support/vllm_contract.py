@@ -131,6 +131,11 @@ class KVConnectorTransferResults:
     failed_recving: set[str] = field(default_factory=set)
 
 
+class KVConnectorWorkerMetadata(ABC):
+    @abstractmethod
+    def aggregate(self, other): ...
+
+
 class SupportsHMA(ABC):
     @abstractmethod
     def request_finished_all_groups(self, request, block_ids): ...
@@ -196,6 +201,7 @@ CONTRACT: dict[str, dict[str, object]] = {
         "KVConnectorMetadata": KVConnectorMetadata,
         "KVConnectorRole": KVConnectorRole,
         "KVConnectorTransferResults": KVConnectorTransferResults,
+        "KVConnectorWorkerMetadata": KVConnectorWorkerMetadata,
         "SupportsHMA": SupportsHMA,
     },
     f"{V1}.metrics": {

@@ -123,6 +123,7 @@ class HandoverVllm:
         if receives:
             handover.setdefault("dials", ["127.0.0.1:*"])
             handover.setdefault("recompute_threshold", 0)  # Prompts of tests are short.
+            handover.setdefault("lookup_timeout_s", 0)
         all_configs = []
         for rank in range(ranks):
             configs = configs_of(
@@ -224,6 +225,7 @@ class HandoverVllm:
         # From one process to another.
         metadata = pickle.dumps(self.scheduler.build_connector_meta(output))
         freed, loaded, invalid, events = set[str](), set[str](), set[int](), []
+        meta = None
         for rank, worker in enumerate(self.workers):
             worker.handle_preemptions(pickle.loads(metadata))
             worker.bind_connector_metadata(pickle.loads(metadata))
@@ -236,6 +238,8 @@ class HandoverVllm:
             loaded |= self._by_all("loaded", results.finished_recving)
             self.failed += results.failed_recving
             invalid |= worker.get_block_ids_with_load_errors()
+            found = pickle.loads(pickle.dumps(worker.build_connector_worker_meta()))
+            meta = found if meta is None else meta if found is None else meta.aggregate(found)
             events.append(pickle.loads(pickle.dumps(worker.get_kv_connector_kv_cache_events())))
             worker.clear_connector_metadata()
             stats = worker.get_kv_connector_stats()
@@ -249,6 +253,7 @@ class HandoverVllm:
                 finished_sending=freed,
                 invalid_block_ids=invalid,
                 kv_cache_events=joined_events(events),
+                kv_connector_worker_meta=meta,
             )
         )
         assert self.scheduler.get_kv_connector_stats() is None, "the workers count"

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -60,6 +61,18 @@ class TidekvMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no 
 
 NO_STEP: Final = TidekvMetadata(None)
 """Metadata of a worker between two steps: no jobs."""
+
+
+@dataclass
+class TidekvFound(KVConnectorWorkerMetadata):  # type: ignore[misc]  # As above.
+    """What look-ups have found: by request, the tokens that each rank has. vLLM joins those of all workers."""
+
+    found: dict[str, list[int]]
+
+    def aggregate(self, other: TidekvFound) -> TidekvFound:
+        """Return the answers of both."""
+        names = {**self.found, **other.found}
+        return TidekvFound({name: self.found.get(name, []) + other.found.get(name, []) for name in names})
 
 
 @dataclass
@@ -334,6 +347,11 @@ class TidekvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """Return what this worker's host memory and storage have gained and lost; None if nothing."""
         reports = [] if self._handover_worker is None else self._handover_worker.take_events()
         return TidekvKVEvents(reports) if reports else None
+
+    def build_connector_worker_meta(self) -> TidekvFound | None:
+        """Return what look-ups have found since the last call; None if none has ended."""
+        found = self._handover_worker.take_answers() if self._handover_worker is not None else {}
+        return TidekvFound(found) if found else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return blocks with garbage, of the loads that `get_finished` returned last, for vLLM to recompute."""

@@ -24,12 +24,22 @@ class BlockNames:
 
 
 @dataclass(frozen=True, slots=True)
+class LookUpJob:
+    """Look-up of a prompt that names no prefill; `tokens` are those of its full blocks, as in RestoreJob."""
+
+    request_id: str
+    tokens: bytes = field(repr=False)
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
 class RestoreJob:
     """Restore of a prompt into vLLM's blocks.
 
-    `prefill` has the addresses of prefill's tensor-parallel ranks, separated by commas. `blocks` are those of all
-    tokens; the first `have_tokens` tokens, whole blocks, are valid and stay as they are. `tokens` is what is handed
-    over of the prompt, as packed little-endian u32, `prompt` its digest, which prefill compares.
+    `prefill` has the addresses of prefill's tensor-parallel ranks, separated by commas; empty if host memory and
+    storage are to serve all of it. `blocks` are those of all tokens; the first `have_tokens` tokens, whole blocks, are
+    valid and stay as they are. `tokens` is what is handed over of the prompt, as packed little-endian u32, `prompt` its
+    digest, which prefill compares.
     """
 
     request_id: str
@@ -105,6 +115,7 @@ class HandoverJobs:
     is not found any more. `publishes_again`: vLLM has told the listeners of its KV events that nothing is left.
     """
 
+    lookups: list[LookUpJob] = field(default_factory=list)
     restores: list[RestoreJob] = field(default_factory=list)
     sends: list[SendJob] = field(default_factory=list)
     offers: list[OfferJob] = field(default_factory=list)
@@ -121,7 +132,8 @@ class HandoverJobs:
     def is_empty(self) -> bool:
         """Whether the step has no jobs."""
         return not (
-            self.restores
+            self.lookups
+            or self.restores
             or self.sends
             or self.offers
             or self.declined

@@ -21,7 +21,8 @@ token (see `groups`), as vLLM's own connectors have it do for states. All calls 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from secrets import token_hex
 from typing import (  # vLLM's requests are not typed here: tests and type checks go without vLLM.
@@ -40,6 +41,7 @@ from tidekv.engine.integrations.vllm.handover.jobs import (
     BlockNames,
     DeclineJob,
     HandoverJobs,
+    LookUpJob,
     OfferJob,
     RestoreJob,
     SendJob,
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
 LOG = engine_log("tidekv.vllm")
 ONE_GROUP: Final = BlockGroups(0, ())
 """Those of a model whose layers keep KV of all tokens."""
+ALONE: Final = "without-prefill:"
+"""Prefix of the names of restores that no prefill takes part in, which are no rooms."""
 ROOM_BYTES = 16
 """Random bytes in the name of a room that prefill names."""
 
@@ -130,8 +134,52 @@ class _LiveRestores:
         return (request.kv_transfer_params["prefill"], request.block_hashes[shareable - 1]) if shareable else None
 
 
+class LookUps:
+    """Look-ups of prompts that name no prefill, in host memory and storage of all ranks."""
+
+    def __init__(self, ranks: int, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._asked_at_s: dict[str, float] = {}
+        self._answers: dict[str, list[int]] = {}
+        """Tokens found by each rank that has answered, by request."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is looked up."""
+        return self._timeout_s > 0
+
+    def ask(self, request_id: str) -> None:
+        """Note a look-up that begins with the next step."""
+        self._asked_at_s[request_id] = self._clock()
+        self._answers[request_id] = []
+
+    def answered(self, found: Mapping[str, Sequence[int]]) -> None:
+        """Take answers of ranks, by request; those of requests that have ended are ignored."""
+        for request_id, tokens in found.items():
+            if request_id in self._answers:
+                self._answers[request_id] += tokens
+
+    def found(self, request_id: str) -> int | None:
+        """Return how many tokens all ranks have, 0 without a look-up; None while a rank has not answered in time."""
+        answers = self._answers.get(request_id)
+        if answers is None:
+            return 0
+        if len(answers) == self._ranks:
+            return min(answers)
+        return None if self._clock() - self._asked_at_s[request_id] < self._timeout_s else 0
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request."""
+        self._asked_at_s.pop(request_id, None)
+        self._answers.pop(request_id, None)
+
+
 class DecodeScheduler:
     """Claims the prompts that prefill computes, each at most once: after a failure vLLM computes.
+
+    Of a prompt that names no prefill it claims what host memory and storage have.
 
     What it does not claim it declines, so that prefill does not hold the blocks until its own limit.
     """
@@ -144,10 +192,12 @@ class DecodeScheduler:
         recompute_threshold: int = 0,
         naming: BlockNaming | None = None,
         groups: BlockGroups = ONE_GROUP,
+        lookups: LookUps | None = None,
     ) -> None:
-        """`naming`: only if vLLM publishes KV events."""
+        """`naming`: only if vLLM publishes KV events. Without `lookups` nothing is looked up."""
         self._block_size = block_size
         self._groups = groups
+        self._lookups = lookups or LookUps(ranks, 0.0)
         self._naming = naming
         self._dials = dials
         self._recompute_threshold = recompute_threshold
@@ -171,15 +221,25 @@ class DecodeScheduler:
             self._jobs.hints.append(now)
         if late is not None:
             self._late_hints[request.request_id] = late
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_prefill"):
+            self._look_up(request)
+
+    def answered(self, found: Mapping[str, Sequence[int]]) -> None:
+        """Take the answers of ranks to look-ups: by request, the tokens that each of some ranks has."""
+        self._lookups.answered(found)
 
     def matched(self, request: Any, computed: int) -> int | None:
         """Return the tokens of the prompt behind `computed`, which ends a block, if prefill is to send them.
 
-        None: another request's restore brings in the same blocks, vLLM asks again in its next step.
+        None: another request's restore brings in the same blocks, or the look-up of a prompt without a prefill is under
+        way; vLLM asks again in its next step.
         """
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_prefill") or request.request_id in self._claimed:
+        if request.request_id in self._claimed:
             return 0
+        if not params.get("do_remote_prefill"):
+            return self._found(request, computed)
         if not _names_room(request):
             LOG.warning(
                 "do_remote_prefill needs prefill and room, as prefill's answer names them: the prompt is computed here",
@@ -223,18 +283,22 @@ class DecodeScheduler:
         """Plan the restore of a prompt into its blocks."""
         if not external_tokens:
             return
-        request_id, params = request.request_id, request.kv_transfer_params
+        request_id, params = request.request_id, request.kv_transfer_params or {}
         self._claimed.add(request_id)
         self._loading.add(request_id)
-        if not self._groups.components:
-            self._live.begin(request, self._computed[request_id])
-        handed = self._groups.handed_tokens(int(request.num_prompt_tokens))
+        if is_alone := not params.get("do_remote_prefill"):
+            handed = self._computed[request_id] + external_tokens
+            self._lookups.forget(request_id)
+        else:
+            handed = self._groups.handed_tokens(int(request.num_prompt_tokens))
+            if not self._groups.components:
+                self._live.begin(request, self._computed[request_id])
         tokens = pack_tokens(request.prompt_token_ids[:handed])
         self._jobs.restores.append(
             RestoreJob(
                 request_id=request_id,
-                room=params["room"],
-                prefill=params["prefill"],
+                room=f"{ALONE}{request_id}" if is_alone else params["room"],
+                prefill="" if is_alone else params["prefill"],
                 tokens=tokens,
                 prompt=_digest_of(request, tokens),
                 blocks=tuple(table[self._groups.full]),
@@ -288,6 +352,7 @@ class DecodeScheduler:
         self._computed.pop(request_id, None)
         self._claimed.discard(request_id)
         self._live.forget(request_id)
+        self._lookups.forget(request_id)
         if request_id in self._loading:
             self._jobs.aborted.append(request_id)
             self._loading.discard(request_id)
@@ -309,6 +374,32 @@ class DecodeScheduler:
             )
         )
         return True
+
+    def _look_up(self, request: Any) -> None:
+        # vLLM computes the last token in any case. Of windows and states, what is kept ends where a prompt has ended.
+        blocks = (int(request.num_prompt_tokens) - 1) // self._block_size
+        if (
+            not self._lookups.is_on
+            or self._groups.components
+            or blocks * self._block_size <= self._recompute_threshold
+            or request.skip_reading_prefix_cache
+            or not is_of_tokens(request)
+        ):
+            return
+        self._lookups.ask(request.request_id)
+        tokens = pack_tokens(request.prompt_token_ids[: blocks * self._block_size])
+        self._jobs.lookups.append(LookUpJob(request.request_id, tokens, namespace_of(request, self._reset_salt)))
+
+    def _found(self, request: Any, computed: int) -> int | None:
+        """Return the tokens behind `computed` that host memory and storage have, if they are worth a restore."""
+        found = self._lookups.found(request.request_id)
+        if found is None:
+            return None
+        found -= found % self._block_size
+        if found <= computed or computes_rest(found - computed, threshold=self._recompute_threshold):
+            return 0
+        self._computed[request.request_id] = computed
+        return found - computed
 
     def _kept_components(self, request: Any, table: Table, tokens: int) -> dict[str, tuple[int, ...]]:
         """Return the blocks that the end of so many tokens needs, by component, where vLLM has them still."""
@@ -471,6 +562,7 @@ class HandoverScheduler:
                 handover.settings.recompute_threshold,
                 naming,
                 handover.groups,
+                LookUps(handover.ranks, handover.settings.lookup_timeout_s),
             )
             if handover.receives
             else None
@@ -519,6 +611,9 @@ class HandoverScheduler:
             self._prefill.freed(connector_output.finished_sending or ())
         if self._decode is not None:
             self._decode.loaded(connector_output.finished_recving or ())
+            found = connector_output.kv_connector_worker_meta
+            if found is not None:
+                self._decode.answered(found.found)
 
     def finished(self, request: Any, table: Table) -> tuple[bool, dict[str, Any] | None]:
         """End a request. True: vLLM holds its blocks until decode has received them, or they are in host memory."""

@@ -19,7 +19,7 @@ from tidekv.engine.integrations.link_settings import LinkSettings
 from tidekv.engine.integrations.vllm.handover.groups import BlockGroups, read_groups
 from tidekv.engine.integrations.vllm.settings import HINT, check_shareable
 from tidekv.states.errors import InvalidConfig, InvalidRequest
-from tidekv.states.validation import Count, PositiveCount, host_and_port
+from tidekv.states.validation import Count, PositiveCount, SecondsOrZero, host_and_port
 from tidekv.transports.control.addresses import Dials
 
 WHERE: Final = f"{HINT}.handover"
@@ -44,6 +44,10 @@ class HandoverSettings(LinkSettings, frozen=True, kw_only=True, forbid_unknown_f
     recompute_threshold: Count = 64
     """Tokens of a prompt that decode computes rather than receives: if vLLM's own blocks lack at most so many,
     prefill's room is declined at once. 0: decode asks prefill for each token but those that it has.
+    """
+    lookup_timeout_s: SecondsOrZero = 0.5
+    """Maximum seconds for which a request of decode that names no prefill waits for its look-up in host memory and
+    storage. 0: such requests are not looked up, and vLLM computes them.
     """
 
 

@@ -31,6 +31,7 @@ from tidekv.engine.integrations.vllm.handover.jobs import (
     PREFILL_FIRST,
     DeclineJob,
     HandoverJobs,
+    LookUpJob,
     OfferJob,
     RestoreJob,
     SendJob,
@@ -42,7 +43,7 @@ from tidekv.engine.integrations.vllm.start_report import report_tiers
 from tidekv.engine.log import engine_log
 from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer, Room
-from tidekv.engine.thread.engine_thread import EngineThread, Failed, Offered, RestoredInto
+from tidekv.engine.thread.engine_thread import EngineThread, Failed, LookedUp, Offered, RestoredInto
 from tidekv.engine.thread.prefill_thread import PrefillThread
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause, RequestFailed, TidekvError
 from tidekv.states.handover.prompt_digest import PromptDigest
@@ -214,7 +215,7 @@ class DecodeWorker:
             engine.publish_to(self._events.server_events)
         self._engine = EngineThread(engine)
         self._counts = counts
-        self._jobs: dict[int, RestoreJob | OfferJob] = {}
+        self._jobs: dict[int, RestoreJob | OfferJob | LookUpJob] = {}
         """Calls of the engine that have no outcome yet, by ticket."""
         self._rooms: dict[str, str] = {}
         """Rooms of the restores under way, by request; a room is the request's id within the engine."""
@@ -223,10 +224,25 @@ class DecodeWorker:
         self._loaded: set[str] = set()
         self._freed: set[str] = set()
         self._invalid: set[int] = set()
+        self._answers: dict[str, int] = {}
+        """Tokens that look-ups have found, by request, unreported."""
         self._has_components = bool(pools.components)
         self._failed: set[str] = set()
         """With components: requests whose restore has failed, unreported."""
         self._engine.start()
+
+    def look_up(self, job: LookUpJob) -> None:
+        """Start a look-up. Its answer is returned by `take_answers`."""
+        try:
+            timeout_s = self._handover.settings.lookup_timeout_s
+            self._jobs[self._engine.look_up(job.tokens, namespace=job.namespace, timeout_s=timeout_s)] = job
+        except TidekvError as error:
+            self._fail(job, str(error))
+
+    def take_answers(self) -> dict[str, int]:
+        """Return the tokens that the look-ups that have ended have found, by request."""
+        answers, self._answers = self._answers, {}
+        return answers
 
     def restore(self, job: RestoreJob) -> None:
         """Start a restore. Its end is returned by `take_finished` exactly once."""
@@ -236,7 +252,7 @@ class DecodeWorker:
             request = DecodeRequest(
                 request_id=job.room,
                 tokens=job.tokens,
-                prefill=self._handover.own_address(job.prefill),
+                prefill=self._handover.own_address(job.prefill) if job.prefill else (),
                 namespace=job.namespace,
                 prompt_digest=job.prompt,
                 priority=job.priority,
@@ -288,7 +304,7 @@ class DecodeWorker:
 
     def is_transferring(self) -> bool:
         """Whether a restore or an offer is under way, or has ended unreported."""
-        return bool(self._jobs or self._loaded or self._freed)
+        return bool(self._jobs or self._loaded or self._freed or self._answers)
 
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks that the last ended restores did not fill."""
@@ -346,6 +362,8 @@ class DecodeWorker:
                 self._freed.add(job.request_id)
                 if job.hints is not None:
                     self.hint(job.hints)
+            elif isinstance(outcome, LookedUp) and isinstance(job, LookUpJob):
+                self._answers[job.request_id] = outcome.found.l2 + outcome.found.l3
             elif isinstance(outcome, Failed) and job is not None:
                 if _is_end_of_engine(outcome.error):
                     self._give_up(outcome.error)
@@ -370,8 +388,11 @@ class DecodeWorker:
             self._fail(job, str(error))
         self._jobs.clear()
 
-    def _fail(self, job: RestoreJob | OfferJob, cause: str) -> None:
-        if isinstance(job, RestoreJob):
+    def _fail(self, job: RestoreJob | OfferJob | LookUpJob, cause: str) -> None:
+        if isinstance(job, LookUpJob):
+            LOG.warning("a prompt could not be looked up", request_id=job.request_id, cause=cause)
+            self._answers[job.request_id] = 0
+        elif isinstance(job, RestoreJob):
             self._end_restore(job, job.have_tokens, cause)
         else:
             self._end_offer(job, cause)
@@ -384,7 +405,8 @@ class DecodeWorker:
             # Its client has left: no failure, and nothing that vLLM would compute.
             self._aborted.discard(job.request_id)
             # If it ended before prefill was asked, prefill would hold the blocks until its own limit.
-            self._decline(job.room, self._handover.own_address(job.prefill), job.prompt)
+            if job.prefill:
+                self._decline(job.room, self._handover.own_address(job.prefill), job.prompt)
             return
         if not cause:
             return
@@ -512,6 +534,8 @@ class HandoverWorker:
                 decode.abort(request_id)
             for job in jobs.declined:
                 decode.decline(job)
+            for lookup in jobs.lookups:
+                decode.look_up(lookup)
 
     def start_loads(self, jobs: HandoverJobs) -> None:
         """Start the restores of a step."""
@@ -555,6 +579,14 @@ class HandoverWorker:
     def take_failed(self) -> set[str]:
         """Return the requests whose restore failed as a whole; of one that goes on at other ranks, before its end."""
         return {request_id for decode in self._decodes for request_id in decode.take_failed()}
+
+    def take_answers(self) -> dict[str, list[int]]:
+        """Return what look-ups have found: by request, the tokens that each rank of this worker has."""
+        found: dict[str, list[int]] = {}
+        for decode in self._decodes:
+            for request_id, tokens in decode.take_answers().items():
+                found.setdefault(request_id, []).append(tokens)
+        return found
 
     def take_events(self) -> list[RankReport]:
         """Return what is new of the KV events, by rank."""
