@@ -11,10 +11,10 @@ SPECIAL = ("<s>", "</s>", "<pad>", "<unk>")
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a Llama, of a Gemma 3 with `window`, or of a DeepSeek V2 with `latent`.
+    """Sizes of a Llama, of a Gemma 3 with `window`, of an LFM2 with `has_states`, or of a DeepSeek V2 with `latent`.
 
-    `window`: every other layer sees that many tokens only. `latent`: elements of a token's KV in a layer (MLA), of
-    which ROPE carry its position.
+    `window`: every other layer sees that many tokens only. `has_states`: every other layer keeps a state instead of KV.
+    `latent`: elements of a token's KV in a layer (MLA), of which ROPE carry its position.
     """
 
     layers: int = 4
@@ -24,6 +24,7 @@ class ModelShape:
     vocabulary: int = 2048
     positions: int = 16_384
     window: int | None = None
+    has_states: bool = False
     latent: int | None = None
 
     @property
@@ -37,6 +38,7 @@ class ModelShape:
     def name(self) -> str:
         """Name of the model's folder."""
         kind = f"-w{self.window}" if self.window else f"-mla{self.latent}" if self.latent else ""
+        kind += "-states" if self.has_states else ""
         return f"tiny-l{self.layers}-h{self.hidden}-{self.heads}x{self.kv_heads}-v{self.vocabulary}{kind}"
 
 
@@ -52,6 +54,8 @@ def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7)
         DeepseekV2ForCausalLM,
         Gemma3ForCausalLM,
         Gemma3TextConfig,
+        Lfm2Config,
+        Lfm2ForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         PreTrainedTokenizerFast,
@@ -86,6 +90,9 @@ def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7)
                 first_k_dense_replace=shape.layers,  # No layer has experts.
             )
         )
+    elif shape.has_states:
+        kinds = ["conv", "full_attention"] * shape.layers
+        model = Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=kinds[: shape.layers], block_auto_adjust_ff_dim=False))
     elif shape.window is None:
         model = LlamaForCausalLM(LlamaConfig(**sizes))
     else:

@@ -84,6 +84,9 @@ def conversations(
         str, typer.Option(help='Further keys of tidekv\'s "handover" as JSON, such as {"promise_timeout_s": 600}.')
     ] = "{}",
     window: Annotated[int | None, typer.Option(help="Serve a Gemma 3 with sliding windows of this size.")] = None,
+    states: Annotated[
+        bool, typer.Option("--states", help="Serve an LFM2, half of whose layers keep states instead of KV.")
+    ] = False,
     latent: Annotated[
         int | None,
         typer.Option(
@@ -124,7 +127,7 @@ def conversations(
         aborts=aborts,
         seed=seed,
     )
-    shape = ModelShape(window=window, latent=latent)
+    shape = ModelShape(window=window, has_states=states, latent=latent)
     each = load.conversation_tokens * shape.kv_bytes_per_token
     options = ServerOptions(
         model=make_model(BUILD, shape),

@@ -16,7 +16,7 @@ from benchmarks.servers.redis_server import RedisServer
 from benchmarks.servers.routes import OneServer, Route
 from benchmarks.vllm_pair.client import Client
 from benchmarks.vllm_pair.router import Router
-from benchmarks.vllm_pair.routes import PrefillAndDecode, PrefillThenDecode
+from benchmarks.vllm_pair.routes import PrefillAndDecode, PrefillThenDecode, RestOnDecode
 from benchmarks.vllm_pair.server import Server, ServerOptions
 from benchmarks.vllm_pair.variants import Variant
 
@@ -55,7 +55,9 @@ async def running(
             return client, OneServer(client, router, (*prefill_servers, *decode_servers))
         if not prefill_servers:
             return client, OneServer(client, decode_servers[0])
-        pattern = PrefillAndDecode if variant.is_concurrent else PrefillThenDecode
+        if variant.is_concurrent:
+            return client, PrefillAndDecode(client, prefill_servers, decode_servers)
+        pattern = RestOnDecode if variant.rests_on_decode else PrefillThenDecode
         return client, pattern(client, prefill_servers, decode_servers)
 
     others = {} if redis is None else {STORAGE: partial(strike, redis)}

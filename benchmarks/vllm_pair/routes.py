@@ -1,8 +1,9 @@
-"""Routes of a request through vLLM's servers: the sequential pattern of its proxies, or both ends at once.
+"""Routes of a request through vLLM's servers: the sequential pattern of its proxies, both ends at once, decode alone.
 
     prefill: one token, "do_remote_decode" ──▶ its kv_transfer_params ──▶ decode: the answer
     prefill: one token, "do_remote_decode", a room ─┬─ at once
     decode: the answer, prefill's address, the room ┘
+    prefill and decode for the first turn of a conversation; later turns: decode alone
 
 A conversation stays with its servers, so that their prefix caches serve it.
 """
@@ -13,7 +14,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from benchmarks.servers.answers import Answer
 from benchmarks.servers.program import Program
@@ -51,6 +52,24 @@ class PrefillThenDecode:
         prefill_s = time.perf_counter() - started_s
         answer = await self.client.complete(decode.url, prompt, count=count, request_id=name, transfer=transfer)
         return replace(answer, first_s=prefill_s + answer.first_s, total_s=prefill_s + answer.total_s)
+
+
+@dataclass(frozen=True, slots=True)
+class RestOnDecode(PrefillThenDecode):
+    """As above for the first turn of a conversation. Later ones go to decode alone, which computes what is new."""
+
+    begun: set[int] = field(default_factory=set)
+    """Conversations that had a turn."""
+
+    async def complete(self, prompt: list[int], *, count: int, conversation: int, name: str) -> Answer:
+        """See Route."""
+        if conversation in self.begun:
+            decode = self.decodes[conversation % len(self.decodes)]
+            return await self.client.complete(decode.url, prompt, count=count, request_id=name)
+        # Without zero arguments: a dataclass with slots is another class than the one that its methods know.
+        answer = await PrefillThenDecode.complete(self, prompt, count=count, conversation=conversation, name=name)
+        self.begun.add(conversation)
+        return answer
 
 
 @dataclass(frozen=True, slots=True)

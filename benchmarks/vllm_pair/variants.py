@@ -45,7 +45,7 @@ class Variant:
     """A set-up by name. `counter`: metric of decode that counts the bytes from prefill.
 
     `is_toggled`: its connector writes times of steps. `is_concurrent`: the route names a room and starts prefill and
-    decode at once.
+    decode at once. `rests_on_decode`: later turns of a conversation go to decode alone.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Variant:
     is_quiet: bool = False
     is_toggled: bool = False
     is_concurrent: bool = False
+    rests_on_decode: bool = False
     counter: str | None = None
 
     def bytes_from_prefill(self, decode: Mapping[str, float], prefill: Mapping[str, float]) -> float | None:
@@ -145,6 +146,7 @@ VARIANTS: Final = {
         Variant("tidekv-single", "one server, tidekv's storage", _tidekv_storage, is_pair=False),
         Variant("tidekv-storage", "pair that shares tidekv's storage", _tidekv_storage),
         Variant("tidekv", "tidekv", _tidekv, counter=TIDEKV_BYTES),
+        Variant("tidekv-rest", "tidekv, later turns on decode", _tidekv, counter=TIDEKV_BYTES, rests_on_decode=True),
         Variant("tidekv-both", "tidekv, both at once", _tidekv, counter=TIDEKV_BYTES, is_concurrent=True),
     )
 }

@@ -184,10 +184,43 @@ async def test_the_published_router_serves_through_two_pairs_and_survives_kills(
 LATENT = ("--latent", 576, "--reference", "nixl-quiet", "--turns", 1, "--parallel", 1)
 
 
-@pytest.mark.parametrize("model", [("--window", 256), LATENT], ids=["window", "latent"])
-async def test_models_with_windows_and_with_latent_attention_are_handed_over(
+async def test_models_with_latent_attention_are_handed_over(tmp_path: Path) -> None:
+    options = ("--connector", "tidekv", "--conversations", 3, "--turns", 3, "--tokens", "300:900", "--parallel", 2)
+    figures = await serve(tmp_path / "figures", *options, *LATENT)
+    assert figures["metrics"][COUNT.format("restore_tokens_transfer")] > 0
+
+
+@pytest.mark.parametrize("model", [("--window", 256), ("--states",)], ids=["windows", "states"])
+async def test_models_with_windows_and_states_are_handed_over_and_survive_faults(
     tmp_path: Path, model: tuple[str | int, ...]
 ) -> None:
-    options = ("--connector", "tidekv", "--conversations", 3, "--turns", 3, "--tokens", "300:900", "--parallel", 2)
-    figures = await serve(tmp_path / "figures", *options, *model)
-    assert figures["metrics"][COUNT.format("restore_tokens_transfer")] > 0
+    options = ("--connector", "tidekv", "--conversations", 6, "--turns", 5, "--tokens", "300:1300", "--parallel", 3)
+    events = ("--at", "1:reset:decode-0", "--at", "2:kill:prefill-0", "--at", "3:kill:decode-0")
+    damage = ("--at", "4:damage:decode-0", "--aborts", 0.3)
+    figures = await serve(tmp_path / "figures", *options, *model, *events, *damage)
+    counts = {name: figures["metrics"].get(COUNT.format(name), 0) for name in HANDOVER_COUNTS}
+    assert counts["restore_tokens_transfer"] > 0, counts
+    assert counts["restore_tokens_l2"] > 0, counts
+    assert counts["restore_tokens_l3"] > 0, counts
+
+
+async def test_later_turns_are_served_by_decode_alone(tmp_path: Path) -> None:
+    options = (
+        "--connector",
+        "tidekv-rest",
+        "--conversations",
+        4,
+        "--turns",
+        4,
+        "--tokens",
+        "300:1200",
+        "--parallel",
+        2,
+    )
+    events = ("--at", "2:reset:decode-0", "--at", "3:restart:decode-0")
+    figures = await serve(tmp_path / "figures", *options, *events)
+    counts = {name: figures["metrics"].get(COUNT.format(name), 0) for name in HANDOVER_COUNTS}
+    assert counts["restore_tokens_l2"] > 0, counts
+    assert counts["restore_tokens_l3"] > 0, counts
+    # Prefill computed the first turns only.
+    assert counts["restore_tokens_transfer"] <= 4 * 300, counts
