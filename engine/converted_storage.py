@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from tidekv.backends.copies.slice_moves import SliceCopier
 from tidekv.backends.host.pool import HostPool
-from tidekv.backends.storage.base import Neighbors, StorageStatistics, TakesPrefixKeys, Verdict, prefix_of, touch
+from tidekv.backends.storage.base import Neighbors, StorageStatistics, Verdict, prefix_of, touch
 from tidekv.backends.storage.calls import Call, Calls, all_settled
 from tidekv.engine.log import engine_log
 from tidekv.engine.stored_layouts import Source, StoredLayout
@@ -197,7 +197,7 @@ class ConvertedStorage:
     @property
     def takes_prefix_keys(self) -> bool:
         """Whether the engine does; see TakesPrefixKeys."""
-        return isinstance(self.storage, TakesPrefixKeys) and self.storage.takes_prefix_keys
+        return bool(getattr(self.storage, "takes_prefix_keys", False))
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float, prefix_keys: Sequence[bytes] = ()) -> list[bool]:
         """Return which keys are there in any layout."""

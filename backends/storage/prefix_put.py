@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import compress
+from operator import not_
 from typing import NamedTuple
 
 from tidekv.backends.storage.base import Storage, prefix_of, touch
@@ -37,17 +39,17 @@ async def put_prefix(
     `Storage.put_from`.
     """
     there = await touch(storage, keys, timeout_s=timeout_s, prefix_keys=prefix_keys)
-    missing = [at for at in range(len(pages)) if not there[at]]
+    missing = [*compress(range(len(pages)), map(not_, there))]
     intact = None
     if missing and checked is not None:
-        good = await checked(page_ids(pages[at] for at in missing))
+        good = await checked(page_ids(map(pages.__getitem__, missing)))
         if good is not None:
             intact, missing = missing[good], missing[:good]
     if not missing:
         return PrefixPut(there, 0, intact)
-    ours = page_ids(pages[at] for at in missing)
+    ours = page_ids(map(pages.__getitem__, missing))
     above = prefix_of(storage, [*prefix_keys, *keys[: missing[0]]])
-    flags = await storage.put_from([keys[at] for at in missing], ours, timeout_s=timeout_s, **above)
+    flags = await storage.put_from([*map(keys.__getitem__, missing)], ours, timeout_s=timeout_s, **above)
     if sum(flags) < len(keys):
         # What was put is the newest in storage now. The pages before it must not be evicted before it.
         there = await touch(storage, keys, timeout_s=timeout_s, prefix_keys=prefix_keys)

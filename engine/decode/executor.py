@@ -70,10 +70,6 @@ class CallsInFlight:
         await self._quiet.wait()
 
 
-def ignore_missing(keys: Sequence[bytes]) -> None:
-    """Nothing follows from missing pages."""
-
-
 class EffectLoop(NamedTuple):
     """Where work of commands runs, and where its outcomes go."""
 
@@ -124,7 +120,7 @@ class Executor:
         self._receiver = receiver
         self._log = log
         self._prompt_keys = prompt_keys
-        self.on_missing: Callable[[Sequence[bytes]], None] = ignore_missing
+        self.on_missing: Callable[[Sequence[bytes]], None] | None = None
         """Called with keys that storage was asked for and does not have."""
         self._in_flight = CallsInFlight()
         self._starters: dict[type[Command], Callable[..., None]] = {
@@ -213,7 +209,7 @@ class Executor:
             if command.count:
                 there = await self._exist(storage, keys, command.first)
                 found = leading(there)
-                if storage is self._storage:
+                if storage is self._storage and self.on_missing is not None:
                     self.on_missing([key for key, has in zip(keys[command.first :], there, strict=True) if not has])
             for name, (engine, first) in components.items():
                 here.append(events.StoredComponent(name, ranges_of(await self._exist(engine, keys, first), first)))

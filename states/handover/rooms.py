@@ -28,7 +28,7 @@ from tidekv.states.records.request import Load, Request, RoomRecord
 from tidekv.states.records.span import Span
 from tidekv.states.storage.source_split import SourceLoad
 from tidekv.states.storage.throughput import ThroughputEstimator
-from tidekv.states.types import PageIds, page_ids
+from tidekv.states.types import FULL, PageIds, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -201,9 +201,10 @@ class Rooms:
         elif not span.continues(event):
             self._state.count("chunks_repeated")
         else:
-            before = room.pages_missing
+            before = span.pages_missing(room.ranks)
             span.take(event)
-            self.pages_missing += room.pages_missing - before
+            if span.component == FULL:
+                self.pages_missing += span.pages_missing(room.ranks) - before
             end = event.first + event.count
             if event.last and end == span.first + span.count:
                 span.end(event.rank)

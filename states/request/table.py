@@ -101,7 +101,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from transitions import Machine
+from transitions import Machine, MachineError
 
 from tidekv.states import events
 from tidekv.states.events import Event
@@ -241,8 +241,8 @@ def build_machine(rules: Rules) -> dict[type[Event], Trigger]:
     """Build the machine that all requests of a core share; return the trigger of each event.
 
     Requests are not registered as models. They are passed to each trigger instead. A trigger of the library costs about
-    7 µs, most of it for features that this table does not use, so the core fires an event that it derives itself only
-    if `takes`.
+    7 µs, so only events that can change the state are triggers of the library. The others are most of those of a
+    request: facts about its room, what it takes and gives back.
     """
     machine = Machine(
         model=None,
@@ -257,12 +257,37 @@ def build_machine(rules: Rules) -> dict[type[Event], Trigger]:
                 "conditions": [] if row.only_if is None else [row.only_if],
             }
             for row in TRANSITIONS
+            if row.event in CHANGING
         ],
         auto_transitions=False,
         queued=False,
     )
     # The library knows events by name.
-    return {row.event: machine.events[row.event.__name__].trigger for row in TRANSITIONS}
+    return {
+        row.event: machine.events[row.event.__name__].trigger if row.event in CHANGING else _staying(row.event, rules)
+        for row in TRANSITIONS
+    }
+
+
+def _staying(kind: type[Event], rules: Rules) -> Trigger:
+    """Return the trigger of an event of which no row changes the state: it runs the first row that holds."""
+    rows: dict[str, list[tuple[Guard | None, Action | None]]] = {}
+    for row in TRANSITIONS:
+        for state in row.source if row.event is kind else ():
+            action = None if row.before is None else _bound(row.before, rules)
+            rows.setdefault(state.name, []).append((row.only_if, action))
+
+    def trigger(request: Request, _: Request, event: Event) -> bool:
+        if request.state._name_ not in rows:
+            raise MachineError(f"no row for {kind.__name__} in {request.state.value}")
+        for guard, action in rows[request.state._name_]:
+            if guard is None or guard(request, event):
+                if action is not None:
+                    action(request, event)
+                return True
+        return False
+
+    return trigger
 
 
 def _bound(before: Callable[[Rules], Action], rules: Rules) -> Action:
@@ -270,6 +295,8 @@ def _bound(before: Callable[[Rules], Action], rules: Rules) -> Action:
     return lambda request, event: before(rules)(request, event)
 
 
+CHANGING = {row.event for row in TRANSITIONS if row.dest is not None}
+"""Events of which some row changes the state."""
 DERIVED = (events.StorageDue, events.PlanDue, events.Progressed)
 """Events that the core derives from others, and fires if a row of the table holds. All these rows have a guard."""
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import pytest
 
-from tests.support.instructions import instructions_of
+from tests.support.instructions import calls_of, instructions_of
 from tidekv.states import commands, events
 from tidekv.states.commands import Command
 from tidekv.states.core import Core
@@ -14,6 +14,8 @@ from tidekv.states.settings import CoreSettings
 
 Wanted = TypeVar("Wanted", bound=Command)
 PAGES = 8
+CALLS = 910
+"""Calls of functions that a core makes for one request without host memory and storage."""
 
 
 class Worker:
@@ -58,6 +60,14 @@ class Worker:
         number = self.serial
         self.serve(number)
         self.finish(number)
+
+
+def test_a_request_makes_no_more_calls_than_it_did() -> None:
+    worker = Worker()
+    worker.one_request()
+    made = calls_of(worker.one_request)
+    # A fall is welcome, and to be entered here.
+    assert made <= CALLS, f"{made} calls of functions in the core, from its arrival to its end"
 
 
 @pytest.mark.parametrize("state", ["transfer", "ready"])
