@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any  # Parsed YAML has no types.
 
@@ -17,8 +18,10 @@ import typer
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.support.manifest_schemas import mistakes
 from tidekv.engine.cli.main import app
 from tidekv.engine.config import gather
+from tidekv.engine.integrations.sglang.handover.settings import BACKEND, VARIABLE, read_settings
 from tidekv.engine.integrations.vllm.handover.settings import HandoverSettings
 from tidekv.transports.control.addresses import Dials
 from tools import image_requirements
@@ -92,18 +95,75 @@ def test_the_port_that_is_probed_is_the_one_that_is_listened_at() -> None:
     assert f":{port['containerPort']:04X} " in container["readinessProbe"]["exec"]["command"][2]
 
 
-def vllm_servers() -> dict[str, dict[str, Any]]:
-    """The pod templates of vLLM's servers by name."""
+@pytest.mark.parametrize("file", sorted(path.name for path in DEPLOY.glob("*.yaml")))
+def test_manifests_are_valid_by_the_published_schemas(file: str) -> None:
+    yaml = pytest.importorskip("yaml")
+    documents = [one for one in yaml.safe_load_all((DEPLOY / file).read_text()) if one]
+    assert documents
+    assert [mistake for one in documents for mistake in mistakes(one)] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "mistake"),
+    [
+        ("spec.template.spec.containers.0.readynessProbe", {}, "readynessProbe is no field"),
+        ("spec.template.spec.terminationGracePeriodSeconds", "120", "'120' is no integer"),
+        ("spec.template.spec.enableServiceLinks", 1, "1 is no boolean"),
+        ("spec.template.spec.containers.0.ports.0.containerPort", True, "True is no integer"),
+        ("spec.template.spec.containers.0", {"image": "x"}, "name is missing"),
+        ("apiVersion", "apps/v1beta1", "no kind that is known"),
+    ],
+)
+def test_a_mistake_in_a_manifest_is_found(field: str, value: object, mistake: str) -> None:
     yaml = pytest.importorskip("yaml")
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes-vllm.yaml").read_text()))
-    return {one["metadata"]["name"]: one["spec"]["template"] for one in documents if one["kind"] == "StatefulSet"}
+    (broken, _) = [one for one in documents if one["kind"] == "StatefulSet"]
+    *path, last = field.split(".")
+    place: Any = broken
+    for part in path:
+        place = place[int(part) if part.isdecimal() else part]
+    place[int(last) if last.isdecimal() else last] = value
+    (found,) = mistakes(broken)
+    assert mistake in found
 
 
-@pytest.mark.parametrize(("name", "role"), [("vllm-prefill", "kv_producer"), ("vllm-decode", "kv_consumer")])
-def test_servers_of_vllm_have_settings_that_the_connector_takes(name: str, role: str) -> None:
-    (container,) = vllm_servers()[name]["spec"]["containers"]
+def test_bounds_of_custom_resources_are_checked() -> None:
+    yaml = pytest.importorskip("yaml")
+    pool = list(yaml.safe_load_all((DEPLOY / "kubernetes-vllm.yaml").read_text()))[-1]
+    assert pool["kind"] == "InferencePool"
+    pool["spec"]["targetPorts"][0]["number"] = 70_000
+    pool["spec"]["endpointPickerRef"]["failureMode"] = "Sometimes"
+    assert [mistake.partition(": ")[0] for mistake in mistakes(pool)] == [
+        "InferencePool.spec.targetPorts[0].number",
+        "InferencePool.spec.endpointPickerRef.failureMode",
+    ]
+
+
+def servers(engine: str) -> dict[str, dict[str, Any]]:
+    """The pod templates of an engine's servers by their role."""
+    yaml = pytest.importorskip("yaml")
+    documents = list(yaml.safe_load_all((DEPLOY / f"kubernetes-{engine}.yaml").read_text()))
+    found = {one["metadata"]["name"]: one["spec"]["template"] for one in documents if one["kind"] == "StatefulSet"}
+    return {name.removeprefix(f"{engine}-"): template for name, template in found.items()}
+
+
+def value_of(container: Mapping[str, Any], option: str) -> str:
+    """The value behind an option of a container, with the pod's address filled in."""
     arguments = container["args"]
-    transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1].replace("$(POD_IP)", "10.1.2.3"))
+    return str(arguments[arguments.index(option) + 1]).replace("$(POD_IP)", "10.1.2.3")
+
+
+def paths_are_mounted(container: Mapping[str, Any], secret: str | None, uri: str) -> bool:
+    """Whether what the settings name lies in a volume."""
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    paths = [secret, *([uri.removeprefix("file:")] if uri else [])]
+    return all(path and any(path.startswith(mount) for mount in mounts) for path in paths)
+
+
+@pytest.mark.parametrize(("name", "role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+def test_servers_of_vllm_have_settings_that_the_connector_takes(name: str, role: str) -> None:
+    (container,) = servers("vllm")[name]["spec"]["containers"]
+    transfer = json.loads(value_of(container, "--kv-transfer-config"))
     assert transfer["kv_role"] == role
     assert transfer["kv_load_failure_policy"] == "recompute"
     assert importlib.util.find_spec(transfer["kv_connector_module_path"]) is not None
@@ -111,14 +171,45 @@ def test_servers_of_vllm_have_settings_that_the_connector_takes(name: str, role:
     assert bool(handover.listen) is (role == "kv_producer")
     if handover.dials:
         assert Dials.parse(handover.dials).allows("10.1.2.3:7000")
-    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
-    paths = [handover.secret_file, *([handover.uri.removeprefix("file:")] if handover.uri else [])]
-    assert all(path and any(path.startswith(mount) for mount in mounts) for path in paths)
+    assert paths_are_mounted(container, handover.secret_file, handover.uri)
 
 
-@pytest.mark.parametrize("name", ["vllm-prefill", "vllm-decode"])
-def test_a_server_of_vllm_leaves_in_order_and_has_no_more_rights_than_it_needs(name: str) -> None:
-    spec = vllm_servers()[name]["spec"]
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_servers_of_sglang_have_settings_that_the_backend_takes(name: str) -> None:
+    (container,) = servers("sglang")[name]["spec"]["containers"]
+    variables = {each["name"]: each.get("value", "10.1.2.3") for each in container["env"]}
+    text = re.sub(r"\$\((\w+)\)", lambda found: str(variables[found[1]]), variables[VARIABLE])
+    settings = read_settings({VARIABLE: text})
+    options = dict(each.removeprefix("--").split("=") for each in container["args"] if each.count("=") == 1)
+    assert options["disaggregation-mode"] == name
+    assert options["disaggregation-transfer-backend"] == BACKEND
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert str(ports["http"]) == options["port"]
+    if name == "prefill":
+        assert settings.listen == f"10.1.2.3:{ports['control']}"
+        annotations = servers("sglang")[name]["metadata"]["annotations"]
+        assert annotations == {"sglang.ai/bootstrap-port": options["disaggregation-bootstrap-port"]}
+        assert str(ports["bootstrap"]) == options["disaggregation-bootstrap-port"]
+    else:
+        prefill = {
+            each["name"]: each["containerPort"]
+            for each in servers("sglang")["prefill"]["spec"]["containers"][0]["ports"]
+        }
+        for port in (prefill["bootstrap"], prefill["control"]):
+            assert Dials.parse(settings.dials).allows(f"10.1.2.3:{port}")
+        events = settings.engine_of(0, 1).kv_events
+        assert events.endpoint == f"tcp://10.1.2.3:{ports['tidekv-events']}"
+        assert events.topic.startswith("kv@10.1.2.3@")
+        theirs = json.loads(value_of(container, "--kv-events-config"))
+        assert theirs["endpoint"] == f"tcp://*:{ports['kv-events']}"
+    assert paths_are_mounted(container, settings.secret_file, settings.uri)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_a_server_leaves_in_order_and_has_no_more_rights_than_it_needs(engine: str, name: str) -> None:
+    template = servers(engine)[name]
+    spec = template["spec"]
     (container,) = spec["containers"]
     assert container["readinessProbe"]["httpGet"]["path"] == "/health"
     wait_s = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
@@ -127,6 +218,28 @@ def test_a_server_of_vllm_leaves_in_order_and_has_no_more_rights_than_it_needs(n
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    # Of all servers: llm-d's endpoint picker tells roles and engines apart by these labels.
+    assert template["metadata"]["labels"] == {"app": "tidekv", "llm-d.ai/role": name, "llm-d.ai/engine-type": engine}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_what_routers_and_monitors_reach_is_open_to_them_and_nothing_else(engine: str) -> None:
+    yaml = pytest.importorskip("yaml")
+    documents = list(yaml.safe_load_all((DEPLOY / f"kubernetes-{engine}.yaml").read_text()))
+    (policy,) = [one["spec"] for one in documents if one["kind"] == "NetworkPolicy"]
+    (pool,) = [one["spec"] for one in documents if one["kind"] == "InferencePool"]
+    workers, others = policy["ingress"]
+    assert "ports" not in workers
+    opened = {each["port"] for each in others["ports"]}
+    named = {
+        each["containerPort"]
+        for template in servers(engine).values()
+        for each in template["spec"]["containers"][0]["ports"]
+        if each["name"] != "control"
+    }
+    assert opened == named
+    assert {each["number"] for each in pool["targetPorts"]} <= opened
+    assert pool["selector"]["matchLabels"] == {"app": "tidekv"}, "the endpoint picker chooses both roles from it"
 
 
 @pytest.mark.parametrize("source", ["kubernetes.yaml", "worker.toml"])
