@@ -27,6 +27,7 @@ ENTRY_POINTS = (
     "tidekv.testing",
     "tidekv.engine.integrations.sglang.hicache",
     "tidekv.engine.integrations.sglang.handover.plugin",
+    "tidekv.engine.integrations.vllm.dynamo",
     "tidekv.engine.integrations.vllm.connector",
 )
 IMPURE = {"asyncio", "torch", "threading", "time", "random", "os", "logging", "structlog"}
