@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import msgspec
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 END = "<!-- End of the figures. -->"
@@ -182,11 +184,40 @@ def _sglang_caches(report: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def fleet_table() -> str:
+    """Return what a fleet behind a published router did while parts of it were killed, by policy."""
+    tables = [_fleet_runs(report) for report in map(_read, ("fleet.json", "fleet_dynamo.json")) if report is not None]
+    picture = ["![Hit rate, share of the busiest worker and time to the first token, by policy](fleet.svg)"]
+    if not tables:
+        return "No run was kept."
+    return "\n\n".join([*tables, *(picture if (ROOT / "examples" / "fleet" / "fleet.svg").is_file() else [])])
+
+
+def _fleet_runs(report: Mapping[str, Any]) -> str:
+    # Here: it needs the packages of the example.
+    from examples.fleet.report import Run, rows_of
+
+    about, runs = report["about"], msgspec.convert(report["figures"], list[Run])
+    (router,) = {run.router for run in runs}
+    ratio = runs[-1].own_hit_rate / runs[0].own_hit_rate if len(runs) > 1 else 1.0
+    lines = [
+        f"{'Dynamo' if router == 'dynamo' else 'vllm-router'}, {runs[0].users} users, {runs[0].seconds:.0f} s for each "
+        f"policy: `{about['command']}` ({about['date']}, commit {about['commit']}, {about['machine']}, load "
+        f"{about['load']}). The last policy has {ratio:.2f} times the hit rate of the first.",
+        "",
+        f"| | {' | '.join(f'`{run.policy}`' for run in runs)} |",
+        f"|---|{'---:|' * len(runs)}",
+        *(f"| {title} | {' | '.join(cells)} |" for title, cells in rows_of(runs).items()),
+    ]
+    return "\n".join(lines)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme_table,
     "docs/gpu.md": gpu_table,
     "docs/sglang.md": sglang_table,
     "docs/vllm-handover.md": handover_table,
+    "examples/fleet/README.md": fleet_table,
 }
 """The table of each page, by its path in the checkout."""
 

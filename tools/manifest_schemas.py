@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any  # Schemas have no types.
 
-import yaml
+import yaml  # type: ignore[import-untyped]  # Its hints are a package of their own.
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "tests" / "deploy" / "schemas.json"

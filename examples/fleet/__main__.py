@@ -1,13 +1,13 @@
 """A fleet on one machine, by one command: `python -m examples.fleet`.
 
-    users ──▶ vllm-router ──▶ decode-0, decode-1, decode-2 ──▶ prefill-0, prefill-1
-                  ▲                    │         ▲
-                  └──── KV events ─────┘         └──▶ store (redis), shared
+    users ──▶ router ──▶ decode-0, decode-1, decode-2 ──▶ prefill-0, prefill-1
+                 ▲                   │         ▲
+                 └──── KV events ────┘         └──▶ store (redis), shared
 
-Two prefill and three decode workers of `examples.service`, a shared store, and the published router vllm-router. Users
-hold conversations through OpenAI's client, while processes are killed and the decode workers restarted one after the
-other. The same is done once with the router's policy `round_robin` and once with `kv_aware`, which learns from
-tidekv's KV events which worker has which prefix.
+Two prefill and three decode workers of `examples.service`, a shared store, and a published router: vllm-router, or
+Dynamo's selection service, which says whom to ask. Users hold conversations through OpenAI's client, while processes
+are killed and the decode workers restarted one after the other. The same is done once with the policy `round_robin` and
+once with `kv_aware`, which learns from tidekv's KV events which worker has which prefix.
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from examples.fleet.processes import Fleet, FleetOptions, Member, find_router
+from examples.fleet.network import leave_network
+from examples.fleet.processes import Fleet, FleetOptions, Member, Router, find_environment
 from tidekv import InvalidConfig
+from tidekv.engine.demo.artefact import about
 
 if TYPE_CHECKING:
     from examples.fleet.report import Run
+    from examples.fleet.routes import Routes
 
 POLICIES = ("round_robin", "kv_aware")
 DOWN_S = 2.0
 """Seconds for which a killed process is missing."""
+START_AND_END_S = 45.0
+"""Time that starting the processes and checking the answers take beside each run, as is printed."""
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -45,8 +50,13 @@ def main(
     kills: Annotated[bool, typer.Option(help="Kill one process of each kind, and restart the decode workers.")] = True,
     store: Annotated[bool, typer.Option(help="Give the decode workers a shared store.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of the conversations.")] = 1,
-    router: Annotated[Path | None, typer.Option(help="The program vllm-router.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw the hit rate over time into this .svg or .png.")] = None,
+    router: Annotated[
+        Router, typer.Option(help="Router; dynamo runs in a network namespace of its own.")
+    ] = "vllm-router",
+    environment: Annotated[
+        Path | None, typer.Option(help="Python environment that has the router; without it .venv-routers.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the run over time into this .svg or .png.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Directory for what the processes print.")] = None,
 ) -> None:
@@ -55,9 +65,15 @@ def main(
     # As Ctrl-C: what was started ends with this program.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        if unknown := set(policy) - set(POLICIES):
+            raise InvalidConfig(f"--policy {unknown.pop()} is none of {', '.join(POLICIES)}")
+        environment = find_environment(router, environment)
+        if router == "dynamo":
+            _leave_network()
         folder = logs or Path(tempfile.mkdtemp(prefix="fleet-"))
-        options = FleetOptions(router=find_router(router), logs=folder, store=store)
-        console.print(f"logs of the processes: {folder}", soft_wrap=True)
+        options = FleetOptions(router=router, environment=environment, logs=folder, store=store)
+        minutes = len(policy) * (seconds + START_AND_END_S) / 60
+        console.print(f"{len(policy)} runs, about {minutes:.0f} min; logs of the processes: {folder}", soft_wrap=True)
         # After the checks: torch takes seconds to import.
         from examples.fleet.report import draw, print_table
 
@@ -65,10 +81,12 @@ def main(
         for name in policy:
             runs.append(asyncio.run(_run(console, options, name, seconds=seconds, users=users, seed=seed, kills=kills)))
             if json is not None:  # After each run: a long one is not lost with the next.
-                json.write_bytes(msgspec.json.format(msgspec.json.encode(runs)))
+                report = {"about": about("python -m examples.fleet"), "figures": runs}
+                json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+            if picture is not None:
+                draw(runs, picture)
         print_table(console, runs)
         if picture is not None:
-            draw(runs, picture)
             console.print(f"picture: {picture}")
     except InvalidConfig as error:
         raise SystemExit(f"examples.fleet: {error}") from None
@@ -76,18 +94,29 @@ def main(
         raise SystemExit(1)
 
 
+def _leave_network() -> None:
+    """Leave the machine's network: Dynamo's selection service listens on every address, and has no password."""
+    try:
+        leave_network()
+    except OSError as error:
+        raise InvalidConfig(
+            f"--router dynamo needs a network namespace, since the service listens on every address: {error.strerror}; "
+            "run it as root, or permit user namespaces (sysctl kernel.unprivileged_userns_clone=1)"
+        ) from None
+
+
 async def _run(
     console: Console, options: FleetOptions, policy: str, *, seconds: float, users: int, seed: int, kills: bool
 ) -> Run:
     from examples.fleet.load import Load, wrong_answers
-    from examples.fleet.report import Happening, run_of
+    from examples.fleet.report import Happening, Setting, run_of
     from examples.service.model import load
 
     happenings: list[Happening] = []
     with Progress(console=console) as progress:
         task = progress.add_task(f"{policy}: starting", total=seconds)
         async with Fleet(options, policy) as fleet:
-            talk = Load(fleet.url, users, seed=seed)
+            talk = Load(_routes(fleet, options.router, policy), users, seed=seed)
             start_s = time.monotonic()
 
             def note(what: str, *, is_decode_killed: bool = False) -> None:
@@ -104,10 +133,26 @@ async def _run(
                 talk.stop()
                 await talking
                 clock.cancel()
-    model = load("", page_size=1)
-    wrong = sum(wrong_answers(model, conversation) for conversation in talk.conversations)
-    token_bytes = model.layout.page_bytes
-    return run_of(policy, talk.turns, happenings, wrong=wrong, token_bytes=token_bytes)
+        progress.update(task, description=f"{policy}: checking the answers")
+        model = await asyncio.to_thread(load, "", page_size=1)
+        wrong = sum([await asyncio.to_thread(wrong_answers, model, each) for each in talk.conversations])
+    return run_of(
+        Setting(options.router, policy, seconds, users),
+        talk.turns,
+        happenings,
+        wrong=wrong,
+        token_bytes=model.layout.page_bytes,
+        cpu_s={member.name: member.cpu_s for member in fleet.members},
+    )
+
+
+def _routes(fleet: Fleet, router: Router, policy: str) -> Routes:
+    from examples.fleet.routes import InTurn, Selection, ThroughRouter
+
+    if router == "vllm-router":
+        return ThroughRouter(fleet.url)
+    urls = [worker.url for worker in fleet.workers]
+    return Selection(fleet.url, urls) if policy == "kv_aware" else InTurn(urls)
 
 
 async def _trouble(fleet: Fleet, start_s: float, seconds: float, note: Callable[..., None]) -> None:

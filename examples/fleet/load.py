@@ -10,13 +10,15 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import httpx
 import torch
-from openai import APIError, AsyncOpenAI
+from openai import APIConnectionError, APIError, APITimeoutError, AsyncOpenAI, InternalServerError
 
 from examples.fleet.processes import MODEL
+from examples.fleet.routes import Route, Routes
 from examples.service.model import ServedModel
 
 VOCABULARY = 256
@@ -31,7 +33,10 @@ load.
 """
 ANSWER_S = 60.0
 RETRIES = 4
-"""Of a request that is refused, as by a worker that drains: what OpenAI's client does by itself."""
+"""Of a request that is refused, as by a worker that drains: by OpenAI's client itself, at the same address."""
+TRIES = 10
+"""Workers that a user asks in turn, where no router is in the path."""
+PAUSE_S = 0.2
 
 
 @dataclass(slots=True)
@@ -41,9 +46,12 @@ class Turn:
     asked_at_s: float
     prompt: list[int]
     answer: list[int] = field(default_factory=list)
+    worker: str = ""
     sources: dict[str, int] = field(default_factory=dict)
     first_token_s: float = 0.0
     """Seconds from the question to the first token, as the user sees it."""
+    in_worker_s: float = 0.0
+    """Seconds from the arrival at the worker to the first token, as the worker sees it."""
     ended_at_s: float = 0.0
     error: str = ""
 
@@ -51,9 +59,10 @@ class Turn:
 class Load:
     """Users of a fleet, until `stop`."""
 
-    def __init__(self, url: str, users: int, *, seed: int) -> None:
+    def __init__(self, routes: Routes, users: int, *, seed: int) -> None:
         self.conversations: list[list[Turn]] = []
-        self._client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=ANSWER_S, max_retries=RETRIES)
+        self._routes = routes
+        self._clients: dict[str, AsyncOpenAI] = {}
         self._users = users
         self._seed = seed
         self._ends = asyncio.Event()
@@ -70,7 +79,9 @@ class Load:
                 for user in range(self._users):
                     tasks.create_task(self._talk(user))
         finally:
-            await self._client.close()
+            for client in self._clients.values():
+                await client.close()
+            await self._routes.close()
 
     def stop(self) -> None:
         """Ask no more questions."""
@@ -91,29 +102,59 @@ class Load:
                 if turn.error or self._ends.is_set():
                     break
                 tokens += turn.answer
-                await asyncio.sleep(THINK_S * dice.random() * 2)
+                if await self._ends_within(THINK_S * dice.random() * 2):
+                    break
             number += 1
+
+    async def _ends_within(self, limit_s: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._ends.wait()
+        return self._ends.is_set()
 
     async def _ask(self, turn: Turn) -> None:
         try:
-            stream = await self._client.completions.create(
-                model=MODEL,
-                prompt=turn.prompt,
-                max_tokens=ANSWER_TOKENS,
-                stream=True,
-                stream_options={"include_usage": True},
-            )
-            async for part in stream:
-                turn.first_token_s = turn.first_token_s or time.monotonic() - turn.asked_at_s
-                for choice in part.choices:
-                    turn.answer += getattr(choice, "token_ids", [])
-                if part.usage is not None:
-                    turn.sources = getattr(part.usage, "sources", {})
+            for tries_left in reversed(range(TRIES)):
+                async with self._routes.of(turn.prompt) as route:
+                    try:
+                        await self._stream(route, turn)
+                        break
+                    except (APIConnectionError, InternalServerError) as error:
+                        if route.is_only or not tries_left or turn.answer or isinstance(error, APITimeoutError):
+                            raise
+                        route.is_refused = True
+                await asyncio.sleep(PAUSE_S)
             if len(turn.answer) != ANSWER_TOKENS:
                 turn.error = f"the stream ended after {len(turn.answer)} of {ANSWER_TOKENS} tokens"
         except (APIError, httpx.HTTPError) as error:  # The second is raised if a stream breaks off.
             turn.error = f"{type(error).__name__}: {error}"
         turn.ended_at_s = time.monotonic()
+
+    async def _stream(self, route: Route, turn: Turn) -> None:
+        stream = await self._client(route).completions.create(
+            model=MODEL,
+            prompt=turn.prompt,
+            max_tokens=ANSWER_TOKENS,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        async for part in stream:
+            if not turn.first_token_s:
+                turn.first_token_s = time.monotonic() - turn.asked_at_s
+                await route.has_first_token()
+            for choice in part.choices:
+                turn.answer += getattr(choice, "token_ids", [])
+            if part.usage is not None:
+                turn.sources = getattr(part.usage, "sources", {})
+                turn.worker = getattr(part.usage, "worker", "")
+                turn.in_worker_s = getattr(part.usage, "first_token_s", 0.0)
+
+    def _client(self, route: Route) -> AsyncOpenAI:
+        if route.url not in self._clients:
+            self._clients[route.url] = AsyncOpenAI(
+                base_url=f"{route.url}/v1", api_key="none", timeout=ANSWER_S, max_retries=RETRIES * route.is_only
+            )
+        return self._clients[route.url]
 
 
 @torch.inference_mode()

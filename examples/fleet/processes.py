@@ -1,4 +1,4 @@
-"""The processes of a fleet: a store, prefill and decode workers, and a router in front of the decode workers.
+"""The processes of a fleet: a store, prefill and decode workers, and a router of the decode workers.
 
 Everything listens on loopback. What is started here ends with `Fleet.close`.
 """
@@ -12,8 +12,10 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
+from typing import Literal
 
 import httpx
 import msgspec
@@ -26,17 +28,19 @@ STOP_S = 60.0
 HOST = "127.0.0.1"
 PAGE_TOKENS = 16
 MODEL = "tidekv-random-llama"
-ROUTER_INSTALL = "python3 -m venv .venv-routers; .venv-routers/bin/pip install vllm-router==0.1.17"
+Router = Literal["vllm-router", "dynamo"]
+PACKAGES: dict[Router, str] = {"vllm-router": "vllm-router==0.1.17", "dynamo": "ai-dynamo-runtime==1.6.1"}
 
 
 class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a fleet. `router`: the program `vllm-router`; `logs`: a directory for what the processes print.
+    """Sizes of a fleet. `environment` has the router; `logs` is a directory for what the processes print.
 
     The conversations of 30 users have 1,100 pages: more than the memory of one decode worker, fewer than that of all.
     Device memory has room for the requests that are served at the same time.
     """
 
-    router: Path
+    router: Router
+    environment: Path
     logs: Path
     prefills: int = 2
     decodes: int = 3
@@ -51,6 +55,9 @@ class Member:
     def __init__(self, name: str, command: Sequence[str], ready_url: str, log: Path) -> None:
         self.name = name
         self.process: asyncio.subprocess.Process | None = None
+        self.cpu_s = 0.0
+        """Seconds of CPU that its ended processes used while they served: from ready to the signal that ended them."""
+        self._cpu_at_ready_s = 0.0
         self._command = command
         self._ready_url = ready_url
         self._log = log
@@ -69,6 +76,7 @@ class Member:
                     await asyncio.sleep(0.1)
         except TimeoutError:
             raise InvalidConfig(f"{self.name} did not serve within {START_S:.0f} s: see {self._log}") from None
+        self._cpu_at_ready_s = _cpu_s(self.process.pid)
 
     async def kill(self) -> None:
         """End it without warning, as a lost machine does."""
@@ -84,6 +92,9 @@ class Member:
 
     async def _end(self, number: signal.Signals) -> None:
         assert self.process is not None, f"{self.name} was not started"
+        used_s = _cpu_s(self.process.pid)
+        self.cpu_s += max(0.0, used_s - self._cpu_at_ready_s)
+        self._cpu_at_ready_s = used_s
         with suppress(ProcessLookupError):
             self.process.send_signal(number)
         await self.process.wait()
@@ -103,63 +114,99 @@ class Member:
                 return False
 
 
+@dataclass(frozen=True)
+class Endpoints:
+    """Addresses of a decode worker."""
+
+    url: str
+    events: str
+    replay: str
+
+
 class Fleet:
-    """All members. `url` is the router's."""
+    """All members. `url` is the router's; `workers` are the addresses of the decode workers."""
 
     def __init__(self, options: FleetOptions, policy: str) -> None:
         """Choose free ports; nothing is started. Raises InvalidConfig if a program is not installed."""
-        ports = iter(_free_ports(2 + 1 + options.prefills + 3 * options.decodes))
-        logs = options.logs / policy
-        logs.mkdir(parents=True, exist_ok=True)
-        self.store: Member | None = None
-        storage: list[str] = []
-        if options.store:
-            port = next(ports)
-            server = which("redis-server") or which("valkey-server")
-            if server is None:
-                raise InvalidConfig("the store needs redis-server or valkey-server; install one, or give --no-store")
-            keeps_nothing = ["--save", "", "--appendonly", "no", "--dir", str(logs)]
-            started = [server, "--port", str(port), "--bind", HOST, *keeps_nothing]
-            self.store = Member("store", started, f"tcp:{port}", logs / "store")
-            storage = ["--storage", f"redis://{HOST}:{port}"]
-        self.prefills: list[Member] = []
-        addresses: list[str] = []
-        for number in range(options.prefills):
-            port = next(ports)
-            addresses.append(f"{HOST}:{port}")
-            one = PrefillOptions(listen=addresses[-1], name=f"prefill-{number}", page_size=PAGE_TOKENS)
-            command = [sys.executable, "-m", "examples.service.prefill", msgspec.json.encode(one).decode()]
-            self.prefills.append(Member(one.name, command, f"tcp:{port}", logs / one.name))
-        self.decodes: list[Member] = []
-        workers, sources, replays = list[str](), list[str](), list[str]()
-        for number in range(options.decodes):
-            port, events, replay = next(ports), f"tcp://{HOST}:{next(ports)}", f"tcp://{HOST}:{next(ports)}"
-            workers.append(url := f"http://{HOST}:{port}")
-            sources += ["--kv-event-source", f"{url}={events}"]
-            replays += ["--kv-event-replay-source", f"{url}={replay}"]
-            name = f"decode-{number}"
-            command = [sys.executable, "-m", "examples.service", "--port", str(port), "--name", name, *storage]
-            command += [part for address in addresses for part in ("--prefill", address)]
-            command += ["--kv-events", events, "--kv-events-replay", replay, "--page-size", str(PAGE_TOKENS)]
-            command += ["--device-pages", str(options.device_pages), "--host-pages", str(options.host_pages)]
-            self.decodes.append(Member(name, command, f"{url}/health", logs / name))
-        port, metrics = next(ports), next(ports)
-        self.url = f"http://{HOST}:{port}"
-        command = [str(options.router), "--host", HOST, "--port", str(port), "--policy", policy]
-        command += ["--prometheus-host", HOST, "--prometheus-port", str(metrics)]
+        self._ports = iter(_free_ports(3 + options.prefills + 3 * options.decodes))
+        self._logs = options.logs / policy
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._is_dynamo = options.router == "dynamo"
+        self.store = self._make_store() if options.store else None
+        prefills = [f"{HOST}:{next(self._ports)}" for _ in range(options.prefills)]
+        self.prefills = [self._prefill(number, address) for number, address in enumerate(prefills)]
+        self.workers = [
+            Endpoints(f"http://{HOST}:{next(self._ports)}", self._tcp(), self._tcp()) for _ in range(options.decodes)
+        ]
+        self.decodes = [self._decode(number, worker, prefills, options) for number, worker in enumerate(self.workers)]
+        self.url = f"http://{HOST}:{next(self._ports)}"
+        self.router: Member | None = None
+        if not self._is_dynamo:
+            self.router = self._member("router", self._vllm_router(options, policy), f"{self.url}/health")
+        elif policy == "kv_aware":
+            port = self.url.rpartition(":")[2]
+            command = [options.environment / "bin" / "python", "-m", "dynamo.select_service", "--port", port]
+            self.router = self._member("router", [str(part) for part in command], f"{self.url}/health")
+        self._started: list[Member] = []
+
+    @property
+    def members(self) -> list[Member]:
+        """All processes."""
+        optional = [one for one in (self.store, self.router) if one is not None]
+        return [*self.prefills, *self.decodes, *optional]
+
+    def _member(self, name: str, command: Sequence[str], ready_url: str) -> Member:
+        return Member(name, command, ready_url, self._logs / name)
+
+    def _tcp(self) -> str:
+        return f"tcp://{HOST}:{next(self._ports)}"
+
+    def _make_store(self) -> Member:
+        server = which("redis-server") or which("valkey-server")
+        if server is None:
+            raise InvalidConfig("the store needs redis-server or valkey-server; install one, or give --no-store")
+        self._store_port = next(self._ports)
+        command = [server, "--port", str(self._store_port), "--bind", HOST, "--save", "", "--appendonly", "no"]
+        return self._member("store", [*command, "--dir", str(self._logs)], f"tcp:{self._store_port}")
+
+    def _prefill(self, number: int, address: str) -> Member:
+        options = PrefillOptions(listen=address, name=f"prefill-{number}", page_size=PAGE_TOKENS)
+        command = [sys.executable, "-m", "examples.service.prefill", msgspec.json.encode(options).decode()]
+        return self._member(options.name, command, f"tcp:{address.rpartition(':')[2]}")
+
+    def _decode(self, number: int, worker: Endpoints, prefills: Sequence[str], options: FleetOptions) -> Member:
+        name = f"decode-{number}"
+        command = [sys.executable, "-m", "examples.service", "--name", name, "--page-size", str(PAGE_TOKENS)]
+        command += ["--port", worker.url.rpartition(":")[2], "--kv-events", worker.events]
+        command += ["--kv-events-replay", worker.replay, "--router", options.router]
+        command += [part for address in prefills for part in ("--prefill", address)]
+        command += ["--device-pages", str(options.device_pages), "--host-pages", str(options.host_pages)]
+        if self.store is not None:
+            command += ["--storage", f"redis://{HOST}:{self._store_port}"]
+        return self._member(name, command, f"{worker.url}/health")
+
+    def _vllm_router(self, options: FleetOptions, policy: str) -> list[str]:
+        command = [str(options.environment / "bin" / "vllm-router"), "--host", HOST, "--policy", policy]
+        command += ["--port", self.url.rpartition(":")[2]]
+        command += ["--prometheus-host", HOST, "--prometheus-port", str(next(self._ports))]
         command += ["--health-check-interval-secs", "1", "--health-failure-threshold", "1"]
         command += ["--health-success-threshold", "1", "--health-check-timeout-secs", "5"]
         if policy == "kv_aware":
-            command += ["--kv-event-block-size", str(PAGE_TOKENS), "--kv-event-model", MODEL, *sources, *replays]
-        self.router = Member("router", [*command, "--worker-urls", *workers], f"{self.url}/health", logs / "router")
-        self._started: list[Member] = []
+            command += ["--kv-event-block-size", str(PAGE_TOKENS), "--kv-event-model", MODEL]
+            for worker in self.workers:
+                command += ["--kv-event-source", f"{worker.url}={worker.events}"]
+                command += ["--kv-event-replay-source", f"{worker.url}={worker.replay}"]
+        return [*command, "--worker-urls", *(worker.url for worker in self.workers)]
 
     async def __aenter__(self) -> Fleet:
         """Start everything; the router last."""
         try:
             await self._start([*self.prefills, *([] if self.store is None else [self.store])])
             await self._start(self.decodes)
-            await self._start([self.router])
+            if self.router is not None:
+                await self._start([self.router])
+                if self._is_dynamo:
+                    await self._register()
         except BaseException:
             await self.close()
             raise
@@ -174,6 +221,22 @@ class Fleet:
         while self._started:
             await self._started.pop().stop()
 
+    async def _register(self) -> None:
+        """Tell Dynamo's selection service the workers, numbered from 1, and where they publish KV events."""
+        async with httpx.AsyncClient(base_url=self.url, timeout=START_S) as http:
+            for number, worker in enumerate(self.workers, start=1):
+                about = {
+                    "worker_id": number,
+                    "model_name": MODEL,
+                    "endpoint": worker.url,
+                    "block_size": PAGE_TOKENS,
+                    "data_parallel_start_rank": 0,
+                    "data_parallel_size": 1,
+                    "kv_events_endpoints": {"0": worker.events},
+                    "replay_endpoint": worker.replay,
+                }
+                (await http.post("/workers", json=about)).raise_for_status()
+
     async def _start(self, members: Sequence[Member]) -> None:
         self._started += members
         results = await asyncio.gather(*(member.start() for member in members), return_exceptions=True)
@@ -183,16 +246,30 @@ class Fleet:
                 raise error
 
 
-def find_router(given: Path | None) -> Path:
-    """Return the program `vllm-router`. Raises InvalidConfig, which says how to install it."""
-    checkout = Path(__file__).resolve().parents[2]
-    found = which("vllm-router")
-    candidates = [given] if given is not None else [checkout / ".venv-routers" / "bin" / "vllm-router"]
-    candidates += [Path(found)] if given is None and found else []
-    for candidate in candidates:
-        if os.access(candidate, os.X_OK):
-            return candidate
-    raise InvalidConfig(f"vllm-router is not at {candidates[0]}: {ROUTER_INSTALL}, or name it with --router")
+def find_environment(router: Router, given: Path | None) -> Path:
+    """Return the environment that has the router. Raises InvalidConfig, which says how to install it."""
+    environment = given or Path(__file__).resolve().parents[2] / ".venv-routers"
+    python = environment / "bin" / "python"
+    if router == "dynamo":
+        is_there = any(environment.glob("lib/python3*/site-packages/dynamo/select_service/__main__.py"))
+    else:
+        is_there = os.access(environment / "bin" / router, os.X_OK)
+    if not (is_there and os.access(python, os.X_OK)):
+        raise InvalidConfig(
+            f"{environment} has no {PACKAGES[router].partition('=')[0]}: python3 -m venv .venv-routers; "
+            f".venv-routers/bin/pip install {PACKAGES[router]}, or name an environment with --environment"
+        )
+    return environment
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the CPU time of a process; 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    # Its own times in user and system mode: fields 14 and 15, counted from before the name.
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _free_ports(count: int) -> list[int]:

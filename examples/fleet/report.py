@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
 import msgspec
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -28,10 +30,21 @@ class Happening(msgspec.Struct, frozen=True):
     is_decode_killed: bool = False
 
 
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What one decode worker did. `in_worker_p50_s`: seconds from a request's arrival there to its first token."""
+
+    requests: int
+    own_hit_rate: float
+    in_worker_p50_s: float
+
+
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One run: times are seconds since its start, tokens are those of prompts."""
 
+    router: str
     policy: str
+    seconds: float
+    users: int
     requests: int
     lost_with_decode: int
     failed: int
@@ -40,8 +53,18 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     transfer_bytes: int
     first_token_p50_s: float
     first_token_p99_s: float
+    outside_worker_p50_s: float
+    """The part of the time to the first token before the request's arrival at the worker, and on the way back."""
+    shares: dict[str, Share]
+    """By decode worker."""
+    cpu_s: dict[str, float]
+    """Seconds of CPU while it served, by process."""
     hits: list[tuple[float, float]]
     """Share of prompt tokens that the worker's own memory had, by window."""
+    busiest: list[tuple[float, float]]
+    """Share of the requests that the decode worker with the most of them had, by window."""
+    medians: list[tuple[float, float]]
+    """Median time to the first token, by window."""
     happenings: list[tuple[float, str]]
     errors: list[str]
 
@@ -56,7 +79,24 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return 1 - self.tokens["transfer"] / max(1, sum(self.tokens.values()))
 
 
-def run_of(policy: str, turns: Sequence[Turn], happenings: Sequence[Happening], *, wrong: int, token_bytes: int) -> Run:
+class Setting(msgspec.Struct, frozen=True):
+    """What a run was."""
+
+    router: str
+    policy: str
+    seconds: float
+    users: int
+
+
+def run_of(
+    setting: Setting,
+    turns: Sequence[Turn],
+    happenings: Sequence[Happening],
+    *,
+    wrong: int,
+    token_bytes: int,
+    cpu_s: Mapping[str, float],
+) -> Run:
     """Return the figures of a run."""
     start_s = min(turn.asked_at_s for turn in turns)
     answered = [turn for turn in turns if not turn.error]
@@ -67,23 +107,80 @@ def run_of(policy: str, turns: Sequence[Turn], happenings: Sequence[Happening], 
     ]
     tokens = {source: sum(turn.sources.get(source, 0) for turn in answered) for source in SOURCES}
     windows: dict[int, list[Turn]] = {}
+    by_worker: dict[str, list[Turn]] = {}
     for turn in answered:
         windows.setdefault(int((turn.asked_at_s - start_s) / WINDOW_S), []).append(turn)
-    firsts = [turn.first_token_s for turn in answered] or [0.0]
+        by_worker.setdefault(turn.worker, []).append(turn)
+
+    def over_time(figure: Callable[[Sequence[Turn]], float]) -> list[tuple[float, float]]:
+        return [((at + 0.5) * WINDOW_S, figure(windows[at])) for at in sorted(windows)]
+
     return Run(
-        policy=policy,
+        router=setting.router,
+        policy=setting.policy,
+        seconds=setting.seconds,
+        users=setting.users,
         requests=len(turns),
         lost_with_decode=len(lost),
         failed=len(failed) - len(lost),
         wrong=wrong,
         tokens=tokens,
         transfer_bytes=tokens["transfer"] * token_bytes,
-        first_token_p50_s=median(firsts),
-        first_token_p99_s=float(np.quantile(firsts, 0.99)),
-        hits=[((at + 0.5) * WINDOW_S, _own_share(windows[at])) for at in sorted(windows)],
+        first_token_p50_s=_first_token_p50_s(answered),
+        first_token_p99_s=float(np.quantile([turn.first_token_s for turn in answered] or [0.0], 0.99)),
+        outside_worker_p50_s=_middle([turn.first_token_s - turn.in_worker_s for turn in answered]),
+        shares={
+            name: Share(
+                requests=len(of_worker),
+                own_hit_rate=_own_share(of_worker),
+                in_worker_p50_s=_middle([turn.in_worker_s for turn in of_worker]),
+            )
+            for name, of_worker in sorted(by_worker.items())
+        },
+        cpu_s=dict(cpu_s),
+        hits=over_time(_own_share),
+        busiest=over_time(_busiest_share),
+        medians=over_time(_first_token_p50_s),
         happenings=[(one.at_s - start_s, one.what) for one in happenings],
         errors=sorted({turn.error for turn in failed if turn not in lost})[:5],
     )
+
+
+def rows_of(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Return the lines of a table with a column for each run."""
+    workers = sorted({name for run in runs for name in run.shares})
+    columns = [_column(run, workers) for run in runs]
+    return {title: [column[title] for column in columns] for title in columns[0]}
+
+
+def _column(run: Run, workers: Sequence[str]) -> dict[str, str]:
+    from_store = run.tokens["l3"] / max(1, sum(run.tokens.values()))
+    cells = {
+        "requests": f"{run.requests:,}",
+        "lost with a killed decode worker": f"{run.lost_with_decode}",
+        "failed otherwise": f"{run.failed}",
+        "answers with a wrong token": f"{run.wrong}",
+        "prompt tokens from the worker's memory": f"{run.own_hit_rate:.1%}",
+        "prompt tokens from the shared store": f"{from_store:.1%}",
+        "MB from prefill": f"{run.transfer_bytes / 1e6:,.1f}",
+        "time to first token, p50": _ms(run.first_token_p50_s),
+        "time to first token, p99": _ms(run.first_token_p99_s),
+        "of it outside of the worker, p50": _ms(run.outside_worker_p50_s),
+    }
+    for name in workers:
+        share = run.shares.get(name)
+        cells[f"requests of {name}, p50 there"] = (
+            "0" if share is None else f"{share.requests:,}, {_ms(share.in_worker_p50_s)}"
+        )
+    cells["requests at the busiest worker of ten seconds"] = f"{_middle([share for _, share in run.busiest]):.0%}"
+    for kind in ("decode", "prefill", "router"):
+        used_s = sum(each_s for name, each_s in run.cpu_s.items() if name.startswith(kind))
+        cells[f"CPU of {kind}"] = f"{used_s:,.0f} s"
+    return cells
+
+
+def _ms(value_s: float) -> str:
+    return f"{value_s * 1000:,.0f} ms"
 
 
 def print_table(console: Console, runs: Sequence[Run]) -> None:
@@ -92,20 +189,7 @@ def print_table(console: Console, runs: Sequence[Run]) -> None:
     table.add_column("")
     for run in runs:
         table.add_column(run.policy, justify="right")
-    rows = {
-        "requests": [f"{run.requests:,}" for run in runs],
-        "lost with a killed decode worker": [f"{run.lost_with_decode}" for run in runs],
-        "failed otherwise": [f"{run.failed}" for run in runs],
-        "answers with a wrong token": [f"{run.wrong}" for run in runs],
-        "prompt tokens from the worker's memory": [f"{run.own_hit_rate:.1%}" for run in runs],
-        "prompt tokens from the shared store": [
-            f"{run.tokens['l3'] / max(1, sum(run.tokens.values())):.1%}" for run in runs
-        ],
-        "MB from prefill": [f"{run.transfer_bytes / 1e6:,.1f}" for run in runs],
-        "time to first token, p50": [f"{run.first_token_p50_s * 1000:,.0f} ms" for run in runs],
-        "time to first token, p99": [f"{run.first_token_p99_s * 1000:,.0f} ms" for run in runs],
-    }
-    for name, cells in rows.items():
+    for name, cells in rows_of(runs).items():
         table.add_row(name, *cells)
     console.print(table)
     for run in runs:
@@ -114,19 +198,41 @@ def print_table(console: Console, runs: Sequence[Run]) -> None:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Write a picture of the hit rate over time, with what was done to the fleet."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    axes = figure.subplots()
-    for run in runs:
-        axes.plot([at_s for at_s, _ in run.hits], [100 * share for _, share in run.hits], label=run.policy)
+    """Write a picture over time: hit rate, share of the busiest worker, time to first token, and what was done."""
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    rows = (
+        ("hits", "% of prompt tokens\nin the worker's memory", 100.0),
+        ("busiest", "% of requests at\nthe busiest worker", 100.0),
+        ("medians", "ms to first token, p50", 1000.0),
+    )
+    every = figure.subplots(len(rows), sharex=True)
+    for axes, (field, label, scale) in zip(every, rows, strict=True):
+        for run in runs:
+            points: list[tuple[float, float]] = getattr(run, field)
+            axes.plot([at_s for at_s, _ in points], [scale * value for _, value in points], label=run.policy)
+        for at_s, _ in runs[-1].happenings:
+            axes.axvline(at_s, color="0.8", zorder=0)
+        axes.set(ylabel=label, ylim=(0, 100 if scale == 100.0 else None))
     for at_s, what in runs[-1].happenings:
-        axes.axvline(at_s, color="0.8", zorder=0)
-        axes.text(at_s, 101, what, rotation=40, fontsize=7, ha="left", va="bottom")
-    axes.set(ylim=(0, 100), xlabel="seconds", ylabel="% of prompt tokens in the worker's memory")
-    axes.legend(loc="lower right")
-    figure.savefig(path)
+        every[0].text(at_s, 101, what, rotation=40, fontsize=7, ha="left", va="bottom")
+    every[-1].set(xlabel="seconds")
+    every[0].legend(loc="lower right")
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(path)
 
 
 def _own_share(turns: Sequence[Turn]) -> float:
     had = sum(turn.sources.get("l1", 0) + turn.sources.get("l2", 0) for turn in turns)
     return had / max(1, sum(len(turn.prompt) for turn in turns))
+
+
+def _busiest_share(turns: Sequence[Turn]) -> float:
+    return Counter(turn.worker for turn in turns).most_common(1)[0][1] / len(turns)
+
+
+def _first_token_p50_s(turns: Sequence[Turn]) -> float:
+    return _middle([turn.first_token_s for turn in turns])
+
+
+def _middle(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0

@@ -182,6 +182,7 @@ class Answer:
         self.generation = generation
         self._form = form
         self._tokenizer = worker.model.tokenizer
+        self._worker = worker.name
         self._index = index
         self._told = ""
         self._head = {"created": int(time.time()), "model": worker.model.name}
@@ -211,7 +212,7 @@ class Answer:
         return self._choice(self._form.whole(text), output, is_last=True)
 
     def usage(self) -> dict[str, object]:
-        """Return token counts; `sources` lists where the prompt's KV came from, `first_token_s` how long it took."""
+        """Return token counts; `sources` lists where the prompt's KV came from, `first_token_s` how long that took."""
         generation = self.generation
         sources = generation.sources
         return {
@@ -219,6 +220,7 @@ class Answer:
             "completion_tokens": len(generation.output),
             "total_tokens": len(generation.prompt) + len(generation.output),
             "prompt_tokens_details": {"cached_tokens": sum(sources.values()) - sources.get("transfer", 0)},
+            "worker": self._worker,
             "sources": sources,
             "first_token_s": round(generation.first_token_s, 6),
             "retractions": generation.retractions,

@@ -163,9 +163,11 @@ class DecodeWorker:
         prefill: PrefillChild | DistantPrefill,
         tasks: asyncio.TaskGroup,
         *,
+        name: str,
         device_pages: int,
         layer_by_layer: bool = False,
     ) -> None:
+        self.name = name
         self.engine = engine
         self._layer_by_layer = layer_by_layer
         self.model = model
@@ -386,6 +388,7 @@ async def decode_worker(
     model: ServedModel,
     prefill: PrefillChild | DistantPrefill,
     *,
+    name: str,
     device_pages: int,
     layer_by_layer: bool = False,
 ) -> AsyncIterator[DecodeWorker]:
@@ -393,7 +396,7 @@ async def decode_worker(
     async with engine, asyncio.TaskGroup() as tasks:
         computing = tasks.create_task(batch.run(), name="batch")
         worker = DecodeWorker(
-            engine, model, batch, prefill, tasks, device_pages=device_pages, layer_by_layer=layer_by_layer
+            engine, model, batch, prefill, tasks, name=name, device_pages=device_pages, layer_by_layer=layer_by_layer
         )
         try:
             yield worker

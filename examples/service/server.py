@@ -110,6 +110,7 @@ async def _serve(options: ServiceOptions, listener: socket.socket, compute: Comp
             batch,
             served,
             prefill_worker,
+            name=options.name,
             device_pages=options.device_pages,
             layer_by_layer=options.layer_by_layer,
         ) as worker:

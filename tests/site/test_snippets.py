@@ -98,7 +98,7 @@ NOT_RUN = {
         f"{CHECKED}::test_servers_of_sglang_get_settings_that_are_read",
     ),
     ("examples/fleet/README.md", "python3 dev.py setup"): (
-        "It downloads vLLM's router and serves for minutes; tests/service/test_fleet.py runs a smaller fleet.",
+        "It downloads the routers and serves for minutes; tests/service/test_fleet.py runs a smaller fleet.",
         f"{CHECKED}::test_every_command_of_a_checkout_exists",
     ),
     ("docs/sglang.md", "--enable"): (

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import fcntl
 import http.client
 import http.server
 import json
 import os
 import re
-import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -26,32 +22,18 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from examples.fleet.network import leave_network
 from tests.support.configs import engine_config
 from tests.support.loopback_pair import PAGE, Pair, loopback_pair
 from tidekv.backends.storage.uri import open_storage
 
 MODEL = "m"
-CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
-SIOCSIFFLAGS, IFF_UP = 0x8914, 0x1
 NO_NAMESPACE = 3
 """Exit status where no network namespace can be made."""
 START_S, AGREE_S = 60.0, 15.0
 EVENTS = {1: ("tcp://127.0.0.1:15511", "tcp://127.0.0.1:15512"), 2: ("tcp://127.0.0.1:15521", "tcp://127.0.0.1:15522")}
 """Endpoints of the events and of the replay, by worker."""
 SERVERS = {1: 19001, 2: 19002}
-
-
-def leave_network() -> None:
-    """Enter a network namespace of this process's own. Call it before any thread."""
-    libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
-    if libc.unshare(CLONE_NEWNET):
-        if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET):
-            sys.exit(NO_NAMESPACE)
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
 
 
 def call(port: int, method: str, path: str, body: object = None) -> tuple[int, Any]:
@@ -305,7 +287,10 @@ async def story(router: Router, folder: Path) -> list[str]:
 
 def main(environment: str, name: str) -> None:
     """Run one router."""
-    leave_network()
+    try:
+        leave_network()
+    except OSError:
+        sys.exit(NO_NAMESPACE)
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         with ROUTERS[name]().started(Path(environment).absolute(), folder) as router:
