@@ -198,6 +198,11 @@ class EarlyCallers:
             use.is_aborted = True
             self._end(use)
 
+    def has_aborted(self, caller: EarlyCaller) -> bool:
+        """Whether a caller has aborted while it used its pages. What it wrote by then has stayed there."""
+        use = self._uses.get(caller.request_id)
+        return use is not None and use.caller is caller and use.is_aborted
+
     # --- The caller ---
 
     def _abort_soon(self, caller: EarlyCaller, *, share: float, delays: int) -> None:

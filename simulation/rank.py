@@ -276,6 +276,8 @@ class SimulatedRank:
         self.device.expect(command.pages[: len(tags)], tags, command.request_id)
         self.early_callers.ready(command)
         caller.component_pages = LiveComponents(command.component_pages or (), len(caller.script.tokens))
+        if self.early_callers.has_aborted(caller):
+            return  # The abort is on its way to all ranks, and this report crossed it.
         check_components(self.component_pages, caller)
         self.after(self.delay(), self._generate, caller)
 

@@ -325,7 +325,7 @@ def simulate_ranks(
     always_components: bool = False,
     early: bool | None = None,
     lends: bool = False,
-    hints: bool = False,
+    hints: bool = True,
 ) -> RanksReport:
     """Serve requests on several ranks in virtual time, with faults of single ranks drawn from the seed.
 

