@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import limits
 from tests.support.configs import engine_config
+from tests.support.inside import calls_of, core_of, runtime_of
 from tests.support.waits import LEASE_S, PATIENT
 from tidekv import (
     DecodeEngine,
@@ -88,7 +89,7 @@ class Pair(LoopbackPair):
 
     def abort_when_ready(self, monkeypatch: pytest.MonkeyPatch, *, before_its_caller: bool) -> None:
         """Have each request aborted when it has become READY: before its caller runs, or right behind it."""
-        calls, driver = self.engine._calls, self.engine._runtime.driver
+        calls, driver = calls_of(self.engine), runtime_of(self.engine).driver
         tell = calls.tell
 
         def tell_and_abort(command: object) -> None:
@@ -114,7 +115,7 @@ class Pair(LoopbackPair):
         for pool in ("device", "host"):
             assert core[f"{pool}_free"] + core[f"{pool}_cached"] == core[f"{pool}_total"], core
             assert core[f"{pool}_protected"] == 0, core
-        self.engine._core.check()
+        core_of(self.engine).check()
 
 
 MakePair = Callable[..., AbstractAsyncContextManager[Pair]]
@@ -184,7 +185,7 @@ async def end_at_random(
         return "aborted"
     except asyncio.CancelledError:
         return "cancelled"
-    if not engine._calls.is_live(request.request_id):
+    if not calls_of(engine).is_live(request.request_id):
         return "aborted when ready"
     await give_back(ready)
     return "served"
@@ -209,7 +210,7 @@ def pages_of() -> Callable[[DecodeEngine, str], list[int]]:
     """The device pages of a request that is being restored, in prompt order, before the engine hands them out."""
 
     def pages_before_ready(engine: DecodeEngine, request_id: str) -> list[int]:
-        core = engine._core
+        core = core_of(engine)
         request = core.request(request_id)
         assert request is not None and request.held.lock is not None
         # What is shared while it is on its way belongs to the tree, the rest to the request.
@@ -233,7 +234,7 @@ def leave() -> Leaves:
         elif way == "cancelled":
             waiting.cancel()
         elif way == "link lost":
-            network.cut(engine._runtime.transport.instance)
+            network.cut(runtime_of(engine).transport.instance)
         with pytest.raises((RequestFailed, asyncio.CancelledError)):
             await waiting
 

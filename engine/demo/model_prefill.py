@@ -28,7 +28,8 @@ class ModelPrefill:
         self._pages = pages
         self._compute = compute
         self._chunk_tokens = chunk_tokens
-        self._freed = asyncio.Condition()
+        self.freed = asyncio.Condition()
+        """Notified when pages are free again."""
         self.tokens_computed = 0
 
     async def serve(self, room: Room) -> None:
@@ -39,9 +40,9 @@ class ModelPrefill:
         if not room.tokens:
             raise InvalidRequest("this prefill receives no tokens: send the request with send_prompt=True")
         packed = bytes(room.tokens)
-        async with self._freed:
+        async with self.freed:
             while (held := self._pages.take(packed)) is None:
-                await self._freed.wait()
+                await self.freed.wait()
         computed = 0
         try:
             computed = await self._send_all(room, np.frombuffer(packed, dtype="<u4").tolist(), held)
@@ -52,9 +53,9 @@ class ModelPrefill:
         finally:
             # The last write out of these pages has ended only now.
             await room.received()
-            async with self._freed:
+            async with self.freed:
                 self._pages.give_back(held, computed=computed)
-                self._freed.notify_all()
+                self.freed.notify_all()
 
     async def _send_all(self, room: Room, tokens: list[int], held: PromptPages) -> int:
         """Send known pages, compute and send the rest, and finish; returns the number of computed pages."""

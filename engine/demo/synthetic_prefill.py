@@ -44,7 +44,8 @@ class SyntheticPrefill:
         self._page_size = pool.layout.page_size
         self._pages = KeptPages(pool.num_pages, pool.layout.page_size, namespace=namespace, keep=keep_prefixes)
         self._component_pages = SyntheticComponents(components)
-        self._freed = asyncio.Condition()
+        self.freed = asyncio.Condition()
+        """Notified when pages are free again, or a room was served."""
         self._chunk_pages = chunk_pages
         self._vocabulary = vocabulary
         self.rooms_served = 0
@@ -65,9 +66,9 @@ class SyntheticPrefill:
         With `keep_prefixes` all of them except the last token's are then known. Raises InvalidRequest for a prompt that
         can never fit.
         """
-        async with self._freed:
+        async with self.freed:
             while (held := self._pages.take(packed)) is None:
-                await self._freed.wait()
+                await self.freed.wait()
         filled = held.known
         try:
             for first in range(held.known, len(held.pages), self._chunk_pages):
@@ -75,18 +76,18 @@ class SyntheticPrefill:
                 filled = first + self._chunk_pages
                 await asyncio.sleep(0)
         finally:
-            async with self._freed:
+            async with self.freed:
                 self._pages.give_back(held, computed=min(filled, len(held.pages)))
-                self._freed.notify_all()
+                self.freed.notify_all()
 
     async def serve(self, room: Room) -> None:
         """Serve one room from its promise to its end. Raises InvalidRequest if the promise included no tokens."""
         if room.tokens is None:
             raise InvalidRequest("this prefill receives no tokens: send the request with send_prompt=True")
         packed = bytes(room.tokens)
-        async with self._freed:
+        async with self.freed:
             while (taken := self._take(room, packed)) is None:
-                await self._freed.wait()
+                await self.freed.wait()
         held, component_pages = taken
         filled = [held.known]
         try:
@@ -100,10 +101,10 @@ class SyntheticPrefill:
         finally:
             # The last write out of these pages has ended only now.
             outcome = str(await room.received())
-            async with self._freed:
+            async with self.freed:
                 self._pages.give_back(held, computed=filled[0])
                 self._component_pages.give_back(component_pages)
-                self._freed.notify_all()
+                self.freed.notify_all()
         self.rooms_served += 1
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 

@@ -125,8 +125,8 @@ async def test_a_prefill_that_raises_keeps_its_pages_until_the_last_write_has_en
         assert prefill.pages_free == PAGES - 6
         held.may_end.set()
         await engine.wait_settled()
-        async with asyncio.timeout(LIMIT_S), prefill._freed:
-            await prefill._freed.wait_for(lambda: prefill.pages_free == PAGES)
+        async with asyncio.timeout(LIMIT_S), prefill.freed:
+            await prefill.freed.wait_for(lambda: prefill.pages_free == PAGES)
     assert len(raised) == 1
 
 
@@ -174,8 +174,8 @@ async def test_kept_prefixes_are_sent_without_being_filled_again(monkeypatch: py
             assert sum(filled) == pages_filled
             await engine.finish(ready)
             await engine.wait_settled()
-            async with asyncio.timeout(LIMIT_S), prefill._freed:
-                await prefill._freed.wait_for(lambda count=number: prefill.rooms_served > count)
+            async with asyncio.timeout(LIMIT_S), prefill.freed:
+                await prefill.freed.wait_for(lambda count=number: prefill.rooms_served > count)
         ahead = [*range(300, 300 + len(PROMPT))]
         filled.clear()
         await prefill.compute(pack_tokens(ahead))

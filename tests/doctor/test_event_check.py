@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.configs import engine_config
+from tests.support.inside import runtime_of
 from tests.support.loopback_pair import PAGE, loopback_pair
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.cli.main import app
@@ -192,7 +193,7 @@ async def test_the_stream_of_an_engine_equals_what_it_has_tier_by_tier(
         for number in range(8):
             names = ({}, {"namespace": "tenant"}, {"lora_name": "sql"})[number % 3]
             await pair.serve(range(100 * number, 100 * number + 6 * PAGE + bigrams), **names)
-        publisher = pair.engine._runtime.kv_events
+        publisher = runtime_of(pair.engine).kv_events
         assert publisher is not None
         source = EventSource(publisher.address, publisher.replay_address, pair.engine.status_address)
         (finding,) = await asyncio.to_thread(check_events, source, listen_s=0.5)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.inside import calls_of, core_of, runtime_of
 from tests.support.threads import thread_names, threads_left
 from tidekv import InvalidConfig, InvalidRequest, Replayer, open_storage
 from tidekv.backends.storage.file.directory import Directory
@@ -112,7 +113,7 @@ async def test_an_attach_that_fails_leaves_the_old_storage_in_use(make_pair) -> 
         with pytest.raises(StorageFailed, match="/dev/null/x"):
             await pair.engine.attach_storage("file:/dev/null/x?io=threads")
         with pytest.raises(InvalidRequest, match="attached already"):
-            await pair.engine.attach_storage(pair.engine._runtime.storage)
+            await pair.engine.attach_storage(runtime_of(pair.engine).storage)
         again = await pair.restore("r2", PROMPT)
         assert again.sources["l3"] == 20
         await pair.finish(again, PROMPT, [1])
@@ -156,7 +157,7 @@ async def test_attaching_that_fails_half_way_a_hundred_times_under_traffic_is_un
             with pytest.raises(StorageFailed, match="the last step failed"):
                 await pair.engine.attach_storage(HalfOpen(f"file:{tmp_path}/pages?io=threads&capacity=4MiB"))
 
-        old = pair.engine._runtime.storage
+        old = runtime_of(pair.engine).storage
         # The first request and the first attach leave a connection and the loop's own threads behind.
         await pair.finish(await pair.restore("first", PROMPT), PROMPT, [1])
         for _ in range(3):
@@ -168,7 +169,7 @@ async def test_attaching_that_fails_half_way_a_hundred_times_under_traffic_is_un
                 group.create_task(converse(number))
             for _ in range(100):
                 await fail_to_attach()
-                assert pair.engine._runtime.storage is old
+                assert runtime_of(pair.engine).storage is old
             done.set()
         assert from_storage > 0
         assert threads_left(threads) == []
@@ -189,7 +190,7 @@ async def test_a_cancelled_attach_leaves_the_old_storage_in_use(make_pair) -> No
             await attaching
         assert broken.closed == 1
         # And while the calls of the old one are waited for.
-        storage = pair.engine._runtime.storage
+        storage = runtime_of(pair.engine).storage
         release = asyncio.Event()
         put = storage.put_from
 
@@ -200,14 +201,14 @@ async def test_a_cancelled_attach_leaves_the_old_storage_in_use(make_pair) -> No
         storage.put_from = slow_put
         ready = await pair.restore("r1", PROMPT)
         await pair.finish(ready, PROMPT, [1])
-        await pair.engine._calls.wait_until(lambda: pair.engine._runtime.executor.storage_calls == 1)
+        await calls_of(pair.engine).wait_until(lambda: runtime_of(pair.engine).executor.storage_calls == 1)
         new = open_storage("memory:?capacity=1MiB")
         attaching = asyncio.create_task(pair.engine.attach_storage(new))
-        await pair.engine._calls.wait_until(lambda: not pair.engine._core.state.storage_available)
+        await calls_of(pair.engine).wait_until(lambda: not core_of(pair.engine).state.storage_available)
         attaching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await attaching
-        assert pair.engine._core.state.storage_available
+        assert core_of(pair.engine).state.storage_available
         release.set()
         await pair.engine.wait_settled()
         await pair.engine.flush()
@@ -297,14 +298,14 @@ async def test_a_store_that_hangs_is_replaced_and_its_calls_keep_their_pages_unt
             # Enough for the new one to open on a busy machine; the old one takes all of it.
             await pair.engine.attach_storage("memory:?capacity=1MiB", timeout_s=1.0)
             assert pair.engine.statistics()["storage"]["uri"].startswith("memory:")
-            assert pair.engine._core.operations_in_flight == 1
-            (retired,) = pair.engine._runtime.storage_in_use.retired
+            assert core_of(pair.engine).operations_in_flight == 1
+            (retired,) = runtime_of(pair.engine).storage_in_use.retired
             # Read by way of another storage, unless its protocol is not recognized through `__getattr__` since 3.12.
             assert hung in (retired, getattr(retired, "storage", None))
             # The new one is used, and has what is put from now on.
             other = [token + 500 for token in PROMPT]
             await pair.finish(await pair.restore("r2", other), other, [1])
-            await pair.engine._calls.wait_until(lambda: pair.engine.statistics()["storage"]["puts"] == 5)
+            await calls_of(pair.engine).wait_until(lambda: pair.engine.statistics()["storage"]["puts"] == 5)
             hung.release.set()
             await pair.engine.wait_settled()
             # What the old one has stored is not taken for stored in the new one.
@@ -315,7 +316,7 @@ async def test_a_store_that_hangs_is_replaced_and_its_calls_keep_their_pages_unt
             again = await pair.restore("r4", other)
             assert again.sources["l3"] == 20
             await pair.finish(again, other, [1])
-            assert pair.engine._runtime.storage_in_use.retired == []
+            assert runtime_of(pair.engine).storage_in_use.retired == []
             await pair.assert_nothing_held()
 
 
@@ -337,10 +338,10 @@ async def test_a_store_that_does_not_open_in_time_leaves_the_old_one_in_use(make
     hung = Hung("memory:?capacity=1MiB", "register")
     async with make_pair(storage=open_storage("memory:?capacity=1MiB")) as pair:
         with hung:
-            old = pair.engine._runtime.storage
+            old = runtime_of(pair.engine).storage
             with pytest.raises(StorageFailed, match="not open in time"):
                 await pair.engine.attach_storage(hung, timeout_s=0.05)
-            assert pair.engine._runtime.storage is old
+            assert runtime_of(pair.engine).storage is old
             ready = await pair.restore("r1", PROMPT)
             await pair.finish(ready, PROMPT, [1])
             await pair.engine.wait_settled()
@@ -391,7 +392,7 @@ async def test_a_second_exchange_waits_for_the_first_one_until_its_deadline(make
                 await pair.engine.attach_storage("memory:", timeout_s=0.05)
             hung.release.set()
             await first
-            assert pair.engine._runtime.storage is hung
+            assert runtime_of(pair.engine).storage is hung
 
 
 async def test_a_store_that_hangs_while_it_is_cleared_ends_the_call_at_its_deadline(make_pair) -> None:
@@ -414,11 +415,11 @@ async def test_a_probe_that_hangs_fails_at_its_deadline_and_is_not_repeated_befo
         with hung:
             await pair.finish(await pair.restore("r1", PROMPT), PROMPT, [1])
             async with asyncio.timeout(60):
-                await pair.engine._calls.wait_until(lambda: pair.core().get("l3_probes_failed", 0) >= 3)
+                await calls_of(pair.engine).wait_until(lambda: pair.core().get("l3_probes_failed", 0) >= 3)
             # The query and one probe.
-            assert pair.engine._runtime.executor.storage_calls == 2
+            assert runtime_of(pair.engine).executor.storage_calls == 2
             hung.release.set()
-            await pair.engine._calls.wait_until(lambda: pair.core().get("l3_breaker_closed", 0) == 1)
+            await calls_of(pair.engine).wait_until(lambda: pair.core().get("l3_breaker_closed", 0) == 1)
             await pair.engine.wait_settled()
             await pair.assert_nothing_held()
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from tests.support.inside import calls_of, core_of
 from tidekv import DecodeEngine, InvalidRequest, ReadyRequest, RequestFailed
 from tidekv.states.commands import ReportReady
 
@@ -66,10 +67,10 @@ async def step_with(injection: RaisingCalls, work: Awaitable[object]) -> object:
 
 async def assert_whole(engine: DecodeEngine) -> None:
     """Ids, places in the queue, abort and drain are as if nothing had been asked for."""
-    calls = engine._calls
+    calls = calls_of(engine)
     await engine.wait_settled()
     assert calls.live_ids() == []
-    assert calls.arriving(engine._core) == 0
+    assert calls.arriving(core_of(engine)) == 0
     assert not calls._ends and not calls._tokens_left and not calls._flushes
     assert await engine.abort("r1") is False
 
@@ -112,7 +113,7 @@ async def test_a_raise_at_every_call_of_giving_back_leaves_the_request_ready_to_
             try:
                 answer = await step_with(injection, give_back(ready))
             except Injected:
-                calls = pair.engine._calls
+                calls = calls_of(pair.engine)
                 if calls.holds(ready) and not calls.is_given_back("r1"):
                     await pair.engine.finish(ready)
                 await assert_whole(pair.engine)
@@ -131,7 +132,7 @@ async def test_an_abort_in_the_turn_in_which_a_request_becomes_ready_is_what_its
 ) -> None:
     """The abort is asked for just before the core decides READY, and taken only behind the caller of the restore."""
     async with make_pair() as pair:
-        calls = pair.engine._calls
+        calls = calls_of(pair.engine)
         tell = calls.tell
         aborting: list[asyncio.Task[bool]] = []
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.support.inside import calls_of, core_of
 from tests.support.waits import LIMIT_S
 from tidekv import EngineClosed, InvalidRequest, RequestFailed
 from tidekv.engine.decode.runtime import EffectGroup
@@ -38,13 +39,13 @@ async def test_a_rule_that_raises_while_a_request_is_given_back_fails_that_call(
             raise RuntimeError("no luck")
 
         with monkeypatch.context() as patch:
-            patch.setattr(pair.engine._core.serving, how, broken)
+            patch.setattr(core_of(pair.engine).serving, how, broken)
             with pytest.raises(RequestFailed, match="internal error"):
                 async with asyncio.timeout(LIMIT_S):
                     await getattr(pair.engine, how)(ready, [1])
         await pair.finish(await pair.restore("r1", PROMPT), PROMPT, [1])
         await pair.assert_nothing_held()
-        assert not pair.engine._calls._tokens_left
+        assert not calls_of(pair.engine)._tokens_left
 
 
 async def test_a_cancelled_finish_is_done_all_the_same(make_pair) -> None:
@@ -74,7 +75,7 @@ async def test_a_cancelled_retract_holds_nothing_in_host_memory(make_pair, turns
                 # It was cancelled before its first step: nothing has happened.
                 await pair.engine.abort("r1")
         await pair.engine.wait_settled()
-        await pair.engine._calls.wait_until(lambda: not pair.core()["requests_retracted"])
+        await calls_of(pair.engine).wait_until(lambda: not pair.core()["requests_retracted"])
         await pair.assert_nothing_held()
         assert pair.core()["requests_retracted"] == 0
 
@@ -100,7 +101,7 @@ async def test_a_late_cancel_does_not_abort_the_next_request_of_that_id(make_pai
 
         pair.network.before_write = hold
         first = asyncio.create_task(pair.engine.restore(pair.request("r1", PROMPT)))
-        await pair.engine._calls.wait_until(lambda: pair.core()["requests_transfer"] == 1)
+        await calls_of(pair.engine).wait_until(lambda: pair.core()["requests_transfer"] == 1)
         # The request fails; in the same turn of the loop the next one is started and the first is cancelled.
         driver = pair.engine._driver
         driver.take_now(events.AbortRequested(at_s=driver.clock(), request_id="r1", cause="first"))
@@ -147,8 +148,8 @@ async def test_whoever_waits_when_the_engine_breaks_hears_of_it(make_pair) -> No
                 pair.engine.flush(),
             ]
             waiting = [asyncio.create_task(call) for call in calls[:3]]
-            await pair.engine._calls.wait_until(lambda: pair.core()["requests_transfer"] == 1)
-            pair.engine._core.step = lambda event: 1 // 0
+            await calls_of(pair.engine).wait_until(lambda: pair.core()["requests_transfer"] == 1)
+            core_of(pair.engine).step = lambda event: 1 // 0
             waiting += [asyncio.create_task(call) for call in calls[3:]]
             async with asyncio.timeout(LIMIT_S):
                 for call in waiting:
@@ -171,7 +172,7 @@ async def test_a_request_that_is_lost_while_it_grows_says_so_before_anybody_writ
         def broken(*_: object) -> None:
             raise RuntimeError("no luck")
 
-        monkeypatch.setattr(pair.engine._core.serving, "grow", broken)
+        monkeypatch.setattr(core_of(pair.engine).serving, "grow", broken)
         with pytest.raises(InvalidRequest, match="no pages any more"):
             pair.engine.grow(ready, 1)
         assert (len(ready.pages), ready.length) == (2, 8)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.inside import calls_of, core_of
 from tests.support.waits import expected
 from tidekv import InvalidConfig, Replayer, open_storage
 from tidekv.states.errors import StorageFailed
@@ -120,7 +121,7 @@ async def test_who_waits_for_memory_has_its_pages_fetched_ahead(make_pair, tmp_p
         await pair.engine.flush()
         big = await pair.restore("big", [7] * 84)
         waiting = asyncio.create_task(pair.restore("again", PROMPT))
-        await pair.engine._calls.wait_until(lambda: pair.engine._core.state.host.cached == 5)
+        await calls_of(pair.engine).wait_until(lambda: core_of(pair.engine).state.host.cached == 5)
         assert not waiting.done()
         await pair.engine.abort("big")
         again = await waiting
@@ -132,7 +133,7 @@ async def test_who_waits_for_memory_has_its_pages_fetched_ahead(make_pair, tmp_p
         await pair.engine.flush()
         await pair.restore("big2", [7] * 84)
         waiting = asyncio.create_task(pair.restore("gone", PROMPT))
-        await pair.engine._calls.wait_until(lambda: pair.engine._core.state.host.cached == 5)
+        await calls_of(pair.engine).wait_until(lambda: core_of(pair.engine).state.host.cached == 5)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -189,7 +190,7 @@ async def test_failing_storage_is_left_alone_until_a_probe_succeeds(make_pair) -
         storage.broken = False
         storage.probed.clear()
         async with expected("a probe that closes the breaker"):
-            await pair.engine._calls.wait_until(lambda: pair.engine._core.storage.is_usable)
+            await calls_of(pair.engine).wait_until(lambda: core_of(pair.engine).storage.is_usable)
         ready = await pair.restore("back", PROMPT)
         await pair.finish(ready, PROMPT, [1])
         await pair.engine.wait_settled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.inside import core_of
 from tidekv import (
     ComponentPools,
     DecodeEngine,
@@ -119,7 +120,7 @@ def test_memory_that_pools_share_is_registered_once() -> None:
 
 def test_the_core_is_told_of_the_components_and_their_pages() -> None:
     engine = engine_with(window(), state(), host=HostPool.allocate(LAYOUT, 8))
-    told = {each.name: each for each in engine._core.settings.components}
+    told = {each.name: each for each in core_of(engine).settings.components}
     assert (told["window"].kind, told["window"].window_tokens) == ("window", 9)
     assert (told["window"].device_pages, told["window"].host_pages) == (8, 6)
     assert (told["state"].kind, told["state"].device_pages, told["state"].host_pages) == ("state", 5, 0)

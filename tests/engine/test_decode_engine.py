@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.support.inside import calls_of
 from tidekv import EngineClosed, InvalidRequest, OutOfPages, RequestFailed, open_storage
 
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
@@ -203,7 +204,7 @@ async def test_closing_fails_live_requests_and_leaves_nothing_running(make_pair)
     async with make_pair() as pair:
         pair.network.before_write = hold
         waiting = asyncio.create_task(pair.engine.restore(pair.request("r1", PROMPT)))
-        await pair.engine._calls.wait_until(lambda: pair.core()["requests_transfer"] == 1)
+        await calls_of(pair.engine).wait_until(lambda: pair.core()["requests_transfer"] == 1)
         asyncio.get_running_loop().call_later(0.05, held.set)
     with pytest.raises(RequestFailed, match="engine closed"):
         await waiting

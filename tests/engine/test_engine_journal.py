@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.support.inside import core_of
 from tidekv import Replayer, open_storage
 from tidekv.engine.journal.digest import final_state
 from tidekv.engine.trace.bars import one_request
@@ -36,7 +37,7 @@ async def test_journal_of_an_engine_replays_to_the_state_that_it_ended_in(make_p
         await pair.engine.flush(("l1", "l2"))
     replayer = Replayer(path)
     assert replayer.run().complete
-    assert final_state(replayer.core) == final_state(pair.engine._core)
+    assert final_state(replayer.core) == final_state(core_of(pair.engine))
     assert replayer.header.page_keys == "digests"
 
 

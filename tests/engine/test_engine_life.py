@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.configs import engine_config
+from tests.support.inside import calls_of, runtime_of
 from tidekv import (
     CapacityError,
     DecodeEngine,
@@ -80,7 +81,7 @@ async def test_calls_outside_of_the_block_say_so() -> None:
         for call in calls:
             with pytest.raises(EngineClosed):
                 await call()
-        if engine._runtime.loop is None:
+        if runtime_of(engine).loop is None:
             with pytest.raises(EngineClosed, match="not started"):
                 engine.statistics()
             async with engine:
@@ -150,7 +151,7 @@ async def test_a_cancelled_close_still_closes_everything(make_pair, ours) -> Non
         async with make_pair() as pair:
             pair.network.before_write = hold
             waiting = asyncio.create_task(pair.engine.restore(pair.request("r1", [1] * 5)))
-            await pair.engine._calls.wait_until(lambda: pair.core()["requests_transfer"] == 1)
+            await calls_of(pair.engine).wait_until(lambda: pair.core()["requests_transfer"] == 1)
             waiting.cancel()
             inside.set()
 
@@ -202,7 +203,7 @@ async def test_a_copier_that_hangs_is_left_behind_at_the_deadline(monkeypatch: p
     async with asyncio.timeout(40):
         with pytest.raises(ExceptionGroup, match="closing the engine") as caught:
             async with engine:
-                copier = engine._runtime.copier
+                copier = runtime_of(engine).copier
                 assert copier is not None
                 close, copier.close = copier.close, hang  # type: ignore[method-assign]  # The fault of this test.
     assert "PageCopier did not end in time" in str(caught.value.exceptions[0])
@@ -221,7 +222,7 @@ async def test_a_store_whose_index_another_process_keeps_locked_does_not_hold_up
         other = sqlite3.connect(tmp_path / "pages" / "index.sqlite", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         await pair.finish(ready, list(range(20)), [1])
-        await pair.engine._calls.wait_until(lambda: pair.engine._runtime.executor.storage_calls == 1)
+        await calls_of(pair.engine).wait_until(lambda: runtime_of(pair.engine).executor.storage_calls == 1)
         engine = stack.pop_all()
         # Far less than what one change of the index may wait.
         async with asyncio.timeout(40):
@@ -261,7 +262,7 @@ async def test_a_prefill_peer_is_entered_once_too(make_pair) -> None:
 async def test_a_broken_engine_tells_every_later_call_what_broke_it(make_pair) -> None:
     with pytest.raises(BrokenInvariant, match="planted"):
         async with make_pair() as pair:
-            pair.engine._runtime._break(BrokenInvariant("planted"))
+            runtime_of(pair.engine)._break(BrokenInvariant("planted"))
             for _ in range(2):
                 with pytest.raises(EngineClosed, match="the engine broke: BrokenInvariant: planted"):
                     await pair.restore("r1", [1] * 9)

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
+from tests.support.inside import core_of
 from tests.support.waits import LIMIT_S
 from tidekv import InvalidConfig, InvalidRequest, Replayer, RequestFailed, open_storage
 from tidekv.engine.metrics import MetricsCollector, MetricsFold
@@ -110,7 +111,7 @@ async def test_gauges_are_what_is_held_at_that_moment(make_pair) -> None:
         async with asyncio.timeout(LIMIT_S):
             await reached.wait()
         found = samples_of(await scrape(pair.engine.metrics_address))
-        core, withheld = pair.core(), pair.engine._core.state.quota.held["prefill"]
+        core, withheld = pair.core(), core_of(pair.engine).state.quota.held["prefill"]
         opened.set()
         held.append(await waiting)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.support.inside import runtime_of
 from tests.support.waits import PATIENT
 from tidekv import RequestFailed, open_storage
 from tidekv.backends.storage.base import Storage
@@ -97,7 +98,7 @@ async def test_a_failed_copy_to_the_device_is_made_good_by_prefill(make_pair, mo
         await pair.finish(ready, PROMPT, [1])
         await pair.engine.wait_settled()
         await pair.engine.flush(("l1",))
-        copier = pair.engine._runtime.copier
+        copier = runtime_of(pair.engine).copier
 
         def fail(host_pages: object, device_pages: object) -> asyncio.Future[None]:
             copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -122,7 +123,7 @@ async def test_a_command_that_cannot_be_started_is_made_good_by_prefill(make_pai
         def refuse(host_pages: object, device_pages: object) -> asyncio.Future[None]:
             raise RuntimeError("no thread can be started")
 
-        monkeypatch.setattr(pair.engine._runtime.copier, "to_device", refuse)
+        monkeypatch.setattr(runtime_of(pair.engine).copier, "to_device", refuse)
         ready = await pair.restore("r1", PROMPT)
         assert ready.sources["transfer"] == 42
         await pair.finish(ready, PROMPT, [1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.inside import calls_of
 from tidekv import InvalidRequest
 
 PROMPT = list(range(100, 122))  # Five pages of four tokens and a tail of two.
@@ -41,7 +42,7 @@ async def test_a_call_whose_event_could_not_be_posted_leaves_no_tokens(
 ) -> None:
     async with make_pair(device_pages=32) as pair:
         ready = await pair.restore("first", PROMPT)
-        calls = pair.engine._calls
+        calls = calls_of(pair.engine)
 
         def fail(event: object) -> None:
             raise RuntimeError("no room in the queue")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.configs import engine_config
+from tests.support.inside import core_of, runtime_of
 from tests.support.loopback_pair import PAGE, Pair, loopback_pair
 from tests.support.waits import LIMIT_S
 from tidekv.backends.keys.chain import page_digests
@@ -54,7 +55,7 @@ async def test_a_pinned_prompt_survives_ten_pools_of_other_traffic_and_not_its_t
         assert await outcome(pair, "kv.unpin", token_ids=PROMPT) == ("accepted", 4 * PAGE)
         assert await outcome(pair, "kv.pin", token_ids=PROMPT, ttl_ms=1) == ("accepted", 4 * PAGE)
         async with asyncio.timeout(LIMIT_S):
-            while pair.engine._core.hints.pins:
+            while core_of(pair.engine).hints.pins:
                 await outcome(pair, "kv.retain", token_ids=[1] * PAGE)
         for number in range(2 * 24 // 6):
             await pair.serve(range(2000 * number + 7, 2000 * number + 7 + 6 * PAGE))
@@ -69,9 +70,9 @@ async def test_pins_have_a_budget_and_a_flush_ends_them() -> None:
         assert await outcome(pair, "kv.pin", token_ids=list(range(PAGE)), ttl_ms=60_000) == ("rejected", 0)
         dropped = await pair.engine.flush()
         assert dropped["dropped"]["l2"] == 6
-        assert pair.engine._core.hints.pinned_pages == 0
+        assert core_of(pair.engine).hints.pinned_pages == 0
         await pair.serve(PROMPT)
-        page_bytes = pair.engine._runtime.host.memory.page_bytes  # type: ignore[union-attr]
+        page_bytes = runtime_of(pair.engine).host.memory.page_bytes  # type: ignore[union-attr]
         limits = {"ttl_ms": 60_000, "max_bytes": 2 * page_bytes}
         assert await outcome(pair, "kv.pin", token_ids=PROMPT, **limits) == ("accepted", 2 * PAGE)
 
@@ -157,7 +158,7 @@ async def test_hints_of_a_request_are_acted_on_before_it(tmp_path: Path) -> None
         await pair.serve(PROMPT)
         pin = envelope("kv.pin", token_ids=PROMPT, ttl_ms=60_000)
         await pair.serve(PROMPT + [5] * PAGE, kv_hints=pin)
-        assert pair.engine._core.hints.pinned_pages == 4
+        assert core_of(pair.engine).hints.pinned_pages == 4
 
 
 def test_sessions_are_bounded_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import LAYOUT, PAGE_SIZE, Pair
 from tests.support.configs import engine_config
 from tests.support.fault_hooks import WriteGate
+from tests.support.inside import calls_of
 from tidekv import (
     DecodeEngine,
     DevicePool,
@@ -146,7 +147,7 @@ async def test_a_passed_deadline_returns_the_pages_only_when_the_writer_has_stop
         gate = WriteGate(pair.network, free=1)
         call = asyncio.create_task(pair.engine.restore_into(pair.request("r1", PROMPT, deadline_s=0.2), PAGES))
         await gate.is_reached.wait()
-        await pair.engine._calls.wait_until(lambda: not pair.engine.states())
+        await calls_of(pair.engine).wait_until(lambda: not pair.engine.states())
         assert not call.done()
         with pytest.raises(InvalidRequest, match="page 28 is lent to request 'r1'"):
             await pair.engine.restore_into(pair.request("r2", PROMPT[:4]), [28])
@@ -170,7 +171,7 @@ async def test_an_abort_waits_for_the_writer(make_pair, way: str) -> None:
             aborting = asyncio.create_task(pair.engine.abort("r1"))
         else:
             call.cancel()
-        await pair.engine._calls.wait_until(lambda: not pair.engine.states())
+        await calls_of(pair.engine).wait_until(lambda: not pair.engine.states())
         assert not call.done() and not (aborting and aborting.done())
         gate.opened.set()
         with pytest.raises(RequestFailed, match="aborted") if aborting else pytest.raises(asyncio.CancelledError):

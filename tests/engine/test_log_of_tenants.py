@@ -18,6 +18,7 @@ import pytest
 import structlog
 from structlog.contextvars import bound_contextvars, merge_contextvars
 
+from tests.support.inside import calls_of
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -152,7 +153,7 @@ async def test_no_record_has_the_id_or_a_token_of_another_tenant(
         assert await restore(engine, "b2", prefill="nobody") == "recompute failed"
         assert await asyncio.gather(restore(engine, "a3"), restore(engine, "b3")) == ["ready", "ready"]
         waiting = asyncio.create_task(restore(engine, "a4"))
-        while not engine._calls.is_live("a4"):  # noqa: ASYNC110  # It has no event.
+        while not calls_of(engine).is_live("a4"):  # noqa: ASYNC110  # It has no event.
             await asyncio.sleep(0)
         time.sleep(0.2)  # noqa: ASYNC251  # The stall that is to be logged, with the stack.
         assert await waiting == "ready"

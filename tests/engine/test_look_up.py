@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.support.inside import core_of
 from tests.support.waits import LIMIT_S
 from tidekv import InvalidRequest, PromptLookUp, StorageFailed, open_storage
 
@@ -39,7 +40,7 @@ async def test_the_time_to_ready_is_estimated_from_measured_speeds_only(make_pai
     async with make_pair(prefetch="soonest") as pair:
         assert (await pair.engine.look_up(TOKENS)).ready_s is None
         await pair.finish(await pair.restore("r1", TOKENS), TOKENS, [1])
-        page_s = pair.engine._core.rooms.source_load.page_s
+        page_s = core_of(pair.engine).rooms.source_load.page_s
         assert page_s > 0
         found = await pair.engine.look_up(TOKENS)
         assert found.not_asked == ""

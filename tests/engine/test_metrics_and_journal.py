@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tests.support.inside import calls_of, core_of, runtime_of
 from tests.support.recount import counters_of, recount, scraped
 from tests.support.waits import LIMIT_S
 from tidekv import DecodeRequest, Replayer, RequestFailed, open_storage
@@ -94,10 +95,10 @@ async def run_with_faults(pair: Any, storage: MoodyStorage) -> None:
     await serve("limit")
     engine.change_policy(fetch_pages_in_flight_max=0, breaker_failures=1, breaker_backoff_s=0.01)
     await serve("opens the breaker", "query fails")
-    await engine._calls.wait_until(lambda: not engine._core.storage.is_open)
+    await calls_of(engine).wait_until(lambda: not core_of(engine).storage.is_open)
     await engine.wait_settled()
     await engine.flush(("l1",))
-    copier = engine._runtime.copier
+    copier = runtime_of(engine).copier
     to_device = copier.to_device
 
     def fail_once(host_pages: object, device_pages: object) -> asyncio.Future[None]:

@@ -12,6 +12,7 @@ from random import Random
 import pytest
 
 from tests.support.configs import engine_config
+from tests.support.inside import core_of
 from tests.support.waits import PATIENT, expected
 from tidekv import (
     DecodeEngine,
@@ -74,7 +75,7 @@ async def kept_in_host_memory(pair) -> None:
 
 
 def host_pages(pair) -> list[int]:
-    index = pair.engine._core.state.index
+    index = core_of(pair.engine).state.index
     return [page for node in index.nodes() if node.host is not None for page in node.host]
 
 
@@ -130,7 +131,7 @@ async def test_without_the_option_a_flipped_bit_of_host_memory_reaches_ready(mak
 async def test_a_damaged_host_page_is_not_put_in_storage(make_pair) -> None:
     async with make_pair(page_checksums=True) as pair:
         await kept_in_host_memory(pair)
-        pages = next(node.host for node in pair.engine._core.state.index.nodes() if node.host)
+        pages = next(node.host for node in core_of(pair.engine).state.index.nodes() if node.host)
         pair.host.array[pages[3], 5] ^= 1
         storage = MemoryStorage(capacity_bytes=1 << 20)
         await pair.engine.attach_storage(storage)
@@ -141,7 +142,7 @@ async def test_a_damaged_host_page_is_not_put_in_storage(make_pair) -> None:
         # Now the damage is found by the put: the pages are on the device still, so no copy has looked at them.
         await storage.clear()
         await pair.engine.attach_storage(MemoryStorage(capacity_bytes=1 << 20))
-        pages = next(node.host for node in pair.engine._core.state.index.nodes() if node.host)
+        pages = next(node.host for node in core_of(pair.engine).state.index.nodes() if node.host)
         pair.host.array[pages[3], 5] ^= 1
         await pair.finish(await pair.restore("r2", PROMPT), PROMPT, [1])
         await pair.engine.wait_settled()

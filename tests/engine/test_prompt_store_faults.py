@@ -55,8 +55,8 @@ async def serve_one(pair: Any, number: int = 0) -> None:
 
 async def all_pages_back(pair: Any) -> None:
     """Prefill has every page again, and every host page of the store is free."""
-    async with asyncio.timeout(LIMIT_S), pair.prefill._freed:
-        await pair.prefill._freed.wait_for(lambda: pair.prefill.pages_free == 256)
+    async with asyncio.timeout(LIMIT_S), pair.prefill.freed:
+        await pair.prefill.freed.wait_for(lambda: pair.prefill.pages_free == 256)
     await pair.peer.wait_stored()
     assert pair.peer._store._full.bounce.free == pair.peer._store._full.bounce.total
 

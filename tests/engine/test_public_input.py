@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tidekv
+from tests.support.inside import calls_of, runtime_of
 from tidekv import (
     AdmissionOptions,
     DecodeEngine,
@@ -153,8 +154,8 @@ async def test_a_call_with_a_wrong_argument_is_refused_and_changes_nothing(make_
     call, words = CALLS[name]
     async with make_pair() as pair:
         ready = await pair.restore("r1", PROMPT)
-        driver, calls = pair.engine._runtime.driver, pair.engine._calls
-        await pair.engine._calls.wait_until(lambda: driver.is_caught_up)
+        driver, calls = runtime_of(pair.engine).driver, calls_of(pair.engine)
+        await calls_of(pair.engine).wait_until(lambda: driver.is_caught_up)
         before = (driver.events_taken, pair.core(), ready.length, ready.pages.tolist(), calls.live_ids())
         with pytest.raises(InvalidRequest) as refused:
             answer = call(pair.engine, ready)
@@ -163,7 +164,7 @@ async def test_a_call_with_a_wrong_argument_is_refused_and_changes_nothing(make_
         assert words in str(refused.value)
         assert driver.is_caught_up
         assert before == (driver.events_taken, pair.core(), ready.length, ready.pages.tolist(), calls.live_ids())
-        assert not pair.engine._runtime.is_draining
+        assert not runtime_of(pair.engine).is_draining
         assert not calls._ends and not calls._flushes and not calls._tokens_left
         await pair.finish(ready, PROMPT, [1, 2])
         await pair.assert_nothing_held()

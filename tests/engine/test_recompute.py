@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.support.inside import core_of
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, KVLayout, LoopbackTransport, RequestFailed
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.decode.values import RecomputeJob
@@ -49,7 +50,7 @@ async def test_the_caller_computes_what_no_prefill_sends() -> None:
         assert starts == [0, 28]
         await engine.finish(again, [77])
         await engine.wait_settled()
-        engine._core.check()
+        core_of(engine).check()
         core = engine.statistics()["core"]
         assert core["device_free"] + core["device_cached"] == core["device_total"]
 
@@ -89,10 +90,10 @@ async def test_pages_of_an_aborted_computation_are_kept_until_it_ends() -> None:
         with pytest.raises(RequestFailed, match="aborted"):
             await restoring
         assert engine.statistics()["core"]["device_owned"] == 8
-        engine._core.check()
+        core_of(engine).check()
         may_end.set()
         await engine.wait_settled()
-        engine._core.check()
+        core_of(engine).check()
         assert engine.statistics()["core"]["device_free"] == 32
 
 

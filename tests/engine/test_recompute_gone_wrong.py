@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from tests.support.inside import core_of
 from tests.support.waits import LIMIT_S
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, EngineConfig, KVLayout, LoopbackTransport, RequestFailed
 from tidekv.engine.decode import driver
@@ -118,7 +119,7 @@ async def test_an_abort_just_after_the_work_began_keeps_the_pages_until_it_ends(
             may_end.set()
         await engine.wait_settled()
         assert engine.statistics()["core"]["device_free"] == 8
-        engine._core.check()
+        core_of(engine).check()
         if outcome == "answers":
             # The name serves again, with an answer of its own.
             assert (await engine.restore(REQUEST)).first_token == 2

@@ -158,8 +158,8 @@ async def test_slow_storage_holds_no_page_of_prefill_for_longer_than_the_copy(ma
             await pair.engine.finish(ready)
             await pair.engine.flush()
             # The first has all host pages; the others' rooms end when their time is up, though no put does.
-        async with pair.prefill._freed:
-            await pair.prefill._freed.wait_for(lambda: pair.prefill.pages_free == 256)
+        async with pair.prefill.freed:
+            await pair.prefill.freed.wait_for(lambda: pair.prefill.pages_free == 256)
         statistics = pair.peer.statistics()
         assert statistics["store_pages_late"] == 10
         slow.gate.set()
@@ -197,8 +197,8 @@ async def test_pages_are_not_given_back_to_prefill_while_they_are_copied(make_pa
         finally:
             copied.set()
         await pair.peer.wait_stored()
-        async with pair.prefill._freed:
-            await pair.prefill._freed.wait_for(lambda: pair.prefill.pages_free == 256)
+        async with pair.prefill.freed:
+            await pair.prefill.freed.wait_for(lambda: pair.prefill.pages_free == 256)
         assert storage.statistics().pages == 5
 
 

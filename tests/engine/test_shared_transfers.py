@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from tests.support.configs import engine_config
+from tests.support.inside import calls_of
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -94,7 +95,7 @@ async def test_who_shares_is_served_whoever_else_is_aborted_or_cancelled(make_pa
                     assert isinstance(end, asyncio.CancelledError) or (
                         isinstance(end, RequestFailed) and end.cause == "aborted"
                     )
-                elif pair.engine._calls.is_live(f"r{turn}.{number}"):
+                elif calls_of(pair.engine).is_live(f"r{turn}.{number}"):
                     await pair.finish(end, asked[number], [1])
             await pair.assert_nothing_held()
         assert pair.core()["shared_transfer_pages"] > 0

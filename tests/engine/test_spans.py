@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
+from tests.support.inside import runtime_of
 from tidekv import DecodeRequest, InvalidConfig, InvalidRequest, RequestFailed, open_storage, trace_requests
 from tidekv.engine import opentelemetry
 from tidekv.states.errors import CopyFailed
@@ -118,7 +119,7 @@ async def test_fallbacks_are_events_with_their_cause(make_pair, exporter, provid
             copied.set_exception(CopyFailed("the copy engine is gone"))
             return copied
 
-        monkeypatch.setattr(pair.engine._runtime.copier, "to_device", fail)
+        monkeypatch.setattr(runtime_of(pair.engine).copier, "to_device", fail)
         await pair.engine.finish(await pair.restore("r1", PROMPT))
     span = named(exporter, "r1")
     (fallback,) = [event for event in span.events if event.name == "fallback"]
@@ -199,8 +200,8 @@ async def test_nothing_is_kept_of_requests_that_are_over(make_pair, provider) ->
 
 async def test_without_tracing_nobody_watches(make_pair) -> None:
     async with make_pair() as pair:
-        assert pair.engine._runtime.calls.on_begin is None
-        assert pair.engine._runtime.driver._watchers == (pair.engine._runtime.log,)
+        assert runtime_of(pair.engine).calls.on_begin is None
+        assert runtime_of(pair.engine).driver._watchers == (runtime_of(pair.engine).log,)
 
 
 async def test_tracing_begins_before_the_first_request(make_pair, provider) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.inside import runtime_of
 from tidekv.engine.prefill import prompt_store
 from tidekv.states.core_state import COUNTERS
 from tidekv.transports.decode import receiver
@@ -54,12 +55,12 @@ async def test_no_counter_appears_after_its_first_event(make_pair) -> None:
 async def test_stalls_of_the_loop_are_counted(make_pair) -> None:
     async with make_pair(loop_stall_report_s=0.01) as pair:
         assert isinstance(pair.engine.statistics()["loop_stalls"], int)
-        pair.engine._runtime.watchdog.set_busy(True)
+        runtime_of(pair.engine).watchdog.set_busy(True)
         give_up_s = time.monotonic() + 60.0
         while not pair.engine.statistics()["loop_stalls"]:
             time.sleep(0.001)  # noqa: ASYNC251  # It stalls the loop on purpose.
             assert time.monotonic() < give_up_s
-        pair.engine._runtime.watchdog.set_busy(False)
+        runtime_of(pair.engine).watchdog.set_busy(False)
 
 
 async def test_an_orderly_close_is_no_lost_link_and_a_cut_one_is(make_pair) -> None:
@@ -69,6 +70,6 @@ async def test_an_orderly_close_is_no_lost_link_and_a_cut_one_is(make_pair) -> N
         await pair.finish(await pair.restore("r1", PROMPT), PROMPT, [1])
         await until(lambda: pair.peer.statistics()["peers"] == 1)
         assert pair.peer.statistics()["links_lost"] == 0
-        pair.network.cut(pair.engine._runtime.transport.instance)
+        pair.network.cut(runtime_of(pair.engine).transport.instance)
         await until(lambda: pair.peer.statistics()["links_lost"] > 0)
         assert pair.peer.statistics()["links_lost"] == 1

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.configs import engine_config
+from tests.support.inside import core_of, runtime_of
 from tests.support.loopback_pair import PAGE, loopback_pair
 from tests.support.waits import LIMIT_S
 from tidekv.backends.keys.chain import page_digests
@@ -138,7 +139,7 @@ async def test_hints_are_acted_on_and_answered_as_hint_does() -> None:
         status, outcomes = await ask(address, "POST", "/hints", pin(token_ids=prompt, ttl_ms=60_000))
         assert status == 200
         assert outcomes == [{"action_id": "a", "outcome": "accepted", "tokens": 3 * PAGE, "cause": ""}]
-        assert pair.engine._core.hints.pinned_pages == 3
+        assert core_of(pair.engine).hints.pinned_pages == 3
         for body, word in (({"actions": []}, "no envelope"), ([], "no envelope"), (pin(), None)):
             status, answer = await ask(address, "POST", "/hints", body)
             assert (status, word is None) in ((400, False), (200, True))
@@ -154,7 +155,7 @@ async def test_a_page_in_a_browser_gives_no_hints() -> None:
         for path, body in (("/hints", envelope), ("/probe", {"prompts": [prompt]})):
             asked = await ask(pair.engine.status_address, "POST", path, body, origin="http://example.org")
             assert asked[0] == 403
-        assert pair.engine._core.hints.pinned_pages == 0
+        assert core_of(pair.engine).hints.pinned_pages == 0
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ async def test_the_load_message_has_sglangs_frames_and_is_repeated_while_nothing
     zmq_asyncio = pytest.importorskip("zmq.asyncio")
     config = engine_config(kv_events_load="tcp://127.0.0.1:*", kv_events_data_parallel_rank=2)
     async with loopback_pair(config, device_pages=8) as pair:
-        publisher = pair.engine._runtime.load
+        publisher = runtime_of(pair.engine).load
         assert publisher is not None
         context = zmq_asyncio.Context()
         sub = context.socket(zmq.SUB)

@@ -19,6 +19,7 @@ from tests.support.configs import engine_config
 from tests.support.fault_hooks import GatedPoller
 from tests.support.fault_process import FaultProcess
 from tests.support.fault_workers import DecodeOrder, PrefillOrder, finish_turn, serve_decode, serve_prefill
+from tests.support.inside import calls_of, core_of
 from tests.support.waits import PATIENT
 from tidekv import (
     ComponentPools,
@@ -91,7 +92,7 @@ class Decode:
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until something holds after a step of the core."""
-        await self.engine._calls.wait_until(holds)
+        await calls_of(self.engine).wait_until(holds)
 
     async def assert_nothing_held(self) -> None:
         await self.engine.wait_settled()
@@ -99,7 +100,7 @@ class Decode:
         for pool in ("device", "host", *(f"{pools.name}_device" for pools in self.components)):
             assert core[f"{pool}_free"] + core[f"{pool}_cached"] == core[f"{pool}_total"], core
             assert core[f"{pool}_protected"] == 0, core
-        self.engine._core.check()
+        core_of(self.engine).check()
 
 
 @dataclass

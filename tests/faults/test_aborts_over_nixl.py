@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.inside import calls_of
 from tests.support.threads import thread_names, threads_left
 from tests.support.waits import LIMIT_S
 from tidekv import ReadyRequest, open_storage
@@ -61,7 +62,7 @@ async def test_five_hundred_aborts_leave_nothing_behind(
                 # Ids come again as soon as their owners have ended: only generations distinguish the requests.
                 request = decode.request(f"r{lane}", tokens)
                 outcome = await abort_at_random(decode.engine, request, source, partial(check_and_finish, tokens))
-                await decode.until(lambda: not decode.engine._calls.is_live(f"r{lane}"))
+                await decode.until(lambda: not calls_of(decode.engine).is_live(f"r{lane}"))
                 outcomes[outcome] = outcomes.get(outcome, 0) + 1
 
         async def run(first: int, count: int) -> None:
@@ -70,8 +71,8 @@ async def test_five_hundred_aborts_leave_nothing_behind(
                 for number in range(AT_ONCE):
                     group.create_task(lane(number, numbers))
             await decode.assert_nothing_held()
-            async with prefill.worker._freed:
-                await prefill.worker._freed.wait_for(lambda: prefill.worker.pages_free == 200)
+            async with prefill.worker.freed:
+                await prefill.worker.freed.wait_for(lambda: prefill.worker.pages_free == 200)
             gc.collect()
 
         # The two know each other from here on: most aborts shall find a transfer under way.

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.fault_workers import finish_turn
+from tests.support.inside import calls_of
 from tests.support.waits import LIMIT_S
 from tidekv import PrefillCause, RequestFailed, open_storage
 from tidekv.states.errors import CapacityError
@@ -90,7 +91,7 @@ class Load:
         except RequestFailed as failed:
             assert failed.cause in LOST | {"aborted"}, failed
             return failed.cause
-        if not decode.engine._calls.is_live(request_id):
+        if not calls_of(decode.engine).is_live(request_id):
             return "aborted when ready"
         if source.random() < 0.3:
             await pass_s(source.random() * 0.1)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.fault_process import Done, Halt, Halted
+from tests.support.inside import calls_of, core_of
 from tests.support.waits import LIMIT_S, pass_s
 from tidekv import HostPool, KVLayout, PageLayout, ReadyRequest, RequestFailed
 from tidekv.engine.demo.prefill_process import ComponentOrder
@@ -97,7 +98,7 @@ async def test_what_a_stopped_prefill_writes_of_a_tail_is_nobodys_until_it_has_e
         await first.ask(Halt(after_checks=TAIL // 2, skips=1, stops=True), Done)
         aborted = decode.start("aborted", tokens, prefill=first.ready.address)
         await first.wait_stopped()
-        targets = decode.engine._core.request("aborted").component_pages.remote["swa"]
+        targets = core_of(decode.engine).request("aborted").component_pages.remote["swa"]
         assert len(targets) == TAIL
         await decode.engine.abort("aborted")
         with pytest.raises(RequestFailed, match="aborted"):
@@ -160,11 +161,11 @@ async def test_aborts_at_random_points_leave_no_page_of_any_pool_behind(
                 # More of them than elsewhere are let through: what they leave makes the next ones differ.
                 outcome = await abort_at_random(decode.engine, request, source, give_back, aborted=0.4, cancelled=0.3)
                 outcomes[outcome] += 1
-                await decode.until(lambda: not decode.engine._calls.is_live(f"r{lane}"))
+                await decode.until(lambda: not calls_of(decode.engine).is_live(f"r{lane}"))
 
         await asyncio.gather(*(lane(number) for number in range(5)))
         await decode.assert_nothing_held()
-        async with prefill.worker._freed:
-            await prefill.worker._freed.wait_for(lambda: prefill.worker.pages_free == 200)
+        async with prefill.worker.freed:
+            await prefill.worker.freed.wait_for(lambda: prefill.worker.pages_free == 200)
         assert prefill.peer.statistics()["writes_in_flight"] == 0
         assert min(outcomes[name] for name in ("aborted", "cancelled", "served")) >= 10, outcomes

@@ -44,7 +44,7 @@ async def take_turn(child: Any, request_id: str, tokens: list[int], prefill: Any
 
 async def prefill_has_its_pages_back(prefill: Any) -> None:
     """Wait until no room holds a page of prefill."""
-    freed = prefill.worker._freed
+    freed = prefill.worker.freed
     async with freed:
         await freed.wait_for(lambda: prefill.worker.pages_free == 256)
     counts = prefill.peer.statistics()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.inside import calls_of
 from tests.support.waits import LIMIT_S
 
 FIRST = list(range(1000, 1040))  # Ten pages of four tokens.
@@ -97,6 +98,6 @@ async def test_without_the_quarantine_the_next_owner_is_overwritten(
         assert set(ready.pages.tolist()) & targets
         held.let_go.set()
         # Drained comes after the last write; it is late by now, since no request waits for it.
-        await pair.engine._calls.wait_until(lambda: pair.core().get("frames_late", 0) > 0)
+        await calls_of(pair.engine).wait_until(lambda: pair.core().get("frames_late", 0) > 0)
         assert pair.wrong_pages(ready, NEXT) != []
         await pair.engine.finish(ready)

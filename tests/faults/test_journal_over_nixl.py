@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.fault_process import Done, Halt, Halted
+from tests.support.inside import core_of
 from tests.support.waits import LIMIT_S
 from tidekv import PrefillCause, Replayer
 from tidekv.engine.demo import main_job
@@ -43,7 +44,7 @@ async def test_run_with_a_killed_prefill_worker_replays_and_is_explained(
     request_traces = RequestTraces(replayer.core)
     replayer.run(request_traces)
     assert replayer.torn is None
-    assert final_state(replayer.core) == final_state(decode.engine._core)
+    assert final_state(replayer.core) == final_state(core_of(decode.engine))
     for number in range(3):
         words = explain(request_traces.named(f"r{number}")[0], now_s=request_traces.last_at_s)
         assert any(cause.value in words for cause in PrefillCause), words

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.fault_process import Done, Halt, Halted
+from tests.support.inside import core_of
 from tests.support.waits import LIMIT_S
 from tidekv import DecodeEngine, Replayer, open_storage
 from tidekv.engine.cli import main
@@ -46,7 +47,7 @@ def write_recording(path: Path) -> Path:
 
 def check_replay(path: Path, engine: DecodeEngine) -> list[events.Event]:
     """The journal replays identically, and ends with index, pools and counters of the run; returns its events."""
-    lived = final_state(engine._core)
+    lived = final_state(core_of(engine))
     (dumped,) = [line.final for line in JournalReader(path).lines() if isinstance(line, EndLine)]
     assert dumped == lived
     replayer = Replayer(path)

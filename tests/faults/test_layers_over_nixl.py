@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.fault_hooks import GatedStorage, LayerGate
 from tests.support.fault_process import Begun, Done, EarlyTurn, Halt, Served, Settle, Turn
+from tests.support.inside import calls_of
 from tests.support.waits import LIMIT_S
 from tidekv import LayersLost, ReadyRequest, RequestFailed, open_storage
 
@@ -314,7 +315,7 @@ async def test_aborts_and_lost_layers_at_random_leave_nothing_behind(
 
 
 def _is_over(decode: Any, request_id: str) -> bool:
-    return not decode.engine._calls.is_live(request_id)
+    return not calls_of(decode.engine).is_live(request_id)
 
 
 async def test_decode_that_dies_between_layers_gives_prefill_its_pages_back_and_is_right_when_it_is_back(
@@ -334,8 +335,8 @@ async def test_decode_that_dies_between_layers_gives_prefill_its_pages_back_and_
         child.line.say(turn("early"))
         assert (await child.line.hear(Begun)).layers == 1
         child.signal(signal.SIGKILL)
-        async with prefill.worker._freed:
-            await prefill.worker._freed.wait_for(lambda: prefill.worker.pages_free == 256)
+        async with prefill.worker.freed:
+            await prefill.worker.freed.wait_for(lambda: prefill.worker.pages_free == 256)
         child = await spawn_decode(storage)
         served = await child.ask(turn("again", Turn), Served)
         assert (served.wrong, served.sources["l3"]) == ([], PAGES * PAGE_SIZE)

@@ -11,6 +11,7 @@ import pytest
 import uvloop
 
 from tests.support.configs import engine_config
+from tests.support.inside import calls_of, core_of, runtime_of
 from tests.support.waits import LIMIT_S
 from tidekv import (
     DecodeEngine,
@@ -123,20 +124,20 @@ async def enter_state(engine: DecodeEngine, held: Held) -> asyncio.Task[Any]:
     if held.state == "PREALLOC":
         await engine.restore(request("first", range(1000, 1080)))
     held.is_on = True
-    held.hold_copies(engine._runtime.copier)
+    held.hold_copies(runtime_of(engine).copier)
     tokens = PROMPT if held.state != "TRANSFER" else range(2000, 2040)
     waiting = asyncio.create_task(engine.restore(request("held", tokens)))
 
     def is_there() -> bool:
-        found = engine._core.request("held")
+        found = core_of(engine).request("held")
         return found is not None and found.state is State[held.state.split()[0]]
 
-    await engine._calls.wait_until(is_there)
+    await calls_of(engine).wait_until(is_there)
     return waiting
 
 
 def assert_nothing_held(engine: DecodeEngine) -> None:
-    core = engine._core
+    core = core_of(engine)
     core.check()
     assert core.is_idle
     counts = core.statistics()
@@ -200,5 +201,5 @@ def test_shutting_the_loop_down_ends_the_engine(state: str, new_loop: Callable[[
     with asyncio.Runner(loop_factory=new_loop) as runner:
         serving = runner.run(main())
     assert serving.cancelled()
-    assert not engines[0]._runtime.is_open
-    assert not engines[0]._calls.live_ids()
+    assert not runtime_of(engines[0]).is_open
+    assert not calls_of(engines[0]).live_ids()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.fault_hooks import GatedStorage
+from tests.support.inside import core_of
 from tests.support.waits import LIMIT_S
 from tidekv import open_storage
 from tidekv.states.records.stages import State
@@ -63,7 +64,7 @@ async def test_a_slow_disk_delays_only_who_reads_from_it(
         # Their backups wait for the disk as well, and block no request.
         for number in range(10, 40):
             await decode.serve(f"r{number}", prompt(number, 12))
-        assert decode.engine._core.request("reads").state is State.PREFETCH
+        assert core_of(decode.engine).request("reads").state is State.PREFETCH
         storage.gate.open_gate()
         ready = await reads
         assert ready.sources["l3"] == 16 * PAGE_SIZE

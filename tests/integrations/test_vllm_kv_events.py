@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.inside import runtime_of
 from tests.support.vllm_contract import BLOCK, configs_of, upon_contract
 from tests.support.vllm_handover import HandoverVllm, request_of
 from tests.support.vllm_router import Listener, external_hashes
@@ -84,7 +85,7 @@ def truth(decode: HandoverVllm, tokens: Sequence[int]) -> list[set[str]]:
     engine = decode.worker._worker._decodes[0]._engine
     in_host = engine.call(lambda live: live.probe_prefix(tokens))["l2"] // BLOCK
     digests = page_digests(pack_tokens(tokens), BLOCK, prefix=namespace_seed(""))
-    storage = engine._engine._runtime.storage_in_use.current
+    storage = runtime_of(engine._engine).storage_in_use.current
     stored = [False] * len(digests)
     if storage is not None:
         stored = engine.call(lambda _: storage.exists(digests, timeout_s=LIMIT_S))

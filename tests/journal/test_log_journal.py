@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import structlog
 
+from tests.support.inside import core_of
 from tidekv import InvalidConfig, JournalDamaged, Replayer
 from tidekv.engine.cli import main
 from tidekv.engine.config.engine_config import JournalOptions
@@ -72,7 +73,7 @@ async def test_a_log_with_other_lines_replays_over_its_rotated_files(make_pair, 
     assert len(list(app_log.parent.glob("app.log.*"))) > 2
     replayer = Replayer(app_log)
     assert replayer.run().complete
-    assert final_state(replayer.core) == final_state(pair.engine._core)
+    assert final_state(replayer.core) == final_state(core_of(pair.engine))
 
 
 async def test_the_commands_read_a_log(make_pair, app_log: Path, monkeypatch, capsys) -> None:

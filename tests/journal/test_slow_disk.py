@@ -12,6 +12,7 @@ from random import Random
 
 import pytest
 
+from tests.support.inside import runtime_of
 from tests.support.waits import LIMIT_S
 from tidekv import JournalDamaged, Replayer
 from tidekv.engine.journal import Journal
@@ -218,7 +219,7 @@ async def test_engine_serves_and_closes_while_its_journal_hangs(
     close = Journal.close
     monkeypatch.setattr(Journal, "close", lambda self: close(self, timeout_s=0.05))
     async with asyncio.timeout(LIMIT_S), make_pair(journal_path=str(tmp_path / "j")) as pair:
-        journal = pair.engine._runtime.journal
+        journal = runtime_of(pair.engine).journal
         disk = HangingDisk(journal)
         for number in range(200):
             prompt = [number, *range(40)]

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from tests.support.configs import engine_config
+from tests.support.inside import runtime_of
 from tests.support.waits import LIMIT_S
 from tidekv import DecodeEngine, DecodeRequest, DevicePool, HostPool, KVLayout, NixlTransport, PrefillPeer
 from tidekv.backends.keys.chain import page_digests
@@ -58,7 +59,7 @@ async def test_a_router_sees_all_three_tiers_of_an_engine(tmp_path: Path) -> Non
         PrefillPeer(device=prefill_pool, transport=NixlTransport("prefill-0"), on_room=synthetic.serve) as peer,
         engine,
     ):
-        publisher = engine._runtime.kv_events
+        publisher = runtime_of(engine).kv_events
         assert publisher is not None
         context = zmq_asyncio.Context()
         asker = context.socket(zmq.DEALER)

@@ -13,6 +13,7 @@ from examples.service.decode import Batch, decode_worker
 from examples.service.model import ByteTokenizer, ServedModel
 from examples.service.prefill import DistantPrefill
 from tests.support.configs import engine_config
+from tests.support.inside import runtime_of
 from tidekv import DecodeEngine, DevicePool, HostPool, KVLayout, LoopbackTransport, PrefillConfig, PrefillPeer
 from tidekv.backends.copies import cpu_moves
 from tidekv.engine.demo.compute import ComputeThread
@@ -75,7 +76,7 @@ async def test_the_tokens_of_a_step_that_begins_early_are_exact(
                 engine, batch, served, DistantPrefill(["prefill"]), device_pages=64, layer_by_layer=True
             ) as worker,
         ):
-            engine._runtime.copier._small_pages_max = 0
+            runtime_of(engine).copier._small_pages_max = 0
 
             async def answer(count: int) -> tuple[list[int], int]:
                 generation = worker.start(PROMPT, count)

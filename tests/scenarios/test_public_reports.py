@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.inside import core_of, runtime_of
 from tests.support.waits import LIMIT_S
 from tidekv import RequestFailed, open_storage
 from tidekv.backends.keys.chain import pack_tokens, page_digests
@@ -139,7 +140,7 @@ async def test_a_request_that_is_put_off_again_and_again_counts_once(make_pair) 
         assert ready.sources == {"l1": 0, "l2": 0, "l3": 20, "transfer": 1}
         assert len(storage.asked) == len(set(storage.asked)), "each prompt was looked up once"
         await pair.finish(ready, PROMPT, [1])
-        fold = pair.engine._runtime._fold
+        fold = runtime_of(pair.engine)._fold
         assert fold.tokens["l3"] == 20
         await pair.assert_nothing_held()
 
@@ -151,9 +152,9 @@ async def test_a_flush_of_one_tier_is_published_as_that_tiers_and_at_once(make_p
     async with make_pair(storage=ScriptedStorage()) as pair:
         published: list[KVEvent] = []
         outlet = SimpleNamespace(has_room=True, publish=lambda make, whole: published.extend(make()))
-        core = pair.engine._core
+        core = core_of(pair.engine)
         content = KVContent(page_size=4, key_bytes=core.settings.key_bytes)
-        pair.engine._runtime.driver.watch(KVEventWatcher(core, outlet, content))
+        runtime_of(pair.engine).driver.watch(KVEventWatcher(core, outlet, content))
         await serve(pair, "a", PROMPT)
         pages = sorted(hash_of(digest) for digest in page_digests(pack_tokens(PROMPT), 4))
         assert len(pages) == 5

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.support.inside import runtime_of
 from tests.support.waits import LIMIT_S
 from tidekv import RequestFailed, open_storage
 from tidekv.backends.keys.chain import pack_tokens, page_digests
@@ -115,7 +116,7 @@ async def test_a_write_that_lands_behind_an_abort_hits_no_page_of_the_next_owner
         ready = await pair.restore("r2", other)
         assert pair.core()["device_free"] == 0
         may_land.set()
-        await pair.engine._runtime.calls.wait_until(lambda: not pair.core()["device_draining"])
+        await runtime_of(pair.engine).calls.wait_until(lambda: not pair.core()["device_draining"])
         digests = prompt_digests(pack_tokens(other), PAGE_SIZE)
         assert pair.kv.verify(ready.pages.tolist(), digests) == []
         await pair.finish(ready, other, [1])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import tidekv
+from tests.support.inside import core_of
 from tests.support.waits import LIMIT_S
 from tidekv import (
     DecodeEngine,
@@ -249,7 +250,7 @@ async def test_snapshots_are_taken_in_spare_records_and_left(
         said = await guide["go_on_with_snapshots"](engine, ready, step, copy_record, output)
         assert said == list(range(1, output + 1))
         await engine.wait_settled()
-        components = engine._core.state.components
+        components = core_of(engine).state.components
         assert components is not None
         found = {
             (at + 1) * 16: pools.device.k[0][page].flatten()[0].item()

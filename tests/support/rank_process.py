@@ -19,6 +19,7 @@ from typing import TypeAlias
 import msgspec
 import torch
 
+from tests.support.inside import core_of, runtime_of
 from tests.support.rank_faults import Divergence, FailingCopier, FailingStorage, RankFaults, plant
 from tests.support.waits import LEASE_S
 from tidekv.backends.device.pool import DevicePool
@@ -186,14 +187,14 @@ class RankWorker:
 
     def inject(self) -> None:
         """Make copies of the running engine fail occasionally."""
-        executor = self.engine._runtime.executor
+        executor = runtime_of(self.engine).executor
         failing = FailingCopier(executor._copiers[FULL], self._faults)
         # It passes everything else on to the real one.
         executor._copiers = {**executor._copiers, FULL: failing}  # type: ignore[dict-item]
 
     def plant(self, part: Divergence) -> None:
         """Corrupt a part of this rank's state."""
-        plant(self.engine._core, part)
+        plant(core_of(self.engine), part)
 
     async def _serve_room(self, room: Room) -> None:
         if self._faults.hits("prefill_fails", 0.1):
@@ -203,7 +204,7 @@ class RankWorker:
 
     async def serve(self, work: Serve, tell: Callable[[object], None]) -> Served:
         """Serve the requests of a seed or of a recording."""
-        if (driver := self.engine._runtime.ranks) is not None:
+        if (driver := runtime_of(self.engine).ranks) is not None:
             await driver.wait_formed()
         prompts = prompts_of(work)
         ends: dict[str, int] = {}
@@ -278,7 +279,7 @@ class RankWorker:
         )
 
     def _books(self) -> str:
-        core = self.engine._core
+        core = core_of(self.engine)
         core.check()
         digest = hashlib.sha256(core.state.device.free_pages.tobytes() + core.state.host.free_pages.tobytes())
         for node in core.state.index.nodes():

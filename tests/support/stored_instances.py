@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from benchmarks.ports import free_address
 from tests.support.configs import engine_config
+from tests.support.inside import runtime_of
 from tests.support.parallel_instances import PAGE_SIZE, Model, Place, RankPools
 from tests.support.waits import LEASE_S, LIMIT_S, PATIENT, PATIENT_GROUP
 from tidekv import (
@@ -141,7 +142,7 @@ class Instances:
         """Pages that decode read from other layouts, by component; "" for full pages."""
         counts: Counter[str] = Counter()
         for member in self.decodes:
-            in_use = member.engine._runtime.storage_in_use
+            in_use = runtime_of(member.engine).storage_in_use
             for name, storage in {"": in_use.current, **in_use.component_pages}.items():
                 counts[name] += storage.statistics().converted if storage else 0
         return +counts
@@ -149,7 +150,7 @@ class Instances:
     async def look(self) -> None:
         """Look for other layouts, as a miss does that follows the last look by LOOK_S."""
         for member in self.decodes:
-            in_use = member.engine._runtime.storage_in_use
+            in_use = runtime_of(member.engine).storage_in_use
             for storage in (in_use.current, *in_use.component_pages.values()):
                 assert isinstance(storage, ConvertedStorage)
                 await storage.look()

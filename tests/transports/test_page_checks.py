@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.inside import runtime_of
 from tests.support.waits import expected
 from tidekv import RequestFailed
 from tidekv.backends.checksums import ChecksumThread
@@ -107,7 +108,7 @@ class HeldHashing:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], HeldHashing]:
     def hold(pair) -> HeldHashing:  # type: ignore[no-untyped-def]  # Of make_pair.
-        receiver = pair.engine._runtime.receiver
+        receiver = runtime_of(pair.engine).receiver
         holding = HeldHashing(receiver._rank.hashing)
         monkeypatch.setattr(receiver, "_rank", dataclasses.replace(receiver._rank, hashing=holding))
         return holding
@@ -154,7 +155,7 @@ async def test_a_room_that_ends_while_its_pages_are_hashed_is_settled(make_pair,
         if end == "abort":
             await pair.engine.abort("r1")
         else:
-            pair.network.cut(pair.engine._runtime.transport.instance)
+            pair.network.cut(runtime_of(pair.engine).transport.instance)
         with pytest.raises(RequestFailed):
             await waiting
         holding.release()

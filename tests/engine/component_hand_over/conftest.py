@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.configs import engine_config
+from tests.support.inside import core_of
 from tidekv import (
     ComponentPools,
     DecodeEngine,
@@ -113,7 +114,7 @@ class Worker:
         for pool in ("device", *(f"{pools.name}_device" for pools in self.components)):
             assert core[f"{pool}_free"] + core[f"{pool}_cached"] == core[f"{pool}_total"], (pool, core)
             assert core[f"{pool}_protected"] == 0, (pool, core)
-        self.engine._core.check()
+        core_of(self.engine).check()
 
 
 MakeWorker = Callable[..., AbstractAsyncContextManager[Worker]]

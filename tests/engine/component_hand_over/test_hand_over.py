@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.inside import calls_of, core_of
 from tests.support.waits import LIMIT_S
 from tidekv import ComponentPools, DevicePool, InvalidConfig, KVLayout, LoopbackTransport, PrefillPeer, RequestFailed
 from tidekv.engine.demo.synthetic_components import SyntheticComponents
@@ -107,7 +108,9 @@ class HeldComponents:
 
 def targets(worker: Any, request_id: str) -> dict[str, set[int]]:
     """The pages that the request's prefill may write, by component."""
-    return {name: set(pages) for name, pages in worker.engine._core.request(request_id).component_pages.remote.items()}
+    return {
+        name: set(pages) for name, pages in core_of(worker.engine).request(request_id).component_pages.remote.items()
+    }
 
 
 @pytest.mark.parametrize("way", ["aborted", "cancelled", "deadline", "link lost"])
@@ -156,7 +159,7 @@ async def test_without_the_quarantine_a_late_tail_overwrites_its_next_owner(
             ready = await worker.restore("next", other)
         finally:
             held.let_go.set()
-        await worker.engine._calls.wait_until(lambda: worker.core().get("frames_late", 0) > 0)
+        await calls_of(worker.engine).wait_until(lambda: worker.core().get("frames_late", 0) > 0)
         with pytest.raises(AssertionError):
             worker.verify(ready, other)
         await worker.engine.finish(ready)

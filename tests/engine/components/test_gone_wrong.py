@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.inside import runtime_of
 from tidekv import InvalidRequest, Replayer
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
 from tidekv.engine.demo.synthetic_components import component_digest
@@ -36,7 +37,7 @@ async def test_a_window_that_cannot_be_loaded_is_asked_of_prefill(worker, monkey
     async with worker() as made:
         await made.answer("r1", PROMPT, OUTPUT)
         await made.engine.flush(("l1",))
-        monkeypatch.setattr(made.engine._runtime.component_copiers["window"], "to_device", fault)
+        monkeypatch.setattr(runtime_of(made.engine).component_copiers["window"], "to_device", fault)
         sources = await made.answer("r2", [*KEPT, 1], [])
         # Only the window: the full pages are copied, and the request does not start over.
         assert sources["transfer"] == 1 and (made.core()["extends"], made.core()["sent_back"]) == (1, 0)
@@ -68,7 +69,7 @@ async def test_a_bit_flipped_in_host_memory_of_a_component_is_found(worker, dama
 async def test_a_record_that_cannot_be_cloned_is_asked_of_prefill(worker, monkeypatch, fault) -> None:
     async with worker() as made:
         await made.answer("r1", PROMPT, OUTPUT)
-        monkeypatch.setattr(made.engine._runtime.component_copiers["state"], "clone", fault)
+        monkeypatch.setattr(runtime_of(made.engine).component_copiers["state"], "clone", fault)
         ready = await made.restore("r2", KEPT)
         assert ready.sources["l1"] == len(KEPT) and (made.core()["extends"], made.core()["sent_back"]) == (1, 0)
         await made.engine.finish(ready)
@@ -80,7 +81,7 @@ async def test_a_record_that_cannot_be_cloned_is_asked_of_prefill(worker, monkey
 
 async def test_what_cannot_be_backed_up_is_there_on_the_device_alone(worker, monkeypatch) -> None:
     async with worker() as made:
-        monkeypatch.setattr(made.engine._runtime.component_copiers["state"], "to_host", failing)
+        monkeypatch.setattr(runtime_of(made.engine).component_copiers["state"], "to_host", failing)
         await made.answer("r1", PROMPT, OUTPUT)
         assert made.pages("state", "host")["cached"] == 0 < made.pages("window", "host")["cached"]
         assert (await made.answer("r2", [*KEPT, 1], []))["l1"] == len(KEPT)
@@ -191,7 +192,7 @@ async def test_the_journal_of_a_run_with_components_replays_and_is_told(worker, 
         await made.engine.flush(("l1",))
         await made.answer("r3", KEPT, [])
         await made.engine.flush(("l1",))
-        monkeypatch.setattr(made.engine._runtime.component_copiers["window"], "to_device", failing)
+        monkeypatch.setattr(runtime_of(made.engine).component_copiers["window"], "to_device", failing)
         await made.answer("r4", [*KEPT, 1], [])
     replayed = Replayer(path).run()
     assert replayed.complete

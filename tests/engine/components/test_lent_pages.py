@@ -13,6 +13,7 @@ import pytest
 from tests.engine.components.conftest import FULL, SIZE, WINDOW_TOKENS, Worker, component
 from tests.support.configs import engine_config
 from tests.support.fault_hooks import WriteGate
+from tests.support.inside import calls_of, core_of, runtime_of
 from tests.support.waits import LEASE_S, PATIENT
 from tidekv import (
     ComponentPools,
@@ -240,7 +241,7 @@ async def test_component_pages_that_storage_has_lost_extend_the_transfer(lender,
         await made.offer()
         await made.engine.wait_settled()
         await made.engine.flush(("l2",))
-        kept = made.engine._runtime.storage_in_use.component_pages[name]
+        kept = runtime_of(made.engine).storage_in_use.component_pages[name]
 
         async def get_into(keys: Sequence[bytes], pages: Sequence[int], **rest: object) -> list[bool]:
             return [False] * len(keys)
@@ -257,7 +258,7 @@ async def test_damaged_component_pages_in_host_memory_extend_the_transfer(lender
     async with lender(page_checksums=True) as made:
         await made.restore("r1")
         await made.offer()
-        index = made.engine._core.state.components
+        index = core_of(made.engine).state.components
         assert index is not None
         (page,) = (page for node in index.host["state"].nodes() for page in index.host["state"].pages_of(node).values())
         host = made.components["state"].host
@@ -276,7 +277,7 @@ async def test_an_abort_returns_the_pages_of_every_group_when_the_writer_has_sto
         call = asyncio.create_task(made.restore("r1"))
         await gate.is_reached.wait()
         call.cancel()
-        await made.engine._calls.wait_until(lambda: not made.engine.states())
+        await calls_of(made.engine).wait_until(lambda: not made.engine.states())
         assert not call.done()
         with pytest.raises(InvalidRequest, match="page 2 of component 'window' is lent to request 'r1'"):
             made.engine.offer(PROMPT, OTHER, component_pages={"window": [1, 2, 3]})
@@ -294,7 +295,7 @@ async def test_a_passed_deadline_returns_what_the_host_engine_can_continue_from(
         gate = WriteGate(made.network, free=1)
         call = asyncio.create_task(made.restore("r2", have=2 * SIZE, lent={**LENT, "state": [7]}, deadline_s=0.5))
         await gate.is_reached.wait()
-        await made.engine._calls.wait_until(lambda: not made.engine.states())
+        await calls_of(made.engine).wait_until(lambda: not made.engine.states())
         gate.opened.set()
         restored = await call
         # Pages of the full KV have arrived, but the record that belongs to them has not.

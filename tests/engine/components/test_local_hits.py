@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.support.inside import core_of
 from tidekv import DecodeRequest, RequestFailed
 
 SIZE = 4
@@ -171,7 +172,7 @@ async def test_conversations_in_any_order_never_see_a_wrong_byte(worker, kinds: 
             if draw.random() < 0.3:
                 await made.engine.wait_settled()
                 await made.engine.flush((draw.choice(("l1", "l2")),))
-            made.engine._core.check()
+            core_of(made.engine).check()
         assert served["l1"] > 0
         await made.engine.wait_settled()
         made.expect_nothing_held()

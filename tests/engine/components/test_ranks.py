@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.ports import free_address
 from tests.support.configs import engine_config
+from tests.support.inside import runtime_of
 from tests.support.waits import LEASE_S, LIMIT_S, PATIENT, PATIENT_GROUP
 from tidekv import (
     ComponentPools,
@@ -148,7 +149,7 @@ async def instance(storage: str | None = None, device_mode: DeviceMode = "owned"
 
 
 def component_pages_of(member: Rank) -> dict[str, Storage]:
-    return member.engine._runtime.storage_in_use.component_pages
+    return runtime_of(member.engine).storage_in_use.component_pages
 
 
 async def on_all(members: list[Rank], request_id: str, prompt: list[int]) -> dict[str, int]:
@@ -181,7 +182,7 @@ async def test_a_window_that_one_rank_cannot_load_is_asked_of_prefill_by_all(mon
     async with instance() as members:
         await on_all(members, "r1", PROMPT)
         await members[0].engine.flush(("l1",))
-        monkeypatch.setattr(members[1].engine._runtime.component_copiers["window"], "to_device", fail)
+        monkeypatch.setattr(runtime_of(members[1].engine).component_copiers["window"], "to_device", fail)
         assert "transfer" not in await on_all(members, "r2", PROMPT)
         assert all(member.engine.statistics()["core"]["extends"] == 1 for member in members)
         assert await on_all(members, "r3", PROMPT) == {"l1": len(PROMPT)}

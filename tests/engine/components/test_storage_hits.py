@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.inside import calls_of, runtime_of
 from tests.support.waits import PATIENT
 from tidekv import InvalidConfig, Replayer, open_storage
 from tidekv.backends.keys.page_keys import PageKeys
@@ -52,7 +53,7 @@ async def test_a_prompt_that_waits_for_memory_has_its_window_and_record_read_ahe
         await made.restore("big", [7] * 44 * SIZE)
         waiting = asyncio.create_task(made.restore("r2", KEPT))
         # Three pages of the window, and the record.
-        await made.engine._calls.wait_until(lambda: made.core()["component_pages_fetched_ahead"] == 4)
+        await calls_of(made.engine).wait_until(lambda: made.core()["component_pages_fetched_ahead"] == 4)
         assert not waiting.done()
         await made.engine.abort("big")
         ready = await waiting
@@ -80,7 +81,7 @@ async def test_records_that_storage_has_lost_come_from_prefill(worker) -> None:
     async with worker(storage="memory:", **FETCHES) as made:
         await made.answer("r1", PROMPT[: 3 * SIZE], [7, 7])
         await made.answer("r2", PROMPT, OUTPUT)
-        component_pages = made.engine._runtime.storage_in_use.component_pages
+        component_pages = runtime_of(made.engine).storage_in_use.component_pages
         await component_pages["state"].clear()
         await made.engine.flush(("l1", "l2"))
         assert await made.answer("r3", [*KEPT, 1], OUTPUT) == {"l3": len(KEPT), "transfer": 1}
@@ -93,7 +94,7 @@ async def test_records_that_cannot_be_read_are_asked_of_prefill(worker, monkeypa
     async with worker(storage="memory:", **FETCHES) as made:
         await made.answer("r1", PROMPT, OUTPUT)
         await made.engine.flush(("l1", "l2"))
-        component_pages = made.engine._runtime.storage_in_use.component_pages
+        component_pages = runtime_of(made.engine).storage_in_use.component_pages
 
         async def get_nothing(keys: list[bytes], *_: object, **__: object) -> list[bool]:
             if what == "raises":
@@ -108,7 +109,7 @@ async def test_records_that_cannot_be_read_are_asked_of_prefill(worker, monkeypa
 
 async def test_storage_that_fails_when_it_is_asked_or_written_costs_nothing_but_itself(worker, monkeypatch) -> None:
     async with worker(storage="memory:", **FETCHES) as made:
-        component_pages = made.engine._runtime.storage_in_use.component_pages
+        component_pages = runtime_of(made.engine).storage_in_use.component_pages
 
         async def fail(*_: object, **__: object) -> list[bool]:
             raise StorageFailed("the shelf is gone")
@@ -127,7 +128,7 @@ async def test_storage_is_exchanged_and_cleared_with_its_components(worker, tmp_
     first = open_storage("memory:")
     async with worker(storage=first, **FETCHES) as made:
         await made.answer("r1", PROMPT, OUTPUT)
-        in_use = made.engine._runtime.storage_in_use
+        in_use = runtime_of(made.engine).storage_in_use
         left = dict(in_use.component_pages)
         assert sum(engine.statistics().pages for engine in left.values()) == 4
         await made.engine.attach_storage(f"file:{tmp_path}/l3?capacity=64MiB")
@@ -162,7 +163,7 @@ async def test_an_engine_for_one_size_of_pages_is_refused(worker) -> None:
 async def test_a_component_without_host_pages_is_not_stored_and_the_others_are(worker) -> None:
     async with worker(storage="memory:", without_host=("window",), **FETCHES) as made:
         await made.answer("r1", PROMPT, OUTPUT)
-        (in_storage,) = made.engine._runtime.storage_in_use.component_pages.items()
+        (in_storage,) = runtime_of(made.engine).storage_in_use.component_pages.items()
         assert in_storage[0] == "state" and in_storage[1].statistics().pages == 1
         await made.engine.flush(("l1", "l2"))
         # The window comes from prefill.

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.ports import free_address
 from tests.support.configs import engine_config
+from tests.support.inside import calls_of, core_of
 from tests.support.waits import LEASE_S, LIMIT_S, PATIENT
 from tidekv import (
     DecodeEngine,
@@ -133,7 +134,7 @@ class Rank:
 
     def books(self) -> tuple[object, ...]:
         """What must be the same on all ranks."""
-        core = self.engine._core
+        core = core_of(self.engine)
         nodes = sorted(
             (node.namespace, node.edge, tuple(node.device or ()), tuple(node.host or ()), node.depth_pages)
             for node in core.state.index.nodes()
@@ -176,12 +177,12 @@ async def settle(members: list[Rank]) -> None:
     await asyncio.gather(*(member.engine.wait_settled() for member in members))
     assert all(member.books() == members[0].books() for member in members)
     for member in members:
-        member.engine._core.check()
+        core_of(member.engine).check()
 
 
 async def wait_for_room(member: Rank) -> None:
     async with asyncio.timeout(LIMIT_S):
-        await member.engine._calls.wait_until(lambda: len(member.engine._core.rooms) > 0)
+        await calls_of(member.engine).wait_until(lambda: len(core_of(member.engine).rooms) > 0)
 
 
 @pytest.fixture

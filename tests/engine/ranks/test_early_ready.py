@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.fault_hooks import LayerGate
+from tests.support.inside import calls_of, core_of, runtime_of
 from tests.support.waits import expected
 from tidekv import DecodeRequest, LayersLost, OutOfPages, ReadyRequest, RequestFailed
 from tidekv.backends.keys.chain import pack_tokens
@@ -27,7 +28,7 @@ class Outcomes:
     def __init__(self, member: Any) -> None:
         self.counts = Counter[type[events.Event]]()
         self._received = asyncio.Event()
-        agreement = member.engine._runtime.ranks._agreement
+        agreement = runtime_of(member.engine).ranks._agreement
         receive: Callable[[events.Event], None] = agreement.receive
 
         def noted(event: events.Event) -> None:
@@ -49,7 +50,7 @@ async def on_host(world: SimpleNamespace, members: list[Any]) -> None:
     """Leave the full pages of the prompt in host memory only, on all ranks."""
     for member in members:
         # Every copy goes to the thread: one on the event loop could not be held.
-        member.engine._runtime.copier._small_pages_max = 0
+        runtime_of(member.engine).copier._small_pages_max = 0
     await world.finish_all(members, await world.restore_all(members, "warm"))
     await world.settle(members)
     await members[0].engine.flush(("l1",))
@@ -96,7 +97,7 @@ def assert_whole(world: SimpleNamespace, member: Any, ready: ReadyRequest) -> No
 
 
 def state_of(member: Any, page: int) -> PageState:
-    return member.engine._core.state.device.condition(page)
+    return core_of(member.engine).state.device.condition(page)
 
 
 async def test_a_layer_is_reported_when_the_last_rank_has_it(
@@ -188,7 +189,7 @@ async def test_a_caller_that_leaves_as_soon_as_it_has_the_first_layer_gives_ever
 ) -> None:
     async with world.instance(2) as members:
         await on_host(world, members)
-        gates, calls = gates_of(members, monkeypatch), members[1].engine._calls
+        gates, calls = gates_of(members, monkeypatch), calls_of(members[1].engine)
         restores = [asyncio.create_task(begin(world, member)) for member in members]
         tell = calls._tellers[commands.ReportEarly]
 
@@ -276,7 +277,7 @@ async def test_the_loss_of_a_rank_between_layers_is_the_error_of_the_waiting_lay
         readies = await begin_all(world, members)
         waiting = asyncio.create_task(readies[0].wait_layer(1))
         # Rank 1 ends without leaving, as a killed process does.
-        await members[1].engine._runtime.ranks.close()
+        await runtime_of(members[1].engine).ranks.close()
         with pytest.raises(LayersLost, match="rank 1 is lost"):
             await waiting
         for gate in gates:

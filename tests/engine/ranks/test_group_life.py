@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.support.inside import calls_of, core_of, runtime_of
 from tests.support.waits import LIMIT_S, expected
 from tidekv.engine.decode import driver
 from tidekv.states.errors import (
@@ -30,7 +31,7 @@ async def test_a_rank_whose_core_breaks_stops_all_by_its_number(world) -> None:
     def broken(event: object) -> None:
         raise BrokenInvariant("planted")
 
-    members[1].engine._core.step = broken  # type: ignore[method-assign, assignment]  # The fault of this test.
+    core_of(members[1].engine).step = broken  # type: ignore[method-assign, assignment]  # The fault of this test.
     ends = await asyncio.gather(
         *(member.engine.finish(ready) for member, ready in zip(members, readies, strict=True)), return_exceptions=True
     )
@@ -38,7 +39,7 @@ async def test_a_rank_whose_core_breaks_stops_all_by_its_number(world) -> None:
     assert isinstance(ends[1], EngineClosed)
     with pytest.raises(EngineClosed, match="rank 1 broke"):
         async with asyncio.timeout(LIMIT_S):
-            await members[0].engine._calls.wait_until(lambda: False)
+            await calls_of(members[0].engine).wait_until(lambda: False)
     for member, what in zip(members, (RankBroken, BrokenInvariant), strict=True):
         with pytest.raises(what):
             await member.life.aclose()
@@ -50,7 +51,7 @@ async def test_a_raise_after_the_agreement_took_a_call_breaks_the_engine_and_lea
     address = world.free_address()
     members = [world.Rank(rank, 2, address) for rank in range(2)]
     await asyncio.gather(*(member.enter() for member in members))
-    driver = members[1].engine._runtime.ranks
+    driver = runtime_of(members[1].engine).ranks
     heard = driver._heard
 
     def raise_once() -> None:
@@ -66,7 +67,7 @@ async def test_a_raise_after_the_agreement_took_a_call_breaks_the_engine_and_lea
     assert [str(end) for end in ends] == ["the engine broke: RuntimeError: planted", str(ends[1])]
     assert "rank 1 broke" in str(ends[1])
     assert all(isinstance(end, EngineClosed) for end in ends)
-    assert members[1].engine._calls.live_ids() == []
+    assert calls_of(members[1].engine).live_ids() == []
     for member, what in zip(members, (RankBroken, RuntimeError), strict=True):
         with pytest.raises(what):
             await member.life.aclose()
@@ -76,7 +77,7 @@ async def test_ranks_that_keep_different_pages_stop_with_the_name_of_what_differ
     address = world.free_address()
     members = [world.Rank(rank, 2, address) for rank in range(2)]
     await asyncio.gather(*(member.enter() for member in members))
-    free = members[1].engine._core.state.device.free_pages
+    free = core_of(members[1].engine).state.device.free_pages
     free[0], free[1] = free[1], free[0]
     with pytest.raises(EngineClosed, match=r"ranks differ at turn [0-9]+ in: device pool"):
         await world.restore_all(members, "a")
@@ -117,7 +118,7 @@ async def test_a_lost_rank_fails_requests_by_its_name_and_a_new_epoch_begins_emp
     await asyncio.gather(*(member.enter() for member in members))
     readies = await world.restore_all(members, "kept")
     # world.Rank 2 ends without leaving, as a killed process does.
-    ranks = members[2].engine._runtime.ranks
+    ranks = runtime_of(members[2].engine).ranks
     assert ranks is not None
     for member in members:
         member.gate.clear()
@@ -134,13 +135,13 @@ async def test_a_lost_rank_fails_requests_by_its_name_and_a_new_epoch_begins_emp
     for member, ready in zip(members[:2], readies, strict=False):
         with pytest.raises((RankLost, RequestFailed)):
             await member.restore("too early", world.PROMPT)
-        assert not member.engine._calls.holds(ready)
+        assert not calls_of(member.engine).holds(ready)
     await members[2].life.aclose()
     members[2] = world.Rank(2, 3, address)
     await members[2].enter()
     async with asyncio.timeout(LIMIT_S):
         for member in members:
-            driver = member.engine._runtime.ranks
+            driver = runtime_of(member.engine).ranks
             assert driver is not None
             await driver.wait_formed()
             assert member.statistics()["epoch"] == 2
@@ -155,7 +156,7 @@ async def test_a_flush_that_not_all_ranks_have_agreed_on_ends_with_the_loss_of_a
     async with world.instance(2, vote_timeout_s=5.0) as members:
         await members[0].engine.wait_formed()
         # Rank 1 ends without leaving, as a killed process does. The first flush is posted before rank 0 notices that.
-        await members[1].engine._runtime.ranks.close()
+        await runtime_of(members[1].engine).ranks.close()
         flushes = [asyncio.create_task(members[0].engine.flush()) for _ in range(2)]
         async with expected("the end of the flushes", limit_s=30.0):
             ends = await asyncio.gather(*flushes, return_exceptions=True)
@@ -174,7 +175,7 @@ async def test_requests_that_all_had_agreed_on_just_before_a_loss_fail_as_well(
     count = 40
     arrivals_waiting: list[int] = []
     async with world.instance(2) as members:
-        ranks = members[1].engine._runtime.ranks
+        ranks = runtime_of(members[1].engine).ranks
         follow, rank_lost = ranks._follow, ranks.rank_lost
 
         def follow_and_close(decision: Decision) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.inside import core_of, runtime_of
 from tidekv import DecodeRequest, OfferedPages, Replayer, RequestFailed
 from tidekv.backends.keys.chain import pack_tokens
 from tidekv.engine.demo.synthetic import prompt_digests
@@ -121,10 +122,10 @@ async def test_a_lost_rank_ends_the_restores_of_the_others_and_their_pages_go_ba
         for member in members:
             await world.wait_for_room(member)
         # It ends without leaving, as a killed process does.
-        await members[1].engine._runtime.ranks.close()
+        await runtime_of(members[1].engine).ranks.close()
         with pytest.raises(RequestFailed, match="rank 1 is lost"):
             await asked[0]
-        core = members[0].engine._core
+        core = core_of(members[0].engine)
         core.check()
         assert core.statistics()["device_free"] == 64
         asked[1].cancel()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.inside import core_of, runtime_of
 from tests.support.waits import expected
 from tidekv import Replayer
 from tidekv.engine.decode import driver
@@ -57,7 +58,7 @@ async def test_all_ranks_act_on_the_hints_of_the_first_one_and_others_refuse_the
         with pytest.raises(InvalidRequest, match="call them on rank 0 only"):
             await members[1].engine.hint(envelope("kv.unpin"))
         await world.settle(members)
-        assert [member.engine._core.hints.pinned_pages for member in members] == [world.FULL_PAGES] * 2
+        assert [core_of(member.engine).hints.pinned_pages for member in members] == [world.FULL_PAGES] * 2
         (demoted,) = await members[0].engine.hint(envelope("kv.demote"))
         assert demoted.outcome == "accepted"
         readies = await world.restore_all(members, "demoted")
@@ -129,7 +130,7 @@ async def test_a_copy_that_cannot_be_started_on_one_rank_cuts_the_plan_on_all(
         def refuse(host_pages: PageIds, device_pages: PageIds) -> None:
             raise MemoryError("no staging memory on this rank")
 
-        copier = members[1].engine._runtime.copier
+        copier = runtime_of(members[1].engine).copier
         assert copier is not None
         monkeypatch.setattr(copier, "to_device", refuse)
         readies = await world.restore_all(members, "cut")
@@ -161,7 +162,7 @@ async def test_a_cancel_between_the_vote_on_an_arrival_and_its_step_ends_the_req
     # cancelled.
     monkeypatch.setattr(driver, "TURN_S_MAX", -1.0)
     async with world.instance(2) as members:
-        ranks = members[1].engine._runtime.ranks
+        ranks = runtime_of(members[1].engine).ranks
         follow = ranks._follow
         calls = [[asyncio.create_task(member.restore(name, world.PROMPT)) for name in "ab"] for member in members]
 
@@ -212,7 +213,7 @@ async def test_storage_is_used_while_all_ranks_have_one(world) -> None:
         await world.finish_all(members, readies)
         await members[1].engine.attach_storage("memory:?capacity=64MiB")
         await world.settle(members)
-        assert all(member.engine._core.state.storage_available for member in members)
+        assert all(core_of(member.engine).state.storage_available for member in members)
 
 
 async def test_what_one_prefill_rank_raises_is_the_cause_on_all_ranks_and_its_words_are_kept(world) -> None:

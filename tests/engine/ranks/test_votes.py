@@ -7,6 +7,7 @@ import urllib.request
 
 import pytest
 
+from tests.support.inside import calls_of, core_of, runtime_of
 from tests.support.waits import expected
 from tidekv.states import events
 from tidekv.states.errors import InvalidRequest, OutOfPages
@@ -40,7 +41,7 @@ async def quiet_votes(members) -> int:
         while True:
             votes = [member.statistics()["votes"] for member in members]
             # Between two turns the votes of all ranks are equal, and no rank has anything to send.
-            is_quiet = len(set(votes)) == 1 and all(member.engine._runtime.ranks.is_caught_up for member in members)
+            is_quiet = len(set(votes)) == 1 and all(runtime_of(member.engine).ranks.is_caught_up for member in members)
             if is_quiet and votes == before:
                 return votes[0]
             before = votes
@@ -60,7 +61,7 @@ async def test_256_requests_in_flight_are_one_collective_a_turn_and_none_while_t
         ]
         await asyncio.gather(
             *(
-                member.engine._calls.wait_until(lambda core=member.engine._core: len(core.rooms) == count)
+                calls_of(member.engine).wait_until(lambda engine=member.engine: len(core_of(engine).rooms) == count)
                 for member in members
             )
         )
@@ -121,14 +122,14 @@ async def test_growth_within_the_reserve_waits_for_no_other_rank(world, monkeypa
         reserve = list(ready._reserve)
         room = len(ready.pages) * world.PAGE_SIZE - ready.length
         asked: list[events.GrowthTaken] = []
-        post = engine._runtime.ranks.post
+        post = runtime_of(engine).ranks.post
 
         def noted(event: events.Event) -> None:
             if isinstance(event, events.GrowthTaken):
                 asked.append(event)
             post(event)
 
-        monkeypatch.setattr(engine._runtime.ranks, "post", noted)
+        monkeypatch.setattr(runtime_of(engine).ranks, "post", noted)
         async with expected("growth within the reserve", limit_s=30.0):
             taken = await engine.wait_grown(ready, room + len(reserve) * world.PAGE_SIZE)
         assert taken == reserve

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.support.configs import engine_config
+from tests.support.inside import core_of
 from tests.support.waits import LIMIT_S
 from tidekv import (
     DecodeRequest,
@@ -66,7 +67,7 @@ class Rig:
 
         async def tables(engine: object) -> dict[str, list[int]]:
             await engine.wait_settled()  # type: ignore[attr-defined]  # Until it has taken all growth.
-            requests = engine._core.state.requests  # type: ignore[attr-defined]  # The core is what we compare with.
+            requests = core_of(engine).state.requests  # type: ignore[attr-defined]  # The core is what we compare with.
             return {request_id: list(request.held.table) for request_id, request in requests.items()}
 
         return self.thread.call(tables)

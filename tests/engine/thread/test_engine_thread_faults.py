@@ -14,6 +14,7 @@ from queue import SimpleQueue
 import pytest
 
 from tests.support.configs import engine_config
+from tests.support.inside import core_of, runtime_of
 from tests.support.waits import LIMIT_S
 from tidekv import (
     DevicePool,
@@ -75,7 +76,7 @@ def test_a_broken_invariant_is_told_by_every_outcome_and_every_later_call(runnin
         tickets = [rig.thread.submit(rig.request(f"r{number}")) for number in range(4)]
 
         async def break_it(engine: object) -> None:
-            engine._runtime._break(BrokenInvariant("by a test"))  # type: ignore[attr-defined]  # As a step of the core.
+            runtime_of(engine)._break(BrokenInvariant("by a test"))  # type: ignore[attr-defined]  # As a step of the core.
 
         rig.thread.call(break_it)
         outcomes = []
@@ -276,7 +277,7 @@ def test_threads_that_do_everything_at_once_get_one_outcome_for_each_ticket(runn
 
 
 async def audited(engine: object) -> None:
-    engine._core.check()  # type: ignore[attr-defined]  # Every page is recounted.
+    core_of(engine).check()  # type: ignore[attr-defined]  # Every page is recounted.
 
 
 def test_a_synchronous_loop_drives_256_requests_at_once(running) -> None:
