@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tidekv.backends.host.pool_file import PoolFile
+from tidekv.backends.keys.chain import TOKEN_BYTES
 from tidekv.backends.memory import PageIndex, allocate_host_bytes, check_page_count, page_index
 from tidekv.backends.page_layout import Layout, group_offsets
 from tidekv.states.errors import InvalidConfig, InvalidRequest, OutOfMemory
@@ -20,7 +23,8 @@ class HostPool:
 
     `buffer` is the memory as a tensor, `array` as a numpy array: uint8 [num_pages, page_bytes] both, pieces in layout
     order. Page 0 starts at a multiple of 4096; so do the others if page_bytes is one. The pool has no page table and
-    does not know the owners of its pages.
+    does not know the owners of its pages. `file` is that of a lasting pool, which an engine finds its pages in after a
+    restart.
     """
 
     def __init__(self, *, layout: Layout, buffer: torch.Tensor, pinned: bool) -> None:
@@ -31,6 +35,7 @@ class HostPool:
         # A slice of this costs half of a view of a numpy row, and pages are requested one by one.
         self._bytes = self.array.reshape(-1).data
         self.pinned = pinned
+        self.file: PoolFile | None = None
         self.memory = PoolMemory(
             segments=(
                 Segment(
@@ -44,21 +49,43 @@ class HostPool:
         )
 
     @classmethod
-    def allocate(cls, layout: Layout, num_pages: int, pin: bool | None = None) -> HostPool:
+    def allocate(
+        cls, layout: Layout, num_pages: int, pin: bool | None = None, *, path: str | Path | None = None
+    ) -> HostPool:
         """Allocate a zeroed, resident pool. `pin` locks it for DMA; None pins if there is a CUDA device.
 
-        Raises InvalidConfig for a wrong count or if pinning is not possible, OutOfMemory if there is not enough.
+        With `path` the pool is lasting: its pages are in this file, on a tmpfs such as /dev/shm, on hugetlbfs or on a
+        local disk, and an engine with the same model finds them again after a restart. One process at a time has the
+        file, until it ends or calls `close`. On a tmpfs it is sparse: memory is taken when a page is first written.
+
+        Raises InvalidConfig for a wrong count, if pinning is not possible, or for a file that is in use or is no pool;
+        OutOfMemory if there is not enough.
         """
         check_page_count(num_pages, what="host pool")
         cuda = torch.cuda.is_available()
         if pin and not cuda:
             raise InvalidConfig("host pool: pin=True needs a CUDA device, and torch sees none; leave pin out")
-        buffer = allocate_host_bytes(num_pages * layout.page_bytes, what="host pool")
         pinned = cuda if pin is None else pin
-        pool = cls(layout=layout, buffer=buffer.view(num_pages, layout.page_bytes), pinned=pinned)
+        if path is None:
+            buffer = allocate_host_bytes(num_pages * layout.page_bytes, what="host pool")
+            pool = cls(layout=layout, buffer=buffer.view(num_pages, layout.page_bytes), pinned=pinned)
+        else:
+            # A key of pairs of tokens has one token more than the page.
+            key_bytes_max = TOKEN_BYTES * (layout.page_size + 1)
+            file = PoolFile.open(
+                Path(path), page_count=num_pages, page_bytes=layout.page_bytes, key_bytes_max=key_bytes_max
+            )
+            pool = cls(layout=layout, buffer=torch.from_numpy(file.pages), pinned=pinned)
+            pool.file = file
         if pinned:
             _pin(pool)
         return pool
+
+    def close(self) -> None:
+        """Release the file of a lasting pool, for another process or pool. Nothing may use this pool any more."""
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
     def check_pages(self, pages: PageIds | npt.ArrayLike) -> PageIndex:
         """Return the page ids as an index array; InvalidRequest names the first that is not a page of this pool."""
