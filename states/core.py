@@ -37,6 +37,7 @@ from transitions import MachineError
 
 from tidekv.states import events
 from tidekv.states.backup.backups import Backups
+from tidekv.states.backup.found_pages import FoundPages
 from tidekv.states.backup.offers import Offers
 from tidekv.states.backup.write_back import WriteBack
 from tidekv.states.components.backups import ComponentBackups
@@ -159,6 +160,7 @@ class Core:
             )
         )
         self._takers: dict[type[Event], Callable[..., None]] = {
+            events.HostPagesFound: FoundPages(self.state).take,
             events.RequestArrived: self._arrived,
             **dict.fromkeys((events.AbortRequested, events.RequestChanged, events.GrowthTaken), self._to_request),
             **dict.fromkeys((events.FinishRequested, events.RetractRequested), self._to_request),

@@ -54,6 +54,7 @@ COUNTERS: Final = (
     "l1_pages_dropped",
     "l2_damaged",
     "l2_pages_dropped",
+    "l2_pages_found",
     "l3_breaker_closed",
     "l3_breaker_opened",
     "l3_declined_pages",

@@ -41,7 +41,26 @@ class StoredComponent(msgspec.Struct, frozen=True, array_like=True):
     ranges: tuple[tuple[int, int], ...]
 
 
+class FoundRun(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive pages of a prompt that an earlier process left in host pages, one key each.
+
+    `after` is the host page with the page before them, the last one of an earlier run; -1 at the beginning of a prompt,
+    whose namespace `namespace` is.
+    """
+
+    after: int
+    keys: bytes
+    pages: tuple[int, ...]
+    namespace: str = ""
+
+
 # --- From the embedder ---
+
+
+class HostPagesFound(Event, frozen=True, kw_only=True):
+    """Host memory has pages of an earlier process. Least recently written first; the core has taken no other event."""
+
+    runs: tuple[FoundRun, ...]
 
 
 class RequestArrived(Event, frozen=True, kw_only=True):
@@ -426,7 +445,8 @@ Outcome: TypeAlias = (
 """Events that end an operation of the core."""
 
 AnyEvent = (
-    RequestArrived
+    HostPagesFound
+    | RequestArrived
     | AbortRequested
     | RequestChanged
     | GrowthTaken

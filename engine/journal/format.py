@@ -24,7 +24,9 @@ from tidekv.states.events import (
     Event,
     FinishRequested,
     FlushRequested,
+    FoundRun,
     HintReceived,
+    HostPagesFound,
     PagesOffered,
     RequestArrived,
     RetractRequested,
@@ -221,7 +223,26 @@ class HintRecord(msgspec.Struct, frozen=True, array_like=True, tag="HintReceived
         return HintReceived(**msgspec.structs.asdict(self))
 
 
-WITH_KEYS = (RequestArrived, FinishRequested, RetractRequested, PagesOffered, FlushRequested, HintReceived)
+class FoundRecord(msgspec.Struct, frozen=True, array_like=True, tag="HostPagesFound"):
+    """A `HostPagesFound`. Keys and namespaces are those of the journal."""
+
+    at_s: float
+    runs: tuple[FoundRun, ...]
+
+    def event(self) -> HostPagesFound:
+        """Return the event."""
+        return HostPagesFound(at_s=self.at_s, runs=self.runs)
+
+
+WITH_KEYS = (
+    HostPagesFound,
+    RequestArrived,
+    FinishRequested,
+    RetractRequested,
+    PagesOffered,
+    FlushRequested,
+    HintReceived,
+)
 """Events with page keys or a namespace. The journal has records of its own for them."""
 
 
@@ -232,11 +253,12 @@ def event_types() -> tuple[type[Event], ...]:
 
 if TYPE_CHECKING:
     EventRecord: TypeAlias = (
-        Event | ArrivalRecord | FinishRecord | RetractRecord | OfferRecord | FlushRecord | HintRecord
+        Event | FoundRecord | ArrivalRecord | FinishRecord | RetractRecord | OfferRecord | FlushRecord | HintRecord
     )
 else:
     EventRecord = Union[  # The members are computed.
         (
+            FoundRecord,
             ArrivalRecord,
             FinishRecord,
             RetractRecord,

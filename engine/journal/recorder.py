@@ -21,6 +21,7 @@ from tidekv.engine.journal.format import (
     ErrorRecord,
     FinishRecord,
     FlushRecord,
+    FoundRecord,
     GapLine,
     HintRecord,
     OfferRecord,
@@ -41,7 +42,9 @@ from tidekv.states.events import (
     Event,
     FinishRequested,
     FlushRequested,
+    FoundRun,
     HintReceived,
+    HostPagesFound,
     PagesOffered,
     RequestArrived,
     RetractRequested,
@@ -262,6 +265,13 @@ class Recorder:
         fields = {**msgspec.structs.asdict(event), "keys": written, "namespace": self._namespace(event.namespace)}
         return HintRecord(**fields)
 
+    def _found(self, event: HostPagesFound) -> FoundRecord:
+        def written(run: FoundRun) -> FoundRun:
+            keys = run.keys if self._digests is None else self._digests.of(run.keys)
+            return msgspec.structs.replace(run, keys=keys, namespace=self._namespace(run.namespace))
+
+        return FoundRecord(event.at_s, tuple(map(written, event.runs)))
+
     def _namespace(self, namespace: str) -> str:
         return namespace if self._digests is None else self._digests.of_namespace(namespace)
 
@@ -282,8 +292,9 @@ class Recorder:
         self._arrived_max = ARRIVED_MIN + 2 * len(self._arrived)
 
 
-Keyed: TypeAlias = "ArrivalRecord | FinishRecord | RetractRecord | OfferRecord | FlushRecord | HintRecord"
+Keyed: TypeAlias = "FoundRecord | ArrivalRecord | FinishRecord | RetractRecord | OfferRecord | FlushRecord | HintRecord"
 WITH_KEYS: dict[type[Event], Callable[[Recorder, Any], Keyed]] = {
+    HostPagesFound: Recorder._found,
     RequestArrived: Recorder._arrival,
     FinishRequested: Recorder._finish,
     RetractRequested: Recorder._retract,

@@ -19,6 +19,7 @@ from tidekv.engine.journal.format import (
     EventRecord,
     FinishRecord,
     FlushRecord,
+    FoundRecord,
     HintRecord,
     OfferRecord,
     RaiseRecord,
@@ -259,7 +260,7 @@ class Replayer:
             event: RequestArrived = record.event()
             self._arrived[event.request_id] = event.keys
             return event
-        if isinstance(record, OfferRecord | FlushRecord | HintRecord):
+        if isinstance(record, FoundRecord | OfferRecord | FlushRecord | HintRecord):
             return record.event()
         assert isinstance(record, FinishRecord | RetractRecord)
         known = self._arrived.pop(record.request_id, b"")

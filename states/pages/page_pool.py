@@ -23,7 +23,7 @@ import enum
 import numpy as np
 
 from tidekv.states.errors import BrokenInvariant, CapacityError, InvalidConfig
-from tidekv.states.types import NO_PAGES, PageIds, page_ids
+from tidekv.states.types import NO_PAGES, PageIds, page_ids, without
 
 # Created once: numpy would look up the type by name on every call.
 _UNSIGNED, _INDEX = np.dtype(np.uint32), np.dtype(np.intp)
@@ -205,6 +205,11 @@ class PagePool:
         self._counts[_FREE] -= count
         self._counts[_OWNED] += count
         return pages
+
+    def take_named(self, pages: PageIds) -> None:
+        """Take these free pages, which the caller owns from now on. O(pool)."""
+        self._move(pages, _FREE, _OWNED)
+        self._free = without(self._free, pages)
 
     def give_back(self, pages: PageIds) -> None:
         """Free owned pages."""

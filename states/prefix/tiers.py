@@ -11,6 +11,7 @@ depends on the part that is not shared.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from tidekv.states.pages.page_pool import PagePool
 from tidekv.states.prefix.namespace_shares import SharedEvictionQueue
@@ -132,10 +133,12 @@ class DeviceTier(Tier):
 class HostTier(Tier):
     """The host tier."""
 
-    __slots__ = ()
+    __slots__ = ("on_attach",)
 
     def __init__(self, account: PagePool, policy: EvictionPolicy, namespace_share: float = 1.0) -> None:
         super().__init__("host", account, policy, namespace_share)
+        self.on_attach: Callable[[Node], None] | None = None
+        """Called with each node that has got host pages, whose bytes are complete. It must not change the index."""
 
     def is_ready(self, node: Node) -> bool:
         """See Tier."""
@@ -181,6 +184,8 @@ class HostTier(Tier):
         self.queue.push(node)
         if self.dirty_nodes is not None:
             self.dirty_nodes[node] = None
+        if self.on_attach is not None:
+            self.on_attach(node)
 
     def detach(self, node: Node) -> PageIds:
         """See Tier."""

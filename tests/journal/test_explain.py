@@ -68,8 +68,8 @@ NO_CAUSE = {
     "component_pages_stored", "l3_puts_declined", "pages_stored_again",
     # Nor is what several requests are sent once.
     "shared_transfer_pages", "shared_component_pages",
-    # Offers and hints belong to no request.
-    "offered_pages_declined", "hints_rejected", "pages_prefetched",
+    # Offers, hints and what an earlier process left belong to no request.
+    "offered_pages_declined", "hints_rejected", "pages_prefetched", "l2_pages_found",
 }  # fmt: skip
 
 

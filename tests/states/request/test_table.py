@@ -54,6 +54,7 @@ def make_event(kind: type[Event], request: Request) -> Event:
         "detail": "because",
         "error": "",
         "prefills": ("prefill",),
+        "runs": (),
     }
     fields = {field.name: values.get(field.name, 0) for field in msgspec.structs.fields(kind)}
     return kind(**fields)
