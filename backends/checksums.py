@@ -5,6 +5,7 @@ GPU memory have none, since their bytes would have to be copied to the host firs
 
 PageHasher      checksums of pages of one pool, or of slices of its pages
 HostChecksums   the checksums of a host pool's pages
+FoundChecksums  the checksums of pages that an earlier process left in a host pool
 ChecksumThread  checksums for the event loop: a small number of bytes at once, more on a thread
 StorageChecks   checksums of host pages before and after storage
 """
@@ -33,7 +34,7 @@ GATHER_BELOW_BYTES: Final = 4096
 """Pieces below this size are gathered before they are hashed: a call per piece would take longer than the copy."""
 
 T = TypeVar("T")
-Pages: TypeAlias = "PageIds | PageIndex"
+Pages: TypeAlias = "PageIds | PageIndex | list[int]"
 Begin: TypeAlias = "Callable[[PageIds], asyncio.Future[bytes]]"
 """Begins to hash pages; the future has CHECKSUM_BYTES for each, in order."""
 
@@ -96,6 +97,14 @@ class HostChecksums:
         """
         self._noted[np.asarray(pages, np.int64)] = self._now(pages, on_device)
 
+    def found(self, pages: Pages, checksums: bytes) -> None:
+        """Record checksums of host pages that are known from elsewhere, CHECKSUM_BYTES each."""
+        self._noted[np.asarray(pages, np.int64)] = np.frombuffer(checksums, np.uint8).reshape(-1, CHECKSUM_BYTES)
+
+    def noted(self, pages: Pages) -> bytes:
+        """Return the noted checksums of host pages."""
+        return self._noted[np.asarray(pages, np.int64)].tobytes()
+
     def intact(self, pages: Pages, *, on_device: Pages | None = None) -> int:
         """Return how many host pages, or their copies `on_device`, from the first on, have the noted checksum."""
         noted = self._noted[np.asarray(pages, np.int64)]
@@ -105,6 +114,42 @@ class HostChecksums:
     def _now(self, pages: Pages, on_device: Pages | None) -> npt.NDArray[np.uint8]:
         digests = self._host.checksums(pages) if on_device is None else self._device.checksums(on_device)
         return np.frombuffer(digests, np.uint8).reshape(-1, CHECKSUM_BYTES)
+
+
+class FoundChecksums:
+    """The checksums of pages that an earlier process left in a host pool: each is verified once, at its first use.
+
+    Methods may be called from any thread that owns the pages. The pool must outlive it.
+    """
+
+    def __init__(self, host: PoolMemory) -> None:
+        self.page_bytes = host.page_bytes
+        self._hasher = PageHasher(host)
+        self._unverified: dict[int, bytes] = {}
+
+    def found(self, pages: Pages, checksums: bytes) -> None:
+        """Take the checksums of found pages, CHECKSUM_BYTES each."""
+        for at, page in enumerate(pages):
+            self._unverified[int(page)] = checksums[at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]
+
+    def note(self, pages: Pages) -> None:
+        """Forget pages that are written anew."""
+        for page in pages if self._unverified else ():
+            self._unverified.pop(int(page), None)
+
+    def is_unverified(self, pages: Pages) -> bool:
+        """Whether one of these pages has to be verified before its first use."""
+        return bool(self._unverified) and any(int(page) in self._unverified for page in pages)
+
+    def intact(self, pages: Pages) -> int:
+        """Return how many pages, from the first on, are verified or have their checksum. These are verified then."""
+        for at, page in enumerate(pages if self._unverified else ()):
+            wanted = self._unverified.get(int(page))
+            if wanted is not None:
+                if self._hasher.checksums([int(page)]) != wanted:
+                    return at
+                self._unverified.pop(int(page), None)
+        return len(pages)
 
 
 class ChecksumThread:
@@ -146,7 +191,7 @@ class StorageChecks:
     checked.
     """
 
-    def __init__(self, thread: ChecksumThread, by_component: Mapping[str, HostChecksums]) -> None:
+    def __init__(self, thread: ChecksumThread, by_component: Mapping[str, HostChecksums | FoundChecksums]) -> None:
         self._thread = thread
         self._by_component = by_component
 

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 import numpy.typing as npt
 
-from tidekv.backends.checksums import HostChecksums
+from tidekv.backends.checksums import FoundChecksums, HostChecksums
 from tidekv.backends.completions import Completions
 from tidekv.backends.copies.cpu_moves import PageCloner, PageMover
 from tidekv.backends.copies.cuda import CopyChoice, CudaMover, StagedCloner, Told
@@ -69,7 +69,8 @@ class PageCopier:
     `start` and `close` it on the loop that awaits it. With `lanes` its copies share these with other copiers; the owner
     of the lanes starts them first, and closes them last. `choice` selects the form of copies on CUDA. With `checksums`,
     of this host pool, copies to the host note the checksums of their pages, and copies to the device verify them; not
-    on CUDA. Raises InvalidConfig if the pools do not fit each other.
+    on CUDA. With FoundChecksums, copies to the device verify the pages that an earlier process left, once. Raises
+    InvalidConfig if the pools do not fit each other.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class PageCopier:
         *,
         lanes: CopyLanes | None = None,
         choice: CopyChoice | None = None,
-        checksums: HostChecksums | None = None,
+        checksums: HostChecksums | FoundChecksums | None = None,
     ) -> None:
         if host is not None and not same_pages(device.layout, host.layout):
             raise InvalidConfig(f"copies: device pool has {device.layout}, host pool has {host.layout}")
@@ -91,8 +92,9 @@ class PageCopier:
         self._mover: Mover | None = None
         if host is not None:
             self._mover = CudaMover(device, host, choice or CopyChoice()) if on_cuda else PageMover(device, host)
-            if checksums is not None:
+            if isinstance(checksums, HostChecksums):
                 self._mover = CheckedMover(PageMover(device, host), checksums)
+        self._found = checksums if isinstance(checksums, FoundChecksums) else None
         self._cloner: StagedCloner | PageCloner = StagedCloner(device) if on_cuda else PageCloner(device)
         self._small_pages_max = 0 if on_cuda else _small_pages(self._mover, self._cloner, device.layout.page_bytes)
         self._lanes = CopyLanes(device.device) if lanes is None else lanes
@@ -133,7 +135,8 @@ class PageCopier:
         """
         host, mover = self._both()
         sources, targets = host.check_pages(host_pages), self._device.check_pages(device_pages)
-        return self._submit(TO_DEVICE, partial(mover.to_device, sources, targets), len(sources), len(targets))
+        move = self._verified_first(sources, partial(mover.to_device, sources, targets))
+        return self._submit(TO_DEVICE, move, len(sources), len(targets))
 
     def to_host(self, device_pages: Pages, host_pages: Pages) -> asyncio.Future[None]:
         """Copy device pages to host pages, pairwise; as `to_device`.
@@ -164,7 +167,7 @@ class PageCopier:
             streams=streams_of(self._device.device),
             launched=asyncio.get_running_loop().create_future(),
         )
-        move = partial(_by_layer, mover, sources, targets, copy.told, copy.layer_count)
+        move = self._verified_first(sources, partial(_by_layer, mover, sources, targets, copy.told, copy.layer_count))
         copy.done = self._submit(
             TO_DEVICE, move, len(sources), len(targets), launched=copy.launched, layers=copy.marked
         )
@@ -189,6 +192,19 @@ class PageCopier:
             cloned_bytes=self._bytes[CLONE],
             kernel=self._kernel,
         )
+
+    def _verified_first(self, host_pages: PageIndex, move: Move) -> Move:
+        """Return a copy that raises PagesDamaged, with nothing copied, unless all found pages have their checksums."""
+        found = self._found
+        if found is None or not found.is_unverified(host_pages):
+            return move
+
+        def verified() -> None:
+            if (intact := found.intact(host_pages)) < len(host_pages):
+                raise _damaged(host_pages, intact, "has changed since an earlier process wrote it")
+            move()
+
+        return verified
 
     def _both(self) -> tuple[HostPool, Mover]:
         if self._host is None or self._mover is None:
@@ -267,16 +283,17 @@ class CheckedMover:
         """Copy host pages to device pages, pairwise. Raises PagesDamaged."""
         self._mover.to_device(host_pages, device_pages)
         if (intact := self._checksums.intact(host_pages, on_device=device_pages)) < len(host_pages):
-            raise PagesDamaged(
-                f"host page {host_pages[intact]}, number {intact} of {len(host_pages)}, has changed since it was"
-                " written: its checksum differs",
-                intact=intact,
-            )
+            raise _damaged(host_pages, intact, "has changed since it was written")
 
     def to_host(self, device_pages: PageIndex, host_pages: PageIndex) -> None:
         """Copy device pages to host pages, pairwise."""
         self._checksums.note(host_pages, on_device=device_pages)
         self._mover.to_host(device_pages, host_pages)
+
+
+def _damaged(host_pages: PageIndex, intact: int, words: str) -> PagesDamaged:
+    text = f"host page {host_pages[intact]}, number {intact} of {len(host_pages)}, {words}: its checksum differs"
+    return PagesDamaged(text, intact=intact)
 
 
 def _small_pages(mover: Mover | None, cloner: StagedCloner | PageCloner, page_bytes: int) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from tidekv.backends.checksums import ChecksumThread, HostChecksums, StorageChecks, check_hashable
+from tidekv.backends.checksums import ChecksumThread, FoundChecksums, HostChecksums, StorageChecks, check_hashable
 from tidekv.backends.component_pools import ComponentPools, check_components, with_components
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.copies.lanes import CopyLanes
@@ -25,6 +25,7 @@ from tidekv.backends.keys.prompt_keys import PromptKeys
 from tidekv.backends.page_layout import same_pages
 from tidekv.engine.decode.driver import Driver
 from tidekv.engine.decode.executor import EffectLoop, Executor, StorageCalls
+from tidekv.engine.decode.host_records import HostRecords, check_lasting
 from tidekv.engine.decode.load import LoadReader
 from tidekv.engine.decode.pending_calls import PendingCalls
 from tidekv.engine.decode.rank_driver import RankDriver
@@ -112,6 +113,7 @@ class Runtime:
         if host is not None and not same_pages(host.layout, device.layout):
             raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
         check_components(components, device=device, host=host, is_lent=config.device == "lent")
+        check_lasting(host, components, is_rank=ranks is not None)
         if config.page_checksums:
             check_hashable(device.memory, "device pool")
         self.config = config
@@ -145,8 +147,11 @@ class Runtime:
         self.copier: PageCopier | None = None
         self.component_copiers: dict[str, PageCopier] = {}
         self.checksum_thread = ChecksumThread()
-        self.host_checksums: dict[str, HostChecksums] = {}
-        """By component, and those of the full pages. Empty unless the option `page_checksums` is set."""
+        self.host_checksums: dict[str, HostChecksums | FoundChecksums] = {}
+        """By component, and those of the full pages. Empty unless the option `page_checksums` is set, or the pool
+        lasts.
+        """
+        self.host_records: HostRecords | None = None
         self.on_stall: list[Callable[[float, float, str], None]] = []
         """Called with each stall of the event loop that has ended: time, seconds, place."""
         self._lanes: CopyLanes | None = None
@@ -257,7 +262,9 @@ class Runtime:
             self.metrics = MetricsServer(config.metrics.listen, collector)
         if config.kv_events.endpoint is not None and (self.rank_group is None or self.rank_group.rank == 0):
             self.kv_events = KVEventPublisher(config.kv_events)
+        self._make_checksums()
         await self._drive_core()
+        await self._take_found_pages()
         self.front = self.ranks or self.driver
         self.calls.on_use_end = self._end_use
         self.receiver = Receiver(
@@ -343,14 +350,34 @@ class Runtime:
             self.component_copiers[name].start()
 
     def _copier(self, name: str, device: DevicePool, host: HostPool | None, lanes: CopyLanes) -> PageCopier:
-        if host is not None and self.config.page_checksums:
-            self.host_checksums[name] = HostChecksums(host.memory, device.memory)
         return PageCopier(device, host, lanes=lanes, checksums=self.host_checksums.get(name))
+
+    def _make_checksums(self) -> None:
+        """Make the checksums of the host pools, and the records of a lasting one."""
+        pools = {FULL: (self.host, self._device)}
+        pools |= {name: (both.host, both.device) for name, both in self.components.items()}
+        for name, (host, device) in pools.items():
+            if host is not None and self.config.page_checksums:
+                self.host_checksums[name] = HostChecksums(host.memory, device.memory)
+            elif host is not None and host.file is not None:
+                self.host_checksums[name] = FoundChecksums(host.memory)
+        if self.host is not None and self.host.file is not None:
+            self.host_records = HostRecords(self.core, self.host, self.host_checksums[FULL])
+
+    async def _take_found_pages(self) -> None:
+        """Let the core take what an earlier process left in a lasting host pool, before anything else."""
+        if self.host_records is None:
+            return
+        # In a thread, to its end: the file of a large pool has many records.
+        runs = await settled(asyncio.ensure_future(asyncio.to_thread(self.host_records.find, self.identity)))
+        if runs:
+            self.driver.take_now(events.HostPagesFound(at_s=self.driver.clock(), runs=runs))
+        self.host_records.follow()
 
     async def _drive_core(self) -> None:
         """Make the journal and the driver of the core, with its watchers."""
         self.journal = await self._open_journal()
-        watchers: list[Watcher | None] = [self.journal, self._fold, self.ranks, self.log]
+        watchers: list[Watcher | None] = [self.host_records, self.journal, self._fold, self.ranks, self.log]
         if self.kv_events is not None:
             options = self.config.kv_events
             settings, bigrams = self.core.settings, self.config.bigram_keys
@@ -526,6 +553,7 @@ class Runtime:
                 self.transport,
                 self.poller,
                 self.storage_poller,
+                self.host_records,
                 self.checksum_thread,
                 None if self._staging is None else self._staging.copier,
             ],

@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -170,6 +171,7 @@ async def loopback_pair(
     layout: KVLayout = LAYOUT,
     device_pages: int = 64,
     host_pages: int = 128,
+    host_path: str | Path | None = None,
     prefill_pages: int = 256,
     storage: Storage | None = None,
     clock: Clock | None = None,
@@ -180,15 +182,16 @@ async def loopback_pair(
     """Run a decode engine and a prefill worker without a model, for as long as the block lasts.
 
     `config`, `storage` and the pools of `device_pages` and `host_pages` (0: none) are those of the engine, which closes
-    the storage. `clock`: the time of both workers; None: real time. The bytes that prefill computes depend on
-    `prefill_namespace`, too, which `wrong_pages` does not expect. `prefill_config`, but for
-    its address, and `prefill_parts` are further arguments of `PrefillPeer`.
+    the storage. `host_path`: the file of a lasting host pool, which a later pair may have again. `clock`: the time of
+    both workers; None: real time. The bytes that prefill computes depend on `prefill_namespace`, too, which
+    `wrong_pages` does not expect. `prefill_config`, but for its address, and `prefill_parts` are further arguments of
+    `PrefillPeer`.
     """
     network = LoopbackNetwork()
     transport = LoopbackTransport("decode-0", network)
     faults = FaultSwitch(network, decode=transport.instance)
     device = DevicePool.allocate(layout, device_pages)
-    host = HostPool.allocate(layout, host_pages) if host_pages else None
+    host = HostPool.allocate(layout, host_pages, path=host_path) if host_pages else None
     prefill_pool = DevicePool.allocate(layout, prefill_pages)
     prefill = SyntheticPrefill(prefill_pool, chunk_pages=3, namespace=prefill_namespace)
 
@@ -218,9 +221,13 @@ async def loopback_pair(
     )
     if clock is not None:
         engine._runtime.clock = clock
-    async with peer, engine:
-        pair = LoopbackPair(engine, peer, prefill, device, host, network, faults, clock)
-        try:
-            yield pair
-        finally:
-            faults.release_writes()  # The workers wait for writes in flight at their end.
+    try:
+        async with peer, engine:
+            pair = LoopbackPair(engine, peer, prefill, device, host, network, faults, clock)
+            try:
+                yield pair
+            finally:
+                faults.release_writes()  # The workers wait for writes in flight at their end.
+    finally:
+        if host is not None:
+            host.close()
