@@ -165,6 +165,7 @@ def decode(
         page_size=cache.page_size,
         l1_pages=l1_pages,
         l2_pages=l2_pages,
+        l2_path=cache.l2_path,
         storage=chosen.storage.uri,
         storage_options=chosen.storage.options,
         compare=False,

@@ -31,6 +31,10 @@ class CacheSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Size of the host pool (L2). "2x" is twice L1; 0: no host pool, and with it no storage. "auto": chosen by the
     command.
     """
+    l2_path: Text = ""
+    """File of L2, such as /dev/shm/tidekv-decode: its pages outlive a restart of the worker, if pages and sizes are the
+    same. It may be on a tmpfs, hugetlbfs or a local disk. Empty: L2 ends with the worker.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

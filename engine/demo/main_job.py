@@ -53,6 +53,7 @@ class TierOptions:
     page_size: int = 16
     l1_pages: int = 0
     l2_pages: int = 0
+    l2_path: str = ""
     storage: str = ""
     in_flight_max: int = 0
     compare: bool = True
@@ -238,7 +239,7 @@ async def _decode_worker(
     """Run a decode worker with new pools for the duration of the block; then the phase's figures are complete."""
     before = await prefill.counts(forget=True)
     device = DevicePool.allocate(result.layout, result.l1_pages, device=tiers.device)
-    host = HostPool.allocate(result.layout, result.l2_pages) if cache else None
+    host = HostPool.allocate(result.layout, result.l2_pages, path=tiers.l2_path or None) if cache else None
     # Small workloads have short prefixes and loopback is fast; the job shows that L3 works, not from when on it pays.
     shown = EngineConfig(
         storage=StorageOptions(prefetch_threshold_tokens=result.layout.page_size, prefetch="timeout"),

@@ -48,6 +48,11 @@ class LinkSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Fingerprint of the model, the same at both ends. None: the server's name of the model."""
     host: int | str = "1GB"
     """Bytes of host memory (L2) of each decode worker."""
+    host_path: PlainText | None = None
+    """File of the host memory, such as "/dev/shm/tidekv-decode": its pages outlive a restart of the decode worker. It
+    may be on a tmpfs, hugetlbfs or a local disk. Each worker has a file of its own: the n-th one after the first, of
+    all tensor-parallel ranks of all data-parallel engines, adds `.n`. None: host memory ends with the worker.
+    """
     uri: PlainText | None = None
     """Storage (L3) of decode workers, such as "file:/var/lib/tidekv?capacity=200GB". None: no storage."""
     options: dict[str, object] | str | None = None
@@ -82,6 +87,10 @@ class LinkSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def host_bytes(self) -> int:
         """`host` in bytes."""
         return parse_size(self.host) or 0
+
+    def pool_path(self, worker: int) -> str | None:
+        """Return the file of a decode worker's host memory; workers of all ranks and replicas are counted from 0."""
+        return self.host_path if self.host_path is None or not worker else f"{self.host_path}.{worker}"
 
     def listen_tls(self) -> ssl.SSLContext | None:
         """Return the TLS context of a prefill worker. Raises InvalidConfig for files that cannot be used."""

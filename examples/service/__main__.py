@@ -34,6 +34,9 @@ def main(
     page_size: Annotated[int, typer.Option(help="Tokens per page, the same in both workers.")] = 16,
     device_pages: Annotated[int, typer.Option(help="Pages of device memory (L1).")] = 512,
     host_pages: Annotated[int, typer.Option(help="Pages of host memory (L2).")] = 1024,
+    host_path: Annotated[
+        str, typer.Option(help="File of L2, such as /dev/shm/tidekv: its pages outlive a restart. Empty: none.")
+    ] = "",
     storage: Annotated[str, typer.Option(help="URI of storage (L3), such as file:/var/lib/tidekv?capacity=20GB.")] = "",
     prefill_storage: Annotated[
         str,

@@ -30,6 +30,7 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     device_pages: int
     host_pages: int
+    host_path: str
     storage: str
     prefill_storage: str
     batch_max: int

@@ -94,7 +94,7 @@ async def _serve(options: ServiceOptions, listener: socket.socket, compute: Comp
                 recompute_threshold=options.recompute_threshold,
             ),
             device=device,
-            host=HostPool.allocate(served.layout, options.host_pages),
+            host=HostPool.allocate(served.layout, options.host_pages, path=options.host_path or None),
             storage=open_storage(options.storage) if options.storage else None,
             transport=NixlTransport(
                 name=options.name,

@@ -150,6 +150,22 @@ def test_a_room_that_is_live_or_no_number_fails_its_request_alone(servers: Serve
     servers.commit(first)
 
 
+def test_host_memory_with_a_path_survives_a_restart_of_decode(
+    plugged: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = {**msgspec.json.decode(SETTINGS), "host_path": str(tmp_path / "pool")}
+    monkeypatch.setenv("TIDEKV_SGLANG", msgspec.json.encode(settings).decode())
+    servers = Servers()
+    try:
+        assert servers.serve(PROMPT, [1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 4], 11) == {"transfer": 22}
+        servers.decode.kv_manager.decode.close()
+        servers = Servers(servers.prefill)
+        found = servers.serve(PROMPT, [1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 4], 12)
+        assert found == {"l2": 20, "transfer": 2}
+    finally:
+        servers.close()
+
+
 def test_a_flush_waits_for_copies_and_empties_host_memory(servers: Servers) -> None:
     asked = servers.ask(PROMPT, [9, 8, 7, 6, 5, 4], 11)
     servers.send(PROMPT, [1, 2, 3, 4, 5, 6], 11)

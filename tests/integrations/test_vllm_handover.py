@@ -137,6 +137,38 @@ def test_what_decode_kept_survives_its_restart(start: Start, tmp_path: Path) -> 
     assert decode.counts["restore_tokens_l3"] == 4 * BLOCK
 
 
+def test_host_memory_with_a_path_survives_a_restart_of_decode_but_not_a_reset(start: Start, tmp_path: Path) -> None:
+    prefill, path = start("kv_producer"), str(tmp_path / "pool")
+
+    def restored(name: str) -> dict[str, int]:
+        decode = start("kv_consumer", host_path=path)
+        decode.add(request_of(name, PROMPT, prefilled(prefill, f"p-{name}")), OTHERS)
+        decode.step_until(lambda: decode.loaded)
+        assert decode.holds(name, PROMPT)
+        decode.compute(name, chunk=100)
+        if name == "reset":
+            # What was computed before it, and is offered with the step after it, has the old weights.
+            decode.finish(name)
+            assert decode.scheduler.reset_cache()
+        else:
+            decode.finish(name)
+        decode.step_until(lambda: decode.freed)
+        counts = decode.counts
+        decode.close()
+        return {tier: counts.get(f"restore_tokens_{tier}", 0) for tier in ("l2", "transfer")}
+
+    assert restored("first") == {"l2": 0, "transfer": len(PROMPT)}
+    assert restored("again") == {"l2": 4 * BLOCK, "transfer": 2}
+    assert restored("reset") == {"l2": 4 * BLOCK, "transfer": 2}
+    assert restored("after") == {"l2": 0, "transfer": len(PROMPT)}
+
+
+def test_each_rank_of_each_engine_has_a_file_of_its_own() -> None:
+    settings = HandoverSettings(dials=("127.0.0.1:*",), host_path="/dev/shm/pool")
+    assert [settings.pool_path(worker) for worker in range(3)] == [f"/dev/shm/pool{end}" for end in ("", ".1", ".2")]
+    assert HandoverSettings().pool_path(1) is None
+
+
 def test_after_a_reset_and_for_other_adapters_nothing_kept_is_found(start: Start) -> None:
     prefill, decode = start("kv_producer"), start("kv_consumer")
 

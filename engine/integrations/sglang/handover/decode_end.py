@@ -119,7 +119,7 @@ class DecodeEnd:
         server: ServerStreams | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start. `config`: that of this rank's engine. `server`: SGLang's streams, if its KV is in GPU memory.
+        """Start. `settings`, `config`: those of this rank. `server`: SGLang's streams, if its KV is in GPU memory.
 
         Raises what `DecodeEngine` raises as it starts.
         """
@@ -129,11 +129,13 @@ class DecodeEnd:
         self._clock = clock
         config = msgspec.structs.replace(config, device="lent")
         self._settle_s = config.copy_deadline_s + config.close_deadline_s
+        host_pages = max(1, settings.host_bytes // layout.page_bytes)
+        self._host = HostPool.allocate(layout, host_pages, path=settings.host_path)
         self._engine = EngineThread(
             DecodeEngine(
                 config,
                 device=pool,
-                host=HostPool.allocate(layout, max(1, settings.host_bytes // layout.page_bytes)),
+                host=self._host,
                 storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
                 transport=NixlTransport(
                     name=name,
@@ -265,6 +267,8 @@ class DecodeEnd:
         """Stop. Idempotent."""
         self._pacing.close()
         self._engine.close()
+        # Unless that raised: then something may still write to the pages.
+        self._host.close()
 
     # --- Inside ---
 

@@ -58,7 +58,7 @@ class TidekvManager(CommonKVManager):  # type: ignore[misc]  # SGLang has no typ
         queue.transfer_queue.deferred_kv_release_timeout = math.inf
         self.decode = DecodeEnd(
             pool,
-            self.settings,
+            msgspec.structs.replace(self.settings, host_path=self.settings.pool_path(self.attn_tp_rank)),
             config=msgspec.structs.replace(
                 self.settings.engine_of(self.attn_tp_rank, self.attn_tp_size), model=self._model()
             ),

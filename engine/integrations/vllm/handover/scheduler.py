@@ -324,10 +324,10 @@ class DecodeScheduler:
     def reset(self) -> None:
         """Name pages otherwise from now on, until this process ends."""
         self._reset_salt = uuid4().hex
+        jobs = self._jobs
+        jobs.is_reset = True
         if self._naming is not None:
             # Jobs that are planned already fill pages of the old names, which are not to be published.
-            jobs = self._jobs
-            jobs.is_reset = True
             jobs.restores = [replace(job, names=None) for job in jobs.restores]
             jobs.offers = [replace(job, names=None) for job in jobs.offers]
 

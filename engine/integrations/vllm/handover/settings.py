@@ -99,6 +99,11 @@ class Handover:
         return self.instance if self.ranks == 1 else f"{self.instance}-{self.rank}"
 
     @property
+    def pool_path(self) -> str | None:
+        """File of this rank's host memory. None: it ends with the process."""
+        return self.settings.pool_path(self.replica * self.ranks + self.rank)
+
+    @property
     def fingerprint(self) -> str:
         """Identity of the model's part that this rank has: each rank holds other heads."""
         return self.model if self.ranks == 1 else f"{self.model}, rank {self.rank} of {self.ranks}"

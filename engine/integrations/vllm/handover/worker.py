@@ -198,10 +198,11 @@ class DecodeWorker:
             peer=msgspec.structs.replace(settings.engine.peer, attempts=max(2, settings.engine.peer.attempts)),
         )
         self._events = None if handover.events is None else EventFeed(handover, kind=handover.events.kind)
+        self._host = HostPool.allocate(layout, _host_pages(handover, pools), path=handover.pool_path)
         engine = DecodeEngine(
             config,
             device=pools.full,
-            host=HostPool.allocate(layout, _host_pages(handover, pools)),
+            host=self._host,
             components=_with_host_pages(handover, pools),
             storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
             transport=NixlTransport(
@@ -316,6 +317,11 @@ class DecodeWorker:
         failed, self._failed = self._failed, set()
         return failed
 
+    def forget(self) -> None:
+        """Empty host memory, whose pages have names that no request uses again."""
+        with suppress(EngineClosed):
+            self._engine.flush(("l2",))
+
     def change_events(self, jobs: HandoverJobs) -> None:
         """Withdraw what is not found any more, and publish again what listeners were told to forget."""
         if self._events is None:
@@ -333,6 +339,8 @@ class DecodeWorker:
         """Abort what is under way and stop. Idempotent."""
         try:
             self._engine.close()
+            # Unless that raised: then something may still write to the pages.
+            self._host.close()
         finally:
             if self._events is not None:
                 self._events.close()
@@ -551,6 +559,9 @@ class HandoverWorker:
         for decode in self._decodes:
             for offer in jobs.offers:
                 decode.offer(offer)
+            if jobs.is_reset:
+                # Last: what is offered in this step has an old name.
+                decode.forget()
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Return the requests whose held blocks are free again, and those whose restores ended, on all ranks."""
