@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TypeVar
 
 import pytest
@@ -68,6 +69,18 @@ def test_a_request_makes_no_more_calls_than_it_did() -> None:
     made = calls_of(worker.one_request)
     # A fall is welcome, and to be entered here.
     assert made <= CALLS, f"{made} calls of functions in the core, from its arrival to its end"
+
+
+def test_a_cached_prompt_adds_few_objects_that_a_full_collection_visits() -> None:
+    worker = Worker()
+    worker.one_request()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(200):
+        worker.one_request()
+    gc.collect()
+    # A node, its pages, its keys (two objects), and its place in the order of eviction. docs/operating.md names them.
+    assert len(gc.get_objects()) - before < 6 * 200
 
 
 @pytest.mark.parametrize("state", ["transfer", "ready"])
