@@ -14,7 +14,7 @@ from typing import TypeAlias
 from simulation.faults import FAULTS, Chosen
 from simulation.rank import FAULTS as RANK_FAULTS
 from simulation.ranks import RanksFailed, RanksReport, simulate_ranks
-from simulation.simulate import Report, SimulationFailed, simulate
+from simulation.simulate import Report, SimulationFailed, lends_in, simulate
 
 Outcome: TypeAlias = "tuple[Report | RanksReport | str, float]"
 """Report of a seed, or the text of its failure, and its CPU time in seconds."""
@@ -56,7 +56,7 @@ def run_campaign(
     """Run `seeds` seeds of `requests` requests each, over `jobs` processes. A failing seed does not stop the others.
 
     With `ranks`, that many cores serve each request together. With `always_components` every seed has components,
-    with `lends` lent device pages.
+    with `lends` lent device pages. Otherwise the seed draws both.
     """
     campaign = Campaign()
     if ranks:
@@ -112,6 +112,8 @@ def _run_seed(
     lends: bool,
 ) -> Outcome:
     began_s = time.process_time()
+    # In plain seeds, too, pages of components are lent.
+    lends = lends or lends_in(seed)
     try:
         outcome: Report | RanksReport | str
         if ranks:

@@ -20,7 +20,7 @@ from simulation.memory import Contents, Violation
 from simulation.rank import FAULTS, SimulatedRank
 from simulation.rank_callers import Script, draw_script
 from simulation.schedule import Link, Schedule
-from simulation.simulate import draw_settings, lending, with_components, with_lent_device, with_short_rests
+from simulation.simulate import settings_of
 from tidekv.states.errors import TidekvError
 from tidekv.states.ranks.agreement import Opening
 from tidekv.states.ranks.vote_items import LOST_RANK
@@ -335,13 +335,7 @@ def simulate_ranks(
     With `hints` the first rank is given KV hints. Raises RanksFailed with what is needed to repeat the run.
     """
     random = Random(f"settings {seed}")
-    drawn = settings or with_components(draw_settings(random), seed, always=always_components)
-    if settings is None:
-        drawn = with_lent_device(drawn, seed)
-    if lends:
-        drawn = lending(drawn)
-    if settings is None:
-        drawn = with_short_rests(drawn, seed)
+    drawn = settings_of(random, seed, settings, always_components=always_components, lends=lends)
     if drawn.lends_device:
         early = False
     if early is None:

@@ -19,7 +19,7 @@ from tidekv.states.storage_policy import POLICY_FIELDS
 CLIENTS_MAX = 16
 SHORT_RESTS_SHARE = 0.25
 LENT_SHARE = 0.2
-"""Share of the runs without components in which the device pages are lent."""
+"""Share of the runs in which the device pages are lent; but for campaigns, of those without components."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -80,11 +80,7 @@ def simulate(
     starts. Raises SimulationFailed with what is needed to repeat the run.
     """
     random = Random(f"settings {seed}")
-    drawn = settings or with_lent_device(with_components(draw_settings(random), seed, always=always_components), seed)
-    if lends:
-        drawn = lending(drawn)
-    if settings is None:
-        drawn = with_short_rests(drawn, seed)
+    drawn = settings_of(random, seed, settings, always_components=always_components, lends=lends)
     if early is None:
         early = settings is None and not drawn.lends_device and draws_early(seed)
     world = World(
@@ -109,6 +105,29 @@ def simulate(
         early={} if world.early_callers is None else dict(sorted(world.early_callers.counts.items())),
         digest=world.digest,
     )
+
+
+def settings_of(
+    random: Random,
+    seed: int,
+    settings: CoreSettings | None = None,
+    *,
+    always_components: bool = False,
+    lends: bool = False,
+) -> CoreSettings:
+    """Return the settings of a seed, or those that are given; `random` is the source of its sizes."""
+    if settings is not None:
+        return lending(settings) if lends else settings
+    drawn = with_components(draw_settings(random), seed, always=always_components)
+    # A seed of tests that is known by its number stays what it was; campaigns lend with components as well.
+    if lends or (not drawn.components and lends_in(seed)):
+        drawn = lending(drawn)
+    return with_short_rests(drawn, seed)
+
+
+def lends_in(seed: int) -> bool:
+    """Whether a seed draws lent device pages."""
+    return Random(f"lent {seed}").random() < LENT_SHARE
 
 
 def draw_settings(random: Random) -> CoreSettings:
@@ -148,13 +167,6 @@ def with_components(settings: CoreSettings, seed: int, *, always: bool = False) 
     source = Random(f"snapshots {seed}")
     drawn = tuple(draw_bounds(source, component) for component in drawn)
     return msgspec.structs.replace(settings, components=drawn, snapshots=draw_snapshots(source))
-
-
-def with_lent_device(settings: CoreSettings, seed: int) -> CoreSettings:
-    """Return the settings with lent device pages if the seed draws them, in one of five runs without components."""
-    # Component pages are lent in the seeds of `lends`: a seed that is known by its number stays what it was.
-    draws = not settings.components and Random(f"lent {seed}").random() < LENT_SHARE
-    return lending(settings) if draws else settings
 
 
 def with_short_rests(settings: CoreSettings, seed: int) -> CoreSettings:

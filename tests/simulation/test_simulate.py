@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
+from random import Random
 
 import pytest
 
-from simulation import FAULTS, SimulationFailed, prefill, simulate
+from simulation import FAULTS, SimulationFailed, campaign, prefill, simulate
+from simulation.faults import Chosen
 from simulation.prefill import Peer
 from simulation.schedule import Link, Schedule
+from simulation.simulate import settings_of
 from simulation.tiers import SimulatedCopies
 from tidekv.states.errors import InvalidConfig
 from tidekv.states.handover.prompt_digest import PromptDigest
@@ -82,6 +86,21 @@ def test_the_same_seed_gives_the_same_run() -> None:
     first, second = simulate(5, 150), simulate(5, 150)
     assert first == second
     assert first.digest != simulate(6, 150).digest
+
+
+def test_plain_seeds_of_a_campaign_have_components_and_none_in_lent_pages_and_in_owned_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = set()
+
+    def note(seed: int, requests: int, faults: Chosen, *, lends: bool, **_: object) -> None:
+        drawn = settings_of(Random(f"settings {seed}"), seed, lends=lends)
+        found.add((bool(drawn.components), drawn.lends_device))
+        raise SimulationFailed(seed, requests, faults, ZeroDivisionError("no run"), [])
+
+    monkeypatch.setattr(campaign, "simulate", note)
+    campaign.run_campaign(first_seed=1, seeds=50, requests=1)
+    assert found == {*product((False, True), repeat=2)}
 
 
 def test_settings_can_be_given() -> None:
