@@ -40,10 +40,10 @@ class ComponentPools:
     (recurrent layers; a page is one record). `name` is an identifier other than "full", the same at both ends of a
     hand-over and on all ranks.
 
-    `device` holds the pages of requests, and cached ones: a request needs its tail (the pages of `window_tokens`, and
-    one that it writes) or one record at once, so size the pool for all concurrent requests. `host` holds pages that
-    were copied to host memory. None keeps none there; prompts are then restored from host memory only as far as the
-    device has the component. The caller keeps ownership of the pools. Raises InvalidConfig, which names the component.
+    `device` holds the pages of requests, and cached ones: a request needs the pages of `window_tokens` and one that it
+    writes, or one record, so size the pool for all concurrent requests. `host` holds pages that were copied to host
+    memory. None keeps none there; prompts are then restored from host memory only as far as the device has the
+    component. The caller keeps ownership of the pools. Raises InvalidConfig, which names the component.
 
     `channels` lets ranks of unequal numbers exchange the records of a state: its `page_size` is the channels that this
     rank holds, part by part, and `channels` has the number of each part. Tensor parallelism must divide each part

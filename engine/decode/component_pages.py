@@ -1,9 +1,9 @@
 """Windows and states of a READY request: the pages granted, how a window advances, and the pages kept at the end.
 
     position          first             full pages of the tokens kept
-    a window          [ tail at the prompt's end )[ the page that is written ]…
+    a window          [ pages at the prompt's end )[ the page that is written ]…
     given             `pages`, some shared and only read, others the request's `own`
-    left at the end            [ whole pages of the tail of the last boundary )
+    left at the end            [ whole pages before the last boundary )
 
 A window holds all the pages that it will ever need: when it advances to a new page, it overwrites the oldest of its own
 pages behind it (`WindowPages`). A state has one record, which the model updates; it can be left if it is at the end of
@@ -79,18 +79,18 @@ def shared_component_pages(pages: tuple[ComponentPages, ...] | None) -> dict[str
 
 
 class WindowPages:
-    """The pages of one window while its request generates: the tail before the page that is being written.
+    """The pages of one window while its request generates: those before the page that is being written.
 
     `pages` are pages of the component's device pool at positions [first, first + len(pages)).
     """
 
-    def __init__(self, tail: ReadyComponent, *, window_tokens: int, page_size: int) -> None:
-        self.first = tail.first
-        self.pages: list[int] = tail.pages.tolist()
+    def __init__(self, ready: ReadyComponent, *, window_tokens: int, page_size: int) -> None:
+        self.first = ready.first
+        self.pages: list[int] = ready.pages.tolist()
         self._page_size = page_size
         self._trailing_pages = -(-window_tokens // page_size)
-        self._own = frozenset(tail.own.tolist())
-        self._free = deque(tail.spare)
+        self._own = frozenset(ready.own.tolist())
+        self._free = deque(ready.spare)
 
     def grow(self, tokens: int) -> list[int]:
         """Make room for the token before position `tokens`; returns the pages that this adds, usually none. Their old
@@ -112,7 +112,7 @@ class WindowPages:
         return [page]
 
     def left(self, tokens: int) -> tuple[int, list[int]]:
-        """Return the pages to leave for this number of tokens with KV: the tail at the end of their last full page."""
+        """Return the pages to leave for this number of tokens with KV: those before the end of their last full page."""
         boundary = tokens // self._page_size
         first = max(self.first, boundary - self._trailing_pages)
         return first, self.pages[first - self.first : boundary - self.first] if boundary > first else []
@@ -176,12 +176,14 @@ def component_pages_left(
         raise InvalidRequest(f"component_pages must be a mapping of component to (first, pages), not {short(left)}")
     checked = []
     for name, each in left.items():
-        tail = given.get(name)
-        if tail is None:
+        ready = given.get(name)
+        if ready is None:
             known = ", ".join(given) or "none"
             raise InvalidRequest(f"request {request_id!r} leaves component {name!r}; there are {known}")
         what = f"request {request_id!r} leaves of component {name!r}"
-        entries = [_pages_left(what, given, tail, full_pages) for given in (each if isinstance(each, list) else [each])]
+        entries = [
+            _pages_left(what, given, ready, full_pages) for given in (each if isinstance(each, list) else [each])
+        ]
         ids = [page for _, pages in entries for page in pages]
         places = [at for first, pages in entries for at in range(first, first + len(pages))]
         if len(set(ids)) < len(ids):
@@ -192,7 +194,7 @@ def component_pages_left(
     return tuple(checked)
 
 
-def _pages_left(what: str, each: LeftPages, tail: ReadyComponent, full_pages: int) -> tuple[int, tuple[int, ...]]:
+def _pages_left(what: str, each: LeftPages, ready: ReadyComponent, full_pages: int) -> tuple[int, tuple[int, ...]]:
     try:
         first, pages = each
         begin, ids = index(first), tuple(index(page) for page in pages)
@@ -202,8 +204,8 @@ def _pages_left(what: str, each: LeftPages, tail: ReadyComponent, full_pages: in
         raise InvalidRequest(
             f"{what} positions [{begin}, {begin + len(ids)}), its tokens have full pages [0, {full_pages})"
         )
-    own = frozenset(tail.own.tolist())
-    shared = dict(zip(range(tail.first, tail.first + len(tail.pages)), tail.pages.tolist(), strict=True))
+    own = frozenset(ready.own.tolist())
+    shared = dict(zip(range(ready.first, ready.first + len(ready.pages)), ready.pages.tolist(), strict=True))
     for position, page in enumerate(ids, begin):
         if page not in own and shared.get(position) != page:
             raise InvalidRequest(f"{what} page {page} at position {position}, which it does not have there")

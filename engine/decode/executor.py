@@ -411,7 +411,7 @@ class Executor:
     def _promise_nobody(self, command: commands.SendPromise) -> None:
         """Answer for the prefill that a request does not name: the room is complete if nothing is asked of it."""
         at_s, request_id, generation = self._clock(), command.request_id, command.generation
-        if command.pages or any(tail.pages for tail in command.component_pages or ()):
+        if command.pages or any(part.pages for part in command.component_pages or ()):
             self._refuse_for_nobody(command)
             return
         first = -(-command.promised_tokens // self._prompt_keys.page_keys.page_size)

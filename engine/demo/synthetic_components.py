@@ -26,24 +26,24 @@ def component_digest(component: str, digest: bytes) -> bytes:
 def wrong_components(
     components: Sequence[ComponentPools], component_pages: Mapping[str, ReadyComponent], digests: Sequence[bytes]
 ) -> dict[str, list[int]]:
-    """Verify the tails of a request byte for byte; `digests` has one entry for each page of its prompt.
+    """Verify the component pages of a request byte for byte; `digests` has one entry for each page of its prompt.
 
     Returns the positions in the prompt that differ, by component; empty if there are none.
     """
     wrong = {}
     for pools in components:
-        tail = component_pages[pools.name]
+        part = component_pages[pools.name]
         expected = [
-            component_digest(pools.name, digest) for digest in digests[tail.first : tail.first + len(tail.pages)]
+            component_digest(pools.name, digest) for digest in digests[part.first : part.first + len(part.pages)]
         ]
-        found = SyntheticKV(pools.device).verify(tail.pages.tolist(), expected)
+        found = SyntheticKV(pools.device).verify(part.pages.tolist(), expected)
         if found:
-            wrong[pools.name] = [tail.first + at for at in found]
+            wrong[pools.name] = [part.first + at for at in found]
     return wrong
 
 
 class SyntheticComponents:
-    """Pools of a synthetic prefill worker's components: pages for requested tails, and their content.
+    """Pools of a synthetic prefill worker's components: pages to send, and their content.
 
     Nothing is kept after a room.
     """
@@ -53,23 +53,21 @@ class SyntheticComponents:
         self._accounts = {pools.name: PagePool(pools.name, pools.device.num_pages) for pools in components}
 
     def take(self, asked: Mapping[str, RequestedComponent]) -> dict[str, PageIds] | None:
-        """Take pages for the tails of a room, for every component. None if there are too few now.
+        """Take pages for a room, for every component. None if there are too few now.
 
         Raises InvalidRequest if there can never be enough.
         """
-        for name, tail in asked.items():
+        for name, part in asked.items():
             account = self._accounts[name]
-            if tail.page_count > account.total:
-                raise InvalidRequest(
-                    f"a tail of {tail.page_count} pages of component {name!r}; its pool has {account.total}"
-                )
-        if any(tail.page_count > self._accounts[name].free for name, tail in asked.items()):
+            if part.page_count > account.total:
+                raise InvalidRequest(f"{part.page_count} pages of {name!r} exceed its pool of {account.total}")
+        if any(part.page_count > self._accounts[name].free for name, part in asked.items()):
             return None
-        return {name: self._accounts[name].take(tail.page_count) for name, tail in asked.items()}
+        return {name: self._accounts[name].take(part.page_count) for name, part in asked.items()}
 
-    def fill(self, tail: RequestedComponent, pages: PageIds, digests: Sequence[bytes]) -> None:
-        """Overwrite pages with the content of the tail; `digests` are those of the requested positions."""
-        self._kv[tail.component].fill(pages, [component_digest(tail.component, digest) for digest in digests])
+    def fill(self, part: RequestedComponent, pages: PageIds, digests: Sequence[bytes]) -> None:
+        """Overwrite pages with the content of a component's pages; `digests` are those of the requested positions."""
+        self._kv[part.component].fill(pages, [component_digest(part.component, digest) for digest in digests])
 
     def give_back(self, held: Mapping[str, PageIds]) -> None:
         """Give pages back, which must be unused."""

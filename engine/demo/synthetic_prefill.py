@@ -27,7 +27,7 @@ class SyntheticPrefill:
     Fills and sends the prompt in chunks, as a chunked prefill does, and frees its pages once decode has received all of
     them, or the lease has ended. Requests without free pages wait for some. With `keep_prefixes`, pages of earlier
     prompts are kept and sent without being filled again, as by a prefill worker with a prefix cache. For `components`,
-    which its peer must have too, it fills and sends the tails that decode requests.
+    which its peer must have too, it fills and sends the component pages that decode requests.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class SyntheticPrefill:
         self._kv.fill(held.pages[first : first + self._chunk_pages], digests)
 
     async def _send_components(self, room: Room, held: HeldPages, component_pages: dict[str, PageIds]) -> None:
-        """Send the tails of components, which exist once the whole prompt is computed."""
+        """Send the component pages, which exist once the whole prompt is computed."""
         for name, asked in room.component_pages.items():
             positions = range(asked.first, asked.first + asked.page_count)
             self._component_pages.fill(

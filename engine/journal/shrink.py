@@ -141,12 +141,12 @@ class LeftComponents:
             return ()
         tables = self._tables.get(event.request_id, {})
         found = []
-        for tail in event.component_pages:
-            table = tables.get(tail.component)
+        for part in event.component_pages:
+            table = tables.get(part.component)
             if table is not None:
                 own = {page: (True, at) for at, page in enumerate(table.own)}
-                places = (own.get(page, (False, position)) for position, page in enumerate(tail.pages, tail.first))
-                found.append((tail.component, tail.first, tuple(places)))
+                places = (own.get(page, (False, position)) for position, page in enumerate(part.pages, part.first))
+                found.append((part.component, part.first, tuple(places)))
         return tuple(found)
 
     def leave(self, event: Event, left: tuple[Left, ...]) -> Event:

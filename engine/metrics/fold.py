@@ -119,8 +119,8 @@ class MetricsFold:
         elif kind is events.RequestArrived:
             self.arrived += not error
         elif kind is events.FinishRequested or kind is events.RetractRequested:
-            for tail in () if error else event.component_pages:  # type: ignore[attr-defined]  # Both have them.
-                self.component_pages[tail.component, "left"] += len(tail.pages)
+            for part in () if error else event.component_pages:  # type: ignore[attr-defined]  # Both have them.
+                self.component_pages[part.component, "left"] += len(part.pages)
         elif (op := getattr(event, "op", None)) is not None and (call := self._calls.pop(op, None)) is not None:
             name, begun_at_s = call
             copied = self._component_copies.pop(op, None)
@@ -180,8 +180,8 @@ class MetricsFold:
             self.declined[cause] += count
         self.pages["promised"] += -(-command.promised_tokens // self.core.settings.page_size)
         self.pages["asked"] += len(command.pages)
-        for tail in command.component_pages or ():
-            self.component_pages[tail.component, "asked"] += len(tail.pages)
+        for part in command.component_pages or ():
+            self.component_pages[part.component, "asked"] += len(part.pages)
 
     def _copy(self, command: commands.CopyPages) -> None:
         self._calls[command.op] = (f"copy_to_{command.target}", self._calls[command.op][1])

@@ -495,7 +495,7 @@ class EngineThread:
         kept = kept_tokens(ready, packed, page_size=self._page_size)
         full_pages = self._page_keys.count((len(ready.packed_tokens) + len(packed)) // TOKEN_BYTES, kept)
         left = component_pages_left(ready.request_id, ready.component_pages, component_pages, full_pages=full_pages)
-        return packed, {tail.component: (tail.first, tail.pages) for tail in left}
+        return packed, {part.component: (part.first, part.pages) for part in left}
 
     def _begin_behind_streams(self, ticket: Ticket, work: Callable[[], Coroutine[object, object, Outcome]]) -> int:
         """As `_begin`, once the device has done what the host engine has enqueued by now."""

@@ -20,9 +20,9 @@ CONSEQUENCES = {
     "fetch": "the pages were asked of prefill by an extend",
     "ahead": "the plan goes by what has landed ahead of it",
     "copy": "the pages were asked of prefill by an extend",
-    "tail": "the pages were asked of prefill by an extend",
-    "tail fetch": "the pages were asked of prefill by an extend",
-    "shared tail": "the pages were asked of its own prefill by an extend",
+    "component copy": "the pages were asked of prefill by an extend",
+    "component fetch": "the pages were asked of prefill by an extend",
+    "shared component copy": "the pages were asked of its own prefill by an extend",
     "late copy": "the pages were given up, since the copy may still write to them",
     "backup": "the pages are not kept in host memory",
     "late backup": "the device pages stay locked until it has ended",
@@ -36,9 +36,9 @@ LATE = {
     "query": "storage was late: it did not answer within its deadline",
     "fetch": "storage was late: the fetch did not end within its deadline",
     "copy": "a copy to the device was late: it did not end within its deadline",
-    "tail": "a copy of a component was late: it did not end within its deadline",
-    "tail fetch": "storage was late: the fetch of a component did not end within its deadline",
-    "shared tail": "a copy of another request's component pages was late: it did not end within its deadline",
+    "component copy": "a copy of a component was late: it did not end within its deadline",
+    "component fetch": "storage was late: the fetch of a component did not end within its deadline",
+    "shared component copy": "a copy of another request's component pages was late: it did not end within its deadline",
     "backup": "the copy to the host was late: it did not end within its deadline",
     "store": "storage was late: the put did not end within its deadline",
 }
@@ -46,9 +46,9 @@ NAMES = {
     "query": "asking storage",
     "fetch": "the fetch from storage",
     "copy": "the copy from host to device",
-    "tail": "the copy of a component",
-    "tail fetch": "the fetch of a component from storage",
-    "shared tail": "the copy of another request's component pages",
+    "component copy": "the copy of a component",
+    "component fetch": "the fetch of a component from storage",
+    "shared component copy": "the copy of another request's component pages",
     "backup": "the copy to the host",
     "store": "the put to storage",
     "recompute": "the recompute",
@@ -62,7 +62,7 @@ EXTENDED = {
     "other": "it could not be restored here",
 }
 """Causes for withdrawing a part of the promise: name, as in metrics, and meaning."""
-OF_STORAGE = ("query", "fetch", "tail fetch", "store")
+OF_STORAGE = ("query", "fetch", "component fetch", "store")
 AFTER_RAISES = {
     **FALLBACKS,
     "storage": "the plan was cut to L1, L2 and transfer",

@@ -24,9 +24,9 @@ WEB_COLORS = {"grey50": "#8a8f98", "yellow": "#d9a514", "magenta": "#b14fc5", "b
 ACTIVITIES = {
     "query": "query of storage",
     "fetch": "fetch from storage",
-    "tail fetch": "fetch of windows and states",
+    "component fetch": "fetch of windows and states",
     "copy": "copy to the device",
-    "tail": "copy of windows and states",
+    "component copy": "copy of windows and states",
     "span": "transfer from prefill",
     "recompute": "recomputed by the caller",
     "backup": "copy to the host",

@@ -17,7 +17,9 @@ class Work:
     """One piece of work for a request: a storage query, a fetch, a copy, a put, a span of a room."""
 
     kind: str
-    """"query", "fetch", "copy", "tail fetch", "tail", "shared tail", "backup", "store", "span", "recompute"."""
+    """"query", "fetch", "copy", "component fetch", "component copy", "shared component copy", "backup", "store",
+    "span" or "recompute".
+    """
     first: int
     count: int
     begun_at_s: float
@@ -35,9 +37,9 @@ class Work:
     ahead: bool = False
     """Whether it was fetched ahead of the request's admission."""
     cause: str = ""
-    """For a span: why a part of the promise was withdrawn. For a tail: the source of the copy."""
+    """For a span: why a part of the promise was withdrawn. For a copy of a component: its source."""
     component: str = ""
-    """The component of a tail's pages."""
+    """The component of the pages."""
 
 
 @dataclass(slots=True)

@@ -86,7 +86,7 @@ def plan_of(
         command.promised_tokens,
         len(command.pages),
         declined,
-        {tail.component: len(tail.pages) for tail in command.component_pages or ()},
+        {part.component: len(part.pages) for part in command.component_pages or ()},
         sent,
         _filler_of(request),
     )
@@ -405,7 +405,7 @@ class RequestTraces:
         first, count = command.positions[0], len(command.positions)
         ahead = isinstance(core.state.operations.get(command.op), AheadRead | ComponentAheadRead)
         if command.component != FULL:
-            work = Work("tail fetch", first, count, at_s, component=command.component, ahead=ahead)
+            work = Work("component fetch", first, count, at_s, component=command.component, ahead=ahead)
         else:
             work = Work("fetch", first, count, at_s, ahead=ahead)
         self._begin(command.op, work, self._sharers(command.op, core) or [self._live[command.request_id]])
@@ -420,7 +420,7 @@ class RequestTraces:
             self._copy_shared_end(command, owner, at_s)
         elif isinstance(owner, ComponentCopy) and owner.component_pages.request is not None:
             first = owner.component_pages.plan.firsts[command.component]
-            work = Work("tail", first, count, at_s, component=command.component)
+            work = Work("component copy", first, count, at_s, component=command.component)
             work.cause = "from host to device" if command.source == "host" else "of the cache to a page of its own"
             self._begin(command.op, work, [self._live[owner.component_pages.request.request_id]])
 
@@ -435,7 +435,7 @@ class RequestTraces:
         filler, sharer = copy.filler.request, copy.sharer.request
         if filler is not None and sharer is not None:
             first = copy.sharer.plan.received[command.component]
-            work = Work("shared tail", first, len(command.target_pages), at_s, component=command.component)
+            work = Work("shared component copy", first, len(command.target_pages), at_s, component=command.component)
             work.cause = f"those of {filler.request_id}"
             self._begin(command.op, work, [self._live[sharer.request_id]])
 
@@ -477,7 +477,7 @@ class RequestTraces:
         request_trace.works[-1].component = "" if command.component == FULL else command.component
         request_trace.works[-1].cause = EXTENDED[extend_cause(room, command.span, self._event)]
         if span.cause in UNTOLD_CAUSES:
-            request_trace.fall_back(at_s, EXTENDED[span.cause], CONSEQUENCES["tail"])
+            request_trace.fall_back(at_s, EXTENDED[span.cause], CONSEQUENCES["component copy"])
         elif load is not None and load.cause in UNTOLD_CAUSES:
             for sharer in load.sharers:
                 if sharer.request_id in self._live:

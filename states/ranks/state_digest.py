@@ -115,12 +115,12 @@ class StateDigest:
 
     def _note_components(self, command: Command) -> None:
         """The pages of components that a command names: those of a promise are of its room."""
-        for tail in getattr(command, "component_pages", None) or ():
-            for pages in (_ONE.pack(len(tail.pages)),) if self._is_lent else (tail.pages, getattr(tail, "own", b"")):
+        for part in getattr(command, "component_pages", None) or ():
+            for pages in (_ONE.pack(len(part.pages)),) if self._is_lent else (part.pages, getattr(part, "own", b"")):
                 if type(command) in ROOMS:
-                    self._rooms = zlib.crc32(pages, zlib.crc32(_ONE.pack(tail.first), self._rooms))
+                    self._rooms = zlib.crc32(pages, zlib.crc32(_ONE.pack(part.first), self._rooms))
                 else:
-                    self._pages = zlib.crc32(pages, zlib.crc32(_ONE.pack(tail.first), self._pages))
+                    self._pages = zlib.crc32(pages, zlib.crc32(_ONE.pack(part.first), self._pages))
 
     def _note_eviction(self, node: Node, tier: TierName) -> None:
         pages = node.device if tier == "device" else node.host

@@ -62,19 +62,24 @@ def window_in_storage(play: Play, *ranges: tuple[int, int]) -> commands.FetchPag
     return fetch
 
 
-@says("the copy of a component failed: CopyFailed: bus error", causes.CONSEQUENCES["tail"], AGAIN, "READY")
+@says("the copy of a component failed: CopyFailed: bus error", causes.CONSEQUENCES["component copy"], AGAIN, "READY")
 def component_copy_fails(play: Play) -> None:
     play.take(events.CopyEnded, op=window_on_the_host(play).op, error="CopyFailed: bus error")
     play.bring_everything("r1")
 
 
-@says("starting the copy of a component raised: RuntimeError: no thread", causes.CONSEQUENCES["tail"], AGAIN, "READY")
+@says(
+    "starting the copy of a component raised: RuntimeError: no thread",
+    causes.CONSEQUENCES["component copy"],
+    AGAIN,
+    "READY",
+)
 def component_copy_raises(play: Play) -> None:
     play.take(events.CommandRaised, op=window_on_the_host(play).op, detail="RuntimeError: no thread")
     play.bring_everything("r1")
 
 
-@says(causes.LATE["tail"], AGAIN, "READY", counts="copies_late extends")
+@says(causes.LATE["component copy"], AGAIN, "READY", counts="copies_late extends")
 def component_copy_is_late(play: Play) -> None:
     copy = window_on_the_host(play)
     play.take(events.CopyEnded, op=play.last(commands.CopyPages, target="device", component="full").op)
@@ -92,9 +97,12 @@ def window_comes_from_storage(play: Play) -> None:
 
 
 @says(
-    "the fetch of a component from storage failed: disk on fire", causes.CONSEQUENCES["tail fetch"], AGAIN, "READY",
+    "the fetch of a component from storage failed: disk on fire",
+    causes.CONSEQUENCES["component fetch"],
+    AGAIN,
+    "READY",
     counts="l3_pages_short extends",
-)  # fmt: skip
+)
 def component_fetch_fails(play: Play) -> None:
     play.take(events.PagesFetched, op=window_in_storage(play).op, good=0, error="disk on fire")
     play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
@@ -116,7 +124,7 @@ def component_fetch_is_short(play: Play) -> None:
     play.bring_everything("r1")
 
 
-@says(causes.LATE["tail fetch"], causes.CONSEQUENCES["tail fetch"], AGAIN, "READY", counts="l3_fetches_late")
+@says(causes.LATE["component fetch"], causes.CONSEQUENCES["component fetch"], AGAIN, "READY", counts="l3_fetches_late")
 def component_fetch_is_late(play: Play) -> None:
     fetch = window_in_storage(play)
     play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
@@ -201,7 +209,13 @@ def copy_of_the_same_end_raises(play: Play) -> None:
     play.bring_everything("r1")
 
 
-@says(causes.LATE["shared tail"], causes.CONSEQUENCES["shared tail"], LOST_CAUSES["end_copy_late"], AGAIN, "READY")
+@says(
+    causes.LATE["shared component copy"],
+    causes.CONSEQUENCES["shared component copy"],
+    LOST_CAUSES["end_copy_late"],
+    AGAIN,
+    "READY",
+)
 def copy_of_the_same_end_is_late(play: Play) -> None:
     copy = copy_of_the_window(play)
     play.wait_for_clock()
