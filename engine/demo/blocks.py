@@ -2,10 +2,6 @@
 
 Equal ids give equal tokens in every process and on every machine, so a replay has the prefix structure of its
 recording. Scaling shortens every block by the same factor, which preserves that structure.
-
-A cheap vectorized 64-bit mix: equal inputs give equal outputs in every process and on every machine.
-
-For test content and test tokens only; it is not cryptographic.
 """
 
 from __future__ import annotations
@@ -26,7 +22,10 @@ GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix64(words: Words) -> Words:
-    """Return splitmix64's output function of each word: a bijection in which each input bit affects all 64."""
+    """Return splitmix64's output function of each word: a bijection in which each input bit affects all 64.
+
+    For test content and test tokens: it is not cryptographic.
+    """
     mixed = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))

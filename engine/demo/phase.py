@@ -1,9 +1,4 @@
-"""Statistics of one run of a workload: sources, times, and resources left over.
-
-The part of each prompt that an unlimited cache could have served, as a reference for the hits of a replay.
-
-Deliberately naive: a set of known prefixes, one request at a time, in order; no eviction, no tiers, no concurrency.
-"""
+"""Statistics of one run of a workload: sources, times, resources left over, and the hits of an unlimited cache."""
 
 from __future__ import annotations
 
@@ -22,10 +17,11 @@ from tidekv.engine.decode.values import ReadyRequest
 def reusable_tokens(
     requests: Iterable[tuple[bytes, bytes]], page_size: int, *, keep_output: bool = True
 ) -> Iterator[int]:
-    """Yield, for each (prompt, output) of packed tokens, how many tokens of the prompt are in known pages.
+    """Yield, for each (prompt, output) of packed tokens, how many tokens of the prompt an unlimited cache would have.
 
-    Each request is assumed to finish before the next one arrives, and to leave the full pages of its prompt and, with
-    `keep_output`, of its output without the last token, which has no KV yet.
+    This is the reference for the hits of a replay: no eviction, no tiers, one request at a time. Each request is
+    assumed to finish before the next one arrives, and to leave the full pages of its prompt and, with `keep_output`,
+    of its output without the last token, which has no KV yet.
     """
     seen: set[bytes] = set()
     for prompt, output in requests:

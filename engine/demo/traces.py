@@ -1,17 +1,8 @@
 """Reader of recorded workloads: Mooncake's request logs and sessions of coding agents, plain or gzip.
 
 Recordings hold lengths and prefix structure but no text. The format is detected from the content. Reading streams: the
-block ids of a request live until the next one is read.
-
-Lines of a recording, plain or gzip, with errors that name file and line.
-
-Memory is bounded by the maximum length of a line, also for a small gzip file that unpacks to a huge one.
-
-Recorded sessions of coding agents: one JSON object per session, with sub-agents as nested lists.
-
-The blocks of a request have one of two forms: `hash_ids`, one id per full block, as published; or
-`h = [kept, start, length, start, length, …]`: the first `kept` ids of the previous request of the list, then runs of
-consecutive ids. Ids are local to their session. Tokens after the last full block have no id.
+block ids of a request live until the next one is read, and the maximum length of a line bounds the memory, also for a
+small gzip file that unpacks to a huge one.
 """
 
 from __future__ import annotations
@@ -99,7 +90,12 @@ WANTED: Final = (
 
 
 class AgentStep(msgspec.Struct, kw_only=True, tag_field="type", tag="n"):
-    """One request to a model."""
+    """One request to a model.
+
+    Its blocks have one of two forms: `hash_ids`, one id per full block, as published; or `h = [kept, start, length,
+    start, length, …]`: the first `kept` ids of the previous request of the list, then runs of consecutive ids. Ids are
+    local to their session. Tokens after the last full block have no id.
+    """
 
     t: Seconds
     prompt_tokens: Annotated[int, Meta(ge=1, le=PROMPT_TOKENS_MAX)] = msgspec.field(name="in")
@@ -123,7 +119,7 @@ class SubAgent(msgspec.Struct, kw_only=True, tag_field="type", tag="subagent"):
 
 
 class Session(msgspec.Struct, kw_only=True):
-    """One recorded session."""
+    """One recorded session: a list of requests, with sub-agents as nested lists."""
 
     id: str
     requests: list[AgentStep | StreamingStep | SubAgent]

@@ -1,8 +1,6 @@
 """Counters of a core's steps, the same code for a running engine and a journal, so that they cannot disagree.
 
 Runs after every step. Nothing here reads a clock: times are those of the events. Nothing here may raise.
-
-Durations by bucket.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 
 
 class Histogram:
-    """Counts by bucket, not cumulative, and the sum of the observations."""
+    """Durations: counts by bucket, not cumulative, and their sum."""
 
     __slots__ = ("buckets", "sum_s")
 

@@ -1,12 +1,7 @@
-"""Open calls of an `EngineThread`, and the ownership of the pages of its requests.
+"""Open calls of an `EngineThread`, their outcomes, and the ownership of the pages of its requests.
 
 A request goes WAITING → READY → LEAVING and is then forgotten. `abort` marks it at once, on the calling thread, so no
 later `poll` returns pages that are about to be released.
-
-Outcomes of the calls of an `EngineThread`, and the mailbox that passes them to the polling thread.
-
-loop's thread ── put ──▶ Mailbox ── take ──▶ polling thread
-                           └── eventfd: readable exactly while an outcome waits, or once no more will come
 """
 
 from __future__ import annotations
@@ -103,7 +98,11 @@ OnDone: TypeAlias = "Callable[[Outcome], None]"
 
 
 class Mailbox:
-    """Outcomes that wait for `poll`. Every method may be called on any thread."""
+    """Outcomes that wait for `poll`. Every method may be called on any thread.
+
+    loop's thread ── put ──▶ Mailbox ── take ──▶ polling thread
+                               └── eventfd: readable exactly while an outcome waits, or once no more will come
+    """
 
     def __init__(self) -> None:
         self.waiting: list[Outcome] = []

@@ -208,7 +208,7 @@ class Request:
 
     @property
     def prefill(self) -> str:
-        """Name of that instance; "" if none is left and the caller computes the rest."""
+        """Name of the prefill instance that serves the present generation; "" if the caller computes the rest."""
         return "" if self.recompute.is_last_resort else self.prefills[self.prefill_number]
 
     @property

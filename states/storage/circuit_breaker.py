@@ -38,7 +38,7 @@ class CircuitBreaker:
         """
         self._failures = self._failures + 1 if failed else 0
         if self.is_open:
-            # A call that began before the breaker opened says nothing about the service of now.
+            # The outcome of a call that began before the breaker opened is no news of the service.
             return
         if not failed:
             self._last_s = 0.0
