@@ -14,6 +14,7 @@ import torch
 from tests.support.configs import engine_config
 from tests.support.waits import LIMIT_S
 from tidekv import (
+    ComponentPools,
     DecodeRequest,
     DevicePool,
     EngineClosed,
@@ -32,7 +33,7 @@ from tidekv import (
     prompt_digest,
 )
 from tidekv.engine.decode.decode_engine import DecodeEngine
-from tidekv.engine.thread.engine_thread import Outcome
+from tidekv.engine.thread.engine_thread import Outcome, RestoredInto
 from tidekv.states.errors import RequestFailed
 from tidekv.transports.prefill.prefill_room import Room, RoomOutcome
 
@@ -102,6 +103,40 @@ def test_what_finish_names_beside_the_first_token_reaches_decode_and_the_bytes_a
     assert isinstance(outcome, Restored), outcome
     assert (outcome.ready.first_token, outcome.ready.aux) == (7, {"row": b"\x01\x02"})
     assert pair.ended().bytes_sent == len(PAGES) * LAYOUT.page_bytes
+
+
+def test_windows_at_the_end_of_a_prompt_go_with_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    source, target = DevicePool.allocate(LAYOUT, 16), DevicePool.allocate(LAYOUT, 16)
+    theirs, ours = (
+        ComponentPools(name="w", kind="window", window_tokens=9, device=DevicePool.allocate(LAYOUT, 8)) for _ in "ab"
+    )
+    for pool in (source, theirs.device):
+        pages = pool.num_pages
+        pool.write_pages(range(pages), torch.randint(0, 255, (pages, LAYOUT.page_bytes)).to(torch.uint8))
+    peer = PrefillPeer(device=source, components=[theirs], transport=NixlTransport("prefill"))
+    engine = DecodeEngine(
+        engine_config(device="lent", peer=PeerOptions(silence_s=10.0)),
+        device=target,
+        components=[ours],
+        transport=NixlTransport("decode", dials=["127.0.0.1:*"]),
+    )
+    with PrefillThread(peer, promise_timeout_s=LIMIT_S) as prefill, EngineThread(engine) as decode:
+        pair = Pair(prefill, source, decode, target)
+        # Of 22 tokens the windows of the last 9 lie in three pages.
+        for name, windows in (("r", [3, 1, 2]), ("s", [3, 1])):
+            prefill.open(name, prompt_digest(PROMPT))
+            pair.send(0, len(PAGES), name)
+            prefill.send_component_pages(name, "w", windows)
+            prefill.finish(name, first_token=7)
+            decode.restore_into(pair.request(name), PAGES, component_pages={"w": [6, 7, 0]})
+            (outcome,) = pair.outcomes()
+            if name == "r":
+                assert isinstance(outcome, RestoredInto), outcome
+                assert outcome.restored.is_complete
+                assert torch.equal(ours.device.read_pages([6, 7, 0]), theirs.device.read_pages(windows))
+            else:
+                assert "component 'w'" in str(outcome), "pages of another number are named"
 
 
 def test_values_that_cannot_be_sent_are_refused_by_finish(pair: Pair) -> None:
