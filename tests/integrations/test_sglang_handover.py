@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 from array import array
 from collections.abc import Callable, Iterator
@@ -23,13 +24,17 @@ from tests.support.sglang_contract import (
     HookRegistry,
     KVPoll,
     KVTransferError,
+    MetadataBuffers,
     UnifiedRadixCache,
     modules,
     request,
 )
 from tests.support.sglang_servers import Servers
+from tests.support.waits import LIMIT_S
 from tidekv.backends.keys.chain import page_digests
+from tidekv.engine.integrations.sglang.handover import decode_end, prefill_end
 from tidekv.engine.integrations.sglang.handover.plugin import HOOKS, check_hooks, register
+from tidekv.engine.integrations.sglang.handover.ranks import Ranks
 from tidekv.engine.integrations.sglang.handover.requests import PageNamespaces
 from tidekv.engine.integrations.sglang.handover.settings import BackendSettings, read_settings
 from tidekv.engine.integrations.sglang.handover.tree import KeptTree
@@ -73,6 +78,43 @@ def test_a_prompt_is_sent_then_found_in_host_memory_then_extended(servers: Serve
     assert found == {"l1": 8, "l2": 12, "transfer": 22}
     counts = servers.decode.metadata_buffers.cached_tokens[13 % 8, :4].tolist()
     assert counts == [20, 8, 12, 0]
+
+
+def test_windows_come_with_their_prompt_into_the_pool_that_sglang_has_for_them(plugged: None) -> None:
+    servers = Servers(windows=True)
+    theirs, ours = servers.pools
+    try:
+        for room, (pages, windows) in enumerate(
+            [([9, 8, 7, 6, 5, 4], [3, 2, 1]), ([20, 21, 22, 23, 24, 25], [7, 8, 9])]
+        ):
+            theirs.map([4, 5, 6], [11, 12, 13])
+            # Of the windows of two tokens in the last page, those of eight tokens and one more are needed: three pages.
+            ours.map(pages[3:], windows)
+            theirs.full_kv_pool.compute(PROMPT, [1, 2, 3, 4, 5, 6])
+            theirs.swa_kv_pool.compute([0] * 12 + PROMPT[12:], [30, 30, 30, 11, 12, 13])
+            asked = servers.ask(PROMPT, pages, room)
+            sent = servers.send(PROMPT, [1, 2, 3, 4, 5, 6], room)
+            servers.commit(asked)
+            servers.wait(lambda sent=sent: sent.disagg_kv_sender.poll() == KVPoll.Success)
+            assert ours.full_kv_pool.holds(PROMPT, pages)
+            for place, token in enumerate(PROMPT[12:], 12):
+                at = windows[place // PAGE - 3] * PAGE + place % PAGE
+                assert float(ours.swa_kv_pool.k_buffer[0][at, 0, 0]) == token * 8 + place / 1024
+            servers.settle()
+            sources = {source: count for source, count in asked.kv_receiver.restore.sources.items() if count}
+            assert sources == ({"l2": 20, "transfer": 2} if room else {"transfer": 22})
+    finally:
+        servers.close()
+
+
+def test_a_prompt_whose_windows_sglang_has_given_up_fails_alone(plugged: None) -> None:
+    servers = Servers(windows=True)
+    try:
+        asked = servers.ask(PROMPT, [9, 8, 7, 6, 5, 4], 5)
+        with pytest.raises(KVTransferError, match="does not have the windows"):
+            asked.kv_receiver.failure_exception()
+    finally:
+        servers.close()
 
 
 def test_chunks_are_sent_as_they_are_computed_and_before_decode_asks(servers: Servers) -> None:
@@ -164,6 +206,47 @@ def test_host_memory_with_a_path_survives_a_restart_of_decode(
         assert found == {"l2": 20, "transfer": 2}
     finally:
         servers.close()
+
+
+def test_a_loop_without_work_is_woken_by_the_end_of_what_it_waits_for(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (decode_end, prefill_end):
+        monkeypatch.setattr(module, "REST_S", 10 * LIMIT_S)
+    idle = sys.modules["sglang.srt.managers.scheduler"].Scheduler.on_idle
+    decode, prefill = servers.decode.scheduler, servers.prefill.scheduler
+    asked = servers.ask(PROMPT, [9, 8, 7, 6, 5, 4], 5)
+    sent = servers.send(PROMPT, [1, 2, 3, 4, 5, 6], 5)
+    while asked.kv_receiver.poll() != KVPoll.Success:
+        idle(decode)
+    while sent.disagg_kv_sender.poll() != KVPoll.Success:
+        idle(prefill)
+    servers.decode.tree_cache.checkpoint_into_tree(asked.req, up_to=len(PROMPT))
+    while servers.decode.tree_cache.locked:
+        idle(decode)
+        servers.mixin.process_decode_queue(decode)
+    # What has no request waits by SGLang's own rules.
+    for scheduler in (decode, prefill):
+        scheduler.is_fully_idle = lambda: True
+        idle(scheduler)
+
+
+def test_the_tree_is_unlocked_when_all_ranks_have_copied(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = servers.ask(PROMPT, [9, 8, 7, 6, 5, 4], 11)
+    servers.send(PROMPT, [1, 2, 3, 4, 5, 6], 11)
+    end = servers.decode.kv_manager.decode
+    votes: list[list[bool]] = []
+
+    def others_have_not(flags: list[bool]) -> list[bool]:
+        votes.append(flags)
+        return [False] * len(flags)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(end._ranks, "all_of", others_have_not)
+        servers.commit(asked)
+        servers.wait(lambda: votes[-1:] == [[True]] or servers._is_reaped())
+        assert servers.decode.tree_cache.locked == ["node of 11"]
+    servers.settle()
 
 
 def test_a_flush_waits_for_copies_and_empties_host_memory(servers: Servers) -> None:
@@ -305,7 +388,7 @@ def test_a_copy_that_outlives_a_flush_unlocks_nothing_in_the_new_tree() -> None:
     decode = SimpleNamespace(offer=lambda *args, release, **more: released.append(release), flush=lambda: None)
     pool = SimpleNamespace(req_to_token=torch.zeros((8, 24), dtype=torch.int32))
     tree = UnifiedRadixCache(pool)
-    kept = KeptTree(decode, tree, PageNamespaces())  # type: ignore[arg-type]  # The part of the decode end that it calls.
+    kept = KeptTree(decode, tree, PageNamespaces(Ranks()))  # type: ignore[arg-type]  # The part of the decode end that it calls.
     served = request(PROMPT, 5)
     tree.checkpoint_into_tree(served, up_to=len(PROMPT))
     kept.offer(served)
@@ -362,6 +445,36 @@ def test_a_hook_that_was_not_applied_is_named(dropped: Any, plugged: None) -> No
         HookRegistry.apply_hooks()
         with pytest.raises(InvalidConfig, match=dropped.target.replace(".", r"\.")):
             check_hooks()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"state_types": ["mamba"]}, "mamba"),
+        ({"state_types": ["swa", "dsa"]}, "keeps dsa beside"),
+        ({"num_draft_entries": 1}, "draft"),
+    ],
+)
+def test_what_is_not_handed_over_is_refused_by_name_at_the_start(
+    more: dict[str, Any], words: str, plugged: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv_args = MetadataBuffers.kv_args
+
+    def wider(buffers: MetadataBuffers, pool: Any) -> SimpleNamespace:
+        return SimpleNamespace(**{**vars(kv_args(buffers, pool)), **more})
+
+    monkeypatch.setattr(MetadataBuffers, "kv_args", wider)
+    with pytest.raises(InvalidConfig, match=words):
+        Servers()
+
+
+def test_the_plugin_imports_no_metrics_before_sglang_has_named_their_folder() -> None:
+    # prometheus_client reads PROMETHEUS_MULTIPROC_DIR when it is imported: what SGLang's main process counted before
+    # would not be in its /metrics.
+    ask = "import sys, tidekv.engine.integrations.sglang.handover.plugin; print(sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+    assert "'prometheus_client'" not in loaded
+    assert "'torch'" not in loaded
 
 
 def test_without_settings_the_backend_has_a_name_and_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:

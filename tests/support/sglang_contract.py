@@ -26,6 +26,7 @@ OVER_SGLANG = {
 PAGE = 4
 LAYERS, HEADS, DIM = 2, 2, 8
 ROWS = 8
+SLIDING_WINDOW = 8
 
 
 class KVPoll:
@@ -82,7 +83,7 @@ class CommonKVManager:
         ASKED.append(bootstrap_addr)
         if bootstrap_addr not in SERVICES:
             return False
-        self.prefill_info_table[bootstrap_addr] = SimpleNamespace(attn_tp_size=1)
+        self.prefill_info_table[bootstrap_addr] = SimpleNamespace(attn_tp_size=len(SERVICES[bootstrap_addr]))
         return True
 
 
@@ -92,8 +93,11 @@ class CommonKVReceiver:
         self.conclude_state, self.abort_notified = None, False
 
     def init(self, prefill_dp_rank):
-        self.bootstrap_infos = [dict(info) for info in SERVICES[self.bootstrap_addr]]
-        assert self._register_kv_args()
+        self.prefill_info, self.prefill_dp_rank = self.kv_mgr.prefill_info_table[self.bootstrap_addr], prefill_dp_rank
+        self._setup_bootstrap_infos()
+
+    def _get_bootstrap_info_from_server(self, prefill_dp_rank, prefill_cp_rank, target_tp_rank, target_pp_rank):
+        return dict(SERVICES[self.bootstrap_addr][target_tp_rank])
 
     def clear(self):
         pass
@@ -229,18 +233,32 @@ class MHATokenToKVPool:
         )
 
 
+class SWAKVPool:
+    """Full KV in one pool and windows in another, whose places follow from those of the full KV."""
+
+    def __init__(self, pages: int) -> None:
+        self.page_size, self.dtype = PAGE, torch.float32
+        self.full_kv_pool, self.swa_kv_pool = MHATokenToKVPool(pages), MHATokenToKVPool(pages)
+        self.full_to_swa_index_mapping = torch.zeros(pages * PAGE, dtype=torch.int64)
+
+    def map(self, pages: list[int], windows: list[int]) -> None:
+        """Give full pages their pages of windows."""
+        for page, window in zip(pages, windows, strict=True):
+            self.full_to_swa_index_mapping[page * PAGE : (page + 1) * PAGE] = torch.arange(PAGE) + window * PAGE
+
+
 class MetadataBuffers:
     def __init__(self) -> None:
         self.output_ids = torch.zeros((ROWS, 16), dtype=torch.int32)
         self.cached_tokens = torch.zeros((ROWS, 16), dtype=torch.int32)
         self.bootstrap_room = torch.zeros((ROWS, 8), dtype=torch.int64)
 
-    def kv_args(self) -> SimpleNamespace:
+    def kv_args(self, pool: Any) -> SimpleNamespace:
         buffers = (self.output_ids, self.cached_tokens, self.bootstrap_room)
         return SimpleNamespace(
             aux_data_ptrs=[buffer.data_ptr() for buffer in buffers],
             aux_item_lens=[buffer[0].nbytes for buffer in buffers],
-            state_types=[],
+            state_types=["swa"] if isinstance(pool, SWAKVPool) else [],
             num_draft_entries=0,
             page_size=PAGE,
         )
@@ -300,16 +318,36 @@ class Req:
         self.kv.retraction_backup = None
 
 
+def _pool(pages: int, *, windows: bool) -> Any:
+    return SWAKVPool(pages) if windows else MHATokenToKVPool(pages)
+
+
+def _scheduler(pool: Any, pages: int) -> SimpleNamespace:
+    table = torch.zeros((ROWS, pages * PAGE), dtype=torch.int32)
+
+    def translate(slots):
+        return pool.full_to_swa_index_mapping[slots.long()]
+
+    return SimpleNamespace(
+        is_fully_idle=lambda: False,
+        sliding_window_size=SLIDING_WINDOW if isinstance(pool, SWAKVPool) else None,
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE, translate_swa_indices_for_transfer=translate),
+    )
+
+
 class PrefillBootstrapQueue:
-    def __init__(self, pages: int = 64) -> None:
-        self.scheduler = SimpleNamespace()
-        self.token_to_kv_pool, self.metadata_buffers = MHATokenToKVPool(pages), MetadataBuffers()
+    def __init__(self, pages: int = 64, *, windows: bool = False) -> None:
+        self.token_to_kv_pool, self.metadata_buffers = _pool(pages, windows=windows), MetadataBuffers()
+        self.scheduler = _scheduler(self.token_to_kv_pool, pages)
         self.kv_manager = self._init_kv_manager()
 
     def _init_kv_manager(self):
         manager = _factory()("manager")
-        server_args = SimpleNamespace(served_model_name="tiny", model_path="m")
-        return manager(self.metadata_buffers.kv_args(), DisaggregationMode.PREFILL, server_args, False)
+        server_args = SimpleNamespace(served_model_name="tiny", model_path="m", nnodes=1)
+        return manager(
+            self.metadata_buffers.kv_args(self.token_to_kv_pool), DisaggregationMode.PREFILL, server_args, False
+        )
 
     def create_sender(self, req, num_kv_heads):
         req.disagg_kv_sender = _factory()("sender")(self.kv_manager, req.bootstrap_addr, req.bootstrap_room)
@@ -317,21 +355,23 @@ class PrefillBootstrapQueue:
 
 
 class DecodePreallocQueue:
-    def __init__(self, pages: int = 64) -> None:
-        self.token_to_kv_pool, self.metadata_buffers = MHATokenToKVPool(pages), MetadataBuffers()
+    def __init__(self, pages: int = 64, *, windows: bool = False) -> None:
+        self.token_to_kv_pool, self.metadata_buffers = _pool(pages, windows=windows), MetadataBuffers()
+        self.scheduler = _scheduler(self.token_to_kv_pool, pages)
         self.free_pages: list[int] = []
-        self.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros((ROWS, pages * PAGE), dtype=torch.int32))
+        self.req_to_token_pool = self.scheduler.req_to_token_pool
         tree = sys.modules["sglang.srt.mem_cache.unified_radix_cache"].UnifiedRadixCache
         self.tree_cache = tree(self.req_to_token_pool)
         self.transfer_queue = SimpleNamespace(enable_deferred_kv_release=False, deferred_kv_release_timeout=30.0)
-        idle = SimpleNamespace(is_empty=lambda: True)
-        self.scheduler = SimpleNamespace(tree_cache=self.tree_cache, running_batch=idle, waiting_queue=[])
+        self.scheduler.tree_cache = self.tree_cache
         self.kv_manager = self._init_kv_manager()
 
     def _init_kv_manager(self):
         manager = _factory()("manager")
-        server_args = SimpleNamespace(served_model_name="tiny", model_path="m")
-        return manager(self.metadata_buffers.kv_args(), DisaggregationMode.DECODE, server_args, False)
+        server_args = SimpleNamespace(served_model_name="tiny", model_path="m", nnodes=1)
+        return manager(
+            self.metadata_buffers.kv_args(self.token_to_kv_pool), DisaggregationMode.DECODE, server_args, False
+        )
 
     def _create_receiver_and_enqueue(self, req, is_rebootstrap=False):
         receiver = _factory()("receiver")(self.kv_manager, req.bootstrap_addr, req.bootstrap_room)
@@ -362,6 +402,13 @@ class DecodePreallocQueue:
 
 class SchedulerDisaggregationDecodeMixin:
     def process_decode_queue(self):
+        pass
+
+
+class Scheduler:
+    """The part of a scheduler that has nothing to do; `self` is what `_scheduler` returns."""
+
+    def on_idle(self):
         pass
 
 
@@ -402,6 +449,7 @@ def modules(*, without: str = "") -> Iterator[None]:
         "sglang.srt.disaggregation.prefill": {"PrefillBootstrapQueue": _copy(PrefillBootstrapQueue)},
         "sglang.srt.mem_cache.unified_radix_cache": {"UnifiedRadixCache": _copy(UnifiedRadixCache)},
         "sglang.srt.managers.schedule_batch": {"Req": _copy(Req)},
+        "sglang.srt.managers.scheduler": {"Scheduler": _copy(Scheduler)},
         "sglang.srt.managers.scheduler_components.weight_updater": {
             "SchedulerWeightUpdaterManager": _copy(SchedulerWeightUpdaterManager)
         },

@@ -16,9 +16,9 @@ from tests.support.waits import LIMIT_S
 class Servers:
     """A prefill and a decode scheduler of one rank. `prefill`: one that is there already."""
 
-    def __init__(self, prefill: Any = None) -> None:
-        self.prefill = prefill or sys.modules["sglang.srt.disaggregation.prefill"].PrefillBootstrapQueue()
-        self.decode = sys.modules["sglang.srt.disaggregation.decode"].DecodePreallocQueue()
+    def __init__(self, prefill: Any = None, **made: Any) -> None:
+        self.prefill = prefill or sys.modules["sglang.srt.disaggregation.prefill"].PrefillBootstrapQueue(**made)
+        self.decode = sys.modules["sglang.srt.disaggregation.decode"].DecodePreallocQueue(**made)
         self.mixin = sys.modules["sglang.srt.disaggregation.decode"].SchedulerDisaggregationDecodeMixin
 
     @property
@@ -39,7 +39,9 @@ class Servers:
         self.wait(lambda: sender.poll() == KVPoll.WaitingForInput)
         assert sender.pop_decode_prefix_len() == 0
         sender.init(len(pages), room % 8)
-        self.pools[0].compute(tokens, pages)
+        self._note(self.prefill, req, pages)
+        if hasattr(self.pools[0], "compute"):
+            self.pools[0].compute(tokens, pages)
         step = -(-len(pages) // chunks)
         for first in range(0, len(pages), step):
             if first + step >= len(pages):
@@ -61,14 +63,18 @@ class Servers:
             receiver.init(0)
         if receiver.poll() != KVPoll.WaitingForInput:
             return asked
-        table = self.decode.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        for number, page in enumerate(pages):
-            for offset in range(PAGE):
-                table[number * PAGE + offset] = page * PAGE + offset
+        self._note(self.decode, req, pages)
         receiver.send_metadata(
             np.asarray(pages[have // PAGE :], dtype=np.int32), room % 8, None, decode_prefix_len=have
         )
         return asked
+
+    @staticmethod
+    def _note(queue: Any, req: Any, pages: list[int]) -> None:
+        table = queue.scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        for number, page in enumerate(pages):
+            for offset in range(PAGE):
+                table[number * PAGE + offset] = page * PAGE + offset
 
     def commit(self, asked: Any) -> None:
         """What SGLang does with a request whose prompt has arrived."""

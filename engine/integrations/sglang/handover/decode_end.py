@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,13 +22,14 @@ from typing import Final
 
 import msgspec
 
-from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.decode.decode_engine import DecodeEngine
-from tidekv.engine.decode.lent_pages import Pages
+from tidekv.engine.decode.lent_pages import LentComponents, Pages
 from tidekv.engine.decode.values import DecodeRequest, RestoredPages
+from tidekv.engine.integrations.sglang.handover.pools import Pools
+from tidekv.engine.integrations.sglang.handover.ranks import Ranks
 from tidekv.engine.integrations.sglang.handover.settings import BackendSettings
 from tidekv.engine.integrations.step_pacing import StepPacing
 from tidekv.engine.log import engine_log
@@ -58,6 +59,8 @@ GONE: Final = frozenset(
     }
 )
 """Causes after which a prefill does not have the prompt any more."""
+REST_S: Final = 0.002
+"""Maximum seconds for which a loop without work waits for its engine. It delays a request that arrives meanwhile."""
 PAUSES_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Seconds before the tries after a failure; the last one for all further tries."""
 
@@ -80,6 +83,7 @@ class PromptRestore:
     prefill: str
     namespace: str
     pages: Pages = field(repr=False)
+    component_pages: LentComponents = field(repr=False)
     have_tokens: int
     """Leading tokens whose KV is in place."""
     deadline_at_s: float
@@ -105,17 +109,26 @@ class PromptRestore:
         return str(self.room)
 
 
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """KV that is written through."""
+
+    release: Callable[[], None]
+    has_ended: bool = False
+    """Nothing reads the pages any more. Set on the engine's thread."""
+
+
 class DecodeEnd:
     """Restores prompts into SGLang's pages, and keeps what its tree takes in. One for each rank."""
 
     def __init__(
         self,
-        pool: DevicePool,
+        pools: Pools,
         settings: BackendSettings,
         *,
         config: EngineConfig,
-        name: str,
         row_bytes: int,
+        ranks: Ranks,
         server: ServerStreams | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -123,7 +136,7 @@ class DecodeEnd:
 
         Raises what `DecodeEngine` raises as it starts.
         """
-        layout = pool.layout
+        layout = pools.full.layout
         self._settings = settings
         self._row_bytes = row_bytes
         self._clock = clock
@@ -134,15 +147,17 @@ class DecodeEnd:
         self._engine = EngineThread(
             DecodeEngine(
                 config,
-                device=pool,
+                device=pools.full,
+                components=pools.components,
                 host=self._host,
                 storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
                 transport=NixlTransport(
-                    name=name,
+                    name=f"sglang-decode-{ranks.rank}",
                     secret=settings.secret(),
                     dial_tls=settings.dial_tls(),
                     dials=settings.dials,
                 ),
+                ranks=ranks.engines,
             )
         )
         if server is not None:
@@ -150,10 +165,11 @@ class DecodeEnd:
         self._in_flight: set[PromptRestore] = set()
         self._is_closed = False
         self._pacing = StepPacing()
-        self._offers = 0
-        """Offers without an outcome; changed by SGLang's thread, and read by none other."""
-        self._ended_offers: deque[Callable[[], None]] = deque()
+        self._ranks = ranks
+        self._offers: list[_Offer] = []
+        """Those that were not released, in the order of the calls; for SGLang's thread."""
         self._offer_ended = threading.Condition()
+        self._woken = threading.Event()
         self._engine.start()
 
     # --- Restores ---
@@ -168,9 +184,11 @@ class DecodeEnd:
         namespace: str,
         pages: Pages,
         have_tokens: int,
+        component_pages: LentComponents,
     ) -> PromptRestore:
         """Start a restore into the pages of the whole prompt, of which the first `have_tokens` tokens are in place.
 
+        `component_pages`: by component, the pages at the prompt's end, none of which is in place.
         A prompt that cannot be restored has failed on return; nothing is raised.
         """
         restore = PromptRestore(
@@ -180,6 +198,7 @@ class DecodeEnd:
             prefill=prefill,
             namespace=namespace,
             pages=pages,
+            component_pages=component_pages,
             have_tokens=have_tokens,
             deadline_at_s=self._clock() + self._settings.restore_timeout_s,
         )
@@ -219,9 +238,10 @@ class DecodeEnd:
                 return self.is_quiet(room)
         return all(restore.room != room for restore in self._in_flight)
 
-    def pace(self, *, is_empty: bool) -> None:
-        """Leave the engine its turns at the end of a pass. `is_empty`: SGLang computes nothing in it."""
-        self._pacing.after_step(is_empty=is_empty, is_transferring=bool(self._in_flight or self._offers))
+    def rest(self) -> None:
+        """Wait for the end of a restore or an offer, at most REST_S: SGLang has nothing to compute meanwhile."""
+        self._woken.wait(REST_S)
+        self._woken.clear()
 
     # --- Offers ---
 
@@ -230,34 +250,45 @@ class DecodeEnd:
     ) -> None:
         """Write KV through to host memory and storage. `reap` calls `release` once nothing reads the pages."""
 
+        offer = _Offer(release)
+        self._offers.append(offer)
+
         def ended(outcome: Outcome) -> None:
             if isinstance(outcome, Failed):
                 LOG.warning("KV that SGLang's tree took in is not kept", cause=str(outcome.error))
             else:
                 assert isinstance(outcome, Offered)
             with self._offer_ended:
-                self._ended_offers.append(release)
+                offer.has_ended = True
                 self._offer_ended.notify()
+            self._woken.set()
 
         try:
             self._engine.offer(packed, pages, start_token=start_token, namespace=namespace, on_done=ended)
         except TidekvError as error:
             LOG.warning("KV that SGLang's tree took in is not kept", cause=str(error))
-            release()
-        else:
-            self._offers += 1
+            offer.has_ended = True
 
     def reap(self) -> None:
-        """Release what the offers that ended have read."""
-        while self._ended_offers:
-            self._offers -= 1
-            self._ended_offers.popleft()()
+        """Release what the offers that ended have read, on all ranks in the same call: their trees stay equal.
+
+        To be called in each pass of SGLang's loop.
+        """
+        self._pacing.after_step(is_empty=False, is_transferring=bool(self._in_flight or self._offers))
+        ended = self._ranks.all_of([offer.has_ended for offer in self._offers])
+        released = [offer for offer, has_ended in zip(self._offers, ended, strict=True) if has_ended]
+        if released:
+            self._offers = [offer for offer, has_ended in zip(self._offers, ended, strict=True) if not has_ended]
+        for offer in released:
+            offer.release()
 
     def flush(self) -> None:
         """Empty the host memory, after the offers under way. Storage keeps its pages."""
         with self._offer_ended:
-            self._offer_ended.wait_for(lambda: len(self._ended_offers) == self._offers, self._settle_s)
+            self._offer_ended.wait_for(lambda: all(offer.has_ended for offer in self._offers), self._settle_s)
         self.reap()
+        if not self._ranks.is_first:
+            return  # The first rank flushes all of them.
         try:
             self._engine.flush(("l2",))
         except TidekvError as error:
@@ -291,13 +322,19 @@ class DecodeEnd:
                 ),
                 restore.pages,
                 restore.have_tokens,
-                on_done=partial(setattr, restore, "outcome"),
+                component_pages=restore.component_pages,
+                on_done=partial(self._end, restore),
             )
         except TidekvError as error:
             restore.is_in_flight = False
             self._fail(restore, str(error))
         else:
             self._in_flight.add(restore)
+
+    def _end(self, restore: PromptRestore, outcome: Outcome) -> None:
+        """Let SGLang's thread take an outcome. Runs on the engine's thread."""
+        restore.outcome = outcome
+        self._woken.set()
 
     def _take(self, restore: PromptRestore, outcome: Outcome) -> None:
         if isinstance(outcome, Failed) and _is_end_of_engine(outcome.error):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any  # SGLang's objects have no types.
+from typing import Any, Final  # SGLang's objects have no types.
 
 from tidekv.states.errors import InvalidConfig
+
+WINDOWS: Final = "swa"
+"""SGLang's name of KV in sliding windows, the only one beside the KV of all tokens that is handed over."""
 
 
 def check_supported(args: Any, manager: Any) -> None:
@@ -18,7 +21,7 @@ def check_supported(args: Any, manager: Any) -> None:
     for option, size in sizes.items():
         if size != 1:
             raise InvalidConfig(f"transfer backend tidekv: {option} must be 1, not {size}")
-    kinds = [getattr(kind, "value", str(kind)) for kind in args.state_types]
+    kinds = [kind for each in args.state_types if (kind := getattr(each, "value", str(each))) != WINDOWS]
     if kinds:
         raise InvalidConfig(
             f"transfer backend tidekv: this model keeps {', '.join(kinds)} beside its KV, which is not handed over; "
@@ -65,13 +68,3 @@ def check_decode(queue: Any) -> None:
                 f"transfer backend tidekv: this SGLang has no DecodeTransferQueue.{name}, by which pages are held "
                 "while anything may write to them"
             )
-
-
-def unequal(prefill_info: Any, manager: Any) -> str:
-    """Return why a prefill's ranks do not fit those of this decode server; empty if they do."""
-    if prefill_info.attn_tp_size != manager.attn_tp_size:
-        return (
-            f"prefill has tensor-parallel size {prefill_info.attn_tp_size} and decode {manager.attn_tp_size}: "
-            "transfer backend tidekv serves equal ones"
-        )
-    return ""

@@ -11,13 +11,22 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from tidekv.engine.integrations.sglang.handover.decode_end import DecodeEnd
-from tidekv.engine.integrations.sglang.handover.limits import check_decode, check_supported, unequal
-from tidekv.engine.integrations.sglang.handover.pools import MetadataRows, forward_streams, wrap_pool
+from tidekv.engine.integrations.sglang.handover.limits import check_decode, check_supported
+from tidekv.engine.integrations.sglang.handover.pools import (
+    WINDOW,
+    MetadataRows,
+    Pools,
+    RequestWindows,
+    forward_streams,
+    wrap_pools,
+)
 from tidekv.engine.integrations.sglang.handover.prefill_end import PrefillEnd
+from tidekv.engine.integrations.sglang.handover.ranks import LOOPBACK, Ranks
 from tidekv.engine.integrations.sglang.handover.requests import PageNamespaces
 from tidekv.engine.integrations.sglang.handover.settings import read_settings
 from tidekv.engine.integrations.sglang.handover.tree import KeptTree
 from tidekv.states.errors import InvalidConfig
+from tidekv.states.handover.rank_place import RankPlace
 from tidekv.transports.control.addresses import Dials, parse_address
 
 
@@ -33,6 +42,7 @@ class TidekvManager(CommonKVManager):  # type: ignore[misc]  # SGLang has no typ
         self.prefill: PrefillEnd | None = None
         self.rows = MetadataRows(args.aux_data_ptrs, args.aux_item_lens)
         self.dials = Dials.parse(self.settings.dials)
+        self._windows: RequestWindows | None = None
         self.refusals: dict[str, str] = {}
         """By bootstrap address, why its prefill cannot serve this decode."""
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
@@ -50,41 +60,56 @@ class TidekvManager(CommonKVManager):  # type: ignore[misc]  # SGLang has no typ
 
     def open_decode(self, queue: Any) -> None:
         """Start the decode end over the pools of SGLang's queue."""
-        pool = wrap_pool(queue.token_to_kv_pool)
+        pools = self._wrap(queue)
         check_decode(queue)
         # Pages of an aborted request are held until nothing writes to them, however long that takes.
         self.enable_deferred_decode_kv_release = True
         queue.transfer_queue.enable_deferred_kv_release = True
         queue.transfer_queue.deferred_kv_release_timeout = math.inf
+        ranks = self._ranks(queue)
+        host = LOOPBACK if self.server_args.nnodes == 1 else self.local_ip
+        ranks.meet(host, kv_heads_total=self._heads(queue), secret=self.settings.secret())
         self.decode = DecodeEnd(
-            pool,
+            pools,
             msgspec.structs.replace(self.settings, host_path=self.settings.pool_path(self.attn_tp_rank)),
             config=msgspec.structs.replace(
                 self.settings.engine_of(self.attn_tp_rank, self.attn_tp_size), model=self._model()
             ),
-            name=f"sglang-decode-{self.attn_tp_rank}",
             row_bytes=self.rows.bytes,
-            server=forward_streams(pool.device, queue),
+            ranks=ranks,
+            server=forward_streams(pools.full.device, queue),
         )
         self.queue = queue
-        self.names = queue.scheduler.tidekv_names = PageNamespaces()
+        self.names = queue.scheduler.tidekv_names = PageNamespaces(ranks)
         self.tree = KeptTree(self.decode, queue.tree_cache, self.names)
+        queue.scheduler.tidekv_manager = self
 
     def open_prefill(self, queue: Any) -> None:
         """Start the prefill end over the pools of SGLang's queue, and register it."""
         host, port = parse_address(self.settings.listen or f"{self.local_ip}:0")
-        pool = wrap_pool(queue.token_to_kv_pool)
+        pools = self._wrap(queue)
         self.prefill = PrefillEnd(
-            pool,
+            pools,
             self.settings,
             listen=f"{host}:{port + self.attn_tp_rank if port else 0}",
             model=self._model(),
-            name=f"sglang-prefill-{self.attn_tp_rank}",
-            server=forward_streams(pool.device, queue),
+            place=RankPlace(rank=self.attn_tp_rank, ranks=self.attn_tp_size, kv_heads_total=self._heads(queue)),
+            server=forward_streams(pools.full.device, queue),
         )
-        self.names = queue.scheduler.tidekv_names = PageNamespaces()
+        self.names = queue.scheduler.tidekv_names = PageNamespaces(self._ranks(queue))
+        queue.scheduler.tidekv_manager = self
         _, self.rank_port = parse_address(self.prefill.address)
         self.register_to_bootstrap()
+
+    def rest(self) -> None:
+        """Wait a moment for what is under way. Called while SGLang has requests and nothing to compute."""
+        end = self.decode or self.prefill
+        if end is not None:
+            end.rest()
+
+    def windows_of(self, request: Any, tokens: int) -> dict[str, list[int]]:
+        """Return the pages of components at the end of a request's first `tokens` tokens. Raises InvalidRequest."""
+        return {} if self._windows is None else {WINDOW: self._windows.at_end(request, tokens)}
 
     def allows(self, bootstrap_addr: str) -> bool:
         """Whether decode may connect to a bootstrap service, which a client's request names."""
@@ -104,8 +129,6 @@ class TidekvManager(CommonKVManager):  # type: ignore[misc]  # SGLang has no typ
         try:
             is_known = bool(super().try_ensure_parallel_info(bootstrap_addr))
             self.refusals.pop(bootstrap_addr, None)
-            if is_known and (words := unequal(self.prefill_info_table[bootstrap_addr], self)):
-                self.refusals[bootstrap_addr] = words
         except Exception as error:
             # SGLang raises for another page size or dtype, which would end this server.
             self.refusals[bootstrap_addr] = str(error)
@@ -120,7 +143,22 @@ class TidekvManager(CommonKVManager):  # type: ignore[misc]  # SGLang has no typ
         """Return False: prefill's digest covers pages that decode had. tidekv has `engine.page_checksums`."""
         return False
 
+    def _wrap(self, queue: Any) -> Pools:
+        pools = wrap_pools(queue.token_to_kv_pool, getattr(queue.scheduler, "sliding_window_size", None))
+        for windows in pools.components:
+            self._windows = RequestWindows(queue, windows.window_tokens)
+        return pools
+
+    def _ranks(self, queue: Any) -> Ranks:
+        if self.attn_tp_size == 1:
+            return Ranks()
+        return Ranks(self.attn_tp_rank, self.attn_tp_size, queue.scheduler.attn_tp_cpu_group)
+
+    def _heads(self, queue: Any) -> int:
+        """Return the KV heads of the model, of which ranks hold copies if there are more ranks than heads."""
+        if self.attn_tp_size == 1 or self.is_mla_backend:
+            return 0
+        return int(queue.scheduler.model_config.get_total_num_kv_heads())
+
     def _model(self) -> str:
-        name = self.settings.model or str(self.server_args.served_model_name or self.server_args.model_path)
-        # With latent attention all ranks hold the same; else each holds its own heads.
-        return name if self.attn_tp_size == 1 or self.is_mla_backend else f"{name}, rank {self.attn_tp_rank}"
+        return self.settings.model or str(self.server_args.served_model_name or self.server_args.model_path)

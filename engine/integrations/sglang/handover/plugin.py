@@ -64,9 +64,19 @@ def reap(scheduler: Any) -> None:
     kept = getattr(scheduler.tree_cache, "tidekv", None)
     if kept is not None:
         try:
-            kept.reap(is_empty=scheduler.running_batch.is_empty() and not scheduler.waiting_queue)
+            kept.reap()
         except Exception:
             LOG.exception("what is copied was not unlocked")
+
+
+def rest(result: None, scheduler: Any) -> None:
+    """Wait a moment for the engine, after a pass in which there are requests and nothing to compute."""
+    manager = getattr(scheduler, "tidekv_manager", None)
+    if manager is not None and not scheduler.is_fully_idle():
+        try:
+            manager.rest()
+        except Exception:
+            LOG.exception("a pass without work did not wait")
 
 
 HOOKS: Final = (
@@ -77,6 +87,7 @@ HOOKS: Final = (
     Hook("sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin.process_decode_queue", "before", reap),
     Hook("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager", "after", open_prefill),
     Hook("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender", "after", attach_request),
+    Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", "after", rest),
     Hook("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree", "after", offer_checkpoint),
     Hook("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.reset", "before", flush_before_reset),
     Hook(

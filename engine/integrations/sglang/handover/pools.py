@@ -4,19 +4,88 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Final  # SGLang's pools have no types.
+from typing import Any, Final, NamedTuple  # SGLang's pools have no types.
 
 import torch
 
+from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.copies.streams import CudaStream
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.layout import DTYPES, KVLayout
 from tidekv.engine.thread.server_streams import ServerStreams, server_streams
-from tidekv.states.errors import InvalidConfig
+from tidekv.states.errors import InvalidConfig, InvalidRequest
 from tidekv.transports.aux_values import AUX_BYTES_MAX
 
 KINDS: Final = {"MHATokenToKVPool": "mha", "MLATokenToKVPool": "mla"}
 """Kind of a page layout by SGLang's class of the pool. Subclasses pack a page otherwise, or keep more than it."""
+WINDOWED: Final = "SWAKVPool"
+"""SGLang's class of two pools: one of the layers with full attention, one of those with sliding windows."""
+WINDOW: Final = "window"
+"""Name of the windows among the components of both ends."""
+
+
+class Pools(NamedTuple):
+    """The pools of a server: that of the KV of all tokens, and that of sliding windows if the model has any."""
+
+    full: DevicePool
+    components: tuple[ComponentPools, ...] = ()
+
+
+def wrap_pools(pool: Any, sliding_window: int | None) -> Pools:
+    """Return device pools over SGLang's buffers. `sliding_window`: tokens that SGLang's scheduler keeps before a place.
+
+    Raises InvalidConfig for pools that are not known.
+    """
+    if type(pool).__name__ != WINDOWED:
+        return Pools(wrap_pool(pool))
+    if not sliding_window or int(pool.page_size) < 2:
+        raise InvalidConfig(
+            f"KV of SGLang's {WINDOWED} is handed over with --page-size 2 or more, and with windows of one size: it "
+            f"has pages of {pool.page_size} and windows of {sliding_window} tokens"
+        )
+    full = wrap_pool(pool.full_kv_pool)
+    windows = ComponentPools(
+        name=WINDOW,
+        kind="window",
+        window_tokens=tail_tokens(sliding_window, full.layout.page_size),
+        device=wrap_pool(pool.swa_kv_pool),
+    )
+    return Pools(full, (windows,))
+
+
+def tail_tokens(sliding_window: int, page_size: int) -> int:
+    """Return the tokens before a prompt's end whose windows are handed over: all that SGLang's decode allocates.
+
+    That is one more than a window. SGLang transfers the window only, and its tree would keep the page before that,
+    unwritten, as a part of the windows of shorter prompts.
+    """
+    return max(sliding_window, page_size) + 1
+
+
+class RequestWindows:
+    """Where the windows of a request are. SGLang finds them by the places of its tokens in the pool of full KV."""
+
+    def __init__(self, queue: Any, tail: int) -> None:
+        """`tail`: the tokens that `tail_tokens` has returned."""
+        self._allocator = queue.scheduler.token_to_kv_pool_allocator
+        self._table = queue.scheduler.req_to_token_pool
+        self._tail = tail
+
+    def at_end(self, request: Any, tokens: int) -> list[int]:
+        """Return the pages of the windows' pool at the end of the request's first `tokens` tokens.
+
+        Raises InvalidRequest if SGLang has given one of them up.
+        """
+        page_size = self._allocator.page_size
+        first = max(0, tokens - self._tail) // page_size * page_size
+        slots = self._table.req_to_token[request.kv.req_pool_idx, first:tokens:page_size]
+        pages: list[int] = (
+            self._allocator.translate_swa_indices_for_transfer(slots).cpu().numpy() // page_size
+        ).tolist()
+        # Page 0 stands for tokens without a place.
+        if 0 in pages:
+            raise InvalidRequest(f"SGLang does not have the windows of tokens [{first}, {tokens}) of this prompt")
+        return pages
 
 
 def wrap_pool(pool: Any) -> DevicePool:
@@ -24,8 +93,8 @@ def wrap_pool(pool: Any) -> DevicePool:
     kind = KINDS.get(type(pool).__name__)
     if kind is None:
         raise InvalidConfig(
-            f"KV of SGLang's {type(pool).__name__} cannot be handed over, that of {' and '.join(KINDS)} can: serve "
-            "this model with another transfer backend"
+            f"KV of SGLang's {type(pool).__name__} cannot be handed over, that of {', '.join((*KINDS, WINDOWED))} can: "
+            "serve this model with another transfer backend"
         )
     keys = list(pool.kv_buffer if kind == "mla" else pool.k_buffer)
     values = None if kind == "mla" else list(pool.v_buffer)

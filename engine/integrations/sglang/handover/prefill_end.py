@@ -8,12 +8,13 @@ poll          ◀── state of the hand-over        pages are held until decod
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.storage.uri import open_storage
+from tidekv.engine.integrations.sglang.handover.decode_end import REST_S
+from tidekv.engine.integrations.sglang.handover.pools import Pools
 from tidekv.engine.integrations.sglang.handover.settings import BackendSettings
 from tidekv.engine.integrations.step_pacing import StepPacing
 from tidekv.engine.log import engine_log
@@ -23,6 +24,7 @@ from tidekv.engine.thread.prefill_thread import HandedOver, PrefillThread
 from tidekv.engine.thread.server_streams import ServerStreams
 from tidekv.states.errors import TidekvError
 from tidekv.states.handover.prompt_digest import PromptDigest
+from tidekv.states.handover.rank_place import SOLE, RankPlace
 from tidekv.transports.nixl.transport import ListenOptions, NixlTransport
 from tidekv.transports.prefill.prefill_room import RoomOutcome
 
@@ -73,24 +75,26 @@ class PrefillEnd:
 
     def __init__(
         self,
-        pool: DevicePool,
+        pools: Pools,
         settings: BackendSettings,
         *,
         listen: str,
         model: str,
-        name: str,
+        place: RankPlace = SOLE,
         server: ServerStreams | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start, and listen. `server`: SGLang's streams, if its KV is in GPU memory.
+        """Start, and listen. `place`: this rank among those of the server. `server`: SGLang's streams, if its KV is in
+        GPU memory.
 
         Raises what `PrefillPeer` raises as it is entered.
         """
         peer = PrefillPeer(
-            PrefillConfig(listen=listen, model=model, lease_s=settings.lease_s),
-            device=pool,
+            PrefillConfig(listen=listen, model=model, lease_s=settings.lease_s, place=place),
+            device=pools.full,
+            components=pools.components,
             transport=NixlTransport(
-                name=name,
+                name=f"sglang-prefill-{place.rank}",
                 secret=settings.secret(),
                 listen_tls=settings.listen_tls(),
                 listening=ListenOptions(announces=settings.announces),
@@ -98,8 +102,8 @@ class PrefillEnd:
             storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
         )
         self._thread = PrefillThread(peer, promise_timeout_s=settings.promise_timeout_s, server=server)
-        self._page_size = pool.layout.page_size
-        self._unclaimed_max = int(settings.unclaimed_share * pool.num_pages)
+        self._page_size = pools.full.layout.page_size
+        self._unclaimed_max = int(settings.unclaimed_share * pools.full.num_pages)
         self._clock = clock
         self._names = 0
         self._live: dict[str, Sending] = {}
@@ -138,31 +142,47 @@ class PrefillEnd:
         end = sending.prompt.prompt_tokens if is_last else None
         self._do(sending, lambda: self._thread.send(sending.name, list(pages), start_token=start, end_token=end))
 
-    def finish(self, sending: Sending, *, first_token: int, row: bytes, namespace: str) -> None:
-        """Hand over what goes with the first token; all pages were. `namespace`: that of its pages in storage."""
+    def finish(
+        self,
+        sending: Sending,
+        *,
+        first_token: int,
+        row: bytes,
+        namespace: str,
+        component_pages: Mapping[str, Sequence[int]],
+    ) -> None:
+        """Hand over what goes with the first token, and the pages of components at the prompt's end; all others were.
+
+        `namespace`: that of its pages in storage.
+        """
         sending.is_sent = True
-        if not sending.failure:
-            self._do(
-                sending,
-                lambda: self._thread.finish(
-                    sending.name,
-                    first_token=first_token,
-                    aux={"row": row},
-                    tokens=sending.packed,
-                    namespace=namespace,
-                ),
+        if sending.failure:
+            return
+
+        def finish() -> None:
+            for component, pages in component_pages.items():
+                self._thread.send_component_pages(sending.name, component, pages)
+            self._thread.finish(
+                sending.name,
+                first_token=first_token,
+                aux={"row": row},
+                tokens=sending.packed,
+                namespace=namespace,
             )
+
+        self._do(sending, finish)
 
     def poll(self, sending: Sending) -> None:
         """Take what has ended, for all hand-overs, and whether this one may be computed."""
         self._pacing.after_step(is_empty=False, is_transferring=bool(self._live))
         if self._live:
-            for ended in self._thread.poll():
-                other = self._live.pop(ended.request_id, None)
-                if other is not None:
-                    other.ended = ended
+            self._take()
         if not sending.may_compute:
             sending.may_compute = self._may_compute(sending)
+
+    def rest(self) -> None:
+        """Wait for the end of a hand-over, at most REST_S: SGLang has nothing to compute meanwhile."""
+        self._take(REST_S)
 
     def stop(self, sending: Sending, cause: str) -> None:
         """End a hand-over whose pages are about to change. Waits for one turn of the peer's loop."""
@@ -182,6 +202,12 @@ class PrefillEnd:
         """End all hand-overs and stop. Idempotent."""
         self._pacing.close()
         self._thread.close()
+
+    def _take(self, timeout_s: float = 0.0) -> None:
+        for ended in self._thread.poll(timeout_s):
+            other = self._live.pop(ended.request_id, None)
+            if other is not None:
+                other.ended = ended
 
     def _do(self, sending: Sending, call: Callable[[], None]) -> None:
         try:

@@ -9,6 +9,7 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
 
+from tidekv.backends.keys.chain import TOKEN_BYTES
 from tidekv.engine.integrations.sglang.handover.decode_end import DecodeEnd, PromptRestore, RestoreState
 from tidekv.engine.integrations.sglang.handover.manager import TidekvManager
 from tidekv.engine.integrations.sglang.handover.requests import (
@@ -46,7 +47,7 @@ class TidekvReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang has no t
             self._fail(f"the request names the room {short(bootstrap_room)}, which is no number")
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Look up the address of the prefill rank with the same heads."""
+        """Look up the addresses of prefill's ranks."""
         if self.conclude_state is not None:
             return
         try:
@@ -57,16 +58,25 @@ class TidekvReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang has no t
         if self.conclude_state == KVPoll.Failed:
             with self._mgr.failure_lock:
                 self._cause = self._mgr.failure_records.pop(self.bootstrap_room, "prefill's address is not known")
-        elif len(self.bootstrap_infos) != 1:
-            self._fail(
-                f"prefill has {len(self.bootstrap_infos)} ranks for this one; equal tensor-parallel sizes are served"
-            )
         else:
             self._is_resolved = True
 
-    def _register_kv_args(self) -> bool:
-        """Return True: the ends introduce themselves on tidekv's links."""
-        return True
+    def _setup_bootstrap_infos(self) -> None:
+        """Look up all ranks of prefill, each of which sends the heads that it holds of those of this rank."""
+        key = f"{self.bootstrap_addr}_{self.prefill_dp_rank}_ranks"
+        with self._mgr.connection_lock:
+            found = self._mgr.connection_pool.get(key)
+        if found is None:
+            found = []
+            for rank in range(self.prefill_info.attn_tp_size):
+                info = self._get_bootstrap_info_from_server(self.prefill_dp_rank, 0, rank, 0)
+                if info is None:
+                    self.conclude_state = KVPoll.Failed
+                    return
+                found.append(info)
+            with self._mgr.connection_lock:
+                self._mgr.connection_pool[key] = found
+        self.bootstrap_infos = found
 
     def send_metadata(
         self,
@@ -139,6 +149,7 @@ class TidekvReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang has no t
             namespace=self._mgr.names.of(request),
             pages=np.concatenate((held.astype(np.int64), np.asarray(kv_indices, dtype=np.int64))),
             have_tokens=have_tokens,
+            component_pages=self._mgr.windows_of(request, len(packed) // TOKEN_BYTES),
         )
 
     def _state(self) -> Any:
@@ -194,13 +205,13 @@ class TidekvReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang has no t
         if self._mgr.try_ensure_parallel_info(self.bootstrap_addr) and self.bootstrap_addr not in self._mgr.refusals:
             try:
                 super().init(0)
-                self._is_resolved = self.conclude_state is None and len(self.bootstrap_infos) == 1
+                self._is_resolved = self.conclude_state is None
             except Exception:
                 LOG.exception("a prefill was not found", prefill=self.bootstrap_addr)
 
     def _prefill_address(self) -> str:
-        info = self.bootstrap_infos[0]
-        return format_address(str(info["rank_ip"]), int(info["rank_port"]))
+        ranks = self.bootstrap_infos
+        return ",".join(format_address(str(rank["rank_ip"]), int(rank["rank_port"])) for rank in ranks)
 
     def _count_cached(self, restore: PromptRestore) -> None:
         """Let the answer name the tokens that decode had, by tier, and those that prefill's cache had beyond."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any  # SGLang's requests have no types.
+from typing import TYPE_CHECKING, Any  # SGLang's requests have no types.
 from uuid import uuid4
 
 import numpy as np
 
 from tidekv.backends.keys.chain import namespace_seed, pack_tokens
 from tidekv.states.handover.prompt_digest import PromptDigest, digest_of
+
+if TYPE_CHECKING:
+    # The plugin imports this module in all of SGLang's processes.
+    from tidekv.engine.integrations.sglang.handover.ranks import Ranks
 
 
 def packed_prompt(request: Any) -> bytes:
@@ -42,7 +46,8 @@ def namespace_of(request: Any, reset_salt: str = "") -> str:
 class PageNamespaces:
     """The namespaces of pages on one server, which other weights change."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._salt = ""
 
     def of(self, request: Any) -> str:
@@ -50,8 +55,8 @@ class PageNamespaces:
         return namespace_of(request, self._salt)
 
     def rename(self, weight_version: str | None) -> None:
-        """Name pages otherwise from now on: other weights give other KV for the same tokens."""
-        self._salt = uuid4().hex if weight_version is None else f"weights {weight_version}"
+        """Name pages otherwise from now on: other weights give other KV for the same tokens. On all ranks alike."""
+        self._salt = self._ranks.share(uuid4().hex) if weight_version is None else f"weights {weight_version}"
 
 
 def rename_before_flush(updater: Any, received: Any, *more: Any, **named: Any) -> None:

@@ -31,6 +31,7 @@ class TidekvSender(CommonKVSender):  # type: ignore[misc]  # SGLang has no types
         self._mgr = mgr
         self._cause = ""
         self._namespace = ""
+        self._request: Any = None
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
 
     def attach(self, request: Any) -> None:
@@ -42,7 +43,7 @@ class TidekvSender(CommonKVSender):  # type: ignore[misc]  # SGLang has no types
                 raise InvalidConfig(f"the request names the room {short(self.bootstrap_room)}, which is no number")
             packed = packed_prompt(request)
             self.sending = self._mgr.prefill.open(self.bootstrap_room, digest_of_prompt(request, packed), packed)
-            self._namespace = self._mgr.names.of(request)
+            self._namespace, self._request = self._mgr.names.of(request), request
         except Exception as error:
             LOG.exception("a request is not handed over", request_id=str(self.bootstrap_room))
             self._fail(f"{type(error).__name__}: {error}")
@@ -64,7 +65,13 @@ class TidekvSender(CommonKVSender):  # type: ignore[misc]  # SGLang has no types
             if is_last:
                 row = self._mgr.rows.read(self.aux_index)
                 first = max(0, int.from_bytes(row[:4], "little", signed=True))
-                prefill.finish(sending, first_token=first, row=row, namespace=self._namespace)
+                prefill.finish(
+                    sending,
+                    first_token=first,
+                    row=row,
+                    namespace=self._namespace,
+                    component_pages=self._mgr.windows_of(self._request, sending.prompt.prompt_tokens),
+                )
         except Exception as error:
             LOG.exception("pages were not handed over", request_id=str(self.bootstrap_room))
             self._stop(f"pages were not handed over: {type(error).__name__}: {error}")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any  # SGLang's tree and requests have no types.
+from typing import TYPE_CHECKING, Any  # SGLang's tree and requests have no types.
 
-from tidekv.engine.integrations.sglang.handover.decode_end import DecodeEnd
-from tidekv.engine.integrations.sglang.handover.requests import PageNamespaces, packed_tokens
+from tidekv.engine.integrations.sglang.handover.requests import packed_tokens
 from tidekv.engine.log import engine_log
+
+if TYPE_CHECKING:
+    # The plugin imports this module in all of SGLang's processes.
+    from tidekv.engine.integrations.sglang.handover.decode_end import DecodeEnd
+    from tidekv.engine.integrations.sglang.handover.requests import PageNamespaces
 
 LOG = engine_log("tidekv.sglang")
 OFFERED = "tidekv_offered_tokens"
@@ -43,10 +47,9 @@ class KeptTree:
             release()
             raise
 
-    def reap(self, *, is_empty: bool) -> None:
-        """Unlock the nodes whose pages are copied, and leave the engine its turns. `is_empty`: nothing is computed."""
+    def reap(self) -> None:
+        """Unlock the nodes whose pages are copied."""
         self._decode.reap()
-        self._decode.pace(is_empty=is_empty)
 
     def flush(self) -> None:
         """Empty the host memory before SGLang forgets its tree, and with it all locks."""
