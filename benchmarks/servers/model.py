@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,8 @@ class ModelShape:
     """Sizes of a Llama, of a Gemma 3 with `window`, of an LFM2 with `has_states`, or of a DeepSeek V2 with `latent`.
 
     `window`: every other layer sees that many tokens only. `has_states`: every other layer keeps a state instead of KV.
-    `latent`: elements of a token's KV in a layer (MLA), of which ROPE carry its position.
+    `latent`: elements of a token's KV in a layer (MLA), of which ROPE carry its position. `for_sglang`: with `window` a
+    Mellum, whose windows have a pool of their own in SGLang; with `latent` the configuration that it reads.
     """
 
     layers: int = 4
@@ -26,6 +28,7 @@ class ModelShape:
     window: int | None = None
     has_states: bool = False
     latent: int | None = None
+    for_sglang: bool = False
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -39,6 +42,7 @@ class ModelShape:
         """Name of the model's folder."""
         kind = f"-w{self.window}" if self.window else f"-mla{self.latent}" if self.latent else ""
         kind += "-states" if self.has_states else ""
+        kind += "-sglang" if kind and self.for_sglang else ""
         return f"tiny-l{self.layers}-h{self.hidden}-{self.heads}x{self.kv_heads}-v{self.vocabulary}{kind}"
 
 
@@ -95,6 +99,22 @@ def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7)
         model = Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=kinds[: shape.layers], block_auto_adjust_ff_dim=False))
     elif shape.window is None:
         model = LlamaForCausalLM(LlamaConfig(**sizes))
+    elif shape.for_sglang:
+        from transformers import MellumConfig, MellumForCausalLM
+
+        kinds = ["sliding_attention", "full_attention"] * shape.layers
+        model = MellumForCausalLM(
+            MellumConfig(
+                **sizes,
+                head_dim=head_dim,
+                sliding_window=shape.window,
+                layer_types=kinds[: shape.layers],
+                mlp_layer_types=["dense"] * shape.layers,  # No layer has experts.
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=64,
+            )
+        )
     else:
         kinds = ["sliding_attention", "full_attention"] * shape.layers
         model = Gemma3ForCausalLM(
@@ -107,6 +127,8 @@ def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7)
             )
         )
     model.to(torch.float32).save_pretrained(path)
+    if shape.latent is not None and shape.for_sglang:
+        _write_for_sglang(path / "config.json", shape)
     words = [*SPECIAL, *(f"w{number}" for number in range(shape.vocabulary - len(SPECIAL)))]
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -115,3 +137,31 @@ def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7)
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     ).save_pretrained(path)
     return path
+
+
+def _write_for_sglang(path: Path, shape: ModelShape) -> None:
+    """Name the fields of a DeepSeek as published configurations do: transformers names them otherwise now."""
+    written = json.loads(path.read_text())
+    written.pop("rope_parameters")
+    # Without a GPU SGLang has positions of this kind only.
+    positions = {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": shape.positions // 4,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    without_experts = {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "moe_layer_freq": 1,
+    }
+    path.write_text(json.dumps({**written, "rope_theta": 10000.0, "rope_scaling": positions, **without_experts}))

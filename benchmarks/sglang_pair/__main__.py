@@ -25,7 +25,7 @@ from benchmarks.servers.model import ModelShape, make_model
 from benchmarks.servers.table import first_token_table, totals_table
 from benchmarks.sglang_pair.cluster import SglangCluster, running
 from benchmarks.sglang_pair.faults import FAULTS
-from benchmarks.sglang_pair.server import ACTIONS, ROOT, ServerOptions
+from benchmarks.sglang_pair.server import ACTIONS, LLAMA, ROOT, ServerOptions
 from benchmarks.sglang_pair.storage import ACTIONS as STORAGE_ACTIONS
 from benchmarks.sglang_pair.table import faults_table, outcome_words, tiers_table
 from benchmarks.sglang_pair.variants import AS_IT_IS, SINGLE, VARIANTS, Variant
@@ -66,6 +66,14 @@ def conversations(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="The conversations are the same for the same seed.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of each server of a pair.")] = 1,
+    decode_ranks: Annotated[
+        int | None, typer.Option(min=1, help="Tensor-parallel ranks of decode, if they are not --ranks.")
+    ] = None,
+    window: Annotated[int | None, typer.Option(help="Serve a Mellum with sliding windows of this size.")] = None,
+    latent: Annotated[
+        int | None, typer.Option(min=65, help="Serve a DeepSeek V2 with latent attention of this size.")
+    ] = None,
     alternate: Annotated[
         bool,
         typer.Option("--alternate", help="Run the servers of all variants at once; they serve by turns."),
@@ -93,7 +101,8 @@ def conversations(
         aborts=aborts,
         seed=seed,
     )
-    options, decode_tokens = _sizes(load, decode_share / decode)
+    shape = ModelShape(window=window, latent=latent, for_sglang=True)
+    options, decode_tokens = _sizes(load, decode_share / decode, shape, ranks)
     names = [f"prefill-{number}" for number in range(prefill)] + [f"decode-{number}" for number in range(decode)]
     actions = {**dict.fromkeys(names, ACTIONS), STORAGE: STORAGE_ACTIONS}
     events = [Event.parse(text, actions) for text in at or ()]
@@ -108,6 +117,7 @@ def conversations(
             prefills=prefill,
             decodes=decode,
             decode_tokens=decode_tokens,
+            decode_ranks=decode_ranks,
             events=events,
         )
 
@@ -115,7 +125,7 @@ def conversations(
         right, figures = await right_answers(
             load,
             file=answers_file,
-            model=ModelShape().name,
+            model=shape.name,
             start=lambda: running(SINGLE, options, folder / "reference"),
         )
 
@@ -233,13 +243,14 @@ def _chosen(names: list[str] | None) -> list[Variant]:
     return [VARIANTS[name] for name in names or QUIET]
 
 
-def _sizes(load: Load, decode_share: float) -> tuple[ServerOptions, int]:
+def _sizes(load: Load, decode_share: float, shape: ModelShape = LLAMA, ranks: int = 1) -> tuple[ServerOptions, int]:
     """Return the options of servers with room for everything, and the tokens of decode's device pool."""
     page = 16
     each = load.conversation_tokens + page
     everything = _pages(load.conversations * each + load.parallel * RESERVED, page)
     least = load.parallel * load.copies * (each + RESERVED)
-    options = ServerOptions(model=make_model(BUILD, ModelShape()), tokens=everything, page_size=page)
+    model = make_model(BUILD, shape)
+    options = ServerOptions(model=model, tokens=everything, shape=shape, page_size=page, ranks=ranks)
     return options, _pages(max(decode_share * load.conversations * each, least), page)
 
 

@@ -58,20 +58,27 @@ async def running(
     prefills: int = 1,
     decodes: int = 1,
     decode_tokens: int | None = None,
+    decode_ranks: int | None = None,
     events: Sequence[Event] = (),
 ) -> AsyncIterator[SglangCluster]:
     """Start the servers of a variant in `folder`, and end them when the block is left.
 
-    `decode_tokens`: of a decode server's device pool, if not as in `options`. `events`: those to come, for which
-    storage is prepared.
+    `decode_tokens`, `decode_ranks`: of a decode server, if not as in `options`. `events`: those to come, for which
+    storage is prepared. One server has one rank.
     """
+    options = options if variant.is_pair else replace(options, ranks=1)
     on_storage = {event.action for event in events if event.server == STORAGE}
     storage = StorageFolder(folder / FILES)
     storage.path.mkdir(parents=True)
     place = Place(
-        storage, decode_tokens or options.tokens, options.tokens, options.page_size, hangs="hang" in on_storage
+        storage,
+        decode_tokens or options.tokens,
+        options.tokens,
+        options.page_size,
+        options.shape.kv_bytes_per_token,
+        hangs="hang" in on_storage,
     )
-    decode_options = replace(options, tokens=place.device_tokens)
+    decode_options = replace(options, tokens=place.device_tokens, ranks=decode_ranks or options.ranks)
 
     def servers(role: str, count: int, given: ServerOptions) -> list[Server]:
         return [variant.server(role, number, options=given, folder=folder, place=place) for number in range(count)]

@@ -11,6 +11,7 @@ import os
 import time
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final  # SGLang's objects, which have no types.
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -21,6 +22,7 @@ from benchmarks.sglang_pair.names import HANG, HANG_POLL_S, REPORT
 
 IDLE_S: Final = 0.0002
 """Pause of a scheduler that has nothing to compute. Without it, it takes the interpreter lock from its own threads."""
+_ATTENTION: Final = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _DECODE: Final = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 _FILE: Final = "sglang.srt.mem_cache.hicache_storage.HiCacheFile"
 _HOST: Final = "sglang.srt.mem_cache.pool_host"
@@ -46,6 +48,43 @@ def run_on_cpu() -> None:
         prepare()
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", before, HookType.BEFORE)
+
+
+def run_latent_on_cpu() -> None:
+    """Let models with latent attention compute from latents, as on a GPU: SGLang does not offer it for torch."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+
+
+def run_windows_on_cpu() -> None:
+    """Let layers with windows read the pool of windows by its own places: SGLang's attention in torch takes those of
+    the pool of full KV, which are others once something was freed or transferred.
+    """
+
+    def around(original: Any, backend: Any, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        pool, rows = backend.token_to_kv_pool, backend.req_to_token_pool
+        if not backend.use_sliding_window_kv_pool or not pool.layers_mapping[layer.layer_id][1]:
+            return original(backend, q, k, v, layer, *args, **kwargs)
+        backend.req_to_token_pool = SimpleNamespace(req_to_token=_WindowRows(rows.req_to_token, pool))
+        try:
+            return original(backend, q, k, v, layer, *args, **kwargs)
+        finally:
+            backend.req_to_token_pool = rows
+
+    for name in ("forward_extend", "forward_decode"):
+        HookRegistry.register(f"{_ATTENTION}.{name}", around, HookType.AROUND)
+
+
+class _WindowRows:
+    """The places of tokens in the pool of windows, by request and token."""
+
+    def __init__(self, rows: Any, pool: Any) -> None:
+        self._rows, self._pool = rows, pool
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._pool.translate_loc_from_full_to_swa(self._rows[at])
 
 
 def be_quiet() -> None:
@@ -74,7 +113,11 @@ def watch() -> None:
 
     def report(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
-        held = allocator.size - allocator.available_size() - tree.evictable_size()
+        if hasattr(allocator, "full_available_size"):  # With a pool of windows beside it.
+            held = allocator.size_full - allocator.full_available_size() - tree.full_evictable_size()
+            held += allocator.size_swa - allocator.swa_available_size() - tree.swa_evictable_size()
+        else:
+            held = allocator.size - allocator.available_size() - tree.evictable_size()
         # Keys of JSON are text.
         asked = {str(tokens): sums for tokens, sums in promised.items()}
         result.internal_state[REPORT] = {"held": held, "size": allocator.size, "promised": asked}

@@ -15,11 +15,13 @@ import httpx
 
 from benchmarks.ports import HOST, free_port
 from benchmarks.servers.events import STRIKES
+from benchmarks.servers.model import ModelShape
 from benchmarks.servers.model_server import METRICS_S, ModelServer, strike
 from benchmarks.servers.samples import add_samples, read_samples
 from benchmarks.sglang_pair.names import REPORT
 
 MODEL: Final = "tiny"
+LLAMA: Final = ModelShape(for_sglang=True)
 ROOT: Final = Path(__file__).resolve().parents[2]
 STAND_INS: Final = Path(__file__).resolve().parent / "stand_ins"
 FLUSH_S: Final = 30.0
@@ -34,6 +36,7 @@ class ServerOptions:
 
     model: Path
     tokens: int
+    shape: ModelShape = LLAMA
     page_size: int = 16
     max_requests: int = 16
     ranks: int = 1
@@ -105,6 +108,7 @@ class Server(ModelServer):
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            **self._cores(),
             "SGLANG_HOST_IP": HOST,
             "SGLANG_PLUGINS": ",".join(self.plugins),
             # All KV passes through the loopback device; UCX opens ports on all interfaces by default.
@@ -113,6 +117,13 @@ class Server(ModelServer):
             **self.variables,
             "PYTHONPATH": os.pathsep.join(path),
         }
+
+    def _cores(self) -> dict[str, str]:
+        """Return the variable without which SGLang gives no core to ranks beyond the machine's sockets."""
+        cores = sorted(os.sched_getaffinity(0))
+        ranks = range(self.options.ranks)
+        bound = "|".join(str(cores[rank % len(cores)]) for rank in ranks)
+        return {"SGLANG_CPU_OMP_THREADS_BIND": bound} if len(ranks) > 1 else {}
 
     async def act(self, action: str) -> None:
         """See ModelServer; the actions are ACTIONS."""

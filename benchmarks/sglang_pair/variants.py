@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.ports import HOST, free_port
-from benchmarks.servers.model import ModelShape
 from benchmarks.servers.plugins import write_entry_points
 from benchmarks.sglang_pair.names import HANG
 from benchmarks.sglang_pair.server import MODEL, PLAIN, Server, ServerOptions
@@ -21,6 +20,8 @@ SENT_MIB: Final = "sglang:kv_transfer_total_mb_sum"
 """Metric of prefill: MiB of KV that it sent."""
 ENTRY_POINTS: Final = {
     "benchmark_cpu": "benchmarks.sglang_pair.plugin:run_on_cpu",
+    "benchmark_latent": "benchmarks.sglang_pair.plugin:run_latent_on_cpu",
+    "benchmark_windows": "benchmarks.sglang_pair.plugin:run_windows_on_cpu",
     "benchmark_quiet": "benchmarks.sglang_pair.plugin:be_quiet",
     "benchmark_watch": "benchmarks.sglang_pair.plugin:watch",
     "benchmark_hang": "benchmarks.sglang_pair.plugin:hang_on_request",
@@ -35,9 +36,8 @@ HICACHE_STORE: Final = {
 }
 SETTINGS: Final = "TIDEKV_SGLANG"
 """Environment variable with the settings of the backend `tidekv`."""
-KV_BYTES: Final = ModelShape().kv_bytes_per_token
-LEAST_L2: Final = 1.2
-"""Host memory of decode by its device memory. SGLang needs more host memory than device memory."""
+ROOM: Final = 1.2
+"""Host memory of decode by what it is to hold: all conversations, or its device memory, of which SGLang needs more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,8 @@ class Place:
     device_tokens: int
     all_tokens: int
     page_size: int
+    kv_bytes: int
+    """Of a token, on all ranks."""
     hangs: bool = False
     prefills: Sequence[str] = ()
     """The bootstrap services of all prefill servers, host:port."""
@@ -96,6 +98,8 @@ class Variant:
         if role == "decode":
             arguments += self.cache(place)
         plugins = ["benchmark_cpu", "benchmark_watch"]
+        plugins += ["benchmark_latent"] if options.shape.latent else []
+        plugins += ["benchmark_windows"] if options.shape.window else []
         plugins += ["tidekv"] if self.settings is not None else []
         plugins += ["benchmark_quiet"] if self.is_quiet else []
         plugins += ["benchmark_hang"] if place.hangs else []
@@ -129,7 +133,7 @@ def _hicache(place: Place, *, ratio: float) -> list[str]:
     return [
         *_radix(place),
         "--enable-hierarchical-cache",
-        f"--hicache-ratio={max(ratio, LEAST_L2):.2f}",
+        f"--hicache-ratio={max(ratio, ROOM):.2f}",
         "--hicache-io-backend=direct",
         "--hicache-mem-layout=page_first_direct",
         "--hicache-write-policy=write_through",
@@ -137,13 +141,13 @@ def _hicache(place: Place, *, ratio: float) -> list[str]:
 
 
 def _l2(place: Place) -> list[str]:
-    return _hicache(place, ratio=1.2 * place.all_tokens / place.device_tokens)
+    return _hicache(place, ratio=ROOM * place.all_tokens / place.device_tokens)
 
 
 def _l3(place: Place, *, backend: str, extra: Mapping[str, object]) -> list[str]:
     given = {"prefetch_threshold": 2 * place.page_size, **extra}
     return [
-        *_hicache(place, ratio=LEAST_L2),
+        *_hicache(place, ratio=ROOM),
         f"--hicache-storage-backend={backend}",
         "--hicache-storage-prefetch-policy=wait_complete",
         "--hicache-storage-backend-extra-config",
@@ -159,15 +163,16 @@ def _store(place: Place) -> list[str]:
     return _l3(place, backend="dynamic", extra={**HICACHE_STORE, "uri": place.uri, "model": MODEL})
 
 
-def _tidekv(role: str, place: Place, metrics_port: int, *, ratio: float | None) -> Mapping[str, object]:
+def _tidekv(
+    role: str, place: Place, metrics_port: int, *, holds_all: bool = True, stores: bool = True
+) -> Mapping[str, object]:
     if role == "prefill":
         return {}
-    tokens = place.all_tokens if ratio is None else ratio * place.device_tokens
     return {
         "dials": [f"{HOST}:*"],
         "prefills": list(place.prefills),
-        "host": f"{int(tokens * KV_BYTES) >> 20}MB",
-        "uri": place.uri,
+        "host": int(ROOM * (place.all_tokens if holds_all else place.device_tokens) * place.kv_bytes),
+        **({"uri": place.uri} if stores else {}),
         "engine": {"metrics": {"listen": f"{HOST}:{metrics_port}"}},
     }
 
@@ -178,8 +183,9 @@ _QUIET: Final = (
     Variant("l2", "HiCache, L2", _l2),
     Variant("file", "HiCache, L2 and file", _file),
     Variant("store", "HiCache, L2 and tidekv", _store),
-    Variant("tidekv", "tidekv", _radix, settings=partial(_tidekv, ratio=None)),
-    Variant("tidekv-l3", "tidekv, L2 as with file", _radix, settings=partial(_tidekv, ratio=LEAST_L2)),
+    Variant("tidekv-l2", "tidekv, L2", _radix, settings=partial(_tidekv, stores=False)),
+    Variant("tidekv-l3", "tidekv, L2 and file", _radix, settings=partial(_tidekv, holds_all=False)),
+    Variant("tidekv", "tidekv", _radix, settings=_tidekv),
 )
 SINGLE: Final = Variant("single", "one server", _none, is_pair=False)
 AS_IT_IS: Final = "-as-is"

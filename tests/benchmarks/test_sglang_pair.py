@@ -14,6 +14,7 @@ import sys
 import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from benchmarks.servers.answers import HttpError
 from benchmarks.servers.cluster import Figures
 from benchmarks.servers.conversations import Load, Outcome, run_load
 from benchmarks.servers.events import Event
+from benchmarks.servers.model import ModelShape
 from benchmarks.sglang_pair import storage as storage_module
 from benchmarks.sglang_pair.client import Client, PrefillAndDecode
 from benchmarks.sglang_pair.faults import FAULTS
@@ -187,7 +189,7 @@ async def test_both_servers_are_told_of_an_abort() -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_configures_both_roles(name: str, tmp_path: Path) -> None:
-    place = Place(StorageFolder(tmp_path / "storage"), 2048, 4096, 16, hangs=True)
+    place = Place(StorageFolder(tmp_path / "storage"), 2048, 4096, 16, 2048, hangs=True)
     for role in ("prefill", "decode"):
         server = VARIANTS[name].server(role, 0, options=OPTIONS, folder=tmp_path, place=place)
         command = server.command()
@@ -201,13 +203,26 @@ def test_a_variant_configures_both_roles(name: str, tmp_path: Path) -> None:
     assert all(f"\n{plugin} = " in found for plugin in server.plugins)
 
 
+def test_a_model_and_ranks_bring_what_a_machine_without_a_gpu_needs_for_them(tmp_path: Path) -> None:
+    place = Place(StorageFolder(tmp_path / "storage"), 2048, 4096, 16, 2048)
+
+    def server(**shape: int) -> Any:
+        options = replace(OPTIONS, shape=ModelShape(for_sglang=True, **shape), ranks=2)
+        return VARIANTS["tidekv"].server("decode", 0, options=options, folder=tmp_path, place=place)
+
+    assert "benchmark_windows" in server(window=64).plugins
+    assert "benchmark_latent" in server(latent=96).plugins
+    assert server().environment()["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+    assert not {"benchmark_windows", "benchmark_latent"} & set(server().plugins)
+
+
 def test_the_plugin_of_tidekv_is_the_one_that_an_installation_has() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["sglang.srt.plugins"] == {"tidekv": ENTRY_POINTS["tidekv"]}
 
 
 def test_the_backend_tidekv_gets_its_settings_at_both_ends(tmp_path: Path) -> None:
-    place = Place(StorageFolder(tmp_path / "storage"), 2048, 4096, 16, prefills=["127.0.0.1:7", "127.0.0.1:8"])
+    place = Place(StorageFolder(tmp_path / "storage"), 2048, 4096, 16, 2048, prefills=["127.0.0.1:7", "127.0.0.1:8"])
     sides = {
         role: VARIANTS["tidekv"].server(role, 0, options=OPTIONS, folder=tmp_path, place=place)
         for role in ("prefill", "decode")
@@ -216,7 +231,7 @@ def test_the_backend_tidekv_gets_its_settings_at_both_ends(tmp_path: Path) -> No
         assert "tidekv" in server.plugins
         assert "--disaggregation-transfer-backend=tidekv" in server.command()
     settings = json.loads(sides["decode"].environment()["TIDEKV_SGLANG"])
-    assert settings["host"] == "8MB"
+    assert settings["host"] == int(1.2 * 4096 * 2048), "as much as HiCache gets"
     assert settings["prefills"] == ["127.0.0.1:7", "127.0.0.1:8"], "those that compute for one that is gone"
     assert settings["engine"]["metrics"]["listen"] == f"127.0.0.1:{sides['decode'].metrics_port}"
     assert sides["prefill"].metrics_port == 0
@@ -264,9 +279,9 @@ def test_bytes_of_each_stored_page_are_damaged(tmp_path: Path) -> None:
 
 
 def test_a_place_names_the_storage_of_tidekv(tmp_path: Path) -> None:
-    place = Place(StorageFolder(tmp_path), 1, 1, 16)
+    place = Place(StorageFolder(tmp_path), 1, 1, 16, 1)
     assert place.uri == f"file:{tmp_path}?capacity=400MB"
-    assert Place(StorageFolder(tmp_path), 1, 1, 16, hangs=True).uri.startswith(f"{PAUSED}:")
+    assert Place(StorageFolder(tmp_path), 1, 1, 16, 1, hangs=True).uri.startswith(f"{PAUSED}:")
 
 
 def test_pages_that_are_copied_to_the_host_come_back_as_they_were() -> None:
