@@ -8,10 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.sglang_copy import CopyOfSglang
+from tidekv.engine.integrations.sglang.handover.plugin import HOOKS
 
 VENV = os.environ.get("TIDEKV_TEST_SGLANG_VENV")
 pytestmark = [
@@ -79,6 +83,45 @@ async def test_a_pair_survives_a_kill_a_flush_and_aborts(tmp_path: Path) -> None
     check_served(figures)
 
 
+@pytest.mark.parametrize(("cache", "tier"), [("tidekv", "l3"), ("tidekv-lasting", "l2")])
+async def test_a_decode_server_that_starts_again_is_served_from_what_outlived_it(
+    cache: str, tier: str, tmp_path: Path
+) -> None:
+    # With one turn before it, so that all that a tier gives was written before the start.
+    turns = ("--conversations", 4, "--turns", 2, "--tokens", "300:700", "--at", "1:restart:decode-0")
+    (figures,) = await figures_of(tmp_path / "figures", "--cache", cache, *turns)
+    check_served(figures)
+    # Of each prompt the whole pages of the turn before; those of the last one may have been on their way at the end.
+    assert figures["metrics"][f"tidekv_tokens_total{{{tier}}}"] >= 3 * 304
+
+
+async def test_what_sglang_counts_is_there_beside_what_tidekv_counts(tmp_path: Path) -> None:
+    (figures,) = await figures_of(tmp_path / "figures", "--cache", "tidekv", *SMALL)
+    check_served(figures)
+    metrics = figures["metrics"]
+    # Of SGLang's main process, of its scheduler, and of the decode engine.
+    assert metrics["sglang:time_to_first_token_seconds_count"] == 12
+    assert metrics["sglang:cached_tokens_total"] >= metrics["tidekv_tokens_total{l2}"] > 0
+    assert metrics["sglang:kv_transfer_alloc_ms_count"] == 12
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--decode-ranks", 2), id="two ranks behind one"),
+        pytest.param(("--ranks", 2, "--decode-ranks", 1), id="one rank behind two"),
+        pytest.param(("--ranks", 2), id="two ranks behind two"),
+        pytest.param(("--latent", 96), id="latent attention"),
+        pytest.param(("--latent", 96, "--decode-ranks", 2), id="latent attention, two ranks behind one"),
+        pytest.param(("--window", 128), id="sliding windows"),
+    ],
+)
+async def test_ranks_latents_and_windows_are_served(tmp_path: Path, options: tuple[object, ...]) -> None:
+    (figures,) = await figures_of(tmp_path / "figures", "--cache", "tidekv", *SMALL, *options)
+    check_served(figures)
+    assert figures["metrics"]["tidekv_tokens_total{l2}"] > 0
+
+
 async def test_a_retracted_request_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # SGLang's own switch: it retracts one of several running requests every few steps.
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "true")
@@ -93,3 +136,43 @@ async def test_no_fault_reaches_a_client(tmp_path: Path, fault: str) -> None:
     arguments = ("faults", "--cache", "tidekv", "--fault", fault, "--conversations", 4, "--turns", 3)
     (figures,) = await figures_of(tmp_path / "figures", *arguments)
     check_served(figures)
+
+
+@pytest.fixture(scope="module")
+def copy_of_sglang(tmp_path_factory: pytest.TempPathFactory) -> CopyOfSglang:
+    assert VENV is not None
+    return CopyOfSglang(Path(VENV) / "bin" / "python", tmp_path_factory.mktemp("copy"))
+
+
+@pytest.fixture
+def renamed(copy_of_sglang: CopyOfSglang, request: pytest.FixtureRequest) -> Iterator[CopyOfSglang]:
+    """The copy, in which the hooked function that is the parameter has another name."""
+    copy_of_sglang.rename(request.param)
+    yield copy_of_sglang
+    copy_of_sglang.restore(request.param)
+
+
+def test_the_backend_is_given_out_on_a_copy_of_sglang(copy_of_sglang: CopyOfSglang) -> None:
+    assert "given out: <class 'tidekv" in copy_of_sglang.start()
+
+
+@pytest.mark.parametrize(
+    ("target", "renamed"), [(hook.target, hook.target) for hook in HOOKS], indirect=["renamed"], ids=lambda value: value
+)
+def test_a_function_that_a_copy_of_sglang_names_otherwise_is_named_at_the_start(
+    target: str, renamed: CopyOfSglang
+) -> None:
+    printed = renamed.start()
+    assert "InvalidConfig: transfer backend tidekv" in printed
+    assert f"take hold of {target};" in printed, "it names this one alone"
+    assert "given out" not in printed
+
+
+LOADS = next(hook.target for hook in HOOKS if hook.target.endswith(".load_kv_cache"))
+
+
+@pytest.mark.parametrize("renamed", [LOADS], indirect=True)
+def test_a_server_on_such_a_copy_ends_at_its_start(renamed: CopyOfSglang, tmp_path: Path) -> None:
+    status, printed = renamed.serve(tmp_path)
+    assert status != 0
+    assert f"take hold of {LOADS};" in printed
