@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -24,6 +24,23 @@ BYTES_FROM_PREFILL = {
     "nixl-quiet": "vllm:nixl_bytes_transferred_sum",
 }
 """Counter of decode that has them, by variant."""
+
+
+SGLANG_TITLES = {
+    "none": "no cache",
+    "radix": "radix (L1)",
+    "l2": "HiCache, L2",
+    "file": "HiCache, L2 and file",
+    "store": "HiCache, L2 and tidekv",
+    "tidekv-l2": "tidekv, L2",
+    "tidekv-l3": "tidekv, L2 and file",
+    "tidekv": "tidekv",
+}
+"""By the word for `--cache` of `dev.py sglang`."""
+SGLANG_RUNS = ("sglang.json", "sglang_long.json")
+SGLANG_FAULTS = ("sglang_faults_tidekv.json", "sglang_faults_l2.json", "sglang_faults_file.json")
+SGLANG_LONG = ("sglang_faults.json", "sglang_faults_hicache.json")
+"""Files of runs: conversations, each fault for itself, and all faults in one run."""
 
 
 class Row(NamedTuple):
@@ -142,24 +159,19 @@ def handover_table() -> str:
 
 def sglang_table() -> str:
     """Return what real SGLang servers did: each cache of decode beside the others, and what clients got amid faults."""
-    report, faults = _read("sglang.json"), _read("sglang_faults.json")
-    lines = ["No run was kept."] if report is None else _sglang_caches(report)
-    if faults is not None:
-        about, (one,) = faults["about"], faults["figures"]
-        errors = sum(one["http_errors"].values())
-        held = "nothing is held" if not any(one["held"].values()) else "pages are held"
-        lines += [
-            "",
-            f"`{about['command']}` ({about['date']}, commit {about['commit']}, {about['machine']}): {one['answers']:,} "
-            f"answers, {len(one['wrong'])} wrong, {len(one['lost'])} lost, {errors} HTTP errors, {one['aborted']} "
-            f"requests aborted; {held} at the end.",
-        ]
+    lines = [line for file in SGLANG_RUNS if (report := _read(file)) is not None for line in _sglang_caches(report)]
+    lines = lines or ["No run was kept."]
+    reports = [report for file in SGLANG_FAULTS if (report := _read(file)) is not None]
+    if reports:
+        lines += _sglang_faults(reports)
+    for file in SGLANG_LONG:
+        if (report := _read(file)) is not None:
+            lines += ["", _sglang_long(report)]
     return "\n".join(lines)
 
 
 def _sglang_caches(report: Mapping[str, Any]) -> list[str]:
     about, found = report["about"], report["figures"]
-    titles = {"none": "no cache", "l2": "HiCache, L2", "file": "HiCache, L2 and file", "tidekv": "tidekv"}
     rows = {
         "MiB from prefill": [f"{one['bytes_from_prefill'] / MIB:.1f}" for one in found],
         "ms to the first token from the second turn on, p50": [
@@ -178,9 +190,10 @@ def _sglang_caches(report: Mapping[str, Any]) -> list[str]:
         f"`{about['command']}` ({about['date']}, commit {about['commit']}, {about['machine']}, load {about['load']}). "
         "Decode's device memory holds a third of all conversations:",
         "",
-        f"| | {' | '.join(titles[one['variant']] for one in found)} |",
+        f"| | {' | '.join(SGLANG_TITLES.get(one['variant'], one['variant']) for one in found)} |",
         f"|---|{'---:|' * len(found)}",
         *(f"| {title} | {' | '.join(cells)} |" for title, cells in rows.items()),
+        "",
     ]
 
 
@@ -210,6 +223,52 @@ def _fleet_runs(report: Mapping[str, Any]) -> str:
         *(f"| {title} | {' | '.join(cells)} |" for title, cells in rows_of(runs).items()),
     ]
     return "\n".join(lines)
+
+
+def _sglang_faults(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what clients got by fault, with a column for each variant."""
+    cells = {(one["fault"], one["variant"]): _clients_got(one) for report in reports for one in report["figures"]}
+    variants = list(dict.fromkeys(variant for _, variant in cells))
+    faults = list(dict.fromkeys(fault for fault, _ in cells))
+    commands = ", ".join(
+        f"`{about['command']}` ({about['date']}, commit {about['commit']})"
+        for about in (report["about"] for report in reports)
+    )
+    return [
+        "What clients got amid faults; a request that failed was sent again until it was served. Pages held: in a "
+        f"server, after the last answer. {commands}, {reports[0]['about']['machine']}:",
+        "",
+        f"| fault | {' | '.join(SGLANG_TITLES.get(variant, variant) for variant in variants)} |",
+        f"|---|{'---|' * len(variants)}",
+        *(
+            f"| `{fault}` | {' | '.join(cells.get((fault, variant), '-') for variant in variants)} |"
+            for fault in faults
+        ),
+    ]
+
+
+def _clients_got(one: Mapping[str, Any]) -> str:
+    wrong, lost = len(one["wrong"]), len(one["lost"])
+    errors = sum(one["http_errors"].values())
+    counts = {
+        f"{one['answers'] - wrong} right": True,
+        f"**{wrong} wrong**": wrong,
+        f"**{lost} lost**": lost,
+        f"**{errors} HTTP errors**": errors,
+        "**pages held**": any(one["held"].values()),
+    }
+    return ", ".join(words for words, is_said in counts.items() if is_said)
+
+
+def _sglang_long(report: Mapping[str, Any]) -> str:
+    about, (one,) = report["about"], report["figures"]
+    errors = sum(one["http_errors"].values())
+    held = "nothing is held" if not any(one["held"].values()) else "pages are held"
+    return (
+        f"`{about['command']}` ({about['date']}, commit {about['commit']}, {about['machine']}): {one['answers']:,} "
+        f"answers, {len(one['wrong'])} wrong, {len(one['lost'])} lost, {errors} HTTP errors, {one['aborted']} "
+        f"requests aborted; {held} at the end."
+    )
 
 
 PAGES: dict[str, Callable[[], str]] = {
