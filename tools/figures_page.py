@@ -34,6 +34,7 @@ SGLANG_TITLES = {
     "store": "HiCache, L2 and tidekv",
     "tidekv-l2": "tidekv, L2",
     "tidekv-l3": "tidekv, L2 and file",
+    "tidekv-lasting": "tidekv, L2 in a file",
     "tidekv": "tidekv",
 }
 """By the word for `--cache` of `dev.py sglang`."""

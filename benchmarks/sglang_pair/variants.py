@@ -164,7 +164,7 @@ def _store(place: Place) -> list[str]:
 
 
 def _tidekv(
-    role: str, place: Place, metrics_port: int, *, holds_all: bool = True, stores: bool = True
+    role: str, place: Place, metrics_port: int, *, holds_all: bool = True, stores: bool = True, lasts: bool = False
 ) -> Mapping[str, object]:
     if role == "prefill":
         return {}
@@ -173,6 +173,7 @@ def _tidekv(
         "prefills": list(place.prefills),
         "host": int(ROOM * (place.all_tokens if holds_all else place.device_tokens) * place.kv_bytes),
         **({"uri": place.uri} if stores else {}),
+        **({"host_path": str(place.storage.path.with_name("pool"))} if lasts else {}),
         "engine": {"metrics": {"listen": f"{HOST}:{metrics_port}"}},
     }
 
@@ -185,6 +186,7 @@ _QUIET: Final = (
     Variant("store", "HiCache, L2 and tidekv", _store),
     Variant("tidekv-l2", "tidekv, L2", _radix, settings=partial(_tidekv, stores=False)),
     Variant("tidekv-l3", "tidekv, L2 and file", _radix, settings=partial(_tidekv, holds_all=False)),
+    Variant("tidekv-lasting", "tidekv, L2 in a file", _radix, settings=partial(_tidekv, stores=False, lasts=True)),
     Variant("tidekv", "tidekv", _radix, settings=_tidekv),
 )
 SINGLE: Final = Variant("single", "one server", _none, is_pair=False)
