@@ -69,6 +69,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     errors: list[str]
 
     @property
+    def answered(self) -> int:
+        """Number of requests with a whole answer."""
+        return self.requests - self.lost_with_decode - self.failed
+
+    @property
     def own_hit_rate(self) -> float:
         """Share of prompt tokens that the worker had in device or host memory."""
         return (self.tokens["l1"] + self.tokens["l2"]) / max(1, sum(self.tokens.values()))
@@ -163,6 +168,7 @@ def _column(run: Run, workers: Sequence[str]) -> dict[str, str]:
         "prompt tokens from the worker's memory": f"{run.own_hit_rate:.1%}",
         "prompt tokens from the shared store": f"{from_store:.1%}",
         "MB from prefill": f"{run.transfer_bytes / 1e6:,.1f}",
+        "prompt tokens from prefill for a request": f"{run.tokens['transfer'] / max(1, run.answered):,.0f}",
         "time to first token, p50": _ms(run.first_token_p50_s),
         "time to first token, p99": _ms(run.first_token_p99_s),
         "of it outside of the worker, p50": _ms(run.outside_worker_p50_s),
@@ -175,7 +181,7 @@ def _column(run: Run, workers: Sequence[str]) -> dict[str, str]:
     cells["requests at the busiest worker of ten seconds"] = f"{_middle([share for _, share in run.busiest]):.0%}"
     for kind in ("decode", "prefill", "router"):
         used_s = sum(each_s for name, each_s in run.cpu_s.items() if name.startswith(kind))
-        cells[f"CPU of {kind}"] = f"{used_s:,.0f} s"
+        cells[f"CPU of {kind} for a request"] = _ms(used_s / max(1, run.answered))
     return cells
 
 

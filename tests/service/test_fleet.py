@@ -85,7 +85,8 @@ def test_the_table_tells_how_the_workers_shared_the_requests() -> None:
     assert rows["requests of decode-0, p50 there"] == ["3, 200 ms", "1, 200 ms"]
     assert rows["requests of decode-2, p50 there"] == ["0", "1, 200 ms"]
     assert rows["requests at the busiest worker of ten seconds"] == ["75%", "33%"]
-    assert rows["CPU of decode"] == ["3 s", "3 s"]
+    assert rows["CPU of decode for a request"] == ["750 ms", "1,000 ms"]
+    assert rows["prompt tokens from prefill for a request"] == ["0", "1"]
 
 
 def test_a_worker_that_has_refused_is_asked_for_nothing_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
