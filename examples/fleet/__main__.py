@@ -88,7 +88,11 @@ def main(
         print_table(console, runs)
         if picture is not None:
             console.print(f"picture: {picture}")
-    except InvalidConfig as error:
+    except* InvalidConfig as group:
+        # A process that does not start again ends a task, whose error is in a group.
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
         raise SystemExit(f"examples.fleet: {error}") from None
     if any(run.failed or run.wrong for run in runs):
         raise SystemExit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -15,12 +16,15 @@ from shutil import which
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
+import examples.fleet.__main__ as fleet_main
 from examples.fleet.load import ANSWER_TOKENS, Load, Turn, wrong_answers
 from examples.fleet.report import Happening, Setting, draw, rows_of, run_of
 from examples.fleet.routes import AVOIDED_S, InTurn, Route, Workers
 from examples.service.model import load
 from examples.service.prefill import DistantPrefill
+from tidekv import InvalidConfig
 from tidekv.engine.demo.model import generate_in_one_process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,6 +158,24 @@ async def test_a_user_whose_worker_drains_asks_another_one() -> None:
     assert [each.error for each in turns] == [""] * 3
     assert [each.worker for each in turns] == ["decode-1"] * 3
     assert (turns[0].answer, turns[0].sources, turns[0].in_worker_s) == ([7] * ANSWER_TOKENS, {"l1": 1}, 0.5)
+
+
+def test_a_process_that_does_not_start_again_is_one_line_of_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("python", "vllm-router"):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).touch(mode=0o700)
+
+    async def run(*_: object, **__: object) -> None:
+        async with asyncio.TaskGroup():
+            raise InvalidConfig("decode-1 did not serve")
+
+    monkeypatch.setattr(fleet_main, "_run", run)
+    monkeypatch.setattr(fleet_main.signal, "signal", lambda *_: None)  # This process's handlers stay.
+    done = CliRunner().invoke(fleet_main.app, ["--environment", str(tmp_path), "--logs", str(tmp_path)])
+    assert done.exit_code == 1
+    assert done.output.splitlines()[-1] == "examples.fleet: decode-1 did not serve"
 
 
 @pytest.mark.slow
