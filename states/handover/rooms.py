@@ -183,8 +183,10 @@ class Rooms:
 
     def load_filled_by(self, room: RoomRecord, event: ChunkLanded) -> Load | None:
         """The load that this chunk completes, or None. Call it before `land`."""
+        if not event.last:
+            return None
         span, load = room.span_of(event), room.fills.get(event.span)
-        if span is None or load is None or not event.last or not span.continues(event):
+        if span is None or load is None or not span.continues(event):
             return None
         is_end = event.first + event.count == span.first + span.count
         return load if is_end and len(span.ended) + 1 == room.ranks else None
@@ -300,11 +302,8 @@ class Rooms:
 
     def note_writer(self, request: Request, event: PromiseSent) -> None:
         """Record the peer that writes to the room, and the number of its ranks."""
-        room = request.room
-        assert room is not None
-        before = room.pages_missing
-        room.was_connected(event.writer, event.ranks, self._state.now_s)
-        self.pages_missing += room.pages_missing - before
+        assert request.room is not None
+        request.room.was_connected(event.writer, event.ranks, self._state.now_s)
 
     def note_late_writer(self, event: PromiseSent) -> None:
         """Record the writer of a room that its request has already left."""

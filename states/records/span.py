@@ -69,6 +69,6 @@ class Span:
 
     def pages_missing(self, ranks: int) -> int:
         """Number of pages that have not landed from every rank."""
-        if not ranks:
+        if not ranks or len(self.cursors) < ranks:
             return self.count
-        return self.first + self.count - min(self.cursors.get(rank, self.first) for rank in range(ranks))
+        return self.first + self.count - min(self.cursors.values())
