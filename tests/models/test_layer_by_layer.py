@@ -73,7 +73,13 @@ async def test_the_tokens_of_a_step_that_begins_early_are_exact(
                 on_room=serve,
             ),
             decode_worker(
-                engine, batch, served, DistantPrefill(["prefill"]), device_pages=64, layer_by_layer=True
+                engine,
+                batch,
+                served,
+                DistantPrefill(["prefill"]),
+                name="decode-0",
+                device_pages=64,
+                layer_by_layer=True,
             ) as worker,
         ):
             runtime_of(engine).copier._small_pages_max = 0
