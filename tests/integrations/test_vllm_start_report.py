@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.vllm_contract import BLOCK, DIM, HEADS, LAYERS, Vllm, upon_contract
+from tests.support.vllm_contract import BLOCK, DIM, HEADS, LAYERS, MambaSpec, SlidingWindowSpec, Vllm, upon_contract
 from tests.support.vllm_handover import HandoverVllm
 from tidekv.engine.integrations.vllm.start_report import report_tiers
 
@@ -73,19 +73,32 @@ def test_the_storage_role_says_it_once(caplog: pytest.LogCaptureFixture, tmp_pat
     )
 
 
+PREFILL_ONLY = "for prompts that name a prefill only"
+
+
 @pytest.mark.nixl
 @pytest.mark.parametrize(
-    ("role", "said_first"),
+    ("role", "settings", "said_first"),
     [
-        ("kv_consumer", f"L2 (host memory for {4 * BLOCK} tokens); not in L3: no uri is given"),
-        ("kv_producer", "; not in L2 and L3: a prefill worker only sends; decode has these tiers"),
+        ("kv_consumer", {}, f"L2 (host memory for {4 * BLOCK} tokens); not in L3: no uri is given"),
+        ("kv_producer", {}, "; not in L2 and L3: a prefill worker only sends; decode has these tiers"),
+        (
+            "kv_consumer",
+            {"further": [SlidingWindowSpec(), MambaSpec()]},
+            f"L2 (host memory for {2 * BLOCK} tokens), the last one {PREFILL_ONLY}; not in L3",
+        ),
+        ("kv_consumer", {"lookup_timeout_s": 0}, f" tokens), the last one {PREFILL_ONLY}; not in L3"),
     ],
 )
 def test_the_hand_over_role_says_it_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, role: str, said_first: str
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    role: str,
+    settings: dict[str, Any],
+    said_first: str,
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
     with upon_contract() as module, caplog.at_level(logging.INFO, "tidekv.vllm"):
-        HandoverVllm(module, role, host=f"{4 * PAGE_BYTES}B").close()
+        HandoverVllm(module, role, host=f"{4 * PAGE_BYTES}B", **{"lookup_timeout_s": 0.5, **settings}).close()
     (said,) = lines_of(caplog)
     assert said_first in said

@@ -13,9 +13,11 @@ from tidekv.engine.log import engine_log
 LOG = engine_log("tidekv.vllm")
 
 
-def report_tiers(vllm_config: Any, *, model: str, l2_tokens: int, uri: str | None, no_loads: str = "") -> None:
+def report_tiers(
+    vllm_config: Any, *, model: str, l2_tokens: int, uri: str | None, no_loads: str = "", limits: str = ""
+) -> None:
     """Log the line. `l2_tokens`: capacity of host memory. `uri`: None without storage. `no_loads`: why this worker
-    loads nothing from these two; empty if it does.
+    loads nothing from these two; empty if it does. `limits`: for which prompts these two cannot hit; empty if for all.
     """
     possible, not_possible = [], []
     if vllm_config.cache_config.enable_prefix_caching:
@@ -31,6 +33,8 @@ def report_tiers(vllm_config: Any, *, model: str, l2_tokens: int, uri: str | Non
         else:
             possible.append(f"L3 ({split_uri(uri).scheme})")
     line = f"hits are possible in {', '.join(possible)}" if possible else "no hits are possible"
+    if limits and not no_loads:
+        line += f", the last {'two' if uri is not None else 'one'} {limits}"
     if not_possible:
         line += f"; not in {'; not in '.join(not_possible)}"
     role = vllm_config.kv_transfer_config

@@ -51,6 +51,7 @@ from tidekv.transports.nixl.transport import ListenOptions, NixlTransport
 from tidekv.transports.prefill.prefill_room import RoomOutcome
 
 LOG = engine_log("tidekv.vllm")
+WITH_A_PREFILL = "for prompts that name a prefill only"
 UNSAMPLED = 0
 """First token of every hand-over: decode's vLLM computes the last prompt token itself and samples from it."""
 
@@ -492,6 +493,7 @@ class HandoverWorker:
                 l2_tokens=_host_pages(handover, pools) * handover.block_size,
                 uri=handover.settings.uri,
                 no_loads="" if handover.receives else "a prefill worker only sends; decode has these tiers",
+                limits=WITH_A_PREFILL if pools.components or not handover.settings.lookup_timeout_s else "",
             )
 
     def _wrap(self, kv_caches: Mapping[str, Any], part: int) -> RankPools:
