@@ -96,7 +96,17 @@ def make_model(folder: Path, shape: ModelShape = ModelShape(), *, seed: int = 7)
         )
     elif shape.has_states:
         kinds = ["conv", "full_attention"] * shape.layers
-        model = Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=kinds[: shape.layers], block_auto_adjust_ff_dim=False))
+        model = Lfm2ForCausalLM(
+            Lfm2Config(
+                # vLLM ties both in any case.
+                **(sizes | {"tie_word_embeddings": True}),
+                layer_types=kinds[: shape.layers],
+                block_auto_adjust_ff_dim=False,
+                # Names that vLLM reads.
+                block_dim=shape.hidden,
+                conv_dim=shape.hidden,
+            )
+        )
     elif shape.window is None:
         model = LlamaForCausalLM(LlamaConfig(**sizes))
     elif shape.for_sglang:
