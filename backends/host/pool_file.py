@@ -165,6 +165,16 @@ class PoolFile:
         os.close(self._file)
 
 
+def is_held(file: int) -> bool:
+    """Whether a process has the pool of an open file."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return False
+
+
 def _open_locked(path: Path) -> int:
     """Open or create a file and lock it. Raises InvalidConfig."""
     ends_at_s = time.monotonic() + LOCK_WAIT_S

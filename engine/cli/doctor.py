@@ -23,9 +23,15 @@ def doctor(
     replay: Annotated[str | None, typer.Option(metavar="ENDPOINT", help="With --events: kv_events.replay.")] = None,
     status: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="With --events: status.listen.")] = None,
     token_file: Annotated[str | None, typer.Option(metavar="FILE", help="With --status: status.token_file.")] = None,
+    free_pools: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--free-pool", metavar="FILE", help="Remove a host pool that no worker has, and check nothing; repeatable."
+        ),
+    ] = None,
     deadline_s: Annotated[float, typer.Option(min=1.0, help="Maximum seconds for all checks.")] = 30.0,
 ) -> None:
-    """Check this machine: NIXL, UCX, GPU, limits, memory, CPUs, storage speed, clock. Changes nothing.
+    """Check this machine: NIXL, UCX, GPU, limits, memory, host pools, CPUs, storage speed, clock. Changes nothing.
 
     With --events it subscribes to an engine as a router does, and says whether an index built from the stream equals
     what the engine has, tier by tier.
@@ -47,7 +53,13 @@ def doctor(
         )
     if events is None and (replay or status or token_file):
         raise InvalidConfig("--replay, --status and --token-file belong to --events")
-    if events is not None:
+    if free_pools:
+        from pathlib import Path
+
+        from tidekv.engine.doctor.pools import free_pool
+
+        findings = [free_pool(Path(path)) for path in free_pools]
+    elif events is not None:
         from tidekv.engine.decode.status_server import read_token
         from tidekv.engine.doctor.event_check import EventSource, check_events
 

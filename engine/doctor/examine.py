@@ -12,6 +12,7 @@ import msgspec
 
 from tidekv.engine.doctor.finding import Finding
 from tidekv.engine.doctor.machine import machine_findings
+from tidekv.engine.doctor.pools import host_pools
 
 DEADLINE_S: Final = 30.0
 KILLED_S: Final = 1.0
@@ -30,7 +31,7 @@ def probe_commands(storage: str | None) -> dict[str, list[str]]:
 
 def examine(*, storage: str | None = None, deadline_s: float = DEADLINE_S) -> list[Finding]:
     """Run every check and return the findings. Returns within the deadline plus a second, even if a check hangs."""
-    return [*machine_findings(), *run_probes(probe_commands(storage), deadline_s=deadline_s)]
+    return [*machine_findings(), host_pools(), *run_probes(probe_commands(storage), deadline_s=deadline_s)]
 
 
 def run_probes(commands: Mapping[str, Sequence[str]], *, deadline_s: float) -> list[Finding]:
