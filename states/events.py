@@ -54,6 +54,14 @@ class FoundRun(msgspec.Struct, frozen=True, array_like=True):
     namespace: str = ""
 
 
+class FoundComponent(msgspec.Struct, frozen=True, array_like=True):
+    """A host page of a component that an earlier process left, at the position of the full host page `beside`."""
+
+    component: str
+    beside: int
+    page: int
+
+
 # --- From the embedder ---
 
 
@@ -61,6 +69,7 @@ class HostPagesFound(Event, frozen=True, kw_only=True):
     """Host memory has pages of an earlier process. Least recently written first; the core has taken no other event."""
 
     runs: tuple[FoundRun, ...]
+    component_pages: tuple[FoundComponent, ...] = ()
 
 
 class RequestArrived(Event, frozen=True, kw_only=True):

@@ -9,13 +9,17 @@ checksum of its bytes; the first page of a prompt names its namespace. There is 
   amid a write loses that page, and what follows it in the prompt.
 - `check` is a checksum of the slot, seeded with the number of the page. A torn slot, or one in another place, is none.
 - Every record gets a stamp that no other has. A page follows another one while that one's record has the stamp that it
-  names, so a page never follows one that was replaced.
+  names, so a page never follows one that was replaced. The first stamp of a file is random: no other file has it.
+
+A page of a window or state has a record in the file of its own pool. "The page before it" is then the full page at the
+same position, in the file of the full pages: without that one it is not found again.
 
 The loop clears records, a thread writes them: `versions` lets a record that is late be dropped.
 """
 
 from __future__ import annotations
 
+import secrets
 import struct
 import threading
 from collections.abc import Iterable
@@ -32,6 +36,7 @@ NAMESPACE_BYTES_MAX: Final = 208
 _FIXED: Final = struct.Struct(f"<QQQiHH{CHECKSUM_BYTES}s")
 _CHECK_BYTES: Final = 8
 _ALIGNMENT: Final = 64
+STAMP_BITS: Final = 62
 NO_PAGE: Final = -1
 """The page before the first one of a prompt."""
 
@@ -90,17 +95,18 @@ class PageRecords:
     def __init__(self, slots: npt.NDArray[np.uint8], *, is_empty: bool = False) -> None:
         self._slots = slots
         self._is_empty = is_empty
+        self._full = self
         self._key_bytes_max = slots.shape[1] - _FIXED.size - NAMESPACE_BYTES_MAX
         self._lock = threading.Lock()
         self._stamps = [0] * len(slots)
         """The stamps of the records in use; 0: the page has none."""
         self._versions = [0] * len(slots)
-        self._next_stamp = 1
+        self._next_stamp = secrets.randbits(STAMP_BITS)
 
     def find(self) -> list[PageRecord]:
         """Return all records whose pages can be found again: a page's record follows that of the page before it.
 
-        Call it once, before any other method. Other records are cleared.
+        Call it once, before any other method, and that of the full pages first. Other records are cleared.
         """
         written = self._written()
         whole = [record for page in written if (record := unpack(self._slots[page].tobytes(), page)) is not None]
@@ -108,8 +114,7 @@ class PageRecords:
         whole.sort(key=lambda record: record.stamp)
         found = []
         for record in whole:
-            before, stamp = record.before, record.stamp_before
-            if before != NO_PAGE and not (0 <= before < len(self._stamps) and self._stamps[before] == stamp != 0):
+            if not self._follows(record.before, record.stamp_before):
                 continue
             self._stamps[record.page] = record.stamp
             self._next_stamp = record.stamp + 1
@@ -118,6 +123,17 @@ class PageRecords:
             if not self._stamps[page]:
                 self._slots[page, :_CHECK_BYTES] = 0
         return found
+
+    def _follows(self, before: int, stamp: int) -> bool:
+        """Whether a page may come behind page `before`, with a record of that stamp."""
+        if before == NO_PAGE:
+            return self._full is self
+        stamps = self._full._stamps
+        return 0 <= before < len(stamps) and stamps[before] == stamp != 0
+
+    def follow(self, full: PageRecords) -> None:
+        """Take these as the records of a window or state, beside those of the full pages. Call it before `find`."""
+        self._full = full
 
     def versions(self, pages: Iterable[int]) -> list[int]:
         """Return numbers that change when the record of a page is cleared."""
@@ -138,8 +154,8 @@ class PageRecords:
         if len(key) > self._key_bytes_max or len(name.encode(errors="surrogatepass")) > NAMESPACE_BYTES_MAX:
             return False
         with self._lock:
-            stamp_before = 0 if before == NO_PAGE else self._stamps[before]
-            if self._versions[page] != version or (before != NO_PAGE and not stamp_before):
+            stamp_before = 0 if before == NO_PAGE else self._full._stamps[before]
+            if self._versions[page] != version or not self._follows(before, stamp_before):
                 return False
             stamp, self._next_stamp = self._next_stamp, self._next_stamp + 1
             packed = pack(PageRecord(page, stamp, before, stamp_before, name, key, checksum))

@@ -25,7 +25,7 @@ from tidekv.backends.keys.prompt_keys import PromptKeys
 from tidekv.backends.page_layout import same_pages
 from tidekv.engine.decode.driver import Driver
 from tidekv.engine.decode.executor import EffectLoop, Executor, StorageCalls
-from tidekv.engine.decode.host_records import HostRecords, check_lasting
+from tidekv.engine.decode.host_records import HostRecords, PoolRecords, check_lasting
 from tidekv.engine.decode.load import LoadReader
 from tidekv.engine.decode.pending_calls import PendingCalls
 from tidekv.engine.decode.rank_driver import RankDriver
@@ -361,17 +361,22 @@ class Runtime:
                 self.host_checksums[name] = HostChecksums(host.memory, device.memory)
             elif host is not None and host.file is not None:
                 self.host_checksums[name] = FoundChecksums(host.memory)
-        if self.host is not None and self.host.file is not None:
-            self.host_records = HostRecords(self.core, self.host, self.host_checksums[FULL])
+        lasting = {
+            name: PoolRecords(host, self.host_checksums[name])
+            for name, (host, _) in pools.items()
+            if host is not None and host.file is not None
+        }
+        self.host_records = HostRecords(self.core, lasting) if lasting else None
 
     async def _take_found_pages(self) -> None:
         """Let the core take what an earlier process left in a lasting host pool, before anything else."""
         if self.host_records is None:
             return
         # In a thread, to its end: the file of a large pool has many records.
-        runs = await settled(asyncio.ensure_future(asyncio.to_thread(self.host_records.find, self.identity)))
-        if runs:
-            self.driver.take_now(events.HostPagesFound(at_s=self.driver.clock(), runs=runs))
+        find = asyncio.to_thread(self.host_records.find, self.identity, self.driver.clock())
+        found = await settled(asyncio.ensure_future(find))
+        if found is not None:
+            self.driver.take_now(found)
         self.host_records.follow()
 
     async def _drive_core(self) -> None:

@@ -24,6 +24,7 @@ from tidekv.states.events import (
     Event,
     FinishRequested,
     FlushRequested,
+    FoundComponent,
     FoundRun,
     HintReceived,
     HostPagesFound,
@@ -228,10 +229,11 @@ class FoundRecord(msgspec.Struct, frozen=True, array_like=True, tag="HostPagesFo
 
     at_s: float
     runs: tuple[FoundRun, ...]
+    component_pages: tuple[FoundComponent, ...]
 
     def event(self) -> HostPagesFound:
         """Return the event."""
-        return HostPagesFound(at_s=self.at_s, runs=self.runs)
+        return HostPagesFound(**msgspec.structs.asdict(self))
 
 
 WITH_KEYS = (

@@ -270,7 +270,7 @@ class Recorder:
             keys = run.keys if self._digests is None else self._digests.of(run.keys)
             return msgspec.structs.replace(run, keys=keys, namespace=self._namespace(run.namespace))
 
-        return FoundRecord(event.at_s, tuple(map(written, event.runs)))
+        return FoundRecord(event.at_s, tuple(map(written, event.runs)), event.component_pages)
 
     def _namespace(self, namespace: str) -> str:
         return namespace if self._digests is None else self._digests.of_namespace(namespace)

@@ -59,6 +59,8 @@ class ComponentTier:
         "evictable",
         "evicted",
         "name",
+        "on_drop",
+        "on_enter",
         "protected",
         "receipts",
         "touch",
@@ -71,6 +73,10 @@ class ComponentTier:
         self.name: TierName = name
         self.touch = touch
         self.account = account
+        self.on_enter: Callable[[Node, int, int], None] | None = None
+        """Called with node, position and page for each page that is kept from now on, whose bytes are complete."""
+        self.on_drop: Callable[[Iterable[int]], None] | None = None
+        """Called with pages before they are free."""
         self.cached_max = account.total if cached_max is None else cached_max
         self.evicted = 0
         """Pages evicted so far to make room for others."""
@@ -151,6 +157,8 @@ class ComponentTier:
             holding.pages[position] = page
             self._put(node, holding)
             self.touch(node)
+            if self.on_enter is not None:
+                self.on_enter(node, position, page)
         return table, unused
 
     def may_keep(self, count: int) -> bool:
@@ -194,7 +202,10 @@ class ComponentTier:
         if self.is_guarded(node):
             raise BrokenInvariant(f"{node} loses component pages in {self.account.name!r} that are guarded")
         if node in self._idle:
-            self.account.from_cache(page_ids(self._take(node).pages.values()))
+            pages = page_ids(self._take(node).pages.values())
+            if self.on_drop is not None:
+                self.on_drop(pages)
+            self.account.from_cache(pages)
             self.touch(node)
 
     def evict(self, count: int) -> int:

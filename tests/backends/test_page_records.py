@@ -188,4 +188,33 @@ def test_records_continue_with_stamps_that_none_has(version: int) -> None:
         records = PageRecords(slots)
         records.find()
         assert records.write(page, 0, before=page - 1, namespace="", key=bytes([page]), checksum=b"c" * 16)
-    assert [record.stamp for record in PageRecords(slots).find()] == list(range(1, version % PAGES + 2))
+    stamps = [record.stamp for record in PageRecords(slots).find()]
+    assert stamps == list(range(stamps[0], stamps[0] + version % PAGES + 1))
+
+
+def test_pages_of_a_window_are_found_beside_the_full_pages_that_they_were_recorded_with() -> None:
+    slots, window_slots = fresh(), fresh()
+
+    def opened() -> tuple[PageRecords, PageRecords, list[int]]:
+        full, window = PageRecords(slots), PageRecords(window_slots)
+        window.follow(full)
+        full.find()
+        return full, window, [record.page for record in window.find()]
+
+    full, window, found = opened()
+    assert found == [] and not window.write(0, 0, before=NO_PAGE, namespace="", key=b"", checksum=b"c" * 16)
+    for page in range(3):
+        assert not window.write(page, 0, before=page, namespace="", key=b"", checksum=b"c" * 16)
+        assert full.write(page, 0, before=page - 1, namespace="", key=b"k", checksum=b"c" * 16)
+        assert window.write(page, 0, before=page, namespace="", key=b"", checksum=b"c" * 16)
+    full, window, found = opened()
+    assert found == [0, 1, 2]
+    full.clear([2])
+    full, window, found = opened()
+    assert found == [0, 1]
+    # The file of the full pages is made anew, and happens to have the same pages.
+    slots[:] = 0
+    full, window, _ = opened()
+    for page in range(3):
+        assert full.write(page, 0, before=page - 1, namespace="", key=b"k", checksum=b"c" * 16)
+    assert opened()[2] == []

@@ -36,7 +36,9 @@ def test_a_pool_without_a_process_is_named_with_what_to_do(tmp_path: Path) -> No
     left.close()
     found = host_pools(tmp_path)
     assert found.level == "warn" and "--free-pool" in found.advice
-    assert f"{tmp_path}/dev/huge/deep/left (" in found.found and "model 'm', 4 tokens a page): no process" in found.found
+    assert (
+        f"{tmp_path}/dev/huge/deep/left (" in found.found and "model 'm', 4 tokens a page): no process" in found.found
+    )
     assert "/held" not in found.found
     held.close()
 

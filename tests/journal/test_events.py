@@ -48,6 +48,9 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
         ),
         max_size=3,
     ).map(tuple),
+    "tuple[FoundComponent, ...]": st.lists(
+        st.builds(events.FoundComponent, WORDS, st.integers(-1, 9), st.integers(-1, 9)), max_size=2
+    ).map(tuple),
     "tuple[ComponentLeft, ...]": st.lists(
         st.builds(events.ComponentLeft, WORDS, st.integers(0, 9), st.lists(st.integers(0, 9), max_size=3).map(tuple)),
         max_size=2,
@@ -131,6 +134,8 @@ def _whole(event: events.Event) -> events.Event:
             return events.ComponentLeft(whole(value.component), value.first, value.pages)
         if isinstance(value, events.StoredComponent):
             return events.StoredComponent(whole(value.component), value.ranges)
+        if isinstance(value, events.FoundComponent):
+            return events.FoundComponent(whole(value.component), value.beside, value.page)
         if isinstance(value, events.FoundRun):
             return _whole_run(value)
         return tuple(map(whole, value)) if isinstance(value, tuple) else value

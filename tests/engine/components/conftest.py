@@ -43,16 +43,21 @@ RECORD = KVLayout(num_layers=2, num_kv_heads=1, head_dim=12, dtype="float32", pa
 
 
 def component(
-    kind: ComponentKind, device_pages: int, host_pages: int, window_tokens: int = WINDOW_TOKENS
+    kind: ComponentKind,
+    device_pages: int,
+    host_pages: int,
+    window_tokens: int = WINDOW_TOKENS,
+    *,
+    folder: Path | None = None,
 ) -> ComponentPools:
-    """A window or a state, called by its kind."""
+    """A window or a state, called by its kind. `folder`: that of its lasting host pool."""
     layout = WINDOW if kind == "window" else RECORD
     return ComponentPools(
         name=kind,
         kind=kind,
         window_tokens=window_tokens if kind == "window" else 0,
         device=DevicePool.allocate(layout, device_pages),
-        host=HostPool.allocate(layout, host_pages) if host_pages else None,
+        host=HostPool.allocate(layout, host_pages, path=folder and folder / kind) if host_pages else None,
     )
 
 
@@ -159,17 +164,21 @@ def worker() -> MakeWorker:
         journal: Path | None = None,
         storage: str | Storage | None = None,
         without_host: tuple[ComponentKind, ...] = (),
+        folder: Path | None = None,
         **settings: object,
     ) -> AsyncIterator[Worker]:
         chosen: tuple[ComponentKind, ...] = kinds or ("window", "state")
         network = LoopbackNetwork()
         device, prefill_pool = DevicePool.allocate(FULL, 48), DevicePool.allocate(FULL, 48)
         theirs = tuple(component(kind, 24, 0) for kind in chosen)
-        ours = tuple(component(kind, device_pages, 0 if kind in without_host else host_pages) for kind in chosen)
+        ours = tuple(
+            component(kind, device_pages, 0 if kind in without_host else host_pages, folder=folder) for kind in chosen
+        )
+        host = HostPool.allocate(FULL, 48, path=folder and folder / "full") if host_pages else None
         engine = DecodeEngine(
             engine_config(journal_path=None if journal is None else str(journal), **settings),
             device=device,
-            host=HostPool.allocate(FULL, 48) if host_pages else None,
+            host=host,
             components=ours,
             storage=open_storage(storage) if isinstance(storage, str) else storage,
             transport=LoopbackTransport("decode-0", network),
@@ -188,6 +197,9 @@ def worker() -> MakeWorker:
         ):
             made = Worker(engine, device, ours)
             yield made
+        for pool in (host, *(pools.host for pools in ours)):
+            if pool is not None:
+                pool.close()
 
     return open_worker
 

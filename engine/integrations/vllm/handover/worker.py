@@ -200,11 +200,13 @@ class DecodeWorker:
         )
         self._events = None if handover.events is None else EventFeed(handover, kind=handover.events.kind)
         self._host = HostPool.allocate(layout, _host_pages(handover, pools), path=handover.pool_path)
+        components = _with_host_pages(handover, pools)
+        self._component_hosts = [one.host for one in components]
         engine = DecodeEngine(
             config,
             device=pools.full,
             host=self._host,
-            components=_with_host_pages(handover, pools),
+            components=components,
             storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
             transport=NixlTransport(
                 name=f"{handover.name}-decode",
@@ -341,7 +343,9 @@ class DecodeWorker:
         try:
             self._engine.close()
             # Unless that raised: then something may still write to the pages.
-            self._host.close()
+            for host in (self._host, *self._component_hosts):
+                if host is not None:
+                    host.close()
         finally:
             if self._events is not None:
                 self._events.close()
@@ -443,7 +447,14 @@ def _with_host_pages(handover: Handover, pools: RankPools) -> tuple[ComponentPoo
     """Return the components with host pools, which have equal parts of the other half."""
     each = handover.settings.host_bytes // (2 * handover.parts * max(len(pools.components), 1))
     return tuple(
-        replace(one, host=HostPool.allocate(layout, max(1, each // layout.page_bytes)))
+        replace(
+            one,
+            host=HostPool.allocate(
+                layout,
+                max(1, each // layout.page_bytes),
+                path=None if handover.pool_path is None else f"{handover.pool_path}-{one.name}",
+            ),
+        )
         for one in pools.components
         for layout in (one.device.layout,)
     )
