@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.engine.test_lent_pages import PAGES, restore
+from tests.engine.test_restart import Dialog, speak
 from tidekv import DevicePool, HostPool, InvalidConfig, LoopbackTransport, OfferedPages, Replayer, open_storage
 from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.decode.decode_engine import DecodeEngine
@@ -180,6 +182,40 @@ async def test_a_run_that_began_with_found_pages_is_replayed(make_pair, path: Pa
     assert b"HostPagesFound" in written and b"tenant" not in written
 
 
+@pytest.mark.parametrize("keeps", ["a lasting pool", "storage written through"])
+async def test_a_rolling_restart_keeps_the_hit_rate(make_pair, tmp_path: Path, keeps: str) -> None:
+    """Two workers serve half of the conversations each, and are restarted one after the other between two turns."""
+    dialogs = [Dialog(seed) for seed in range(8)]
+
+    async def hit_rate(pairs: list) -> float:
+        tokens, received = 0, 0
+        for number, dialog in enumerate(dialogs):
+            tokens += len(dialog.tokens)
+            received += (await speak(pairs[number % 2], dialog))["transfer"]
+        return 1 - received / tokens
+
+    async with AsyncExitStack() as workers:
+        stacks = [await workers.enter_async_context(AsyncExitStack()) for _ in range(2)]
+
+        async def start(number: int):  # type: ignore[no-untyped-def]  # A Pair.
+            pools: dict[str, object] = {"host_pages": 256, "device_pages": 128}
+            if keeps == "a lasting pool":
+                pools["host_path"] = tmp_path / f"pool-{number}"
+            else:
+                pools["storage"] = open_storage(f"file:{tmp_path}/pages?io=threads&capacity=16MiB")
+            return await stacks[number].enter_async_context(make_pair(**pools))
+
+        pairs = [await start(0), await start(1)]
+        rates = [await hit_rate(pairs) for _ in range(4)]
+        for number in range(2):
+            await pairs[number].engine.drain()
+            await stacks[number].aclose()
+            pairs[number] = await start(number)
+        after = await hit_rate(pairs)
+        # What only prefill can send, the new tokens of a turn, is the same in every turn.
+        assert after >= 0.8 * rates[-1] > 0.4, (rates, after)
+
+
 async def test_a_rank_that_shares_its_index_has_no_lasting_pool(path: Path) -> None:
     host = HostPool.allocate(LAYOUT, 8, path=path)
     with pytest.raises(InvalidConfig, match="leave out the path"):
@@ -241,7 +277,7 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_worker_killed_at_any_moment_leaves_a_pool_that_opens_and_has_no_wrong_byte(path: Path, kills: int) -> None:
     source = random.Random(kills)
     found: list[int] = []
