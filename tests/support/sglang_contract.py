@@ -69,9 +69,13 @@ class CommonKVManager:
             self.register_to_bootstrap()
 
     def register_to_bootstrap(self):
+        own = {"rank_ip": self.local_ip, "rank_port": self.rank_port}
+        if self.attn_tp_rank:
+            SERVICES[self.bootstrap_addr].append(own)
+            return
         if SERVICES:
             self.bootstrap_addr = "127.0.0.1:9000"
-        SERVICES[self.bootstrap_addr] = [{"rank_ip": self.local_ip, "rank_port": self.rank_port}]
+        SERVICES[self.bootstrap_addr] = [own]
 
     def _ensure_prefill_recompute_executor(self):
         return ThreadPoolExecutor(1)
@@ -190,9 +194,9 @@ class MHATokenToKVPool:
     device = "cpu"
     """Where pools are made; for tests with a GPU."""
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, heads: int = HEADS) -> None:
         self.page_size, self.dtype = PAGE, torch.float32
-        shape = (pages * PAGE, HEADS, DIM)
+        shape = (pages * PAGE, heads, DIM)
         self.k_buffer = [torch.zeros(shape, device=self.device) for _ in range(LAYERS)]
         self.v_buffer = [torch.zeros(shape, device=self.device) for _ in range(LAYERS)]
         self.enqueue: Callable[[Callable[[], None]], None] = lambda work: work()
@@ -318,8 +322,15 @@ class Req:
         self.kv.retraction_backup = None
 
 
-def _pool(pages: int, *, windows: bool) -> Any:
-    return SWAKVPool(pages) if windows else MHATokenToKVPool(pages)
+def _pool(pages: int, heads: int, *, windows: bool) -> Any:
+    return SWAKVPool(pages) if windows else MHATokenToKVPool(pages, heads)
+
+
+def _manager(queue: Any, mode: DisaggregationMode) -> Any:
+    server_args = SimpleNamespace(served_model_name="tiny", model_path="m", nnodes=1)
+    manager = _factory()("manager")(queue.metadata_buffers.kv_args(queue.token_to_kv_pool), mode, server_args, False)
+    manager.attn_tp_rank, manager.attn_tp_size = queue.place
+    return manager
 
 
 def _scheduler(pool: Any, pages: int) -> SimpleNamespace:
@@ -330,6 +341,8 @@ def _scheduler(pool: Any, pages: int) -> SimpleNamespace:
 
     return SimpleNamespace(
         is_fully_idle=lambda: False,
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS),
+        attn_tp_cpu_group=None,
         sliding_window_size=SLIDING_WINDOW if isinstance(pool, SWAKVPool) else None,
         req_to_token_pool=SimpleNamespace(req_to_token=table),
         token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE, translate_swa_indices_for_transfer=translate),
@@ -337,17 +350,14 @@ def _scheduler(pool: Any, pages: int) -> SimpleNamespace:
 
 
 class PrefillBootstrapQueue:
-    def __init__(self, pages: int = 64, *, windows: bool = False) -> None:
-        self.token_to_kv_pool, self.metadata_buffers = _pool(pages, windows=windows), MetadataBuffers()
+    def __init__(self, pages: int = 64, *, windows: bool = False, rank: int = 0, ranks: int = 1) -> None:
+        self.token_to_kv_pool = _pool(pages, HEADS // ranks, windows=windows)
+        self.metadata_buffers, self.place = MetadataBuffers(), (rank, ranks)
         self.scheduler = _scheduler(self.token_to_kv_pool, pages)
         self.kv_manager = self._init_kv_manager()
 
     def _init_kv_manager(self):
-        manager = _factory()("manager")
-        server_args = SimpleNamespace(served_model_name="tiny", model_path="m", nnodes=1)
-        return manager(
-            self.metadata_buffers.kv_args(self.token_to_kv_pool), DisaggregationMode.PREFILL, server_args, False
-        )
+        return _manager(self, DisaggregationMode.PREFILL)
 
     def create_sender(self, req, num_kv_heads):
         req.disagg_kv_sender = _factory()("sender")(self.kv_manager, req.bootstrap_addr, req.bootstrap_room)
@@ -355,8 +365,9 @@ class PrefillBootstrapQueue:
 
 
 class DecodePreallocQueue:
-    def __init__(self, pages: int = 64, *, windows: bool = False) -> None:
-        self.token_to_kv_pool, self.metadata_buffers = _pool(pages, windows=windows), MetadataBuffers()
+    def __init__(self, pages: int = 64, *, windows: bool = False, rank: int = 0, ranks: int = 1) -> None:
+        self.token_to_kv_pool = _pool(pages, HEADS // ranks, windows=windows)
+        self.metadata_buffers, self.place = MetadataBuffers(), (rank, ranks)
         self.scheduler = _scheduler(self.token_to_kv_pool, pages)
         self.free_pages: list[int] = []
         self.req_to_token_pool = self.scheduler.req_to_token_pool
@@ -367,11 +378,7 @@ class DecodePreallocQueue:
         self.kv_manager = self._init_kv_manager()
 
     def _init_kv_manager(self):
-        manager = _factory()("manager")
-        server_args = SimpleNamespace(served_model_name="tiny", model_path="m", nnodes=1)
-        return manager(
-            self.metadata_buffers.kv_args(self.token_to_kv_pool), DisaggregationMode.DECODE, server_args, False
-        )
+        return _manager(self, DisaggregationMode.DECODE)
 
     def _create_receiver_and_enqueue(self, req, is_rebootstrap=False):
         receiver = _factory()("receiver")(self.kv_manager, req.bootstrap_addr, req.bootstrap_room)
