@@ -154,6 +154,8 @@ def is_hooked(hook: Hook) -> bool:
         found = pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError):
         return False
+    if getattr(found, "__qualname__", "") != ".".join(hook.target.split(".")[-2:]):
+        return False  # Inherited: the class has no function of this name any more.
     while found is not None:
         for cell in getattr(found, "__closure__", None) or ():
             try:
