@@ -13,6 +13,7 @@ import torch
 
 from tests.support.vllm_contract import BLOCK, LAYERS, MambaSpec, SlidingWindowSpec, upon_contract
 from tests.support.vllm_handover import STATE_BYTES, HandoverVllm, kv_of, request_of, state_of
+from tidekv.engine.integrations.vllm.handover import groups
 from tidekv.engine.integrations.vllm.handover.groups import ComponentBlocks, read_groups
 
 pytestmark = pytest.mark.nixl
@@ -36,6 +37,7 @@ def start(connector: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[St
     """Makes vLLMs, which end with the test."""
     # UCX's transport within a process aborts if one of its agents ends while another connects to it. Servers have one.
     monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setattr(groups, "HANDS_OVER_STATES", True)
     started: list[HandoverVllm] = []
 
     def start_one(role: str, **settings: Any) -> HandoverVllm:

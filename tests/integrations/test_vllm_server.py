@@ -190,8 +190,8 @@ async def test_models_with_latent_attention_are_handed_over(tmp_path: Path) -> N
     assert figures["metrics"][COUNT.format("restore_tokens_transfer")] > 0
 
 
-@pytest.mark.parametrize("model", [("--window", 256), ("--states",)], ids=["windows", "states"])
-async def test_models_with_windows_and_states_are_handed_over_and_survive_faults(
+@pytest.mark.parametrize("model", [("--window", 256)], ids=["windows"])
+async def test_models_with_windows_are_handed_over_and_survive_faults(
     tmp_path: Path, model: tuple[str | int, ...]
 ) -> None:
     options = ("--connector", "tidekv", "--conversations", 6, "--turns", 5, "--tokens", "300:1300", "--parallel", 3)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.vllm_contract import BLOCK, DIM, HEADS, LAYERS, MambaSpec, SlidingWindowSpec, Vllm, upon_contract
+from tests.support.vllm_contract import BLOCK, DIM, HEADS, LAYERS, SlidingWindowSpec, Vllm, upon_contract
 from tests.support.vllm_handover import HandoverVllm
 from tidekv.engine.integrations.vllm.start_report import report_tiers
 
@@ -84,7 +84,7 @@ PREFILL_ONLY = "for prompts that name a prefill only"
         ("kv_producer", {}, "; not in L2 and L3: a prefill worker only sends; decode has these tiers"),
         (
             "kv_consumer",
-            {"further": [SlidingWindowSpec(), MambaSpec()]},
+            {"further": [SlidingWindowSpec()]},
             f"L2 (host memory for {2 * BLOCK} tokens), the last one {PREFILL_ONLY}; not in L3",
         ),
         ("kv_consumer", {"lookup_timeout_s": 0}, f" tokens), the last one {PREFILL_ONLY}; not in L3"),

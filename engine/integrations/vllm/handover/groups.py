@@ -20,6 +20,8 @@ from tidekv.states.errors import InvalidConfig
 
 COMPONENT_KINDS: Final[Mapping[str, ComponentKind]] = {"SlidingWindowSpec": "window", "MambaSpec": "state"}
 """The kind of a component by vLLM's name of what a group of layers keeps."""
+HANDS_OVER_STATES = False
+"""Whether states are handed over: not before real servers have given the tokens of one server with them."""
 NULL_BLOCK: Final = 0
 """vLLM's block at positions that a request does not keep."""
 Table = Sequence[Sequence[int]]
@@ -79,8 +81,8 @@ def read_groups(kv_cache_groups: Sequence[Any]) -> BlockGroups:
         kind = COMPONENT_KINDS.get(name)
         if name in KINDS:
             full.append(number)
-        elif kind is None:
-            known = ", ".join((*KINDS, *COMPONENT_KINDS))
+        elif kind is None or (kind == "state" and not HANDS_OVER_STATES):
+            known = ", ".join((*KINDS, "SlidingWindowSpec"))
             raise InvalidConfig(
                 f"KV of {name} cannot be handed over, that of {known} can: serve this model without this connector"
             )
