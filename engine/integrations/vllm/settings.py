@@ -160,7 +160,7 @@ def check_one_group(kv_cache_config: Any) -> None:
         raise InvalidConfig(
             f"KV in {len(specs)} groups ({', '.join(specs) or 'none'}) cannot be shared in the storage role; that of "
             "one group can. With --disable-hybrid-kv-cache-manager vLLM keeps full attention and sliding windows in "
-            'one group; for models with states, such as those with Mamba layers, use the hand-over role ("handover")'
+            'one group; the hand-over role ("handover") takes windows with blocks of their own'
         )
     if specs[0] not in KINDS:
         # Behind a window vLLM gives blocks to other requests while a prompt is still computed.
