@@ -133,7 +133,7 @@ class FoundChecksums:
             self._unverified[int(page)] = checksums[at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]
 
     def note(self, pages: Pages) -> None:
-        """Forget pages that are written anew."""
+        """Forget pages whose bytes change."""
         for page in pages if self._unverified else ():
             self._unverified.pop(int(page), None)
 

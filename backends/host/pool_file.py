@@ -187,7 +187,7 @@ def _open_locked(path: Path) -> int:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.stat().st_ino == os.fstat(file).st_ino:
                 return file
-            # Removed between the open and the lock: this would be the file of nobody.
+            # Removed between the open and the lock: a file without a name, which no other process finds.
         except FileNotFoundError:
             pass
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Files of lasting host pools on this machine: which of them a process has, and those that were left by nobody."""
+"""Files of lasting host pools on this machine: which of them a process has, and those that none has."""
 
 from __future__ import annotations
 

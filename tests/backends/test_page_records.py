@@ -212,7 +212,7 @@ def test_pages_of_a_window_are_found_beside_the_full_pages_that_they_were_record
     full.clear([2])
     full, window, found = opened()
     assert found == [0, 1]
-    # The file of the full pages is made anew, and happens to have the same pages.
+    # The file of the full pages is made again, and happens to have the same pages.
     slots[:] = 0
     full, window, _ = opened()
     for page in range(3):

@@ -83,7 +83,7 @@ def test_a_file_whose_creation_was_cut_off_at_any_byte_opens_empty(tmp_path: Pat
     states += [whole[:at].ljust(4096, b"\0") for at in range(9)]
     for state in states:
         path.write_bytes(state + whole[4096:])
-        # Nobody has written a record yet, so nothing can be found, whatever the block says.
+        # No record has been written yet, so nothing can be found, whatever the block says.
         assert found(path)[1] == []
         assert read_first_block(path.read_bytes()[:4096]) is not None
     for size in (0, 1, 8, 4095, 4096, 9000):

@@ -1,4 +1,4 @@
-"""The doctor finds host pools that were left by nobody, and frees them."""
+"""The doctor finds host pools that no process has, and frees them."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def tokens_of(number):
     return [source.randrange(1000) for _ in range(source.randint(9, 40))]
 
 async def work(path, seed, is_last):
-    # The pool is small: pages are evicted and written anew all the time. Each restored byte is compared.
+    # The pool is small: pages are evicted and written again all the time. Each restored byte is compared.
     source = random.Random(seed)
     async with loopback_pair(config=engine_config(**PATIENT), device_pages=32, host_pages=48, host_path=path) as pair:
         found = pair.engine.statistics()["core"]["l2_pages_found"]

@@ -101,7 +101,7 @@ def test_a_worker_that_has_refused_is_asked_for_nothing_for_a_moment(monkeypatch
     workers.note(Route("b", is_only=False))
     assert workers.willing() == [1]
     workers.note(Route("b", is_only=False, is_refused=True))
-    assert workers.willing() == [0, 1], "somebody must be asked"
+    assert workers.willing() == [0, 1], "one worker must be asked"
     now_s += AVOIDED_S
     assert workers.willing() == [0, 1]
 
