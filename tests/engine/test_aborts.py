@@ -50,17 +50,18 @@ async def test_ten_thousand_aborts_leave_nothing_behind(make_pair, abort_at_rand
         await run_batch(pair, abort_at_random, source, 0, REQUESTS // 2)
         tasks, threads, files = len(asyncio.all_tasks()), thread_names(), len(os.listdir("/proc/self/fd"))
         resident = resident_bytes()
-        await run_batch(pair, abort_at_random, source, REQUESTS // 2, REQUESTS // 4)
-        gc.collect()
-        blocks = sys.getallocatedblocks()
-        await run_batch(pair, abort_at_random, source, 3 * REQUESTS // 4, REQUESTS // 4)
-        gc.collect()
-        grown = sys.getallocatedblocks() - blocks
+        grown = []
+        for first in range(REQUESTS // 2, REQUESTS, REQUESTS // 4):
+            gc.collect()
+            blocks = sys.getallocatedblocks()
+            await run_batch(pair, abort_at_random, source, first, REQUESTS // 4)
+            gc.collect()
+            grown.append(sys.getallocatedblocks() - blocks)
         assert len(asyncio.all_tasks()) == tasks
         assert threads_left(threads) == []
         assert len(os.listdir("/proc/self/fd")) == files
-        # A leak of one small object in two aborts would be more.
-        assert grown < REQUESTS // 8
+        # A leak of one small object in two aborts would be more, in both parts. A cache that fills is in one only.
+        assert min(grown) < REQUESTS // 8, grown
         assert resident_bytes() - resident < 32 * 1024 * 1024
         core = pair.core()
         assert core["requests_retracted"] == core["loads"] == core["operations"] == core["queue"] == 0

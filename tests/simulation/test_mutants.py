@@ -163,7 +163,8 @@ def a_request_keeps_its_own_page_where_the_cache_has_another(patch: pytest.Monke
 def a_writer_out_of_reach_is_taken_for_dead(patch: pytest.MonkeyPatch) -> None:
     def leave(self: Rooms, room: RoomRecord, *, settled: bool) -> None:
         original(self, room, settled=settled)
-        self.writer_dead(room.writer)
+        for key in self.left_to(room.writer):
+            self.settle_unsent(*key)
 
     original = Rooms.leave
     patch.setattr(Rooms, "leave", leave)

@@ -45,6 +45,7 @@ RUN = {
     ("docs/observability.md", "import structlog"): f"{HERE}::test_logs_are_configured",
     ("docs/observability.md", "provider ="): f"{HERE}::test_spans_are_made",
     ("docs/operating.md", "import gc"): f"{HERE}::test_the_collector_is_set",
+    ("docs/operating.md", "def freeze_survivors"): f"{HERE}::test_what_survives_a_full_collection_is_frozen",
     (
         "docs/quickstart.md",
         "import asyncio\nimport tempfile",
@@ -197,6 +198,15 @@ def test_the_collector_is_set() -> None:
     shown = run_alone(program + "\nprint(gc.get_threshold(), gc.get_freeze_count() > 0)\n")
     assert shown == "(50000, 20, 50) True\n"
     assert gc.get_threshold()[0] != 50_000, "it must not change this process"
+
+
+def test_what_survives_a_full_collection_is_frozen() -> None:
+    program = "import gc\n" + snippet("docs/operating.md", "def freeze_survivors")
+    shown = run_alone(
+        program
+        + "\ngc.collect(1)\nyoung = gc.get_freeze_count()\ngc.collect()\nprint(young, gc.get_freeze_count() > 0)\n"
+    )
+    assert shown == "0 True\n"
 
 
 def test_the_line_of_a_journal_is_one() -> None:
