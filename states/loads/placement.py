@@ -206,7 +206,9 @@ class LentPlacement:
             return
         node, left = index.insert_host(found.host_node, request.keys[begin:end], load.host_pages)
         load.own_host(left)
-        load.copy_from(index.pin(node), self._host_pages(node, load.first))
+        # Before the pin: a pin that no load holds yet would be lost if this raised.
+        source = self._host_pages(node, load.first)
+        load.copy_from(index.pin(node), source)
         # Pages that were in the tree already, because another request has brought them meanwhile.
         self._state.host.give_back(load.host_pages)
         load.own_host(page_ids())
