@@ -326,3 +326,19 @@ def test_a_core_takes_lent_and_offered_pages_only_if_it_has_none_of_its_own() ->
             rig.arrive("a", b"a", **fields)
     with pytest.raises(IllegalEvent, match="device pages of its own"):
         Rig().offer(b"a", [1])
+
+
+def test_a_raise_at_any_call_of_a_fetched_part_loses_nothing() -> None:
+    def prepare() -> tuple[Rig, Callable[[], object]]:
+        rig = lent_rig()
+        rig.attach_storage()
+        cached_in_host(rig, TOKENS[:2])
+        lend(rig)
+        rig.answer(rig.take(commands.QueryStorage), 4)
+        fetch = rig.take(commands.FetchPages)
+        return rig, lambda: rig.fetched(fetch, good=2)
+
+    for call, rig in raised_at_each_call(prepare):
+        rig.core.check()
+        assert any(isinstance(wish, commands.ReportRestored) for wish in rig.settle()), call
+        rig.expect_nothing_held()
