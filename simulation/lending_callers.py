@@ -115,10 +115,10 @@ class ComponentBlocks:
             self._component_pages.pools["device", name].expect(found, tags[low:good], caller.request_id)
             self._component_pages.counts["lent_components_filled"] += is_complete
 
-    def expect_quiet(self, pages: dict[str, PageIds], who: str) -> None:
+    def expect_quiet(self, pages: dict[str, PageIds], holder: str) -> None:
         """Raise a Violation if something reads or writes these pages."""
         for name, ours in pages.items():
-            self._component_pages.pools["device", name].expect_quiet(ours, who)
+            self._component_pages.pools["device", name].expect_quiet(ours, holder)
 
     def compute(self, namespace: str, tokens: bytes, random: Random) -> dict[str, PageIds]:
         """Compute the component pages at the end of these tokens, of some components, as far as blocks are free."""

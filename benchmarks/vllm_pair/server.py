@@ -69,8 +69,8 @@ class ServerOptions:
 def kernel_options(shape: ModelShape, prompt_tokens: int) -> dict[str, Any]:
     """Return what vLLM's kernel for a model needs, as fields of `ServerOptions`."""
     if shape.has_states:
-        # With prefix caching, for which vLLM copies states from block to block, the tokens of a plain server on a CPU
-        # are not those of transformers.
+        # The tokens of a plain server on a CPU are not those of transformers, with or without prefix caching, for which
+        # vLLM copies states from block to block.
         return {"further": ("--no-enable-prefix-caching",)}
     if shape.latent is None:
         return {}

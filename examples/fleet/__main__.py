@@ -5,7 +5,7 @@
                  └──── KV events ────┘         └──▶ store (redis), shared
 
 Two prefill and three decode workers of `examples.service`, a shared store, and a published router: vllm-router, or
-Dynamo's selection service, which says whom to ask. Users hold conversations through OpenAI's client, while processes
+Dynamo's selection service, which names the worker. Users hold conversations through OpenAI's client, while processes
 are killed and the decode workers restarted one after the other. The same is done once with the policy `round_robin` and
 once with `kv_aware`, which learns from tidekv's KV events which worker has which prefix.
 """
