@@ -41,7 +41,7 @@ from tidekv import (
 from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 
 SMALL = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, dtype="bfloat16", page_size=16)
-SHARED_TOKENS, SHARERS = 10_000, 50
+SHARED_TOKENS, WAITERS = 10_000, 50
 PROCESSORS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -101,7 +101,7 @@ async def measure_sharing(figures: Figures) -> None:
     """Measure 50 simultaneous requests with one prefix in storage."""
     prefix = tokens_of(4, SHARED_TOKENS // SMALL.page_size * SMALL.page_size)
     prefix_pages = len(prefix) // 4 // SMALL.page_size
-    num_pages = prefix_pages + 4 * SHARERS
+    num_pages = prefix_pages + 4 * WAITERS
     order = PrefillOrder(
         name="prefill-0", fingerprint="s", layout=SMALL, num_pages=4 * num_pages, chunk_tokens=4096,
         vocabulary=VOCABULARY,
@@ -125,11 +125,11 @@ async def measure_sharing(figures: Figures) -> None:
         await pair.forget()
         before = engine._runtime.storage.statistics().hits
         async with asyncio.TaskGroup() as group:
-            for number in range(SHARERS):
+            for number in range(WAITERS):
                 tail = tokens_of(100 + number, SMALL.page_size)
                 group.create_task(_hold(engine, prefill.address, f"s{number}", prefix + tail))
         read = engine._runtime.storage.statistics().hits - before
-    figures.add("restore.loads", read / prefix_pages, f"{read} pages read for {SHARERS} requests with {prefix_pages}")
+    figures.add("restore.loads", read / prefix_pages, f"{read} pages read for {WAITERS} requests with {prefix_pages}")
 
 
 async def _hold(engine: DecodeEngine, address: str, name: str, tokens: bytes) -> None:

@@ -482,8 +482,8 @@ class Core:
     def fill_failed(self) -> None:
         """Let a waiter of the load extend into its pages; without waiters, give the load up."""
         load, _ = _pop_first(self.state.failed_loads)
-        filler = self.loads.filler_of(load)
-        if filler is None:
+        sender = self.loads.sender_of(load)
+        if sender is None:
             self.state.run_guarded(partial(self.loads.fill, load))
             return
         try:
@@ -491,9 +491,9 @@ class Core:
         except BrokenInvariant:
             raise
         except Exception:
-            # Attribute the exception to the filler. Its fallback leaves the load to another sharer, so queue it again.
+            # Attribute the exception to the sender. Its fallback leaves the load to another waiter, so queue it again.
             self.state.load_failed(load)
-            self._raised(filler, None, "fill")
+            self._raised(sender, None, "fill")
 
     def hand_over(self) -> None:
         """End the load up to the last received page that another request waits for."""

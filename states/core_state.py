@@ -185,7 +185,7 @@ class CoreState:
         self.unserved: dict[Request, None] = {}
         """Requests whose component pages have lost their source, to be asked of prefill."""
         self.failed_loads: dict[Load, None] = {}
-        """Failed loads, into which a sharer extends; without sharers, they are given up."""
+        """Failed loads, into which a waiter extends; without waiters, they are given up."""
         self.progressed_loads: dict[Load, None] = {}
         """Loads of shared transfers of which pages may have landed that other requests wait for."""
         self.dirty: dict[Request, None] = {}
@@ -281,7 +281,7 @@ class CoreState:
         self.unserved[request] = None
 
     def load_failed(self, load: Load) -> None:
-        """Note that a load has lost its source, or may have found a sharer that can extend into it."""
+        """Note that a load has lost its source, or may have found a waiter that can extend into it."""
         self.failed_loads[load] = None
 
     def requeue_failed(self, load: Load) -> None:

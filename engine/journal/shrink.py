@@ -112,7 +112,7 @@ class _Purposes:
 
 def _requests_of(operation: object) -> tuple[str, ...]:
     if isinstance(operation, LoadFetch | LoadCopy):
-        return tuple(request.request_id for request in operation.load.sharers)
+        return tuple(request.request_id for request in operation.load.waiters)
     if isinstance(operation, Backup):
         return (operation.request_id,)
     request = None

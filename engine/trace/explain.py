@@ -149,7 +149,7 @@ def _plan(trace: RequestTrace, plan: PlanTrace) -> list[str]:
     shared = f", {plan.shared_pages} under load by another request" if plan.shared_pages else ""
     shared += "".join(f", {count} on their way from prefill for {name}" for name, count in plan.sent_pages.items())
     asked = [f"{count} pages of {name}" for name, count in plan.trailing_pages.items()]
-    filled = f"; component pages that are on their way for {plan.filler} are copied from there" if plan.filler else ""
+    filled = f"; component pages that are on their way for {plan.sender} are copied from there" if plan.sender else ""
     return [
         f"Plan at {_ms(plan.at_s - trace.arrived_at_s)}, generation {plan.generation}, prefill number {plan.prefill}: "
         f"matched {matched}{shared}; promised {plan.promised_tokens} tokens, "

@@ -62,7 +62,7 @@ class PlanTrace:
     """Pages that prefill was asked for, by component."""
     sent_pages: dict[str, int] = field(default_factory=dict)
     """Pages that prefill was already sending for other requests, by request."""
-    filler: str = ""
+    sender: str = ""
     """The request with the same prompt whose component pages it is to copy."""
 
 

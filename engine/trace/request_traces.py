@@ -63,11 +63,11 @@ def plan_of(
     if request is not None:
         declined = request.sources.declined[1]
         for load in request.loads:
-            pages = load.sharers.get(request, 0)
-            if load.filler is request:
+            pages = load.waiters.get(request, 0)
+            if load.sender is request:
                 continue  # Its own room brings these.
-            if load.filler is not None:
-                name = load.filler.request_id
+            if load.sender is not None:
+                name = load.sender.request_id
                 sent[name] = sent.get(name, 0) + pages
             elif load.op in begun:
                 loads[load.tier] += pages
@@ -88,15 +88,15 @@ def plan_of(
         declined,
         {part.component: len(part.pages) for part in command.component_pages or ()},
         sent,
-        _filler_of(request),
+        _sender_of(request),
     )
     return plan, joined
 
 
-def _filler_of(request: Request | None) -> str:
+def _sender_of(request: Request | None) -> str:
     held = None if request is None else request.component_pages
-    filler = None if held is None or held.filler is None else held.filler.request
-    return "" if filler is None else filler.request_id
+    sender = None if held is None or held.sender is None else held.sender.request
+    return "" if sender is None else sender.request_id
 
 
 UNTOLD_CAUSES = (
@@ -408,12 +408,12 @@ class RequestTraces:
             work = Work("component fetch", first, count, at_s, component=command.component, ahead=ahead)
         else:
             work = Work("fetch", first, count, at_s, ahead=ahead)
-        self._begin(command.op, work, self._sharers(command.op, core) or [self._live[command.request_id]])
+        self._begin(command.op, work, self._waiters(command.op, core) or [self._live[command.request_id]])
 
     def _copy(self, command: commands.CopyPages, at_s: float, core: Core) -> None:
         owner, count = core.state.operations.get(command.op), len(command.target_pages)
         if isinstance(owner, LoadCopy):
-            self._begin(command.op, Work("copy", owner.load.first, count, at_s), self._sharers(command.op, core))
+            self._begin(command.op, Work("copy", owner.load.first, count, at_s), self._waiters(command.op, core))
         elif isinstance(owner, Backup) and owner.serial in self._by_serial:
             self._begin(command.op, Work("backup", owner.first, count, at_s), [self._by_serial[owner.serial]])
         elif isinstance(owner, SharedEndCopy):
@@ -424,20 +424,20 @@ class RequestTraces:
             work.cause = "from host to device" if command.source == "host" else "of the cache to a page of its own"
             self._begin(command.op, work, [self._live[owner.component_pages.request.request_id]])
 
-    def _sharers(self, op: int, core: Core) -> list[RequestTrace]:
+    def _waiters(self, op: int, core: Core) -> list[RequestTrace]:
         owner = core.state.operations.get(op)
         if not isinstance(owner, LoadFetch | LoadCopy):
             return []
-        return [self._live[request.request_id] for request in owner.load.sharers if request.request_id in self._live]
+        return [self._live[request.request_id] for request in owner.load.waiters if request.request_id in self._live]
 
     def _copy_shared_end(self, command: commands.CopyPages, copy: SharedEndCopy, at_s: float) -> None:
-        """Record a copy from the filler's component pages to those of a sharer."""
-        filler, sharer = copy.filler.request, copy.sharer.request
-        if filler is not None and sharer is not None:
-            first = copy.sharer.plan.received[command.component]
+        """Record a copy from the sender's component pages to those of a waiter."""
+        sender, waiter = copy.sender.request, copy.waiter.request
+        if sender is not None and waiter is not None:
+            first = copy.waiter.plan.received[command.component]
             work = Work("shared component copy", first, len(command.target_pages), at_s, component=command.component)
-            work.cause = f"those of {filler.request_id}"
-            self._begin(command.op, work, [self._live[sharer.request_id]])
+            work.cause = f"those of {sender.request_id}"
+            self._begin(command.op, work, [self._live[waiter.request_id]])
 
     def _store(self, command: commands.StorePages, at_s: float, core: Core) -> None:
         if command.serial in self._by_serial:
@@ -479,9 +479,9 @@ class RequestTraces:
         if span.cause in UNTOLD_CAUSES:
             request_trace.fall_back(at_s, EXTENDED[span.cause], CONSEQUENCES["component copy"])
         elif load is not None and load.cause in UNTOLD_CAUSES:
-            for sharer in load.sharers:
-                if sharer.request_id in self._live:
-                    self._live[sharer.request_id].fall_back(at_s, EXTENDED[load.cause], CONSEQUENCES["fetch"])
+            for waiter in load.waiters:
+                if waiter.request_id in self._live:
+                    self._live[waiter.request_id].fall_back(at_s, EXTENDED[load.cause], CONSEQUENCES["fetch"])
 
     def _span(
         self, request_trace: RequestTrace, generation: int, span: int, first: int, count: int, at_s: float

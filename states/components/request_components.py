@@ -193,11 +193,11 @@ class ComponentRestore:
             pin = self._index.pin(host_node, firsts)
             component_pages.was_pinned(pin)
             undo.callback(self._index.unpin, pin)
-        filler = self.shared_ends.filler_for(request)
+        sender = self.shared_ends.sender_for(request)
         for name in self._index.components:
-            self._choose(request, component_pages, name, plan, host_node, undo, is_filled=filler is not None)
-        if filler is not None and component_pages.plan.received:
-            self.shared_ends.join(component_pages, filler, undo)
+            self._choose(request, component_pages, name, plan, host_node, undo, is_filled=sender is not None)
+        if sender is not None and component_pages.plan.received:
+            self.shared_ends.join(component_pages, sender, undo)
         elif any(component_pages.remote.values()):
             self.shared_ends.offer(request, component_pages, undo)
         if request.recompute.is_chosen:

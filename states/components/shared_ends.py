@@ -2,28 +2,28 @@
 
 With `share_transfers`, requests with the same prompt at the same time share its full pages
 (`tidekv.states.loads.shared_transfers`) and the component pages of its end. The first of them asks prefill for these:
-it is the *filler*. The others, its *sharers*, are planned while the filler has its room, and ask prefill for no
-component page. When everything of the filler's end is in place, each sharer copies it within the device pool, to pages
+it is the *sender*. The others, its *waiters*, are planned while the sender has its room, and ask prefill for no
+component page. When everything of the sender's end is in place, each waiter copies it within the device pool, to pages
 of its own, because a model writes to the pages of its end:
 
-    room of the filler    ─ window pages, record ─▶ pages of the filler ─┬─ copy ─▶ pages of a sharer
+    room of the sender    ─ window pages, record ─▶ pages of the sender ─┬─ copy ─▶ pages of a waiter
                                                                          └─ copy ─▶ pages of another one
 
-What device, host or storage have for a sharer comes from there; the copy has the rest. Ends are the same if all tokens
+What device, host or storage have for a waiter comes from there; the copy has the rest. Ends are the same if all tokens
 are, those of a partial last page (`RequestArrived.rest`) included, and the namespace.
 
-The filler is READY when the copies have ended, since its model is about to write to their source. From the first copy
+The sender is READY when the copies have ended, since its model is about to write to their source. From the first copy
 on, no further request joins it, so that it does not wait for requests that arrive later. If it leaves while copies are
 under way, its component pages outlive it, as they do with copies to them.
 
-A sharer does not fail with the filler. It asks its own prefill, by an extend (`tidekv.states.components.missing`):
+A waiter does not fail with the sender. It asks its own prefill, by an extend (`tidekv.states.components.missing`):
 
-- if the filler leaves before its end is in place (aborted, failed, moved to the next prefill). The oldest sharer is the
-  next filler, and the others wait for it;
-- if the filler's transfer stalls. A sharer that waits for nothing else waits at most `share_wait_s` while nothing
-  lands. Then nothing joins that filler any more, and the sharer is the next one, for all that waited;
-- if its copy fails or is late. After a late copy, which may still read the pages that the model of the filler is about
-  to write to, the filler gets fresh pages as well, and asks its prefill for them.
+- if the sender leaves before its end is in place (aborted, failed, moved to the next prefill). The oldest waiter is the
+  next sender, and the others wait for it;
+- if the sender's transfer stalls. A waiter that waits for nothing else waits at most `share_wait_s` while nothing
+  lands. Then nothing joins that sender any more, and the waiter is the next one, for all that waited;
+- if its copy fails or is late. After a late copy, which may still read the pages that the model of the sender is about
+  to write to, the sender gets fresh pages as well, and asks its prefill for them.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ End: TypeAlias = "tuple[str, int, bytes, bytes]"
 
 
 class SharedEndCopy:
-    """Operation: a copy of one component's pages from the filler to a sharer. Both wait for it."""
+    """Operation: a copy of one component's pages from the sender to a waiter. Both wait for it."""
 
-    __slots__ = ("_shared", "component", "filler", "is_counted", "op", "positions", "sharer")
+    __slots__ = ("_shared", "component", "is_counted", "op", "positions", "sender", "waiter")
 
     def __init__(
         self,
         shared: SharedEnds,
-        filler: RequestComponents,
-        sharer: RequestComponents,
+        sender: RequestComponents,
+        waiter: RequestComponents,
         component: str,
         positions: PageIds,
     ) -> None:
         self._shared = shared
-        self.filler = filler
-        self.sharer = sharer
+        self.sender = sender
+        self.waiter = waiter
         self.component = component
         self.positions = positions
         self.op = 0
@@ -71,7 +71,7 @@ class SharedEndCopy:
         """Whether it was counted as late."""
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Count the copy as ended; after an error the sharer asks its own prefill."""
+        """Count the copy as ended; after an error the waiter asks its own prefill."""
         self._shared.copied(self, error)
 
     def late(self) -> None:
@@ -84,15 +84,15 @@ class SharedEndCopy:
 
 
 class SharedEndWatch:
-    """Operation: the watch of a sharer on its filler's transfer. It only ends by its deadline."""
+    """Operation: the watch of a waiter on its sender's transfer. It only ends by its deadline."""
 
-    __slots__ = ("_shared", "landed", "sharer")
+    __slots__ = ("_shared", "landed", "waiter")
 
-    def __init__(self, shared: SharedEnds, sharer: RequestComponents, landed: tuple[int, ...]) -> None:
+    def __init__(self, shared: SharedEnds, waiter: RequestComponents, landed: tuple[int, ...]) -> None:
         self._shared = shared
-        self.sharer = sharer
+        self.waiter = waiter
         self.landed = landed
-        """Progress of the filler when the watch began."""
+        """Progress of the sender when the watch began."""
 
     def ended(self, event: Outcome, error: str) -> None:
         """Never called: there is no command, hence no outcome."""
@@ -106,7 +106,7 @@ class SharedEndWatch:
 
 
 class SharedEnds:
-    """Fillers and sharers of one core."""
+    """Senders and waiters of one core."""
 
     def __init__(self, state: CoreState, missing: MissingPages, settle: Callable[[RequestComponents], None]) -> None:
         """`settle` is called with component pages of which a copy has ended: it lets their request move on, or frees
@@ -115,30 +115,30 @@ class SharedEnds:
         self._state = state
         self._missing = missing
         self._settle = settle
-        self._fillers: dict[End, RequestComponents] = {}
+        self._senders: dict[End, RequestComponents] = {}
         self.watches: dict[RequestComponents, int] = {}
-        """By sharer, the operation of its watch."""
+        """By waiter, the operation of its watch."""
 
     # --- The plan ---
 
-    def filler_for(self, request: Request) -> RequestComponents | None:
+    def sender_for(self, request: Request) -> RequestComponents | None:
         """The component pages of a request that prefill sends the same end, if `request` can share them."""
         end = self._end_of(request)
         if end is None:
             return None
-        filler = self._fillers.get(end)
+        sender = self._senders.get(end)
         # The key of the last page does not tell what precedes it.
-        if filler is None or filler.request is None or filler.request.keys != request.keys:
+        if sender is None or sender.request is None or sender.request.keys != request.keys:
             return None
-        return filler
+        return sender
 
-    def join(self, sharer: RequestComponents, filler: RequestComponents, undo: Rollback) -> None:
-        """Let the request of `sharer` wait for the end that the filler's room brings. `undo` reverts it."""
-        undo.callback(self._part, sharer)
-        sharer.join(filler)
+    def join(self, waiter: RequestComponents, sender: RequestComponents, undo: Rollback) -> None:
+        """Let the request of `waiter` wait for the end that the sender's room brings. `undo` reverts it."""
+        undo.callback(self._part, waiter)
+        waiter.join(sender)
         # Its end may be in place already.
-        assert filler.request is not None
-        self._state.request_changed(filler.request)
+        assert sender.request is not None
+        self._state.request_changed(sender.request)
 
     def offer(self, request: Request, component_pages: RequestComponents, undo: Rollback) -> None:
         """Offer what the room of `request` is to bring to later requests with the same end. `undo` reverts it."""
@@ -150,7 +150,7 @@ class SharedEnds:
         end = self._end_of(request)
         if end is not None:
             component_pages.offer_end(end)
-            self._fillers[end] = component_pages
+            self._senders[end] = component_pages
 
     def _end_of(self, request: Request) -> End | None:
         """The end of a prompt; None if it cannot be shared, or not all of its tokens are known."""
@@ -174,36 +174,36 @@ class SharedEnds:
             self._state.run_guarded(partial(self.watch, request))
 
     def hand_over(self, request: Request) -> None:
-        """Start the copies to the sharers of a request, if everything of its end is in place. Raises nothing but
+        """Start the copies to the waiters of a request, if everything of its end is in place. Raises nothing but
         BrokenInvariant.
         """
-        filler, room = request.component_pages, request.room
-        if filler is None or filler.copies or room is None or not room.is_complete:
+        sender, room = request.component_pages, request.room
+        if sender is None or sender.copies or room is None or not room.is_complete:
             return
-        if not filler.sharers and not request.early.is_wanted:
+        if not sender.waiters and not request.early.is_wanted:
             return
         # From here on nothing joins: a caller that begins early writes to these pages.
-        self._close(filler)
-        if filler.sharers:
+        self._close(sender)
+        if sender.waiters:
             # No remote writer is left, and the pages stay until the copies have ended.
-            filler.write_ended()
-        for sharer in list(filler.sharers):
-            ask = partial(self._ask_itself, sharer, "end_copy_failed")
-            self._state.run_guarded(partial(self._copy, filler, sharer), recover=ask)
+            sender.write_ended()
+        for waiter in list(sender.waiters):
+            ask = partial(self._ask_itself, waiter, "end_copy_failed")
+            self._state.run_guarded(partial(self._copy, sender, waiter), recover=ask)
 
-    def _copy(self, filler: RequestComponents, sharer: RequestComponents) -> None:
+    def _copy(self, sender: RequestComponents, waiter: RequestComponents) -> None:
         state, pages = self._state, 0
         with Rollback() as undo:
             undo.callback(state.take_commands_back, len(state.out))
-            for name, first in sharer.plan.received.items():
-                at = first - filler.plan.firsts[name]
-                source, target = filler.plan.tables[name][at:], sharer.plan.tables[name][at:]
+            for name, first in waiter.plan.received.items():
+                at = first - sender.plan.firsts[name]
+                source, target = sender.plan.tables[name][at:], waiter.plan.tables[name][at:]
                 positions = page_ids(range(first, first + len(source)))
-                copy = SharedEndCopy(self, filler, sharer, name, positions)
+                copy = SharedEndCopy(self, sender, waiter, name, positions)
                 op = copy.op = state.start_operation(copy, deadline_s=state.settings.copy_deadline_s)
                 undo.callback(self._uncount, copy, op)
-                filler.copy_began()
-                sharer.copy_began()
+                sender.copy_began()
+                waiter.copy_began()
                 state.emit(
                     CopyPages(
                         op=op,
@@ -216,119 +216,119 @@ class SharedEnds:
                 )
                 pages += len(source)
             undo.keep()
-        self._part(sharer)
+        self._part(waiter)
         state.count("shared_component_pages", pages)
 
     def _uncount(self, copy: SharedEndCopy, op: int) -> None:
-        copy.filler.copy_ended()
-        copy.sharer.copy_ended()
+        copy.sender.copy_ended()
+        copy.waiter.copy_ended()
         self._state.end_operation(op)
 
     def copied(self, copy: SharedEndCopy, error: str) -> None:
-        """Record the end of a copy. After an error the sharer asks its prefill. After a raise, `settle` continues."""
+        """Record the end of a copy. After an error the waiter asks its prefill. After a raise, `settle` continues."""
         if error:
             self._state.count("copies_failed")
-            self._missing.lost(copy.sharer, copy.component, copy.positions, "end_copy_failed")
-        copy.filler.copy_ended()
-        copy.sharer.copy_ended()
+            self._missing.lost(copy.waiter, copy.component, copy.positions, "end_copy_failed")
+        copy.sender.copy_ended()
+        copy.waiter.copy_ended()
         self.settle(copy)
 
     def settle(self, copy: SharedEndCopy) -> None:
         """Let both requests of an ended copy move on, or free the pages of those that have left."""
-        self._settle(copy.filler)
-        self._settle(copy.sharer)
+        self._settle(copy.sender)
+        self._settle(copy.waiter)
 
     def copy_is_late(self, copy: SharedEndCopy) -> None:
         """Give both requests of a copy fresh pages. The old ones stay until it ends. Can be called again."""
         if not copy.is_counted:
             copy.is_counted = True
             self._state.count("copies_late")
-        waiting = [(copy.filler, copy.positions), (copy.sharer, copy.positions)]
+        waiting = [(copy.sender, copy.positions), (copy.waiter, copy.positions)]
         if any(held.request is not None for held, _ in waiting):
             self._missing.late(copy, copy.op, copy.component, waiting, "end_copy_late")
 
     # --- The ends ---
 
     def leave(self, component_pages: RequestComponents) -> None:
-        """Detach component pages whose request is READY or about to leave. The oldest sharer that still waits asks its
+        """Detach component pages whose request is READY or about to leave. The oldest waiter that still waits asks its
         own prefill, and the others wait for it.
         """
         self._close(component_pages)
         self._part(component_pages)
-        for first in component_pages.sharers:
+        for first in component_pages.waiters:
             self._pass_on(component_pages, first, "end_sender_left")
             return
 
-    def _pass_on(self, filler: RequestComponents, first: RequestComponents, cause: str) -> None:
-        """Let a sharer ask its own prefill instead of the filler, and the other sharers wait for that."""
+    def _pass_on(self, sender: RequestComponents, first: RequestComponents, cause: str) -> None:
+        """Let a waiter ask its own prefill instead of the sender, and the other waiters wait for that."""
         self._state.count("shared_ends_passed_on")
         self._ask_itself(first, cause)
-        for other in list(filler.sharers):
+        for other in list(sender.waiters):
             self._part(other)
             other.join(first)
             if other.request is not None:
-                # It watches its new filler from now on.
+                # It watches its new sender from now on.
                 self._state.request_changed(other.request)
 
-    def _close(self, filler: RequestComponents) -> None:
+    def _close(self, sender: RequestComponents) -> None:
         """Let no further request join."""
-        if filler.end is not None and self._fillers.get(filler.end) is filler:
-            del self._fillers[filler.end]
-        filler.close_end()
+        if sender.end is not None and self._senders.get(sender.end) is sender:
+            del self._senders[sender.end]
+        sender.close_end()
 
-    def _part(self, sharer: RequestComponents) -> None:
-        """Detach a sharer from its filler."""
-        sharer.part()
-        self._state.operations.pop(self.watches.pop(sharer, 0), None)
+    def _part(self, waiter: RequestComponents) -> None:
+        """Detach a waiter from its sender."""
+        waiter.part()
+        self._state.operations.pop(self.watches.pop(waiter, 0), None)
 
-    def _ask_itself(self, sharer: RequestComponents, cause: str) -> None:
-        """Let a sharer ask its own prefill for what its filler was to bring, and be the next filler."""
-        self._part(sharer)
-        request = sharer.request
-        if request is not None and sharer.plan.received:
-            received = sharer.plan.receive_nothing()
+    def _ask_itself(self, waiter: RequestComponents, cause: str) -> None:
+        """Let a waiter ask its own prefill for what its sender was to bring, and be the next sender."""
+        self._part(waiter)
+        request = waiter.request
+        if request is not None and waiter.plan.received:
+            received = waiter.plan.receive_nothing()
             for name, first in received.items():
-                self._missing.lost(sharer, name, range(first, request.page_count), cause)
-            self._open(request, sharer)
+                self._missing.lost(waiter, name, range(first, request.page_count), cause)
+            self._open(request, waiter)
 
-    # --- The filler is slow ---
+    # --- The sender is slow ---
 
     def watch(self, request: Request) -> None:
-        """Set a deadline if the request only waits for its filler."""
-        sharer = request.component_pages
-        if sharer is None or sharer.filler is None or sharer in self.watches:
+        """Set a deadline if the request only waits for its sender."""
+        waiter = request.component_pages
+        if waiter is None or waiter.sender is None or waiter in self.watches:
             return
-        if request.room is None or not request.room.is_complete or request.loads or sharer.copies:
+        if request.room is None or not request.room.is_complete or request.loads or waiter.copies:
             return
         # At most half of the remaining time, so that there is time to ask its own prefill.
         left_s = request.deadline_at_s - self._state.now_s
-        self._watch(sharer, min(self._state.settings.share_wait_s, max(left_s / 2, 0.0)))
+        self._watch(waiter, min(self._state.settings.share_wait_s, max(left_s / 2, 0.0)))
 
-    def _watch(self, sharer: RequestComponents, wait_s: float) -> None:
-        assert sharer.filler is not None
-        watch = SharedEndWatch(self, sharer, _landed(sharer.filler))
-        self.watches[sharer] = self._state.start_operation(watch, deadline_s=wait_s)
+    def _watch(self, waiter: RequestComponents, wait_s: float) -> None:
+        assert waiter.sender is not None
+        watch = SharedEndWatch(self, waiter, _landed(waiter.sender))
+        self.watches[waiter] = self._state.start_operation(watch, deadline_s=wait_s)
 
     def is_late(self, watch: SharedEndWatch) -> None:
-        """Handle the end of a watch: if nothing has landed since it began, the sharer asks its own prefill. Can be
+        """Handle the end of a watch: if nothing has landed since it began, the waiter asks its own prefill. Can be
         called again after an exception.
         """
-        sharer = watch.sharer
-        self._state.operations.pop(self.watches.pop(sharer, 0), None)
-        if sharer.filler is None:
+        waiter = watch.waiter
+        self._state.operations.pop(self.watches.pop(waiter, 0), None)
+        if waiter.sender is None:
             return
-        if _landed(sharer.filler) != watch.landed:
-            self._watch(sharer, self._state.settings.share_wait_s)
+        if _landed(waiter.sender) != watch.landed:
+            self._watch(waiter, self._state.settings.share_wait_s)
             return
-        filler = sharer.filler
-        self._close(filler)
-        self._pass_on(filler, sharer, "end_sender_slow")
+        sender = waiter.sender
+        self._close(sender)
+        self._pass_on(sender, waiter, "end_sender_slow")
 
 
-def _landed(filler: RequestComponents) -> tuple[int, ...]:
-    """The progress of a filler, which changes whenever something of its end may have landed."""
-    room = None if filler.request is None else filler.request.room
+def _landed(sender: RequestComponents) -> tuple[int, ...]:
+    """The progress of a sender, which changes whenever something of its end may have landed."""
+    room = None if sender.request is None else sender.request.room
     if room is None:
         return ()
     missing = (span.pages_missing(room.ranks) for span in room.spans)
-    return filler.copies, len(room.aux_from), *missing
+    return sender.copies, len(room.aux_from), *missing

@@ -264,7 +264,7 @@ def _component_pages_of(core: Parts) -> list[RequestComponents]:
         elif isinstance(owner, LateComponentCopy):
             component_pages.update(dict.fromkeys(owner.left))
         elif isinstance(owner, SharedEndCopy):
-            component_pages[owner.filler] = component_pages[owner.sharer] = None
+            component_pages[owner.sender] = component_pages[owner.waiter] = None
     return [held for held in component_pages if held is not None]
 
 
@@ -282,7 +282,7 @@ def _check_components(core: Parts) -> None:
     late_copies = [owner for owner in operations if isinstance(owner, LateComponentCopy)]
     for owner in operations:
         if isinstance(owner, SharedEndCopy):
-            copies.update((owner.filler, owner.sharer))
+            copies.update((owner.sender, owner.waiter))
         elif isinstance(owner, LateComponentCopy):
             copies.update(owner.left)
     late = [owner for owner in operations if isinstance(owner, LateFetch)]
@@ -328,17 +328,17 @@ def _offered_copies_of(core: Parts) -> list[OfferedCopy]:
 
 
 def _check_shared_end(core: Parts, held: RequestComponents) -> None:
-    """Check that a filler and its sharers refer to each other, and that no sharer was left without a copy."""
+    """Check that a sender and its waiters refer to each other, and that no waiter was left without a copy."""
     request = held.request
     room = None if request is None else request.room
-    _require(not (held.end or held.sharers) or room is not None, f"{request} has no room that others could wait for")
-    _require(all(sharer.filler is held for sharer in held.sharers), f"{request} has sharers that do not wait for it")
+    _require(not (held.end or held.waiters) or room is not None, f"{request} has no room that others could wait for")
+    _require(all(waiter.sender is held for waiter in held.waiters), f"{request} has waiters that do not wait for it")
     is_in_place = room is not None and room.is_complete and not held.copies
-    _require(not (held.sharers and is_in_place), f"the sharers of {request} were not handed what is in place")
-    if held.filler is not None:
+    _require(not (held.waiters and is_in_place), f"the waiters of {request} were not handed what is in place")
+    if held.sender is not None:
         is_live = request is not None and request.is_beyond_plan
-        _require(is_live and held in held.filler.sharers, f"{request} waits for a filler that does not know it")
-        _require(bool(held.plan.received), f"{request} waits for a filler, but needs nothing of it")
+        _require(is_live and held in held.sender.waiters, f"{request} waits for a sender that does not know it")
+        _require(bool(held.plan.received), f"{request} waits for a sender, but needs nothing of it")
 
 
 def _check_host_pages(core: Parts, loads: dict[Load, None]) -> None:
@@ -411,22 +411,22 @@ def _check_loads(core: Parts, loads: dict[Load, None]) -> None:
             for node in load.nodes:
                 _require(node in reclaiming, f"{node} of a load in RECLAIMING is not")
                 reclaiming.discard(node)
-            _require(load.lock is None and not load.sharers, "a load in RECLAIMING has a lock or sharers")
+            _require(load.lock is None and not load.waiters, "a load in RECLAIMING has a lock or waiters")
         else:
             _require(load in set(core.loads), "a load is not in RECLAIMING, but missing among the loads")
             _require(under[load] == len(load.nodes), "a load lists nodes that are not under it")
             begins = [node.depth_pages - node.page_count for node in load.nodes[:1]] or [load.first]
             _require(begins == [load.first], "a load does not begin at its first node")
-        for request, count in load.sharers.items():
+        for request, count in load.waiters.items():
             _require(0 < count <= load.page_count, f"{request} shares {count} pages of a load")
             _require(load in request.loads, f"{request} does not list a load that it shares")
-        _require(load.filler is None or load.filler in load.sharers, "the filler of a load does not share it")
+        _require(load.sender is None or load.sender in load.waiters, "the sender of a load does not share it")
         _require(
-            (load.stage is Stage.RECEIVING) == (load.filler is not None),
-            "a load is received without a filler, or has a filler without being received",
+            (load.stage is Stage.RECEIVING) == (load.sender is not None),
+            "a load is received without a sender, or has a sender without being received",
         )
         if load.span is not None:
-            room = None if load.filler is None else load.filler.room
+            room = None if load.sender is None else load.sender.room
             is_open = room is not None and room.spans[0] is load.span
             _require(is_open and load.first >= load.span.first, "a shared transfer belongs to no open room")
     _require(not reclaiming, f"{reclaiming} are in RECLAIMING without a load")
@@ -465,7 +465,7 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
         elif isinstance(owner, HintPin):
             _require(owner in core.hints.pins and owner.op == op, "an operation belongs to a pin that is over")
         elif isinstance(owner, SharedEndWatch):
-            is_live = owner.sharer.filler is not None and owner.sharer.request is not None
+            is_live = owner.waiter.sender is not None and owner.waiter.request is not None
             _require(is_live, "a request is watched that waits for no other")
         elif isinstance(owner, ComponentAheadRead):
             is_live = owner.read in component_reads and owner.read.op == op and not owner.read.is_landed
@@ -520,7 +520,7 @@ def _check_request(core: Parts, request: Request) -> None:
     )
     is_planned = request.is_beyond_plan or request.is_ready
     _require(not is_planned or request.ahead is None, f"{request} has its plan, but still holds pages fetched ahead")
-    _require(all(request in load.sharers for load in request.loads), f"{request} waits for a load that is over")
+    _require(all(request in load.waiters for load in request.loads), f"{request} waits for a load that is over")
     if request.is_ready:
         _require(request.room is None and not request.loads, f"{request} still waits for something")
     else:
@@ -542,7 +542,7 @@ def _check_request(core: Parts, request: Request) -> None:
         if node.load is not None:
             shared[node.load] += node.page_count
     _require(
-        dict(request_loads := {load: load.sharers[request] for load in request.loads}) == dict(shared),
+        dict(request_loads := {load: load.waiters[request] for load in request.loads}) == dict(shared),
         f"{request} shares {request_loads}, its path runs through {dict(shared)}",
     )
     end = request.held.lock.node.depth_pages

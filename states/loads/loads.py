@@ -1,22 +1,22 @@
 """Loads: device pages of the tree whose contents are on their way from storage, the host, or a room.
 
 A load holds a lock on its destination nodes, and its source: host pages of its own or a pin. Requests whose path runs
-through a load are its sharers and wait for it; nothing else connects them to it. Its stages:
+through a load are its waiters and wait for it; nothing else connects them to it. Its stages:
 
     FETCHING ──landed──▶ COPYING ──done──▶ (ended: ordinary cached pages)
         │ short, late        │ error
         ▼                    ▼
-      FAILED ──a sharer with an open room extends into the pages──▶ RECEIVING ──last chunk──▶ (ended)
-        │ no sharer left                                              │ the filler left, or its room is lost
+      FAILED ──a waiter with an open room extends into the pages──▶ RECEIVING ──last chunk──▶ (ended)
+        │ no waiter left                                              │ the sender left, or its room is lost
         ▼                                                             ▼
       RECLAIMING: no match passes it; the pages are freed when they have no writer and nothing below is in use
 
-The filler of a load in RECEIVING is the request whose room brings its pages. A shared transfer is a load that starts in
-RECEIVING, as a part of its filler's delta, and ends as pages land; see `tidekv.states.loads.shared_transfers`.
+The sender of a load in RECEIVING is the request whose room brings its pages. A shared transfer is a load that starts in
+RECEIVING, as a part of its sender's delta, and ends as pages land; see `tidekv.states.loads.shared_transfers`.
 
 A fetch past its deadline continues in the background. `LateFetch` keeps its host pages until it ends. Only the copy
-would have written the device pages, so a sharer can extend into them at once. A copy past its deadline may still write
-the device pages: its load goes to RECLAIMING, and its sharers start over on other pages.
+would have written the device pages, so a waiter can extend into them at once. A copy past its deadline may still write
+the device pages: its load goes to RECLAIMING, and its waiters start over on other pages.
 
 Any step may raise. A method that begins a load reverses its own changes; a method that ends one can be called again.
 """
@@ -199,8 +199,8 @@ class Loads:
             load.drop_node()
 
     def share(self, load: Load, request: Request, page_count: int) -> None:
-        """Add a sharer, which waits for the first `page_count` pages of the load."""
-        load.add_sharer(request, page_count)
+        """Add a waiter, which waits for the first `page_count` pages of the load."""
+        load.add_waiter(request, page_count)
         if load.span is not None:
             # These pages may have landed already, and no further chunk would report it.
             self._state.load_progressed(load)
@@ -211,10 +211,10 @@ class Loads:
         self._live[load] = None
 
     def start_copy(self, load: Load, *, by_layer: bool = False) -> None:
-        """Copy the load's own host pages, or those of the tree, to the device; layer by layer if a sharer begins
+        """Copy the load's own host pages, or those of the tree, to the device; layer by layer if a waiter begins
         early.
         """
-        by_layer = by_layer or any(request.early.is_wanted for request in load.sharers)
+        by_layer = by_layer or any(request.early.is_wanted for request in load.waiters)
         source = self.placement.pin_source(load)
         deadline_s = self._state.settings.copy_deadline_s
         load.run_as(self._state.start_operation(LoadCopy(self, load), deadline_s=deadline_s))
@@ -230,7 +230,7 @@ class Loads:
         )
         load.copy()
         self._storage.fetch_over(load)
-        for request in load.sharers:
+        for request in load.waiters:
             self._state.request_changed(request)
 
     # --- Outcomes ---
@@ -247,7 +247,7 @@ class Loads:
             if rest is load:
                 return
         self.placement.publish(load)
-        if load.sharers:
+        if load.waiters:
             self.start_copy(load)
         else:
             # The pages are in host memory now, and no request waits for them on the device.
@@ -310,13 +310,13 @@ class Loads:
         return self._state.now_s < load.fetch_until_s
 
     def divide_overdue(self, load: Load) -> None:
-        """Let each sharer whose transfer is done ask prefill for the pages that it sends sooner than storage."""
+        """Let each waiter whose transfer is done ask prefill for the pages that it sends sooner than storage."""
         late_s = self._state.now_s - load.overdue_at_s
         if late_s > max(load.overdue_at_s - load.begun_at_s, OVERDUE_MIN_S):
             # Most of its age is a stall of this process. Its outcome may wait behind this event.
             self._watch(load, OVERDUE_MIN_S)
         elif late_s >= 0:
-            for request in list(load.sharers):
+            for request in list(load.waiters):
                 self.divide_again(request)
 
     def _cut_fetch(self, load: Load, cause: str) -> None:
@@ -331,7 +331,7 @@ class Loads:
             self._state.count("outcomes_late")
         elif copy.load.stage is Stage.COPYING and event.layers > copy.load.layers:
             copy.load.layers_landed(event.layers)
-            for request in copy.load.sharers:
+            for request in copy.load.waiters:
                 self._state.request_changed(request)
 
     def copied(self, load: Load, error: str, *, is_damaged: bool = False) -> None:
@@ -353,7 +353,7 @@ class Loads:
             self._end(load, load.tier)
 
     def copy_is_late(self, load: Load) -> None:
-        """Reclaim the load of a late copy. The copy may still write, so no sharer can extend into the pages."""
+        """Reclaim the load of a late copy. The copy may still write, so no waiter can extend into the pages."""
         self._state.count("copies_late")
         self._reclaim(load, "a copy to the device did not end in time")
 
@@ -362,8 +362,8 @@ class Loads:
         self._end(load, "transfer")
 
     def handed_over(self, load: Load) -> None:
-        """End a load of a shared transfer. The pages count as transfer for the filler and as L1 for other sharers."""
-        self._end(load, "l1", filler_source="transfer")
+        """End a load of a shared transfer. The pages count as transfer for the sender and as L1 for other waiters."""
+        self._end(load, "l1", sender_source="transfer")
 
     def outcome_raised(self, load: Load) -> None:
         """Fail a load after an exception in its outcome. The operation has ended, so the pages have no local writer."""
@@ -374,59 +374,59 @@ class Loads:
             self._state.writers_have_left([load])
 
     def cut(self, load: Load) -> None:
-        """Fail a fetch on behalf of a sharer that gives up storage after an exception. Prefill sends the pages instead.
+        """Fail a fetch on behalf of a waiter that gives up storage after an exception. Prefill sends the pages instead.
 
-        A load with other sharers is left as it is: they still rely on the fetch. A copy cannot be interrupted.
+        A load with other waiters is left as it is: they still rely on the fetch. A copy cannot be interrupted.
         """
-        if load.stage is Stage.FETCHING and len(load.sharers) == 1:
+        if load.stage is Stage.FETCHING and len(load.waiters) == 1:
             self._state.count("l3_fetches_late")
             self._cut_fetch(load, "rule_raised")
 
     # --- Extending into failed loads ---
 
-    def filler_of(self, load: Load) -> Request | None:
-        """Return the request that should extend into a failed load: the oldest sharer with an open room, if any."""
-        fillers = [(request.room, request) for request in load.sharers if request.room is not None]
-        if self._state.settings.share_transfers and any(room.is_complete for room, _ in fillers):
-            # Prefer rooms that have received everything else. Otherwise a sharer that lacks only these pages would
+    def sender_of(self, load: Load) -> Request | None:
+        """Return the request that should extend into a failed load: the oldest waiter with an open room, if any."""
+        senders = [(request.room, request) for request in load.waiters if request.room is not None]
+        if self._state.settings.share_transfers and any(room.is_complete for room, _ in senders):
+            # Prefer rooms that have received everything else. Otherwise a waiter that lacks only these pages would
             # wait for a prefill that is not even done with its own request.
-            fillers = [(room, request) for room, request in fillers if room.is_complete]
-        return min((request for _, request in fillers), key=lambda request: request.arrival, default=None)
+            senders = [(room, request) for room, request in senders if room.is_complete]
+        return min((request for _, request in senders), key=lambda request: request.arrival, default=None)
 
     def fill(self, load: Load) -> None:
-        """Let a sharer extend into a failed load, whose pages have no local writer. Without sharers, give the load up.
+        """Let a waiter extend into a failed load, whose pages have no local writer. Without waiters, give the load up.
 
-        If no sharer has an open room yet, the load waits for the first plan that opens one (`Restore.fix_plan`).
+        If no waiter has an open room yet, the load waits for the first plan that opens one (`Restore.fix_plan`).
         """
         assert load.stage is Stage.FAILED, "a load that has not failed is in failed_loads"
         self._release_source(load)
-        if not load.sharers:
+        if not load.waiters:
             self._give_up(load)
             return
-        filler = self.filler_of(load)
-        if filler is None:
+        sender = self.sender_of(load)
+        if sender is None:
             return
-        assert filler.room is not None
-        if load.sharers[filler] < load.page_count:
-            # The filler's prompt differs from there on, so its prefill does not have these pages.
-            rest = self.split(load, load.sharers[filler])
+        assert sender.room is not None
+        if load.waiters[sender] < load.page_count:
+            # The sender's prompt differs from there on, so its prefill does not have these pages.
+            rest = self.split(load, load.waiters[sender])
             self.fail(rest, rest.cause)
-        self._rooms.extend(filler.room, load)
-        load.receive_from(filler)
-        for request in load.sharers:
+        self._rooms.extend(sender.room, load)
+        load.receive_from(sender)
+        for request in load.waiters:
             self._state.request_changed(request)
 
     def leave(self, load: Load, request: Request) -> None:
-        """Remove a sharer that is about to leave its room."""
-        if load.filler is request:
+        """Remove a waiter that is about to leave its room."""
+        if load.sender is request:
             # Prefill may still write the pages. They are reclaimed when the room has no writer (`RoomRecord.lost`).
             assert request.room is not None
             request.room.lose(load)
             self._reclaim(load, "the transfer that was to fill its pages was lost")
         elif self.placement.ends_with_request:
             self._end_with(load)
-        load.remove_sharer(request)
-        if not load.sharers and load.stage is Stage.FAILED:
+        load.remove_waiter(request)
+        if not load.waiters and load.stage is Stage.FAILED:
             self._state.load_failed(load)
 
     def _end_with(self, load: Load) -> None:
@@ -438,7 +438,7 @@ class Loads:
 
     # --- Ends ---
 
-    def _end(self, load: Load, source: str, *, filler_source: str = "") -> None:
+    def _end(self, load: Load, source: str, *, sender_source: str = "") -> None:
         index = self._state.index
         load.unlock(index)
         ended: list[Node] = []
@@ -451,24 +451,24 @@ class Loads:
             for node in ended:
                 index.set_load(node, load)
             raise
-        filler = load.filler if filler_source else None
+        sender = load.sender if sender_source else None
         self.forget(load)
         self._drop_damaged(load, load.nodes[-1] if load.nodes else None)
-        for request, page_count in load.sharers.items():
+        for request, page_count in load.waiters.items():
             request.wait_no_more(load)
-            request.note_loaded(load.first, page_count, filler_source if request is filler else source)
+            request.note_loaded(load.first, page_count, sender_source if request is sender else source)
             self._state.request_changed(request)
-        load.forget_sharers()
+        load.forget_waiters()
 
     def fail(self, load: Load, cause: str) -> None:
-        """Note that the load has lost its source, for `cause`, a key of `LOAD_CAUSES`. Queue it for a sharer to extend
+        """Note that the load has lost its source, for `cause`, a key of `LOAD_CAUSES`. Queue it for a waiter to extend
         into.
         """
         load.fail(cause)
-        self._clear_filler(load)
+        self._clear_sender(load)
         self._storage.fetch_over(load)
         self._state.load_failed(load)
-        for request in load.sharers:
+        for request in load.waiters:
             self._state.request_changed(request)
 
     def _give_up(self, load: Load) -> None:
@@ -485,7 +485,7 @@ class Loads:
         load.reclaim()
         self._storage.fetch_over(load)
         self._state.count("loads_reclaimed")
-        for request in load.sharers:
+        for request in load.waiters:
             self._state.pages_were_lost(request, cause)
         self.forget(load)
 
@@ -507,15 +507,15 @@ class Loads:
                 self._state.index.drop_host_path(node)
                 return
 
-    def _clear_filler(self, load: Load) -> None:
+    def _clear_sender(self, load: Load) -> None:
         if load.span is not None:
-            # `op` is the watch on a stalled shared transfer; without a filler there is nothing to watch.
+            # `op` is the watch on a stalled shared transfer; without a sender there is nothing to watch.
             self._state.operations.pop(load.op, None)
         load.stop_receiving()
 
     def forget(self, load: Load) -> None:
         """Unregister a load that has ended or is being reclaimed."""
-        self._clear_filler(load)
+        self._clear_sender(load)
         self._live.pop(load, None)
         self._state.failed_loads.pop(load, None)
         self._state.pages_were_freed()
@@ -548,11 +548,11 @@ class Loads:
     # --- Parts ---
 
     def split(self, load: Load, at: int) -> Load:
-        """Cut the load in two at page `at`. `load` keeps the first part; the rest is returned, with its sharers."""
+        """Cut the load in two at page `at`. `load` keeps the first part; the rest is returned, with its waiters."""
         rest = self.placement.cut(load, at)
         self._live[rest] = None
-        for request, wanted in load.sharers.items():
+        for request, wanted in load.waiters.items():
             if wanted > at:
-                load.cut_sharer(request, at)
+                load.cut_waiter(request, at)
                 self.share(rest, request, wanted - at)
         return rest

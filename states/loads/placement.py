@@ -58,7 +58,7 @@ class Placement(Protocol):
         ...
 
     def cut(self, load: Load, at: int) -> Load:
-        """Cut a load at its page `at`. `load` keeps the first part; the rest is returned, without sharers."""
+        """Cut a load at its page `at`. `load` keeps the first part; the rest is returned, without waiters."""
         ...
 
     def drain(self, load: Load) -> None:
@@ -172,7 +172,7 @@ class TreePlacement:
 
 
 class LentPlacement:
-    """Device pages lent to the load's only sharer, which stay lent until the request has its outcome."""
+    """Device pages lent to the load's only waiter, which stay lent until the request has its outcome."""
 
     ends_with_request = True
 
@@ -199,7 +199,7 @@ class LentPlacement:
     def publish(self, load: Load) -> None:
         """See Placement."""
         index, width = self._state.index, self._state.settings.key_bytes
-        (request,) = load.sharers
+        (request,) = load.waiters
         begin, end = load.first * width, (load.first + load.page_count) * width
         found = index.match(request.namespace, request.keys[:begin])
         if found.host_node.depth_pages < load.first:

@@ -1,7 +1,7 @@
 """Shared transfers: pages that prefill is sending for one request are in the tree, so that other requests share them.
 
 With `share_transfers`, a plan enters the full pages of its delta in the tree as a load in RECEIVING (see
-`tidekv.states.loads.loads`). The filler of the load is the request itself, by span 0 of its room. A request with the
+`tidekv.states.loads.loads`). The sender of the load is the request itself, by span 0 of its room. A request with the
 same prefix matches these pages, waits for them as for any other load, and asks its own prefill at once for the rest:
 
     prompt of A   [ device | ~~~~ A's delta, under load ~~~~~~~~~~~ | last page ]     room of A: all of the delta
@@ -12,14 +12,14 @@ Pages are handed over as they land. A load ends at the last page that another re
 every prefill rank; the remainder continues as a load of its own. Pages that no other request waits for end with the
 room, so a transfer that fails leaves no unused pages in the tree.
 
-A sharer does not fail with the filler:
+A waiter does not fail with the sender:
 
-- A filler that leaves (aborted, failed, late, moved to the next prefill) takes along the pages that its prefill may
-  still write. The load receives fresh pages and fails, and its oldest sharer extends into them at once, in its own
-  room. Without sharers the pages leave the tree. Without fresh pages the load goes to RECLAIMING, as after a late copy,
-  and its sharers start over.
-- A sharer that waits for nothing else waits at most `share_wait_s` while nothing lands. Then the filler keeps its pages
-  to itself, as if the transfer had never been shared, and the sharer extends into fresh ones.
+- A sender that leaves (aborted, failed, late, moved to the next prefill) takes along the pages that its prefill may
+  still write. The load receives fresh pages and fails, and its oldest waiter extends into them at once, in its own
+  room. Without waiters the pages leave the tree. Without fresh pages the load goes to RECLAIMING, as after a late copy,
+  and its waiters start over.
+- A waiter that waits for nothing else waits at most `share_wait_s` while nothing lands. Then the sender keeps its pages
+  to itself, as if the transfer had never been shared, and the waiter extends into fresh ones.
 
 Component pages belong to the end of one prompt. Requests with the same end share them by copies
 (`tidekv.states.components.shared_ends`).
@@ -109,8 +109,8 @@ class SharedTransfers:
         """Queue the loads of the request's room from which pages may be handed over, after something has landed."""
         room = request.room
         for load in request.loads:
-            is_own = load.filler is request and load.span is not None
-            if is_own and (len(load.sharers) > 1 or (room is not None and room.is_complete)):
+            is_own = load.sender is request and load.span is not None
+            if is_own and (len(load.waiters) > 1 or (room is not None and room.is_complete)):
                 self._state.load_progressed(load)
 
     def take_landed(self, load: Load) -> None:
@@ -118,25 +118,25 @@ class SharedTransfers:
 
         Can be called again after an exception.
         """
-        filler = load.filler
-        if load.span is None or filler is None or filler.room is None:
-            # The filler left after the load was queued.
+        sender = load.sender
+        if load.span is None or sender is None or sender.room is None:
+            # The sender left after the load was queued.
             return
-        landed, is_complete = load.span.landed(filler.room.ranks), filler.room.is_complete
-        # The filler itself counts only once its room is complete: ending the load page by page for the filler would
+        landed, is_complete = load.span.landed(sender.room.ranks), sender.room.is_complete
+        # The sender itself counts only once its room is complete: ending the load page by page for the sender would
         # split nodes for no other request, and would leave pages in the tree if the transfer fails.
-        wanted = [count for request, count in load.sharers.items() if request is not filler or is_complete]
+        wanted = [count for request, count in load.waiters.items() if request is not sender or is_complete]
         at = max((count for count in wanted if load.first + count <= landed), default=0)
         if not at:
             return
         if at < load.page_count:
             self._loads.split(load, at)
-        shared = sum(count for request, count in load.sharers.items() if request is not filler)
+        shared = sum(count for request, count in load.waiters.items() if request is not sender)
         if shared:
             self._state.count("shared_transfer_pages", shared)
         self._loads.handed_over(load)
 
-    # --- The filler leaves ---
+    # --- The sender leaves ---
 
     def leave(self, request: Request, *, settled: bool) -> None:
         """Detach the loads that the request fills, before it leaves its room. `settled`: its prefill writes no more.
@@ -147,26 +147,26 @@ class SharedTransfers:
         room = request.room
         if room is None or not request.loads or not self._state.settings.share_transfers:
             return
-        filled = self._cut_by_need([load for load in request.loads if load.filler is request], request)
+        filled = self._cut_by_need([load for load in request.loads if load.sender is request], request)
         if not filled:
             return
-        # The lock ends at these pages and would keep `_take_back` from withdrawing them. Pages with other sharers stay
+        # The lock ends at these pages and would keep `_take_back` from withdrawing them. Pages with other waiters stay
         # protected by the locks of those.
         request.held.unlock(self._state.index)
         is_written_to = not (settled or room.is_written)
         # From the end on, since a node can only be withdrawn when none is below it.
         for load in reversed(filled):
-            if len(load.sharers) == 1:
+            if len(load.waiters) == 1:
                 self._take_back(load, request)
         for load in filled:
-            if len(load.sharers) > 1 and (not is_written_to or self._renew(load, request)):
+            if len(load.waiters) > 1 and (not is_written_to or self._renew(load, request)):
                 self._pass_on(load, request, "sender_left")
 
-    def _cut_by_need(self, loads: list[Load], filler: Request) -> list[Load]:
+    def _cut_by_need(self, loads: list[Load], sender: Request) -> list[Load]:
         """Cut each load after the last page that another request waits for. Returns all parts in page order."""
         parts = list(loads)
         for load in loads:
-            wanted = max((count for sharer, count in load.sharers.items() if sharer is not filler), default=0)
+            wanted = max((count for waiter, count in load.waiters.items() if waiter is not sender), default=0)
             if 0 < wanted < load.page_count:
                 parts.append(self._loads.split(load, wanted))
         return sorted(parts, key=lambda load: load.first)
@@ -174,7 +174,7 @@ class SharedTransfers:
     def _take_back(self, load: Load, request: Request) -> None:
         """Move a load's pages from the tree to the request, from the end on, until a node with others below it.
 
-        The load must have no other sharer.
+        The load must have no other waiter.
         """
         index = self._state.index
         load.unlock(index)
@@ -186,7 +186,7 @@ class SharedTransfers:
             pages = index.withdraw_device(node)
             load.drop_node()
             request.held.take_back(pages)
-        load.remove_sharer(request)
+        load.remove_waiter(request)
         self._loads.forget(load)
 
     def _renew(self, load: Load, request: Request) -> bool:
@@ -207,12 +207,12 @@ class SharedTransfers:
         return True
 
     def _pass_on(self, load: Load, request: Request, cause: str) -> None:
-        """Fail a load on behalf of its filler, so that another sharer extends into it. Its pages have no writer."""
-        load.remove_sharer(request)
+        """Fail a load on behalf of its sender, so that another waiter extends into it. Its pages have no writer."""
+        load.remove_waiter(request)
         self._loads.fail(load, cause)
         self._state.count("shared_transfers_passed_on")
 
-    # --- The filler is slow ---
+    # --- The sender is slow ---
 
     def watch(self, request: Request) -> None:
         """Set a deadline if the request only waits for another request's room."""
@@ -223,8 +223,8 @@ class SharedTransfers:
             self._watch(load, min(self._state.settings.share_wait_s, max(left_s / 2, 0.0)))
 
     def _watch(self, load: Load, wait_s: float) -> None:
-        assert load.filler is not None and load.filler.room is not None and load.span is not None
-        load.note_landed(load.span.landed(load.filler.room.ranks))
+        assert load.sender is not None and load.sender.room is not None and load.span is not None
+        load.note_landed(load.span.landed(load.sender.room.ranks))
         load.run_as(self._state.start_operation(ShareWatch(self, load), deadline_s=wait_s))
 
     @staticmethod
@@ -232,56 +232,56 @@ class SharedTransfers:
         """Return the first load that `request` awaits from another room; None unless its own room is complete."""
         first: Load | None = None
         for load in request.loads:
-            if load.filler is not request and load.span is not None and (first is None or load.first < first.first):
+            if load.sender is not request and load.span is not None and (first is None or load.first < first.first):
                 first = load
         return first if request.room is not None and request.room.is_complete else None
 
     def is_late(self, load: Load) -> None:
-        """Handle the end of a watch: if nothing has landed since it began, stop sharing the filler's transfer.
+        """Handle the end of a watch: if nothing has landed since it began, stop sharing the sender's transfer.
 
         Can be called again after an exception.
         """
         self._state.operations.pop(load.op, None)
         load.run_as(0)
-        filler = load.filler
-        if load.span is None or filler is None or filler.room is None:
+        sender = load.sender
+        if load.span is None or sender is None or sender.room is None:
             return
-        if not any(self.waits_for(request) is load for request in load.sharers):
+        if not any(self.waits_for(request) is load for request in load.waiters):
             return
-        moves = load.span.landed(filler.room.ranks) > load.landed
-        if moves or not self._make_private(filler):
+        moves = load.span.landed(sender.room.ranks) > load.landed
+        if moves or not self._make_private(sender):
             self._watch(load, self._state.settings.share_wait_s)
 
-    def _make_private(self, filler: Request) -> bool:
-        """Make the pages that a request's room has yet to bring the request's own; fail their loads for the sharers.
+    def _make_private(self, sender: Request) -> bool:
+        """Make the pages that a request's room has yet to bring the request's own; fail their loads for the waiters.
 
         Returns False, with nothing changed except for cuts, if device memory is short, or if a node below is in use.
         """
         state = self._state
         loads = self._cut_by_need(
-            [load for load in filler.loads if load.filler is filler and load.span is not None], filler
+            [load for load in sender.loads if load.sender is sender and load.span is not None], sender
         )
         # Check everything that could stop the change half-way first: fresh pages for all shared loads, and no device
         # pages of others below the nodes to be withdrawn.
-        fresh = sum(load.page_count for load in loads if len(load.sharers) > 1)
-        nodes = {node for load in loads if len(load.sharers) == 1 for node in load.nodes}
+        fresh = sum(load.page_count for load in loads if len(load.waiters) > 1)
+        nodes = {node for load in loads if len(load.waiters) == 1 for node in load.nodes}
         if any(child not in nodes for node in nodes for child in node.children.values() if child.device is not None):
             return False
         if not state.make_device_room(fresh):
             return False
         above = loads[0].nodes[0].parent
-        assert above is not None and filler.held.lock is not None
-        filler.held.lock_at(state.index, above)
+        assert above is not None and sender.held.lock is not None
+        sender.held.lock_at(state.index, above)
         for load in reversed(loads):
-            if len(load.sharers) == 1:
-                self._take_back(load, filler)
+            if len(load.waiters) == 1:
+                self._take_back(load, sender)
                 assert not load.nodes, "nodes are below an unshared load"
             else:
-                is_renewed = self._renew(load, filler)
+                is_renewed = self._renew(load, sender)
                 assert is_renewed, "there was room for all fresh pages before"
-                self._pass_on(load, filler, "sender_slow")
+                self._pass_on(load, sender, "sender_slow")
         for load in loads:
             # Queue again, so that extends are sent in page order: the loop above ran from the end.
             state.requeue_failed(load)
-        state.request_changed(filler)
+        state.request_changed(sender)
         return True

@@ -258,9 +258,9 @@ class Request:
         return self.component_pages is not None and self.component_pages.copies > 0
 
     @property
-    def waits_for_filler(self) -> bool:
+    def waits_for_sender(self) -> bool:
         """Whether it waits for component pages that the room of another request brings."""
-        return self.component_pages is not None and self.component_pages.filler is not None
+        return self.component_pages is not None and self.component_pages.sender is not None
 
     @property
     def fetches(self) -> list[Load]:
@@ -289,7 +289,6 @@ class Load:
         "begun_at_s",
         "cause",
         "fetch_until_s",
-        "filler",
         "first",
         "host_pages",
         "is_damaged",
@@ -303,11 +302,12 @@ class Load:
         "overdue_at_s",
         "pin",
         "queued_pages",
-        "sharers",
+        "sender",
         "source",
         "span",
         "stage",
         "tier",
+        "waiters",
     )
 
     def __init__(self, *, first: int, tier: str, stage: Stage) -> None:
@@ -341,12 +341,12 @@ class Load:
         """Pin on its nodes in host memory, if these are the source of its copy."""
         self.host_pages: PageIds = page_ids()
         """Host pages that belong to the load, not to the tree: the destination of its fetch."""
-        self.sharers: dict[Request, int] = {}
+        self.waiters: dict[Request, int] = {}
         """Requests that wait for the load, each with the number of leading pages that it needs."""
-        self.filler: Request | None = None
+        self.sender: Request | None = None
         """The request whose room brings the pages, in stage RECEIVING."""
         self.span: Span | None = None
-        """For a shared transfer, span 0 of the filler's room. None for an extend, and outside of RECEIVING."""
+        """For a shared transfer, span 0 of the sender's room. None for an extend, and outside of RECEIVING."""
         self.landed = 0
         """End of the landed part of `span` when the watch on a stalled transfer was last set."""
 
@@ -453,41 +453,41 @@ class Load:
         """Note that its pages are given up."""
         self.stage = Stage.RECLAIMING
 
-    def receive_from(self, filler: Request, span: Span | None = None) -> None:
+    def receive_from(self, sender: Request, span: Span | None = None) -> None:
         """Note the request whose room brings the pages; for a shared transfer, the span as well."""
-        self.filler, self.span = filler, span
+        self.sender, self.span = sender, span
         self.stage = Stage.RECEIVING
 
     def stop_receiving(self) -> None:
         """Note that no room brings the pages, or that they are all in place: there is nothing to watch."""
         if self.span is not None:
             self.op, self.span = 0, None
-        self.filler = None
+        self.sender = None
 
     def note_landed(self, landed: int) -> None:
         """Note the end of the landed part of its span, at the begin of a watch."""
         self.landed = landed
 
-    def add_sharer(self, request: Request, page_count: int) -> None:
+    def add_waiter(self, request: Request, page_count: int) -> None:
         """Let a request wait for the first `page_count` pages."""
-        self.sharers[request] = page_count
+        self.waiters[request] = page_count
         request.loads[self] = None
 
-    def remove_sharer(self, request: Request) -> None:
+    def remove_waiter(self, request: Request) -> None:
         """Let a request wait no more."""
-        del self.sharers[request]
+        del self.waiters[request]
         request.wait_no_more(self)
 
-    def forget_sharers(self) -> None:
-        """Remove all sharers, which do not wait for it any more."""
-        self.sharers = {}
+    def forget_waiters(self) -> None:
+        """Remove all waiters, which do not wait for it any more."""
+        self.waiters = {}
 
     def hand_rest(self, rest: Load, at: int, *, lock: Receipt | None = None) -> None:
-        """Pass what belongs to the pages starting at `at` to `rest`, except for the sharers.
+        """Pass what belongs to the pages starting at `at` to `rest`, except for the waiters.
 
         With nodes, it has been split at `at`; `lock` is on its shorter path, and `rest` takes over its present one.
         """
-        rest.cause, rest.filler, rest.span, rest.is_damaged = self.cause, self.filler, self.span, self.is_damaged
+        rest.cause, rest.sender, rest.span, rest.is_damaged = self.cause, self.sender, self.span, self.is_damaged
         rest.host_pages, self.host_pages = self.host_pages[at:], self.host_pages[:at]
         rest.lent, self.lent = self.lent[at:], self.lent[:at]
         rest.lock, self.lock = self.lock, lock
@@ -497,9 +497,9 @@ class Load:
             kept += 1
         rest.nodes, self.nodes = self.nodes[kept:], self.nodes[:kept]
 
-    def cut_sharer(self, request: Request, page_count: int) -> None:
-        """Reduce what a sharer waits for to the first `page_count` pages."""
-        self.sharers[request] = page_count
+    def cut_waiter(self, request: Request, page_count: int) -> None:
+        """Reduce what a waiter waits for to the first `page_count` pages."""
+        self.waiters[request] = page_count
 
 
 # --- Rooms ---
@@ -620,7 +620,6 @@ class RequestComponents:
         "draining",
         "end",
         "fetches",
-        "filler",
         "is_damaged",
         "kept",
         "lock",
@@ -629,7 +628,8 @@ class RequestComponents:
         "plan",
         "remote",
         "request",
-        "sharers",
+        "sender",
+        "waiters",
     )
 
     def __init__(self, request: Request) -> None:
@@ -648,7 +648,7 @@ class RequestComponents:
         self.lock: ComponentReceipt | None = None
         self.pin: ComponentReceipt | None = None
         self.copies = 0
-        """Number of copies and fetches under way that it waits for: to its pages, and from there to sharers."""
+        """Number of copies and fetches under way that it waits for: to its pages, and from there to waiters."""
         self.fetches: dict[ComponentFetch, None] = {}
         """Fetches from storage whose pages are not on the device yet."""
         self.plan = ComponentPlan()
@@ -658,9 +658,9 @@ class RequestComponents:
         """By component, the pages of `own` that prefill may write to."""
         self.end: tuple[str, int, bytes, bytes] | None = None
         """What its room brings for other requests as well (`tidekv.states.components.shared_ends`); None: nothing."""
-        self.sharers: dict[RequestComponents, None] = {}
+        self.waiters: dict[RequestComponents, None] = {}
         """Component pages of the requests that wait for it, oldest first."""
-        self.filler: RequestComponents | None = None
+        self.sender: RequestComponents | None = None
         """What it waits for itself, until the copies from there have started."""
 
     def was_locked(self, lock: ComponentReceipt) -> None:
@@ -762,16 +762,16 @@ class RequestComponents:
         """Note that no further request may join."""
         self.end = None
 
-    def join(self, filler: RequestComponents) -> None:
+    def join(self, sender: RequestComponents) -> None:
         """Wait for what the room of another request brings."""
-        self.filler = filler
-        filler.sharers[self] = None
+        self.sender = sender
+        sender.waiters[self] = None
 
     def part(self) -> None:
         """Wait for no other request any more."""
-        if self.filler is not None:
-            del self.filler.sharers[self]
-            self.filler = None
+        if self.sender is not None:
+            del self.sender.waiters[self]
+            self.sender = None
 
     def give_up_remote(self) -> dict[str, PageIds]:
         """Remove the pages that prefill may write to and return them; the caller of this method owns them."""

@@ -144,7 +144,7 @@ def layers_in_place(request: Request) -> int:
     0 before the first token is known, and if the request has no early READY at all.
     """
     room = request.room
-    if room is None or request.waits_for_components or request.waits_for_filler or request.lent is not None:
+    if room is None or request.waits_for_components or request.waits_for_sender or request.lent is not None:
         return 0
     if not room.ranks or len(room.aux_from) != room.ranks or not room.is_written:
         return 0

@@ -90,7 +90,7 @@ def needs_no_local_tier(request: Request, event: Event) -> bool:
 def has_everything(request: Request, event: Event) -> bool:
     """Whether every load has ended, every span is written, and the first token has arrived."""
     is_written = request.recompute.is_done or (request.room is not None and request.room.is_complete)
-    return is_written and not (request.loads or request.waits_for_components or request.waits_for_filler)
+    return is_written and not (request.loads or request.waits_for_components or request.waits_for_sender)
 
 
 def can_recompute(request: Request, event: Event) -> bool:

@@ -39,7 +39,7 @@ class Landing:
         self._landed(request)
 
     def _landed(self, request: Request) -> None:
-        # Guards, sharers of component pages and early READY ask whether the room is complete, and nothing else of it.
+        # Guards, waiters of component pages and early READY ask whether the room is complete, and nothing else of it.
         if request.room is not None and request.room.is_complete:
             self._state.request_changed(request)
         self._shared_transfers.note_landed(request)

@@ -316,9 +316,9 @@ class Restore:
         for load, page_count in (*shared.items(), *((load, load.page_count) for load in plan.loads)):
             self._loads.share(load, request, page_count)
             if load.stage is Stage.FAILED:
-                # It may have had no sharer with an open room. This request has one now: look for a filler again.
+                # It may have had no waiter with an open room. This request has one now: look for a sender again.
                 state.load_failed(load)
-        waiting = sum(load.sharers[request] for load in request.loads)
+        waiting = sum(load.waiters[request] for load in request.loads)
         # Loads that ended between grant and plan have counted their pages already; the rest is from L1.
         request.sources.note_rest(plan.end - waiting)
         if published is not None:

@@ -49,7 +49,7 @@ After that only `Progressed` moves the request, depending on what is missing:
   request's own room, and for the aux record with the first token.
 - A load that receives its pages from another request's room counts like one of the request's own room (see
   `tidekv.states.loads.shared_transfers`).
-- The failure of a load is not an event of the request. A sharer of the load asks its prefill for the pages by *extend*,
+- The failure of a load is not an event of the request. A waiter of the load asks its prefill for the pages by *extend*,
   a new span of its room, and the request keeps waiting. For this reason no tier can fail a request.
 
 Fallback

@@ -161,19 +161,19 @@ def host_pages_are_freed_while_storage_writes_to_them(patch: pytest.MonkeyPatch)
 @mutant(r"holds garbage|holds \d+ instead of|changed while|which is being read|is being written by")
 def others_copy_an_end_before_it_is_in_place(patch: pytest.MonkeyPatch) -> None:
     def hand_over(self: SharedEnds, request: Request) -> None:
-        filler = request.component_pages
-        for sharer in [] if filler is None else list(filler.sharers):
-            self._copy(filler, sharer)
+        sender = request.component_pages
+        for waiter in [] if sender is None else list(sender.waiters):
+            self._copy(sender, waiter)
 
     patch.setattr(SharedEnds, "hand_over", hand_over)
 
 
 @mutant(r"changed while|which is being read|being written or read|is free|waits for \d+ copies|pages are owned")
 def a_request_is_ready_while_others_copy_its_end(patch: pytest.MonkeyPatch) -> None:
-    def copy(self: SharedEnds, filler: RequestComponents, sharer: RequestComponents) -> None:
-        before = filler.copies
-        original(self, filler, sharer)
-        filler.copies = before
+    def copy(self: SharedEnds, sender: RequestComponents, waiter: RequestComponents) -> None:
+        before = sender.copies
+        original(self, sender, waiter)
+        sender.copies = before
 
     original = SharedEnds._copy
     patch.setattr(SharedEnds, "_copy", copy)

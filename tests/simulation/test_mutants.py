@@ -27,7 +27,7 @@ REQUESTS = 120
 SEEDS_MAX = 160
 FIRST_SEEDS = {
     "a_late_fetch_gives_its_host_pages_back_at_once": 35,
-    "a_sharer_extends_beyond_its_own_prompt": 140,
+    "a_waiter_extends_beyond_its_own_prompt": 140,
 }
 """Where a bug shows in few worlds, and seldom in the first ones."""
 MUTANTS: dict[str, Mutant] = {}
@@ -121,11 +121,11 @@ def a_request_is_ready_without_the_first_token(patch: pytest.MonkeyPatch) -> Non
 
 
 @mutant
-def a_sharer_extends_beyond_its_own_prompt(patch: pytest.MonkeyPatch) -> None:
+def a_waiter_extends_beyond_its_own_prompt(patch: pytest.MonkeyPatch) -> None:
     def fill(self: Loads, load: Load) -> None:
-        filler = self.filler_of(load)
-        if filler is not None:
-            load.sharers[filler] = load.page_count
+        sender = self.sender_of(load)
+        if sender is not None:
+            load.waiters[sender] = load.page_count
         original(self, load)
 
     original = Loads.fill

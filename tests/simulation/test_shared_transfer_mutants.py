@@ -61,7 +61,7 @@ def who_waits_is_forgotten_when_the_sender_leaves(patch: pytest.MonkeyPatch) -> 
 def pages_of_a_failed_transfer_stay_in_the_tree(patch: pytest.MonkeyPatch) -> None:
     def leave(self: SharedTransfers, request: Request, *, settled: bool) -> None:
         for load in list(request.loads):
-            if load.filler is request and load.span is not None:
+            if load.sender is request and load.span is not None:
                 self._loads.handed_over(load)
 
     patch.setattr(SharedTransfers, "leave", leave)

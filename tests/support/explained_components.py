@@ -182,14 +182,14 @@ def window_is_copied_from_the_same_prompt(play: Play) -> None:
 
 
 @says(FROM_R0, LOST_CAUSES["end_sender_left"], AGAIN, "READY", counts="shared_ends_passed_on")
-def filler_leaves(play: Play) -> None:
+def end_sender_leaves(play: Play) -> None:
     same_end(play)
     play.take(events.AbortRequested, request_id="r0")
     play.bring_everything("r1")
 
 
 @says(FROM_R0, LOST_CAUSES["end_sender_slow"], AGAIN, "READY", counts="shared_ends_passed_on")
-def filler_is_slow(play: Play) -> None:
+def end_sender_is_slow(play: Play) -> None:
     same_end(play)
     land(play, "r0", token=False)
     land(play, "r1")

@@ -235,7 +235,7 @@ def recompute_raises(play: Play) -> None:
     play.take(events.CommandRaised, op=play.last(commands.Recompute).op, detail="KeyError: 'r1'")
 
 
-def filler_is_lost(state: str) -> None:
+def sender_is_lost(state: str) -> None:
     """r1 shares pages that r0's room was to fill after a failed fetch; r0's prefill is lost."""
 
     @says("the transfer that was to fill its pages was lost", "for other pages", "READY",
@@ -254,7 +254,7 @@ def filler_is_lost(state: str) -> None:
 
 
 for waiting_state in ("PREFETCH", "TRANSFER"):
-    filler_is_lost(waiting_state)
+    sender_is_lost(waiting_state)
 
 # --- Callers ---
 

@@ -101,7 +101,7 @@ def abort(rig: Rig) -> Step:
     return lambda rig: rig.abort("a")
 
 
-def abort_of_a_filler(rig: Rig) -> Step:
+def abort_of_a_sender(rig: Rig) -> Step:
     rig.bring(State.LOCAL_RESTORE)
     rig.promised(rig.take(commands.SendPromise))
     rig.copied(rig.take(commands.CopyPages, target="device"), error="failed")
@@ -179,7 +179,7 @@ STORIES = [
     RequestTrace("last chunk", last_chunk, ends=(READY,)),
     RequestTrace("lost room", lost_room, ends=(READY,)),
     RequestTrace("abort", abort, ends=(FAILED,)),
-    RequestTrace("abort of a filler", abort_of_a_filler, ends=(FAILED,)),
+    RequestTrace("abort of a sender", abort_of_a_sender, ends=(FAILED,)),
     RequestTrace("drained", drained, ends=(FAILED,)),
     RequestTrace("growth", growth, ends=("",), never=FAILED),
     RequestTrace("finish", finish, ends=("ReportFinished",)),

@@ -70,10 +70,10 @@ def test_ten_equal_prompts_ask_for_the_component_pages_of_one(name: str, prompt:
         rig.serve(promise)
     copies = rig.take_all(commands.CopyPages, of_components=True)
     assert len(copies) == 9 * len(kinds) and not rig.take_all(commands.ReportReady)
-    filler = rig.request("0").component_pages
-    assert filler is not None
+    sender = rig.request("0").component_pages
+    assert sender is not None
     for copy in copies:
-        assert copy.source_pages == filler.plan.tables[copy.component]
+        assert copy.source_pages == sender.plan.tables[copy.component]
         assert (copy.source, copy.target) == ("device", "device")
         rig.copied(copy)
     readies = rig.take_all(commands.ReportReady)
@@ -136,17 +136,17 @@ def test_requests_that_lack_nothing_wait_for_no_other() -> None:
     cached(rig, PROMPT[:8])
     for promise in arrive(rig, "a", "b", prompt=PROMPT[:8]).values():
         assert asked(promise) == {"window": 0, "state": 0}
-        assert not rig.request(promise.request_id).waits_for_filler
+        assert not rig.request(promise.request_id).waits_for_sender
     finish_all(rig)
 
 
-def test_the_filler_is_ready_only_when_the_copies_from_its_pages_have_ended() -> None:
+def test_the_sender_is_ready_only_when_the_copies_from_its_pages_have_ended() -> None:
     rig = rig_of(state())
     promises = arrive(rig, "a", "b")
     rig.serve(promises["a"])
     copy = rig.take(commands.CopyPages, of_components=True)
     assert not rig.take_all(commands.ReportReady)
-    # Nothing joins any more: the filler does not wait for requests that arrive later.
+    # Nothing joins any more: the sender does not wait for requests that arrive later.
     assert asked(arrive(rig, "c")["c"]) == {"state": 1}
     rig.copied(copy)
     assert rig.take(commands.ReportReady).request_id == "a"
@@ -155,7 +155,7 @@ def test_the_filler_is_ready_only_when_the_copies_from_its_pages_have_ended() ->
     finish_all(rig)
 
 
-def test_a_request_joins_while_the_filler_waits_for_something_else() -> None:
+def test_a_request_joins_while_the_sender_waits_for_something_else() -> None:
     rig = rig_of(state())
     rig.make_cached("past", PROMPT[:4])
     rig.flush("l1")
@@ -164,7 +164,7 @@ def test_a_request_joins_while_the_filler_waits_for_something_else() -> None:
     copy_of_host = rig.take(commands.CopyPages, target="device")
     promises = arrive(rig, "b")
     assert asked(promises["b"]) == {"state": 0}
-    # What the filler's room has brought is in place already.
+    # What the sender's room has brought is in place already.
     copy = rig.take(commands.CopyPages, of_components=True)
     rig.copied(copy_of_host)
     assert not rig.take_all(commands.ReportReady)
@@ -196,7 +196,7 @@ ENDS: dict[str, Callable[[Rig], object]] = {
 
 @pytest.mark.parametrize("has_landed", [False, True], ids=["before its pages land", "after a part of them"])
 @pytest.mark.parametrize("end", ENDS)
-def test_if_the_filler_leaves_the_oldest_sharer_is_the_next_one(end: str, has_landed: bool) -> None:
+def test_if_the_sender_leaves_the_oldest_waiter_is_the_next_one(end: str, has_landed: bool) -> None:
     rig = rig_of(share_wait_s=100.0)
     promises = arrive(rig, "a", deadline_at_s=1.0) | arrive(rig, "b", "c")
     if has_landed or end == "is lost":
@@ -218,12 +218,12 @@ def test_if_the_filler_leaves_the_oldest_sharer_is_the_next_one(end: str, has_la
     finish_all(rig)
 
 
-def test_a_filler_that_moves_to_the_next_prefill_leaves_its_sharers_to_another_one() -> None:
+def test_a_sender_that_moves_to_the_next_prefill_leaves_its_waiters_to_another_one() -> None:
     rig = rig_of()
     arrive(rig, "a", prefill_count=2)
     arrive(rig, "b")
     fails(rig)
-    # The sharer asks for the end, and the request that left joins it.
+    # The waiter asks for the end, and the request that left joins it.
     extends = rig.take_all(commands.SendExtend)
     assert {extend.component: len(extend.pages) for extend in extends if extend.component != "full"} == AT_THE_END
     promise = rig.take(commands.SendPromise)
@@ -232,7 +232,7 @@ def test_a_filler_that_moves_to_the_next_prefill_leaves_its_sharers_to_another_o
     finish_all(rig)
 
 
-def test_a_sharer_that_leaves_is_not_copied_to_and_the_others_are() -> None:
+def test_a_waiter_that_leaves_is_not_copied_to_and_the_others_are() -> None:
     rig = rig_of(state())
     promises = arrive(rig, "a", "b", "c")
     rig.abort("b")
@@ -244,7 +244,7 @@ def test_a_sharer_that_leaves_is_not_copied_to_and_the_others_are() -> None:
     finish_all(rig)
 
 
-def test_the_filler_that_leaves_during_a_copy_keeps_its_pages_until_it_has_ended() -> None:
+def test_the_sender_that_leaves_during_a_copy_keeps_its_pages_until_it_has_ended() -> None:
     rig = rig_of(state())
     promises = arrive(rig, "a", "b")
     rig.serve(promises["a"])
@@ -258,7 +258,7 @@ def test_the_filler_that_leaves_during_a_copy_keeps_its_pages_until_it_has_ended
     finish_all(rig)
 
 
-def test_a_sharer_that_leaves_during_its_copy_holds_its_pages_and_the_filler_until_it_has_ended() -> None:
+def test_a_waiter_that_leaves_during_its_copy_holds_its_pages_and_the_sender_until_it_has_ended() -> None:
     rig = rig_of(state())
     promises = arrive(rig, "a", "b")
     rig.serve(promises["a"])
@@ -272,7 +272,7 @@ def test_a_sharer_that_leaves_during_its_copy_holds_its_pages_and_the_filler_unt
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_after_a_failed_copy_the_sharer_asks_its_own_prefill(raises: bool) -> None:
+def test_after_a_failed_copy_the_waiter_asks_its_own_prefill(raises: bool) -> None:
     rig = rig_of(state())
     promises = arrive(rig, "a", "b")
     rig.serve(promises["a"])
@@ -308,10 +308,10 @@ def test_after_a_late_copy_both_get_fresh_pages_and_the_old_ones_stay_until_it_e
     finish_all(rig)
 
 
-def test_a_sharer_waits_for_a_stalled_filler_for_a_while_only() -> None:
+def test_a_waiter_waits_for_a_stalled_sender_for_a_while_only() -> None:
     rig = rig_of(share_wait_s=0.5)
     promises = arrive(rig, "a", "b")
-    # Its full pages have landed, so that the sharer waits for the component pages and nothing else.
+    # Its full pages have landed, so that the waiter waits for the component pages and nothing else.
     rig.promised(promises["a"])
     rig.chunk(promises["a"], count=4, last=False)
     rig.serve(promises["b"])
@@ -325,14 +325,14 @@ def test_a_sharer_waits_for_a_stalled_filler_for_a_while_only() -> None:
     for extend in extends:
         assert extend.request_id == "b"
         rig.chunk(extend)
-    # The filler goes on: nothing is waited for any more.
+    # The sender goes on: nothing is waited for any more.
     rig.chunk(promises["a"], first=4, count=1)
     rig.aux(promises["a"])
     assert {one.request_id for one in rig.take_all(commands.ReportReady)} == {"a", "b"}
     finish_all(rig)
 
 
-def test_a_filler_of_which_something_lands_meanwhile_is_waited_for() -> None:
+def test_a_sender_of_which_something_lands_meanwhile_is_waited_for() -> None:
     rig = rig_of(share_wait_s=0.5)
     promises = arrive(rig, "a", "b")
     rig.promised(promises["a"])
@@ -359,7 +359,7 @@ def test_pages_of_one_prefill_rank_are_not_enough() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_plan_that_raises_leaves_no_sharer_and_no_filler(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_raises_leaves_no_waiter_and_no_sender(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for first in ("a", "b"):
         rig = rig_of()
         if first == "b":
@@ -373,11 +373,11 @@ def test_a_plan_that_raises_leaves_no_sharer_and_no_filler(times: int, monkeypat
 
 
 LEAVES = ("abort", "refuse", "lose", "stall")
-"""Faults of a filler that leave its sharers without it."""
+"""Faults of a sender that leave its waiters without it."""
 
 
 class Play:
-    """Equal and other prompts, of which fillers have faults, in the order of their arrival."""
+    """Equal and other prompts, of which senders have faults, in the order of their arrival."""
 
     def __init__(self, rig: Rig, prompts: list[bytes], faults: list[str]) -> None:
         self.rig = rig
@@ -414,9 +414,9 @@ class Play:
             self.rig.aux(promise)
 
     def run(self) -> None:
-        while fillers := {*self.extends, *(name for name in self.rooms if sum(asked(self.rooms[name]).values()))}:
+        while senders := {*self.extends, *(name for name in self.rooms if sum(asked(self.rooms[name]).values()))}:
             # What stalls while another one is played would be passed on as well.
-            self.play(min(self.extends or fillers, key=int))
+            self.play(min(self.extends or senders, key=int))
             self.take_promises()
         for name in list(self.rooms):
             self.serve(name)
@@ -439,7 +439,7 @@ class Play:
         elif fault == "lose":
             rig.step(events.WriterLost, writer=f"prefill of {name}", cause="silence")
         elif fault == "stall":
-            # The first token is late, and the sharers have everything else.
+            # The first token is late, and the waiters have everything else.
             if promise is not None:
                 rig.chunk(promise)
             for other in [other for other in self.rooms if other != name and self.is_equal(other, name)]:
@@ -457,7 +457,7 @@ class Play:
         for copy in self.rig.take_all(commands.CopyPages, of_components=True):
             owner = self.rig.core.state.operations[copy.op]
             assert isinstance(owner, SharedEndCopy)
-            to = owner.sharer.request
+            to = owner.waiter.request
             fails = to is not None and self.faults[to.request_id] == "copy fails"
             self.rig.copied(copy, error="bus error" if fails else "")
 

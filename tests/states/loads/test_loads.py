@@ -12,7 +12,7 @@ from tidekv.states.records.stages import Stage
 EIGHT = b"abcdefgh"
 
 
-def make_sharers(rig: Rig, *prompts: bytes, source: str = "l2") -> list[commands.SendPromise]:
+def make_waiters(rig: Rig, *prompts: bytes, source: str = "l2") -> list[commands.SendPromise]:
     """Requests "r0", "r1"… for these prompts, planned one after the other, over b"abcdef" in that tier."""
     rig.attach_storage()
     rig.make_cached("past", EIGHT[:6])
@@ -30,9 +30,9 @@ def make_sharers(rig: Rig, *prompts: bytes, source: str = "l2") -> list[commands
 
 
 @pytest.mark.parametrize("source", ["l2", "l3"])
-def test_sharers_cause_one_load_and_are_ready_together(source: str) -> None:
+def test_waiters_cause_one_load_and_are_ready_together(source: str) -> None:
     rig = Rig()
-    make_sharers(rig, EIGHT, b"abcdefxy", source=source)
+    make_waiters(rig, EIGHT, b"abcdefxy", source=source)
     assert len(rig.core.loads) == 1
     if source == "l3":
         rig.fetched(rig.take(commands.FetchPages))
@@ -44,16 +44,16 @@ def test_sharers_cause_one_load_and_are_ready_together(source: str) -> None:
     rig.nothing_else()
 
 
-def test_a_sharer_may_use_a_part_of_a_load() -> None:
+def test_a_waiter_may_use_a_part_of_a_load() -> None:
     rig = Rig()
-    make_sharers(rig, EIGHT, b"abcxyz")
+    make_waiters(rig, EIGHT, b"abcxyz")
     rig.copied(rig.take(commands.CopyPages, target="device"))
     assert [ready.sources["l2"] for ready in rig.take_all(commands.ReportReady)] == [6, 3]
 
 
-def test_the_oldest_sharer_extends_into_a_failed_load_and_the_others_share_that() -> None:
+def test_the_oldest_waiter_extends_into_a_failed_load_and_the_others_share_that() -> None:
     rig = Rig()
-    promises = make_sharers(rig, EIGHT, b"abcdefxy", b"abcdefpq")
+    promises = make_waiters(rig, EIGHT, b"abcdefxy", b"abcdefpq")
     rig.copied(rig.take(commands.CopyPages, target="device"), error="failed")
     extend = rig.take(commands.SendExtend)
     assert (extend.request_id, extend.generation) == ("r0", promises[0].generation)
@@ -62,9 +62,9 @@ def test_the_oldest_sharer_extends_into_a_failed_load_and_the_others_share_that(
     assert [ready.sources["transfer"] for ready in rig.take_all(commands.ReportReady)] == [8, 8, 8]
 
 
-def test_a_filler_extends_no_further_than_its_own_prompt_goes() -> None:
+def test_a_sender_extends_no_further_than_its_own_prompt_goes() -> None:
     rig = Rig()
-    make_sharers(rig, source="l3")
+    make_waiters(rig, source="l3")
     rig.arrive("old", b"abcxyz")
     waiting = rig.take(commands.QueryStorage)
     rig.arrive("young", EIGHT)
@@ -75,7 +75,7 @@ def test_a_filler_extends_no_further_than_its_own_prompt_goes() -> None:
     assert promise.promised_tokens == 3
     rig.serve(promise)
     rig.fetched(rig.take(commands.FetchPages), good=0)
-    # The oldest sharer runs along the first three pages only; the other brings what lies behind.
+    # The oldest waiter runs along the first three pages only; the other brings what lies behind.
     extends = rig.take_all(commands.SendExtend)
     assert [(extend.request_id, extend.first, len(extend.pages)) for extend in extends] == [
         ("old", 0, 3),
@@ -87,9 +87,9 @@ def test_a_filler_extends_no_further_than_its_own_prompt_goes() -> None:
     assert {ready.request_id for ready in rig.take_all(commands.ReportReady)} == {"old", "young"}
 
 
-def test_an_abort_of_the_filler_sends_the_others_back_and_frees_its_pages_when_drained() -> None:
+def test_an_abort_of_the_sender_sends_the_others_back_and_frees_its_pages_when_drained() -> None:
     rig = Rig()
-    make_sharers(rig, EIGHT, b"abcdefxy")
+    make_waiters(rig, EIGHT, b"abcdefxy")
     rig.copied(rig.take(commands.CopyPages, target="device"), error="failed")
     extend = rig.take(commands.SendExtend)
     rig.abort("r0")
@@ -110,9 +110,9 @@ def test_an_abort_of_the_filler_sends_the_others_back_and_frees_its_pages_when_d
     rig.take(commands.ReportReady)
 
 
-def test_an_abort_of_a_sharer_leaves_the_load_to_the_others() -> None:
+def test_an_abort_of_a_waiter_leaves_the_load_to_the_others() -> None:
     rig = Rig()
-    make_sharers(rig, EIGHT, b"abcdefxy")
+    make_waiters(rig, EIGHT, b"abcdefxy")
     rig.abort("r0")
     rig.take(commands.ReportFailed)
     rig.copied(rig.take(commands.CopyPages, target="device"))
@@ -121,7 +121,7 @@ def test_an_abort_of_a_sharer_leaves_the_load_to_the_others() -> None:
 
 def test_a_copy_that_nobody_waits_for_becomes_cache() -> None:
     rig = Rig()
-    make_sharers(rig, EIGHT)
+    make_waiters(rig, EIGHT)
     rig.abort("r0")
     rig.take(commands.ReportFailed)
     rig.copied(rig.take(commands.CopyPages, target="device"))
@@ -131,7 +131,7 @@ def test_a_copy_that_nobody_waits_for_becomes_cache() -> None:
 
 def test_a_read_that_nobody_waits_for_is_kept_in_host_memory_alone() -> None:
     rig = Rig()
-    make_sharers(rig, EIGHT, source="l3")
+    make_waiters(rig, EIGHT, source="l3")
     rig.abort("r0")
     rig.take(commands.ReportFailed)
     rig.take(commands.SendAbort)
@@ -144,7 +144,7 @@ def test_a_read_that_nobody_waits_for_is_kept_in_host_memory_alone() -> None:
 
 def test_a_copy_that_failed_with_nobody_left_gives_its_pages_back() -> None:
     rig = Rig()
-    make_sharers(rig, EIGHT)
+    make_waiters(rig, EIGHT)
     rig.abort("r0")
     rig.take(commands.ReportFailed)
     rig.copied(rig.take(commands.CopyPages, target="device"), error="failed")
@@ -152,10 +152,10 @@ def test_a_copy_that_failed_with_nobody_left_gives_its_pages_back() -> None:
     assert rig.core.statistics()["device_free"] == rig.settings.device_pages
 
 
-def test_a_failed_load_waits_for_a_sharer_that_has_no_room_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_load_waits_for_a_waiter_that_has_no_room_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its plan raises, so it gives up storage: the load that it shares has no other request to extend into it."""
     rig = Rig()
-    make_sharers(rig, EIGHT, source="l3")
+    make_waiters(rig, EIGHT, source="l3")
     rig.abort("r0")
     rig.take(commands.ReportFailed)
     rig.take(commands.SendAbort)
@@ -171,11 +171,11 @@ def test_a_failed_load_waits_for_a_sharer_that_has_no_room_yet(monkeypatch: pyte
     rig.take(commands.ReportReady)
 
 
-def test_a_failed_load_is_given_up_with_its_last_sharer_if_that_never_has_a_room(
+def test_a_failed_load_is_given_up_with_its_last_waiter_if_that_never_has_a_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = Rig()
-    make_sharers(rig, EIGHT, source="l3")
+    make_waiters(rig, EIGHT, source="l3")
     rig.abort("r0")
     rig.take(commands.ReportFailed)
     rig.drained(rig.take(commands.SendAbort))

@@ -33,7 +33,7 @@ def sources(ready: commands.ReportReady) -> dict[str, int]:
     return {name: tokens for name, tokens in ready.sources.items() if tokens}
 
 
-# --- The filler succeeds ---
+# --- The sender succeeds ---
 
 
 def test_who_waits_is_sent_only_what_follows_the_common_part_and_at_once() -> None:
@@ -131,7 +131,7 @@ def test_who_waits_for_memory_needs_none_for_what_is_being_sent() -> None:
     assert ask(rig, "b", B).promised_tokens == 8
 
 
-# --- The filler leaves ---
+# --- The sender leaves ---
 
 
 def abort(rig: Rig, name: str) -> None:
@@ -284,7 +284,7 @@ def test_who_waits_may_leave_and_the_sender_does_not_notice() -> None:
     assert sources(rig.take(commands.ReportReady)) == {"transfer": 12}
 
 
-# --- The filler is slow ---
+# --- The sender is slow ---
 
 
 def stalled(**settings: Any) -> tuple[Rig, commands.SendPromise]:

@@ -189,8 +189,8 @@ def test_insert_stops_before_a_foreign_load_and_passes_its_own(bench: Bench) -> 
     assert inserted.rejected == foreign[1:] and inserted.duplicates == foreign[:1]
     assert inserted.pages.tolist() == [0, *foreign[1:]]
     assert inserted.node is node.parent
-    sharer = page_ids([0]) + node.device + foreign[3:]
-    assert bench.index.insert("", keys(1, 2, 3, 4), sharer).inserted_count == 1
+    shared = page_ids([0]) + node.device + foreign[3:]
+    assert bench.index.insert("", keys(1, 2, 3, 4), shared).inserted_count == 1
     bench.check()
 
 
@@ -208,7 +208,7 @@ def test_insert_looks_for_ours_in_all_that_hangs_below_void_pages(bench: Bench) 
     node = bench.pending(bench.put(1), 2, 3)
     below = bench.pending(node, 4, 5)
     bench.index.set_load(below, None)
-    sharer = bench.index.lock(below)
+    shared = bench.index.lock(below)
     path = page_ids([0]) + node.device + below.device
     bench.index.set_reclaiming(node)
     # All of these are the tree's, to the last one: nothing of them is to be given back.
@@ -218,7 +218,7 @@ def test_insert_looks_for_ours_in_all_that_hangs_below_void_pages(bench: Bench) 
     assert inserted.rejected == foreign
     assert bench.index.insert("", keys(1, 2, 3, 4), path[:3] + foreign[:1]).rejected == foreign[:1]
     bench.device.give_back(foreign)
-    bench.index.unlock(sharer)
+    bench.index.unlock(shared)
     bench.check()
 
 
@@ -286,7 +286,7 @@ def test_void_pages_hide_their_node_until_they_are_dropped(bench: Bench) -> None
     node = bench.pending(above, 2, 3)
     below = bench.pending(node, 4)
     bench.index.set_load(below, None)
-    sharer = bench.index.lock(below)
+    shared = bench.index.lock(below)
     bench.index.set_reclaiming(node)
     bench.check()
     assert bench.index.probe_prefix("", keys(1, 2, 3, 4)) == (1, 0)
@@ -294,7 +294,7 @@ def test_void_pages_hide_their_node_until_they_are_dropped(bench: Bench) -> None
     assert keys(2) in above.children
     assert bench.device.draining == 2 and bench.index.flush("device") == (0, 2)
     assert bench.index.drop_reclaiming(node) is None
-    bench.index.unlock(sharer)
+    bench.index.unlock(shared)
     pages = bench.index.drop_reclaiming(node)
     assert pages is not None and bench.device.holds(pages, PageState.DRAINING)
     bench.device.settle(pages)
