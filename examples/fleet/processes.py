@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from typing import Literal
 import httpx
 import msgspec
 
+from benchmarks.ports import free_port
 from examples.service.options import PrefillOptions
 from tidekv import InvalidConfig
 
@@ -129,7 +129,7 @@ class Fleet:
 
     def __init__(self, options: FleetOptions, policy: str) -> None:
         """Choose free ports; nothing is started. Raises InvalidConfig if a program is not installed."""
-        self._ports = iter(_free_ports(3 + options.prefills + 3 * options.decodes))
+        self._ports = iter(free_port() for _ in range(3 + options.prefills + 3 * options.decodes))
         self._logs = options.logs / policy
         self._logs.mkdir(parents=True, exist_ok=True)
         self._is_dynamo = options.router == "dynamo"
@@ -271,12 +271,3 @@ def _cpu_s(pid: int) -> float:
         return 0.0
     # Its own times in user and system mode: fields 14 and 15, counted from before the name.
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return ports that were free a moment ago."""
-    sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 
+from benchmarks.ports import free_address
 from tidekv.engine.cli.main import app
 from tidekv.engine.cli.usage import run_app
 
@@ -134,11 +134,10 @@ def test_why_there_are_no_metrics_is_said_in_plain_words(fail: Fail) -> None:
         def log_message(self, *_: object) -> None:
             pass
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    text = fail("top", f"127.0.0.1:{port}", hint="tidekv top")
+    address = free_address()
+    text = fail("top", address, hint="tidekv top")
     assert text == (
-        f"no engine answers at '127.0.0.1:{port}': nothing listens there; set engine.metrics.listen, or "
+        f"no engine answers at '{address}': nothing listens there; set engine.metrics.listen, or "
         "prefill.metrics_listen, to this address"
     )
     with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:

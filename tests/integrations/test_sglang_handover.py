@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from array import array
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.ports import free_port
 from tests.support.sglang_contract import (
     ASKED,
     PAGE,
@@ -363,9 +363,7 @@ def test_another_prefill_computes_the_prompt_of_one_that_is_gone(
 ) -> None:
     monkeypatch.setenv("TIDEKV_SGLANG", SETTINGS[:-1] + ', "prefills": ["127.0.0.1:7", "127.0.0.1:8998"]}')
     servers = Servers()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        closed = server.getsockname()[1]
-    SERVICES["127.0.0.1:6"] = [{"rank_ip": "127.0.0.1", "rank_port": closed}]
+    SERVICES["127.0.0.1:6"] = [{"rank_ip": "127.0.0.1", "rank_port": free_port()}]
     try:
         asked = servers.ask(PROMPT, [9, 8, 7, 6, 5, 4], 5, bootstrap_addr="127.0.0.1:6")
         servers.wait(lambda: asked.kv_receiver.poll() == KVPoll.Failed or bool(RECOMPUTES))

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.ports import free_address
 from tests.support.waits import LIMIT_S
 from tests.transports.test_wire import HELLO
 from tidekv.states.errors import (
@@ -541,7 +542,7 @@ async def test_why_a_listener_cannot_be_dialled_is_one_of_a_few_causes(
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
         assert await cause_of(f"127.0.0.1:{port}", handshake_s=0.05) is PrefillCause.SILENT
-    assert await cause_of(f"127.0.0.1:{port}") is PrefillCause.CONNECTION_REFUSED
+    assert await cause_of(free_address()) is PrefillCause.CONNECTION_REFUSED
     tls = ssl.create_default_context()
     plain = await ends.listen()
     assert await cause_of(plain.address, dial_tls=tls) in (PrefillCause.MISCONFIGURED, PrefillCause.UNREACHABLE)

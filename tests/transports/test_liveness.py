@@ -10,6 +10,7 @@ import threading
 import pytest
 import uvloop
 
+from benchmarks.ports import free_address
 from tests.support.waits import LIMIT_S, until
 from tidekv import DevicePool, EngineConfig, KVLayout, NixlTransport, PeerOptions, PrefillPeer, PrefillThread
 from tidekv.engine.decode.decode_engine import DecodeEngine
@@ -97,12 +98,12 @@ async def test_datagrams_of_strangers_are_not_answered_and_end_nothing() -> None
 
 
 async def test_a_taken_udp_port_leaves_the_listener_without_signs_of_life() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
-        taken.bind(("127.0.0.1", 0))
-        listener = ControlListener(hold, ControlOptions())
-        await listener.open(f"127.0.0.1:{taken.getsockname()[1]}")
-        assert listener.liveness_key == b""
-        await listener.close()
+    # `free_address` binds the UDP port of this number, and no connection of another process gets the TCP port.
+    address = free_address()
+    listener = ControlListener(hold, ControlOptions())
+    await listener.open(address)
+    assert listener.liveness_key == b""
+    await listener.close()
 
 
 @pytest.mark.parametrize("answer", ["stalled", "turning", "none"])
