@@ -10,12 +10,12 @@ from pathlib import Path
 from types import FrameType
 
 SAMPLE_S = 0.001
-INDEX_FILES = ("index", "node", "insertion", "tree", "dropping", "eviction", "tiers")
 PARTS = (
     ("/transitions/", "machine"),
     ("/states/request/", "machine"),
-    *((f"/states/{name}.py", "index") for name in INDEX_FILES),
-    *((f"/states/{name}.py", "budget") for name in ("accounts", "conditions", "queue", "core_state")),
+    ("/states/prefix/", "index"),
+    ("/states/pages/", "pools"),
+    ("/states/core_state.py", "pools"),
     ("/states/", "rules"),
     ("/engine/journal/", "journal"),
     ("/structlog/", "journal"),

@@ -1,4 +1,4 @@
-"""Cost of the prefix index per request: conversations of many turns, replayed against the index and its page accounts.
+"""Cost of the prefix index per request: conversations of many turns, replayed against the index and its page pools.
 
     python -m benchmarks.index [--requests 4000] [--page-size 64] [--pages 15000]
 

@@ -63,10 +63,8 @@ class SimulatedComponents:
         self.counts: Counter[str] = Counter()
         """Counts of operations, for tests that check what a run exercised."""
         if core.state.components is not None:
-            self.pools |= {
-                ("device", name): SimulatedPool(t.account) for name, t in core.state.components.device.items()
-            }
-            self.pools |= {("host", name): SimulatedPool(t.account) for name, t in core.state.components.host.items()}
+            self.pools |= {("device", name): SimulatedPool(t.pool) for name, t in core.state.components.device.items()}
+            self.pools |= {("host", name): SimulatedPool(t.pool) for name, t in core.state.components.host.items()}
 
     @property
     def is_quiet(self) -> bool:
@@ -327,16 +325,15 @@ class SimulatedComponents:
 
     def check_sums(self) -> None:
         """Raise a Violation if a pool does not add up."""
-        for pool in self.pools.values():
-            account = pool.account
-            if account.free + account.owned + account.cached + account.draining != account.total:
-                raise Violation(f"pool {account.name} does not add up")
+        for pool in (simulated.pool for simulated in self.pools.values()):
+            if pool.free + pool.owned + pool.cached + pool.draining != pool.total:
+                raise Violation(f"pool {pool.name} does not add up")
 
     def _require(self, name: str, pages: Iterable[int], allowed: tuple[PageState, ...], who: str) -> None:
-        account = self.pools["device", name].account
+        pool = self.pools["device", name].pool
         for page in pages:
-            if account.condition(page) not in allowed:
-                raise Violation(f"{who} names page {page} of {account.name}, which is {account.condition(page).name}")
+            if pool.condition(page) not in allowed:
+                raise Violation(f"{who} names page {page} of {pool.name}, which is {pool.condition(page).name}")
 
 
 def draw_components(random: Random, page_size: int, *, always: bool = False) -> tuple[Component, ...]:

@@ -43,10 +43,10 @@ class Contents:
 class SimulatedPool:
     """The pages of one pool."""
 
-    def __init__(self, account: PagePool) -> None:
-        self.account = account
-        self._is_lent = isinstance(account, LentPool)
-        self.tags = [GARBAGE] * account.total
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self._is_lent = isinstance(pool, LentPool)
+        self.tags = [GARBAGE] * pool.total
         self.flipped: set[int] = set()
         """Pages of which a bit has flipped since they were written: what their tags stand for, but for that bit."""
         self._writers: dict[int, tuple[object, int]] = {}
@@ -72,7 +72,7 @@ class SimulatedPool:
     def use_put(self, page: int, tag: int, who: str) -> None:
         """Write a page in use at once."""
         if self._users.get(page) != who:
-            raise Violation(f"{who} writes to {self.account.name} page {page}, which it does not use")
+            raise Violation(f"{who} writes to {self.pool.name} page {page}, which it does not use")
         self.tags[page] = tag
 
     def put_layers(self, pages: PageIds, tags: list[int], layers: int) -> None:
@@ -89,22 +89,22 @@ class SimulatedPool:
             found, count = (self.tags[page], layers) if is_whole else self._layers.get(page, (GARBAGE, 0))
             if found != tag or count < layers:
                 raise Violation(
-                    f"{self.account.name} page {page}, number {at} of {who}, has {count} layers of {found}, not"
+                    f"{self.pool.name} page {page}, number {at} of {who}, has {count} layers of {found}, not"
                     f" {layers} of {tag}"
                 )
 
     def _require_unused(self, page: int, who: object) -> None:
         if page in self._users:
-            raise Violation(f"{who} takes {self.account.name} page {page}, which {self._users[page]} may write to")
+            raise Violation(f"{who} takes {self.pool.name} page {page}, which {self._users[page]} may write to")
 
     def begin_write(self, pages: PageIds, who: object) -> None:
         """Begin a write by `who`: the pages hold garbage until `end_write`."""
         for page in pages:
             writer, count = self._writers.get(page, (who, 0))
             if writer != who:
-                raise Violation(f"{who} writes to {self.account.name} page {page}, to which {writer} still writes")
+                raise Violation(f"{who} writes to {self.pool.name} page {page}, to which {writer} still writes")
             if page in self._readers:
-                raise Violation(f"{who} writes to {self.account.name} page {page}, which is being read")
+                raise Violation(f"{who} writes to {self.pool.name} page {page}, which is being read")
             self._require_taken(page, who)
             self._require_unused(page, who)
             self._layers.pop(page, None)
@@ -117,7 +117,7 @@ class SimulatedPool:
         for at, page in enumerate(pages):
             writer, count = self._writers.pop(page)
             if writer != who:
-                raise Violation(f"{who} ends a write to {self.account.name} page {page}, which is {writer}'s")
+                raise Violation(f"{who} ends a write to {self.pool.name} page {page}, which is {writer}'s")
             if count > 1:
                 self._writers[page] = (writer, count - 1)
             self._require_taken(page, who)
@@ -127,7 +127,7 @@ class SimulatedPool:
     def put(self, page: int, tag: int, who: object) -> None:
         """Write a page at once."""
         if page in self._writers or page in self._readers:
-            raise Violation(f"{who} writes to {self.account.name} page {page}, which is being written or read")
+            raise Violation(f"{who} writes to {self.pool.name} page {page}, which is being written or read")
         self._require_unused(page, who)
         self.tags[page] = tag
         self.flipped.discard(page)
@@ -140,7 +140,7 @@ class SimulatedPool:
         """Begin a read; returns the tags of the pages, which must not be garbage."""
         found = [self.tags[page] for page in pages]
         if GARBAGE in found:
-            raise Violation(f"{who} reads {self.account.name} page {pages[found.index(GARBAGE)]}, which holds garbage")
+            raise Violation(f"{who} reads {self.pool.name} page {pages[found.index(GARBAGE)]}, which holds garbage")
         for page in pages:
             self._readers[page] = self._readers.get(page, 0) + 1
         return found
@@ -152,7 +152,7 @@ class SimulatedPool:
             if count > 1:
                 self._readers[page] = count - 1
             if self.tags[page] != tag:
-                raise Violation(f"{self.account.name} page {page} changed while {who} read it")
+                raise Violation(f"{self.pool.name} page {page} changed while {who} read it")
 
     def expect(self, pages: PageIds, tags: list[int], who: object, *, may_be_flipped: bool = False) -> None:
         """Raise a Violation unless these pages hold these tags, have an owner, and are not being written.
@@ -164,20 +164,20 @@ class SimulatedPool:
                 self._require_taken(page, who)
             if self.tags[page] != tag:
                 raise Violation(
-                    f"{self.account.name} page {page}, number {at} of {who}, holds {self.tags[page]} instead of {tag}"
+                    f"{self.pool.name} page {page}, number {at} of {who}, holds {self.tags[page]} instead of {tag}"
                 )
             if page in self.flipped and not may_be_flipped:
-                raise Violation(f"{self.account.name} page {page}, number {at} of {who}, has a flipped bit")
+                raise Violation(f"{self.pool.name} page {page}, number {at} of {who}, has a flipped bit")
             if page in self._writers:
                 raise Violation(
-                    f"{self.account.name} page {page}, number {at} of {who}, is being written by {self._writers[page]}"
+                    f"{self.pool.name} page {page}, number {at} of {who}, is being written by {self._writers[page]}"
                 )
 
     def expect_quiet(self, pages: PageIds, who: object) -> None:
         """Raise a Violation if one of these pages, which their owner gets back, is being written or read."""
         for page in pages:
             if page in self._writers or page in self._readers:
-                raise Violation(f"{who} gets {self.account.name} page {page} back, which is being written or read")
+                raise Violation(f"{who} gets {self.pool.name} page {page} back, which is being written or read")
 
     def check(self) -> None:
         """Raise a Violation if a free page is being read or written. Those of a lent pool are read by offers."""
@@ -190,5 +190,5 @@ class SimulatedPool:
         return not self._writers and not self._readers and not self._users
 
     def _require_taken(self, page: int, who: object) -> None:
-        if self.account.condition(page) is PageState.FREE:
-            raise Violation(f"{who} touches {self.account.name} page {page}, which is free")
+        if self.pool.condition(page) is PageState.FREE:
+            raise Violation(f"{who} touches {self.pool.name} page {page}, which is free")

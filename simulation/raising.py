@@ -1,6 +1,6 @@
 """Makes rules of the core raise at an arbitrary call, as a defect, an eviction policy or a hook would.
 
-Every call of a rule to the index, the page accounts or the shared state is a possible place; the raise comes before the
+Every call of a rule to the index, the page pools or the shared state is a possible place; the raise comes before the
 call has any effect. At most one call per step raises, so that the recovery itself succeeds.
 """
 
@@ -55,7 +55,7 @@ COMPONENT_CALLS = (
     "drain",
     "settle",
 )
-ACCOUNT_CALLS = ("take", "give_back", "drain", "settle", "hand_back")
+POOL_CALLS = ("take", "give_back", "drain", "settle", "hand_back")
 STATE_CALLS = ("emit", "start_operation", "make_device_room", "make_host_room")
 PLACES_MAX = 24
 
@@ -81,11 +81,11 @@ class Places:
             setattr(state.components, name, self._watched(getattr(state.components, name)))
         for name in STATE_CALLS:
             setattr(state, name, self._watched(getattr(state, name)))
-        # An account has no instance dictionary (slots), so its class is replaced by one with watched methods.
-        for account in (state.device, state.host):
-            kind = type(account)
-            calls = {name: self._watched(getattr(kind, name)) for name in ACCOUNT_CALLS if hasattr(kind, name)}
-            account.__class__ = type("WatchedAccount", (kind,), {"__slots__": (), **calls})
+        # A pool has no instance dictionary (slots), so its class is replaced by one with watched methods.
+        for pool in (state.device, state.host):
+            kind = type(pool)
+            calls = {name: self._watched(getattr(kind, name)) for name in POOL_CALLS if hasattr(kind, name)}
+            pool.__class__ = type("WatchedPool", (kind,), {"__slots__": (), **calls})
         core.step = self._stepping(core.step)  # type: ignore[method-assign, assignment]  # Calls count only within steps.
 
     def _stepping(self, step: Callable[[Event], list[Command]]) -> Callable[[Event], list[Command]]:

@@ -46,7 +46,7 @@ def kept_components(core: Core) -> tuple[object, ...]:
     """Return the state that must be equal on all ranks: free pages of each pool, and pages of each node."""
     components = core.state.components
     return tuple(
-        (tuple(tier.account.free_pages), tuple(tuple(tier.pages_of(node).items()) for node in tier.nodes()))
+        (tuple(tier.pool.free_pages), tuple(tuple(tier.pages_of(node).items()) for node in tier.nodes()))
         for tier in (() if components is None else components.tiers)
     )
 

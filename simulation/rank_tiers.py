@@ -208,7 +208,7 @@ class RankTiers:
         op, by_layer = command.op, command.by_layer
         source_pages, target_pages = command.source_pages, command.target_pages
         who, failed = f"copy {op}", self.error("copy_fails")
-        if source.account.name.startswith("host") and self._rank.hits("host_page_is_flipped"):
+        if source.pool.name.startswith("host") and self._rank.hits("host_page_is_flipped"):
             source.flipped.add(self._rank.random.choice(source_pages))
         found = source.begin_read(source_pages, who)
         target.begin_write(target_pages, who)

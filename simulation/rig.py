@@ -374,7 +374,7 @@ class Rig:
         """Return the first pages that are not lent, of the full KV or of a component."""
         pool, components = self.core.state.device, self.core.state.components
         if component and components is not None:
-            pool = components.device[component].account
+            pool = components.device[component].pool
         return tuple(page for page in range(pool.total) if pool.condition(page) is PageState.FREE)[:count]
 
     def pages_of(self, tokens: int) -> int:

@@ -204,7 +204,7 @@ class SimulatedCopies:
             world.outcomes.raised(op)
             return
         who = f"copy {op}"
-        if name == "copy_in" or source.account.name.startswith("host"):
+        if name == "copy_in" or source.pool.name.startswith("host"):
             world.flip_one(source, source_pages)
         found = source.begin_read(source_pages, who)
         target.begin_write(target_pages, who)

@@ -344,9 +344,9 @@ class World:
             self.digest = zlib.crc32(ENCODER.encode(wish), self.digest)
             self._execute[type(wish)](wish)
         self._is_stepping = False
-        for account in (self.core.state.device, self.core.state.host):
-            if account.free + account.owned + account.cached + account.draining != account.total:
-                raise Violation(f"pool {account.name} does not add up")
+        for pool in (self.core.state.device, self.core.state.host):
+            if pool.free + pool.owned + pool.cached + pool.draining != pool.total:
+                raise Violation(f"pool {pool.name} does not add up")
         self.component_pages.check_sums()
         self.component_pages.check_moves(self.core)
         if not any(isinstance(wish, commands.SendAbort) for wish in wishes):

@@ -93,7 +93,7 @@ REQUIRED: dict[str, dict[str, str]] = {
         "peer_crashes": "Its rooms fail; pages are free once its death is proven; its next life is another writer.",
         "peer_is_silent": "Its requests withhold at most `prefill_share` of the device pages; others are served.",
         "peer_is_partitioned": "Its rooms fail; it continues to write, to pages that are in the quarantine.",
-        "frame_repeats": "Counted; cursors, spans and page accounts are unchanged.",
+        "frame_repeats": "Counted; cursors, spans and page pools are unchanged.",
         "frame_is_foreign": "Counted and dropped.",
         "same_id_elsewhere": "Two rooms: the request gets the KV of its own prompt.",
         "frame_is_of_old_generation": "Counted and dropped; the request's new room is unchanged.",
@@ -130,7 +130,7 @@ REQUIRED: dict[str, dict[str, str]] = {
         "than its attempts, then fails with the cause `pages damaged`.",
     },
     "Ourselves": {
-        "rule_raises": "Index and page accounts are as before the rule. The request falls back, and fails with the "
+        "rule_raises": "Index and page pools are as before the rule. The request falls back, and fails with the "
         "traceback only if the same step raises again; other requests are not affected.",
     },
 }

@@ -150,7 +150,7 @@ class HostRecords:
             if name != FULL:
                 assert state.components is not None
                 tier = state.components.host[name]
-                pool.take_found(tier.account)
+                pool.take_found(tier.pool)
                 tier.on_enter, tier.on_drop = partial(self._component_joins, name), pool.leave
 
     def stepped(self, event: events.Event, given: Sequence[Command], error: str = "") -> None:

@@ -647,8 +647,8 @@ class Runtime:
             record_bytes = self.components[name].device.layout.page_bytes
             found[name] = {
                 "record_bytes": record_bytes,
-                "device_bytes": index.device[name].account.cached * record_bytes,
-                "host_bytes": index.host[name].account.cached * record_bytes,
+                "device_bytes": index.device[name].pool.cached * record_bytes,
+                "host_bytes": index.host[name].pool.cached * record_bytes,
                 **counts,
             }
         return found

@@ -38,9 +38,9 @@ class KeptPages:
         self._page_size = page_size
         self._seed = namespace_seed(namespace)
         self._keep = keep
-        self._account = PagePool("prefill", num_pages)
+        self._pool = PagePool("prefill", num_pages)
         nothing = PagePool("prefill host", 0)
-        self._index = PrefixIndex(key_bytes=page_size * TOKEN_BYTES, device=self._account, host=nothing)
+        self._index = PrefixIndex(key_bytes=page_size * TOKEN_BYTES, device=self._pool, host=nothing)
         self._digests = [b""] * num_pages
 
     def take(self, packed: bytes) -> HeldPages | None:
@@ -50,20 +50,20 @@ class KeptPages:
         """
         tokens, width = len(packed) // TOKEN_BYTES, self._page_size * TOKEN_BYTES
         total = -(-tokens // self._page_size)
-        if total > self._account.total:
+        if total > self._pool.total:
             raise InvalidRequest(
-                f"a prompt of {tokens} tokens needs {total} pages; the prefill pool has {self._account.total}"
+                f"a prompt of {tokens} tokens needs {total} pages; the prefill pool has {self._pool.total}"
             )
         match = self._index.match("", packed[: (tokens - 1) // self._page_size * width])
         receipt = self._index.lock(match.device_node)
         known = match.device_pages
-        short = total - known - self._account.free
+        short = total - known - self._pool.free
         if short > 0 and self._index.evict_device(short) < short:
             self._index.unlock(receipt)
             return None
         pages = self._index.device_path(match.device_node)
         prefix = self._digests[pages[-1]] if known else self._seed
-        pages += self._account.take(total - known)
+        pages += self._pool.take(total - known)
         digests = page_digests(packed[known * width :], self._page_size, prefix=prefix)
         for page, digest in zip(pages[known:], digests, strict=False):
             self._digests[page] = digest
@@ -82,8 +82,8 @@ class KeptPages:
         kept = max(held.known, min(computed, len(held.keys) // width)) if self._keep else 0
         if kept > held.known:
             entered = self._index.insert("", held.keys[: kept * width], held.pages[:kept])
-            self._account.give_back(entered.duplicates + entered.rejected)
-        self._account.give_back(held.pages[kept:])
+            self._pool.give_back(entered.duplicates + entered.rejected)
+        self._pool.give_back(held.pages[kept:])
         self._index.unlock(held.receipt)
 
     def forget(self) -> None:
@@ -92,5 +92,5 @@ class KeptPages:
 
     def counts(self) -> dict[str, int]:
         """Count pages by state: free, kept (and unused), in use."""
-        free, kept = self._account.free, self._index.device_evictable
-        return {"free": free, "kept": kept, "in_use": self._account.total - free - kept}
+        free, kept = self._pool.free, self._index.device_evictable
+        return {"free": free, "kept": kept, "in_use": self._pool.total - free - kept}

@@ -50,7 +50,7 @@ class SyntheticComponents:
 
     def __init__(self, components: Sequence[ComponentPools]) -> None:
         self._kv = {pools.name: SyntheticKV(pools.device) for pools in components}
-        self._accounts = {pools.name: PagePool(pools.name, pools.device.num_pages) for pools in components}
+        self._pools = {pools.name: PagePool(pools.name, pools.device.num_pages) for pools in components}
 
     def take(self, asked: Mapping[str, RequestedComponent]) -> dict[str, PageIds] | None:
         """Take pages for a room, for every component. None if there are too few now.
@@ -58,12 +58,12 @@ class SyntheticComponents:
         Raises InvalidRequest if there can never be enough.
         """
         for name, part in asked.items():
-            account = self._accounts[name]
-            if part.page_count > account.total:
-                raise InvalidRequest(f"{part.page_count} pages of {name!r} exceed its pool of {account.total}")
-        if any(part.page_count > self._accounts[name].free for name, part in asked.items()):
+            pool = self._pools[name]
+            if part.page_count > pool.total:
+                raise InvalidRequest(f"{part.page_count} pages of {name!r} exceed its pool of {pool.total}")
+        if any(part.page_count > self._pools[name].free for name, part in asked.items()):
             return None
-        return {name: self._accounts[name].take(part.page_count) for name, part in asked.items()}
+        return {name: self._pools[name].take(part.page_count) for name, part in asked.items()}
 
     def fill(self, part: RequestedComponent, pages: PageIds, digests: Sequence[bytes]) -> None:
         """Overwrite pages with the content of a component's pages; `digests` are those of the requested positions."""
@@ -72,4 +72,4 @@ class SyntheticComponents:
     def give_back(self, held: Mapping[str, PageIds]) -> None:
         """Give pages back, which must be unused."""
         for name, pages in held.items():
-            self._accounts[name].give_back(pages)
+            self._pools[name].give_back(pages)

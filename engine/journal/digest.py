@@ -1,7 +1,7 @@
 """Digests of a core's decisions and state, to compare two cores event by event and part by part.
 
 `StepDigest` rolls one 64-bit number over every move, command and eviction of a core, and at the end of each turn over
-the accounts of each part of its state. Page keys are excluded: a journal holds other keys than its run had.
+the pools of each part of its state. Page keys are excluded: a journal holds other keys than its run had.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 STATE_PARTS = ("index", "device pool", "host pool")
 """Parts of the state with a digest after each turn; each tier of each component follows."""
-ACCOUNT_NUMBERS = ("free", "owned", "cached", "draining", "protected", "receipts", "next")
+POOL_NUMBERS = ("free", "owned", "cached", "draining", "protected", "receipts", "next")
 """Numbers of a pool: pages by state, cached pages that must stay, locks and pins, the next free page (-1: none)."""
 _pack_pool = struct.Struct("<7q").pack
 _pack_tick = struct.Struct("<q").pack
@@ -66,7 +66,7 @@ class StepDigest:
         ]
         names = list(STATE_PARTS)
         if components is not None:
-            self._pools += [(tier.account, tier) for tier in components.tiers]
+            self._pools += [(tier.pool, tier) for tier in components.tiers]
             names += [f"component {name} ({side})" for name in components.components for side in ("device", "host")]
         self.parts = tuple(names)
         """Names of the parts of the state, in the order of `end_turn`."""
@@ -100,24 +100,24 @@ class StepDigest:
         return Followed(self._core.moves, commands, list(self._evicted))
 
     def end_turn(self) -> list[int]:
-        """Add the accounts of all parts; returns 16 bits of each part (see `parts`)."""
+        """Add the pools of all parts; returns 16 bits of each part (see `parts`)."""
         value = xxh3_64_intdigest(_pack_tick(self._tree.tick), self.value)
         found = [value & 0xFFFF]
-        for account, tier in self._pools:
-            free = account.free_pages
-            numbers = _pack_pool(*account.counts, tier.protected, tier.receipts, free[-1] if free else -1)
+        for pool, tier in self._pools:
+            free = pool.free_pages
+            numbers = _pack_pool(*pool.counts, tier.protected, tier.receipts, free[-1] if free else -1)
             value = xxh3_64_intdigest(numbers, value)
             found.append(value & 0xFFFF)
         self.value = value
         return found
 
-    def accounts(self) -> dict[str, dict[str, int]]:
+    def pools(self) -> dict[str, dict[str, int]]:
         """Return the numbers of each part, by name."""
         found = {self.parts[0]: {"tick": self._tree.tick}}
-        for name, (account, tier) in zip(self.parts[1:], self._pools, strict=True):
-            free = account.free_pages
-            numbers = (*account.counts, tier.protected, tier.receipts, free[-1] if free else -1)
-            found[name] = dict(zip(ACCOUNT_NUMBERS, numbers, strict=True))
+        for name, (pool, tier) in zip(self.parts[1:], self._pools, strict=True):
+            free = pool.free_pages
+            numbers = (*pool.counts, tier.protected, tier.receipts, free[-1] if free else -1)
+            found[name] = dict(zip(POOL_NUMBERS, numbers, strict=True))
         return found
 
     def _note_eviction(self, node: Node, tier: TierName) -> None:
@@ -197,7 +197,7 @@ def _components(core: Core) -> dict[str, int]:
     sums = {}
     for name in index.components:
         for tier in (index.device[name], index.host[name]):
-            crc = _pool(tier.account)
+            crc = _pool(tier.pool)
             for node in index.index.nodes():
                 held = sorted(tier.pages_of(node).items())
                 crc = zlib.crc32(repr((node.node_id, held, tier.is_guarded(node))).encode(), crc)
@@ -205,9 +205,9 @@ def _components(core: Core) -> dict[str, int]:
     return sums
 
 
-def _pool(account: PagePool) -> int:
-    conditions = bytes(account.condition(page) for page in range(account.total))
-    return zlib.crc32(account.free_pages, zlib.crc32(conditions))
+def _pool(pool: PagePool) -> int:
+    conditions = bytes(pool.condition(page) for page in range(pool.total))
+    return zlib.crc32(pool.free_pages, zlib.crc32(conditions))
 
 
 def _requests(core: Core) -> int:

@@ -223,7 +223,7 @@ class Replayer:
         names = self._digest.parts
         at = next((at for at, (ours, theirs) in enumerate(zip(parts, line.parts, strict=False)) if ours != theirs), -1)
         name = names[at] if at >= 0 else "digest"
-        numbers = self._digest.accounts().get(name, {})
+        numbers = self._digest.pools().get(name, {})
         self._diverge(
             self._events - 1,
             f"the state behind turn {line.turn}",

@@ -70,7 +70,7 @@ class FoundPages:
             by_component.setdefault(found.component, []).append(found)
         for name, several in by_component.items():
             assert index is not None
-            pool, pages = index.host[name].account, [found.page for found in several]
+            pool, pages = index.host[name].pool, [found.page for found in several]
             in_pool = all(0 <= page < pool.total for page in pages)
             if not in_pool or not pool.holds(page_ids(pages), PageState.FREE):
                 raise IllegalEvent(f"found host pages of {name!r} are not free pages of its pool, each named once")
@@ -79,7 +79,7 @@ class FoundPages:
     def _enter_component(self, name: str, several: list[FoundComponent]) -> None:
         index = self._state.components
         assert index is not None
-        index.host[name].account.take_named(page_ids(found.page for found in several))
+        index.host[name].pool.take_named(page_ids(found.page for found in several))
         places = {
             page: (node, node.depth_pages - node.page_count + at)
             for node in self._state.index.nodes()

@@ -73,8 +73,8 @@ class WriteBack:
 
     def _first_to_go(self, tier: TierName) -> list[Node]:
         """The leaves that eviction takes first, as many as fill the part of the share that is not free."""
-        account = self._state.device if tier == "device" else self._state.host
-        short = int(account.total * self._state.settings.write_back_ahead) - account.free
+        pool = self._state.device if tier == "device" else self._state.host
+        short = int(pool.total * self._state.settings.write_back_ahead) - pool.free
         return self._state.index.first_to_go(tier, short) if short > 0 else []
 
     def _note_eviction(self, node: Node, tier: TierName) -> None:

@@ -104,7 +104,7 @@ class ComponentStorage:
         page_size = self._state.settings.page_size
         wanted: dict[str, int] = {}
         for name, first in self.needed_from(request).items():
-            if not self._index.host[name].account.total:
+            if not self._index.host[name].pool.total:
                 # Its pages could not be read.
                 continue
             if request.lent is not None:

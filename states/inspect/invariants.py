@@ -226,9 +226,9 @@ def _check_lent_pages(core: Parts, loads: dict[Load, None]) -> None:
         _require(not load.nodes, "a load has nodes, but device pages are lent")
         if load.stage is Stage.RECLAIMING:
             draining[FULL] += load.lent
-    accounts = {FULL: core.state.device}
+    pools = {FULL: core.state.device}
     for name, tier in () if core.state.components is None else core.state.components.device.items():
-        accounts[name], draining[name] = tier.account, page_ids()
+        pools[name], draining[name] = tier.pool, page_ids()
         for left in core.rooms.quarantine:
             draining[name] += left.component_pages.get(name, page_ids())
         for held in _component_pages_of(core):
@@ -240,7 +240,7 @@ def _check_lent_pages(core: Parts, loads: dict[Load, None]) -> None:
     counted = {group: pages for group, pages in core.offers.pages_read.items() if pages}
     _require(counted == {group: pages for group, pages in read.items() if pages}, "pages read by offers are miscounted")
     lent = [*(request.lent for request in core.state.requests.values()), *core.lending.returning]
-    for group, account in accounts.items():
+    for group, pool in pools.items():
         owned = page_ids()
         for groups in lent:
             assert groups is not None, "a request has no lent pages"
@@ -248,7 +248,7 @@ def _check_lent_pages(core: Parts, loads: dict[Load, None]) -> None:
         twice = [page for page, owners in Counter(owned).items() if owners > 1]
         _require(not twice, f"pages {twice} of {group} are lent to two requests")
         _require(set(draining[group]) <= set(owned), f"pages of {group} are draining that belong to no request")
-        _check_pages(account, without(owned, draining[group]), draining[group])
+        _check_pages(pool, without(owned, draining[group]), draining[group])
         _require(not set(read.get(group, ())) & set(owned), f"pages of {group} are lent, but an offer still reads them")
     for groups in core.lending.returning:
         writes = any(set(pages) & set(draining[group]) for group, pages in groups.lent.items())
@@ -316,10 +316,10 @@ def _check_components(core: Parts) -> None:
             on_host += copy.host_pages if copy.component == name else page_ids()
         if core.settings.lends_device:
             # `_check_lent_pages` recounts the lent ones, whether a request has been admitted or not.
-            _require(components.device[name].account.holds(owned, PageState.OWNED), f"{name} pages are not lent")
+            _require(components.device[name].pool.holds(owned, PageState.OWNED), f"{name} pages are not lent")
         else:
-            _check_pages(components.device[name].account, owned, draining)
-        _check_pages(components.host[name].account, on_host, page_ids())
+            _check_pages(components.device[name].pool, owned, draining)
+        _check_pages(components.host[name].pool, on_host, page_ids())
 
 
 def _offered_copies_of(core: Parts) -> list[OfferedCopy]:
@@ -355,19 +355,19 @@ def _check_host_pages(core: Parts, loads: dict[Load, None]) -> None:
     _check_pages(core.state.host, owned, page_ids())
 
 
-def _check_pages(account: PagePool, owned: PageIds, draining: PageIds) -> None:
+def _check_pages(pool: PagePool, owned: PageIds, draining: PageIds) -> None:
     for pages, page_state, count in (
-        (owned, PageState.OWNED, account.owned),
-        (draining, PageState.DRAINING, account.draining),
+        (owned, PageState.OWNED, pool.owned),
+        (draining, PageState.DRAINING, pool.draining),
     ):
         state_name = page_state.name.lower()
         twice = [page for page, owners in Counter(pages).items() if owners > 1]
-        _require(not twice, f"{account.name} pages {twice} have two owners")
+        _require(not twice, f"{pool.name} pages {twice} have two owners")
         _require(
-            account.holds(pages, page_state),
-            f"an owner of {state_name} {account.name} pages has pages in another state",
+            pool.holds(pages, page_state),
+            f"an owner of {state_name} {pool.name} pages has pages in another state",
         )
-        _require(len(pages) == count, f"{count} {account.name} pages are {state_name}, their owners have {len(pages)}")
+        _require(len(pages) == count, f"{count} {pool.name} pages are {state_name}, their owners have {len(pages)}")
 
 
 def _check_receipts(core: Parts, loads: dict[Load, None]) -> None:

@@ -23,8 +23,8 @@ def count_core(core: Parts) -> dict[str, int]:
     for request in state.requests.values():
         states[f"requests_{request.state.value.lower()}"] += 1
     pools = {
-        f"{account.name}_{page_state}": getattr(account, page_state)
-        for account in (state.device, state.host)
+        f"{pool.name}_{page_state}": getattr(pool, page_state)
+        for pool in (state.device, state.host)
         for page_state in ("free", "owned", "cached", "draining", "total")
     }
     return {
@@ -60,9 +60,9 @@ def _count_components(core: Parts) -> dict[str, int]:
     numbers = {}
     for name in components.components:
         for tier in (components.device[name], components.host[name]):
-            account = tier.account
+            pool = tier.pool
             for page_state in ("free", "owned", "cached", "draining", "total"):
-                numbers[f"{name}_{tier.name}_{page_state}"] = getattr(account, page_state)
+                numbers[f"{name}_{tier.name}_{page_state}"] = getattr(pool, page_state)
             numbers[f"{name}_{tier.name}_evictable"] = tier.evictable
             numbers[f"{name}_{tier.name}_protected"] = tier.protected
     return numbers

@@ -190,26 +190,26 @@ class ComponentIndex:
 
     def take(self, tier: TierName, name: str, count: int) -> PageIds | None:
         """Take pages of a component's pool, evicting others if necessary; None, without any eviction, if too few."""
-        pool = self._tier(tier)[name]
-        if pool.room < count:
+        of_component = self._tier(tier)[name]
+        if of_component.room < count:
             return None
-        pool.evict(count - pool.account.free)
-        return pool.account.take(count)
+        of_component.evict(count - of_component.pool.free)
+        return of_component.pool.take(count)
 
     def give_back(self, pages: Mapping[str, PageIds], tier: TierName = "device") -> None:
         """Free owned pages, by component."""
         for name, ours in pages.items():
-            self._tier(tier)[name].account.give_back(ours)
+            self._tier(tier)[name].pool.give_back(ours)
 
     def drain(self, pages: Mapping[str, PageIds]) -> None:
         """Move owned device pages into the quarantine, because prefill may still write to them."""
         for name, ours in pages.items():
-            self.device[name].account.drain(ours)
+            self.device[name].pool.drain(ours)
 
     def settle(self, pages: Mapping[str, PageIds]) -> None:
         """Free device pages in the quarantine, after the last writer has stopped."""
         for name, ours in pages.items():
-            self.device[name].account.settle(ours)
+            self.device[name].pool.settle(ours)
 
     # --- Inserting and evicting ---
 
@@ -281,7 +281,7 @@ class ComponentIndex:
                 kind = tiers[name].name
                 guards = [receipt.guards[name] for receipt in self._receipts if receipt.full.kind == kind]
                 tiers[name].check(full, guards)
-                tiers[name].account.check()
+                tiers[name].pool.check()
         if any(receipt.full.released for receipt in self._receipts):
             raise BrokenInvariant("the full part of a component receipt was given back without its guards")
 

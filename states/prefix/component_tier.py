@@ -54,30 +54,30 @@ class ComponentTier:
     __slots__ = (
         "_guarded",
         "_idle",
-        "account",
         "cached_max",
         "evictable",
         "evicted",
         "name",
         "on_drop",
         "on_enter",
+        "pool",
         "protected",
         "receipts",
         "touch",
     )
 
     def __init__(
-        self, name: TierName, account: PagePool, touch: Callable[[Node], None], *, cached_max: int | None = None
+        self, name: TierName, pool: PagePool, touch: Callable[[Node], None], *, cached_max: int | None = None
     ) -> None:
         """`touch` is called with each node that gets or loses pages. At most `cached_max` pages are kept."""
         self.name: TierName = name
         self.touch = touch
-        self.account = account
+        self.pool = pool
         self.on_enter: Callable[[Node, int, int], None] | None = None
         """Called with node, position and page for each page that is kept from now on, whose bytes are complete."""
         self.on_drop: Callable[[Iterable[int]], None] | None = None
         """Called with pages before they are free."""
-        self.cached_max = account.total if cached_max is None else cached_max
+        self.cached_max = pool.total if cached_max is None else cached_max
         self.evicted = 0
         """Pages evicted so far to make room for others."""
         self.evictable = 0
@@ -91,7 +91,7 @@ class ComponentTier:
     @property
     def room(self) -> int:
         """Pages that can be taken now: the free ones, and the unguarded ones after their eviction."""
-        return self.account.free + self.evictable
+        return self.pool.free + self.evictable
 
     def pages_of(self, node: Node) -> dict[int, int]:
         """The node's component pages by position. Valid until the next change; the caller must not modify it."""
@@ -151,7 +151,7 @@ class ComponentTier:
                 elif theirs != ours:
                     unused.append(ours)
                 table.append(ours if theirs is None else theirs)
-        self.account.to_cache(fresh)
+        self.pool.to_cache(fresh)
         for node, position, page in entered:
             holding = self._take(node)
             holding.pages[position] = page
@@ -163,13 +163,13 @@ class ComponentTier:
 
     def may_keep(self, count: int) -> bool:
         """Whether `count` further pages can be kept within `cached_max`, by evicting others if necessary."""
-        return self.account.cached + count <= self.cached_max + self.evictable and count <= self.cached_max
+        return self.pool.cached + count <= self.cached_max + self.evictable and count <= self.cached_max
 
     def make_room_to_keep(self, count: int) -> bool:
         """Evict until `count` further pages can be kept within `cached_max`; False, without any eviction, if not."""
         if not self.may_keep(count):
             return False
-        self.evict(self.account.cached + count - self.cached_max)
+        self.evict(self.pool.cached + count - self.cached_max)
         return True
 
     def use(self, nodes: Iterable[Node]) -> None:
@@ -200,12 +200,12 @@ class ComponentTier:
         BrokenInvariant if a guard protects them.
         """
         if self.is_guarded(node):
-            raise BrokenInvariant(f"{node} loses component pages in {self.account.name!r} that are guarded")
+            raise BrokenInvariant(f"{node} loses component pages in {self.pool.name!r} that are guarded")
         if node in self._idle:
             pages = page_ids(self._take(node).pages.values())
             if self.on_drop is not None:
                 self.on_drop(pages)
-            self.account.from_cache(pages)
+            self.pool.from_cache(pages)
             self.touch(node)
 
     def evict(self, count: int) -> int:
@@ -235,15 +235,15 @@ class ComponentTier:
             self._require(holding.pages or holding.guards, node, "has neither pages nor guards")
             kept.extend(holding.pages.values())
         if reached or self.receipts != len(expected):
-            raise BrokenInvariant(f"{self.account.name}: guards reach into {list(reached)}, where they are missing")
-        if not self.account.holds(kept, PageState.CACHED) or self.account.cached != len(kept):
-            raise BrokenInvariant(f"{self.account.name}: the pages kept are not the cached pages, each exactly once")
+            raise BrokenInvariant(f"{self.pool.name}: guards reach into {list(reached)}, where they are missing")
+        if not self.pool.holds(kept, PageState.CACHED) or self.pool.cached != len(kept):
+            raise BrokenInvariant(f"{self.pool.name}: the pages kept are not the cached pages, each exactly once")
         if len(kept) > self.cached_max:
-            raise BrokenInvariant(f"{self.account.name}: {len(kept)} pages are kept, at most {self.cached_max} may be")
+            raise BrokenInvariant(f"{self.pool.name}: {len(kept)} pages are kept, at most {self.cached_max} may be")
         counted = tuple(sum(len(h.pages) for h in part.values()) for part in (self._idle, self._guarded))
         if counted != (self.evictable, self.protected):
             raise BrokenInvariant(
-                f"{self.account.name}: counted {counted} evictable and protected pages, kept"
+                f"{self.pool.name}: counted {counted} evictable and protected pages, kept"
                 f" {(self.evictable, self.protected)}"
             )
 
@@ -270,7 +270,7 @@ class ComponentTier:
 
     def _require(self, condition: object, node: Node, words: str) -> None:
         if not condition:
-            raise BrokenInvariant(f"{self.account.name}: {node} {words}")
+            raise BrokenInvariant(f"{self.pool.name}: {node} {words}")
 
 
 def nodes_covering(node: Node, first: int) -> list[Node]:

@@ -40,8 +40,8 @@ class Evictor:
         """
         freed: PageIds | None = None
         freed_count = 0
-        queue, account, name = tier.queue, tier.account, tier.name
-        slack = account.total // SLACK_PER_POOL
+        queue, pool, name = tier.queue, tier.pool, tier.name
+        slack = pool.total // SLACK_PER_POOL
         try:
             while freed_count < count and (node := queue.pop()) is not None:
                 try:
@@ -68,13 +68,13 @@ class Evictor:
         finally:
             # Also after an exception: the victims so far have left the tree, and no other record has their pages.
             if freed is not None:
-                account.from_cache(freed)
+                pool.from_cache(freed)
         return freed_count
 
     def drop(self, tier: Tier, node: Node) -> None:
         """Free the copy of an unguarded node without such copies below it."""
         self._run_hooks(node, tier.name)
-        tier.account.from_cache(tier.detach(node))
+        tier.pool.from_cache(tier.detach(node))
         self._remove_if_bare(node)
 
     def drop_all(self, tier: Tier, nodes: Sequence[Node], count: int) -> tuple[int, int]:
@@ -97,7 +97,7 @@ class Evictor:
     def withdraw(self, node: Node) -> PageIds:
         """Remove the device copy of an unguarded node without device copies below it; the caller owns the pages."""
         pages = self._device.detach(node)
-        self._device.account.own_cached(pages)
+        self._device.pool.own_cached(pages)
         self._remove_if_bare(node)
         return pages
 

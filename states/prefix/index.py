@@ -262,7 +262,7 @@ class PrefixIndex:
             raise BrokenInvariant(f"{len(device_pages)} pages were given for {count} keys")
         if first_key in parent.children:
             raise BrokenInvariant(f"{parent} already has a child with the same first page")
-        self.device_tier.account.to_cache(device_pages)
+        self.device_tier.pool.to_cache(device_pages)
         self.tree.tick += 1
         node = self.tree.add_child(parent, keys_suffix, 0, first_key, priority=priority)
         self.device_tier.attach(node, device_pages[:])
@@ -276,7 +276,7 @@ class PrefixIndex:
             raise BrokenInvariant(f"{node} cannot be given {len(pages)} device pages")
         if parent.device is None or parent.is_reclaiming:
             raise BrokenInvariant(f"{parent}, above {node}, has no device pages")
-        self.device_tier.account.to_cache(pages)
+        self.device_tier.pool.to_cache(pages)
         self.device_tier.attach(node, pages[:])
         self.set_load(node, load)
 
@@ -287,7 +287,7 @@ class PrefixIndex:
             raise BrokenInvariant(f"{node} cannot be given {len(pages)} host pages")
         if parent.host is None:
             raise BrokenInvariant(f"{parent}, above {node}, has no host pages")
-        self.host_tier.account.to_cache(pages)
+        self.host_tier.pool.to_cache(pages)
         self.host_tier.attach(node, pages[:])
         if node.load is not None:
             self.host_tier.guard(node)
@@ -355,7 +355,7 @@ class PrefixIndex:
         self._parent_of(node)
         if node.device is None or node.is_reclaiming:
             raise BrokenInvariant(f"{node} has no device pages to reclaim")
-        self.device_tier.account.drain_cached(node.device)
+        self.device_tier.pool.drain_cached(node.device)
         node.is_reclaiming = True
         self.tree.touch(node)
         # Pages in RECLAIMING hold one guard. A load's guard is reused for it; without a load, add one.

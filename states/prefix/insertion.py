@@ -59,7 +59,7 @@ def insert_prefix(
     fresh = pages[len(table) : stop]
     # Only splits have happened so far. `to_cache` checks all pages before any is entered, so if it raises, the index is
     # unchanged.
-    tier.account.to_cache(fresh)
+    tier.pool.to_cache(fresh)
     for above in host_only:
         tier.attach(above, pages[above.depth_pages - above.page_count : above.depth_pages])
     if first < stop:
@@ -91,13 +91,13 @@ def insert_host_pages(tree: PageTree, tier: HostTier, node: Node, keys: bytes, p
         if node.host is not None:
             unused += ours
         else:
-            tier.account.to_cache(ours)
+            tier.pool.to_cache(ours)
             tier.attach(node, ours)
             if node.load is not None:
                 tier.guard(node)
         first += shared
     if first < count:
-        tier.account.to_cache(pages[first:])
+        tier.pool.to_cache(pages[first:])
         node = tree.add_child(node, keys, first * width, first_key, priority=0)
         tier.attach(node, pages[first:])
     return node, unused

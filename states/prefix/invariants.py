@@ -96,9 +96,9 @@ def _check_device(tree: PageTree, tier: DeviceTier, nodes: list[Node]) -> None:
         evictable += 0 if node.guarded else node.page_count
         protected += node.page_count if node.guarded else 0
     _check_tier(tree, tier, nodes, evictable=evictable, protected=protected)
-    if not tier.account.holds(cached, PageState.CACHED) or tier.account.cached != len(cached):
+    if not tier.pool.holds(cached, PageState.CACHED) or tier.pool.cached != len(cached):
         raise BrokenInvariant("the device pages of the index are not exactly the cached pages of the device pool")
-    if not tier.account.holds(reclaiming, PageState.DRAINING):
+    if not tier.pool.holds(reclaiming, PageState.DRAINING):
         raise BrokenInvariant("the pages of nodes in RECLAIMING are not draining, each once, in the device pool")
 
 
@@ -111,7 +111,7 @@ def _check_host(tree: PageTree, tier: HostTier, nodes: list[Node]) -> None:
             evictable += 0 if node.host_guarded else node.page_count
             protected += node.page_count if node.host_guarded else 0
     _check_tier(tree, tier, nodes, evictable=evictable, protected=protected)
-    if not tier.account.holds(cached, PageState.CACHED) or tier.account.cached != len(cached):
+    if not tier.pool.holds(cached, PageState.CACHED) or tier.pool.cached != len(cached):
         raise BrokenInvariant("the host pages of the index are not exactly the cached pages of the host pool")
 
 

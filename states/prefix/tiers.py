@@ -23,19 +23,19 @@ from tidekv.states.types import PageIds
 class Tier(ABC):
     """Counters, eviction queue and page pool of one tier."""
 
-    __slots__ = ("account", "dirty_nodes", "evictable", "name", "protected", "queue", "receipts", "shares")
+    __slots__ = ("dirty_nodes", "evictable", "name", "pool", "protected", "queue", "receipts", "shares")
 
-    def __init__(self, name: TierName, account: PagePool, policy: EvictionPolicy, namespace_share: float) -> None:
+    def __init__(self, name: TierName, pool: PagePool, policy: EvictionPolicy, namespace_share: float) -> None:
         """`namespace_share` below 1 is the part of the pool above which a namespace loses pages first."""
         self.name = name
-        self.account = account
+        self.pool = pool
         self.evictable = 0
         self.protected = 0
         self.receipts = 0
         self.shares: SharedEvictionQueue | None = None
         """The queue, if namespaces have shares."""
         if namespace_share < 1:
-            self.shares = SharedEvictionQueue(policy, self.is_ready, max(int(namespace_share * account.total), 1))
+            self.shares = SharedEvictionQueue(policy, self.is_ready, max(int(namespace_share * pool.total), 1))
         self.queue = EvictionQueue(policy, self.is_ready) if self.shares is None else self.shares
         self.dirty_nodes: dict[Node, None] | None = None
         """Nodes that have changed, for `tidekv.engine.kv_events.watcher`. None if there is no watcher."""
@@ -66,8 +66,8 @@ class DeviceTier(Tier):
 
     __slots__ = ()
 
-    def __init__(self, account: PagePool, policy: EvictionPolicy, namespace_share: float = 1.0) -> None:
-        super().__init__("device", account, policy, namespace_share)
+    def __init__(self, pool: PagePool, policy: EvictionPolicy, namespace_share: float = 1.0) -> None:
+        super().__init__("device", pool, policy, namespace_share)
 
     def is_ready(self, node: Node) -> bool:
         """See Tier."""
@@ -135,8 +135,8 @@ class HostTier(Tier):
 
     __slots__ = ("on_attach",)
 
-    def __init__(self, account: PagePool, policy: EvictionPolicy, namespace_share: float = 1.0) -> None:
-        super().__init__("host", account, policy, namespace_share)
+    def __init__(self, pool: PagePool, policy: EvictionPolicy, namespace_share: float = 1.0) -> None:
+        super().__init__("host", pool, policy, namespace_share)
         self.on_attach: Callable[[Node], None] | None = None
         """Called with each node that has got host pages, whose bytes are complete. It must not change the index."""
 

@@ -73,9 +73,7 @@ class StateDigest:
             if self._component_pages:
                 self._note_components(command)
         for tier, crc in self._component_pages.items():
-            self._component_pages[tier] = zlib.crc32(
-                _SIX.pack(*tier.account.counts, tier.protected, tier.receipts), crc
-            )
+            self._component_pages[tier] = zlib.crc32(_SIX.pack(*tier.pool.counts, tier.protected, tier.receipts), crc)
         shared = self._core.state
         tree, device, host = shared.index.tree, shared.index.device_tier, shared.index.host_tier
         self._index = zlib.crc32(
@@ -105,7 +103,7 @@ class StateDigest:
     def _numbers_of_components(self, turn: int, *, whole: bool) -> list[int]:
         numbers = []
         for tier, crc in self._component_pages.items():
-            crc = _crc_of_free(tier.account, crc, turn, whole=whole)
+            crc = _crc_of_free(tier.pool, crc, turn, whole=whole)
             for node in tier.nodes() if whole else ():
                 for position, page in tier.pages_of(node).items():
                     crc = zlib.crc32(_FOUR.pack(node.depth_pages, node.tick, position, page), crc)
@@ -128,8 +126,8 @@ class StateDigest:
         self._index = zlib.crc32(pages, self._index)
 
 
-def _crc_of_free(account: PagePool, crc: int, turn: int, *, whole: bool) -> int:
-    free = account.free_pages
+def _crc_of_free(pool: PagePool, crc: int, turn: int, *, whole: bool) -> int:
+    free = pool.free_pages
     if whole or len(free) <= WINDOW_PAGES:
         return zlib.crc32(free, crc)
     # The top of the stack is taken next: it is in every window, with as many of those that lie below.

@@ -58,7 +58,7 @@ class Lending:
         self._component_pages = component_pages
         pools = {FULL: state.device}
         if state.components is not None:
-            pools |= {name: tier.account for name, tier in state.components.device.items()}
+            pools |= {name: tier.pool for name, tier in state.components.device.items()}
         self._pools = {name: pool for name, pool in pools.items() if isinstance(pool, LentPool)}
         """By group, the embedder's pages. None if the device pages are the core's own."""
         self._storage = storage

@@ -57,23 +57,23 @@ def guide() -> dict[str, Any]:
 @pytest.fixture
 def prefill(guide: dict[str, Any]) -> Iterator[str]:
     """The address of a prefill worker on a loop of its own; the page's `answer` serves its rooms."""
-    pool = guide["parts"]("unused")["device"]
-    account = PagePool("prefill", pool.num_pages)
+    memory = guide["parts"]("unused")["device"]
+    pool = PagePool("prefill", memory.num_pages)
 
     async def compute_chunk(tokens: memoryview, start: int, pages: list[int]) -> int:
         return next_token(start + len(tokens) - 1)
 
     async def serve(room: Any) -> None:
-        pages = account.take(-(-len(room.tokens) // 4 // 16))
+        pages = pool.take(-(-len(room.tokens) // 4 // 16))
         await guide["answer"](room, pages.tolist(), compute_chunk, chunk_pages=1)
-        account.give_back(pages)
+        pool.give_back(pages)
 
     told = threading.Event()
     at: dict[str, Any] = {}
 
     async def run() -> None:
         at["loop"], at["ended"] = asyncio.get_running_loop(), asyncio.Event()
-        async with PrefillPeer(device=pool, transport=NixlTransport("prefill-0"), on_room=serve) as peer:
+        async with PrefillPeer(device=memory, transport=NixlTransport("prefill-0"), on_room=serve) as peer:
             at["address"] = peer.address
             told.set()
             await at["ended"].wait()

@@ -20,7 +20,7 @@ from tidekv.states.request.restore import Restore
 def test_a_core_that_raises_is_shown_by_few_requests_and_events(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A page that its request still has is given back: the account refuses it the second time."""
+    """A page that its request still has is given back: the pool refuses it the second time."""
     finish = Serving.finish
 
     def too_early(self: Serving, request: Request, event: FinishRequested) -> None:

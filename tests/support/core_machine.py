@@ -39,7 +39,7 @@ class Sending:
 
 
 class CoreMachine(RuleBasedStateMachine):
-    """Any mix of events that a world can produce keeps every account, receipt and byte right."""
+    """Any mix of events that a world can produce keeps every pool, receipt and byte right."""
 
     @initialize(
         device_pages=st.sampled_from((8, 14)),

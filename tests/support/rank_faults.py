@@ -100,5 +100,5 @@ def plant(core: Core, part: Divergence) -> None:
         node = next(node for node in core.state.index.nodes() if node.edge)
         node.served += 1
     else:
-        account = core.state.device if part == "device pool" else core.state.host
-        account.free_pages[0], account.free_pages[1] = account.free_pages[1], account.free_pages[0]
+        pool = core.state.device if part == "device pool" else core.state.host
+        pool.free_pages[0], pool.free_pages[1] = pool.free_pages[1], pool.free_pages[0]

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class HostCache:
-    """The account of `page_count` host pages. Each page from `take` and `find` must be given back once."""
+    """The pool of `page_count` host pages. Each page from `take` and `find` must be given back once."""
 
     def __init__(self, page_count: int) -> None:
         if page_count < 1:

@@ -44,7 +44,7 @@ def cut(prompt: Prefix, end: int) -> Prefix:
 class Books:
     """What the model knows of one component in one tier."""
 
-    account: PagePool
+    pool: PagePool
     pages: dict[Prefix, int] = field(default_factory=dict)
     """By prefix: the page that the index keeps for its last position."""
     memory: dict[int, object] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Books:
 
     def write(self, page: int, what: object) -> None:
         # What is in the index is never written again.
-        assert self.account.condition(page) is PageState.OWNED
+        assert self.pool.condition(page) is PageState.OWNED
         self.memory[page] = what
 
 
@@ -77,7 +77,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         self.trailing_pages = {c.name: c.window_tokens or 1 for c in components}
         self.names = list(self.trailing_pages)
         self.models = {
-            (tier, name): Books(tiers[name].account)
+            (tier, name): Books(tiers[name].pool)
             for tier, tiers in (("device", self.component_pages.device), ("host", self.component_pages.host))
             for name in self.names
         }
@@ -162,24 +162,22 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS)
     def insert_full(self, prompt: Prefix) -> None:
-        account = self.full["device"]
-        prompt = cut(prompt, account.free)
-        inserted = self.index.insert(prompt[0], keys(*prompt[1]), account.take(len(prompt[1])))
-        account.give_back(inserted.duplicates)
+        pool = self.full["device"]
+        prompt = cut(prompt, pool.free)
+        inserted = self.index.insert(prompt[0], keys(*prompt[1]), pool.take(len(prompt[1])))
+        pool.give_back(inserted.duplicates)
 
     @rule(pick=PICK, tier=TIERS)
     def give_the_other_tiers_copy(self, pick: int, tier: str) -> None:
-        account = self.full[tier]
+        pool = self.full[tier]
         nodes = [
             node
             for node in self.index.nodes()
-            if getattr(node, tier) is None
-            and getattr(node.parent, tier) is not None
-            and node.page_count <= account.free
+            if getattr(node, tier) is None and getattr(node.parent, tier) is not None and node.page_count <= pool.free
         ]
         if nodes:
             node = nodes[pick % len(nodes)]
-            (self.index.give_host if tier == "host" else self.index.give_device)(node, account.take(node.page_count))
+            (self.index.give_host if tier == "host" else self.index.give_device)(node, pool.take(node.page_count))
 
     @rule(tier=TIERS, count=st.integers(1, 8))
     def evict_full(self, tier: str, count: int) -> None:
@@ -206,8 +204,8 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
     def enter(self, tier: str, name: str, node: Node, first: int, count: int) -> None:
         model, prompt = self.models[tier, name], prefix_of(node)
         first %= node.depth_pages
-        count = min(count, node.depth_pages - first, model.account.free)
-        ours = model.account.take(count)
+        count = min(count, node.depth_pages - first, model.pool.free)
+        ours = model.pool.take(count)
         pieces = [cut(prompt, position + 1) for position in range(first, first + count)]
         for piece, page in zip(pieces, ours, strict=True):
             model.write(page, piece)
@@ -217,7 +215,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         for piece, page in zip(pieces, ours, strict=True):
             model.pages.setdefault(piece, page)
         assert table.tolist() == [model.pages[piece] for piece in pieces]
-        model.account.give_back(unused)
+        model.pool.give_back(unused)
 
     @rule(tier=TIERS, pick=PICK)
     def insert_components(self, tier: str, pick: int) -> None:
@@ -300,8 +298,8 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
     @rule(tier=TIERS, pick=PICK, count=st.integers(0, 6))
     def take(self, tier: str, pick: int, count: int) -> None:
         name = self.names[pick % len(self.names)]
-        pool = (self.component_pages.device if tier == "device" else self.component_pages.host)[name]
-        free, room = pool.account.free, pool.room
+        of_component = (self.component_pages.device if tier == "device" else self.component_pages.host)[name]
+        free, room = of_component.pool.free, of_component.room
         pages = self.component_pages.take(tier, name, count)  # type: ignore[arg-type]  # One of the two names.
         gone = self.shrink()
         assert (pages is None) == (room < count)
@@ -328,16 +326,16 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
             assert self.found(tier, name) == model.pages
             # Every page is where its bytes belong, through all splits.
             assert all(model.memory[page] == piece for piece, page in model.pages.items())
-            account, own = model.account, page_ids()
+            pool, own = model.pool, page_ids()
             for where, whose, pages in self.taken:
                 own += pages if (where, whose) == (tier, name) else page_ids()
-            assert account.holds(own, PageState.OWNED) and account.owned == len(own)
-            assert account.free + account.owned + account.cached + account.draining == account.total
+            assert pool.holds(own, PageState.OWNED) and pool.owned == len(own)
+            assert pool.free + pool.owned + pool.cached + pool.draining == pool.total
             tiers = self.component_pages.device if tier == "device" else self.component_pages.host
             held = sum(
                 len(tiers[name].pages_of(node)) for node in self.index.nodes() if self.is_guarded(tier, name, node)
             )
-            assert (tiers[name].protected, tiers[name].evictable) == (held, account.cached - held)
+            assert (tiers[name].protected, tiers[name].evictable) == (held, pool.cached - held)
             assert tiers[name].receipts == sum(part.kind == tier for part in self.live)
 
     @invariant()
@@ -359,7 +357,7 @@ class ComponentsAgainstModel(RuleBasedStateMachine):
         self.index.flush("host")
         self.component_pages.check()
         for model in self.models.values():
-            assert model.account.free == model.account.total
+            assert model.pool.free == model.pool.total
 
 
 TestComponentsAgainstModel = ComponentsAgainstModel.TestCase

@@ -44,12 +44,12 @@ class Bench:
                 self.index.give_host(node, self.host.take(node.page_count))
 
     def enter(self, name: str, node: Node, *positions: int, tier: TierName = "device") -> list[int]:
-        account = (self.component_pages.device if tier == "device" else self.component_pages.host)[name].account
+        pool = (self.component_pages.device if tier == "device" else self.component_pages.host)[name].pool
         pages = []
         for position in positions:
-            page = account.take(1)
+            page = pool.take(1)
             table, unused = self.component_pages.insert(tier, name, node, position, page)
-            account.give_back(unused)
+            pool.give_back(unused)
             pages += table
         return pages
 
@@ -154,7 +154,7 @@ def test_void_pages_end_a_match_of_components_too() -> None:
     pages = bench.index.drop_reclaiming(node)
     assert pages is not None
     bench.device.settle(pages)
-    assert bench.component_pages.device["state"].account.cached == 1
+    assert bench.component_pages.device["state"].pool.cached == 1
     bench.check()
 
 
@@ -245,11 +245,11 @@ def test_the_indexs_own_component_pages_are_no_duplicates() -> None:
     bench = Bench(window(3))
     leaf = bench.put(1, 2, 3)
     known = page_ids(bench.enter("window", leaf, 0, 1))
-    account = bench.component_pages.device["window"].account
-    fresh, other = account.take(1), account.take(1)
+    pool = bench.component_pages.device["window"].pool
+    fresh, other = pool.take(1), pool.take(1)
     assert bench.component_pages.insert("device", "window", leaf, 0, known + fresh) == (known + fresh, page_ids())
     assert bench.component_pages.insert("device", "window", leaf, 1, known[1:] + other) == (known[1:] + fresh, other)
-    account.give_back(other)
+    pool.give_back(other)
     bench.check()
 
 
@@ -264,13 +264,13 @@ def test_two_components_cannot_have_one_name() -> None:
 def test_component_pages_need_full_pages_of_their_tier() -> None:
     bench = Bench(window(2))
     leaf = bench.put(1, 2)
-    pages = bench.component_pages.host["window"].account.take(1)
+    pages = bench.component_pages.host["window"].pool.take(1)
     with pytest.raises(BrokenInvariant, match="no full host pages"):
         bench.component_pages.insert("host", "window", leaf, 1, pages)
     for first in (-1, 2):
         with pytest.raises(BrokenInvariant, match="not above the end"):
             bench.component_pages.insert(
-                "device", "window", leaf, first, bench.component_pages.device["window"].account.take(1)
+                "device", "window", leaf, first, bench.component_pages.device["window"].pool.take(1)
             )
     bench.check()
 
@@ -328,9 +328,9 @@ def test_check_finds_what_does_not_add_up() -> None:
     leaf.anchored += 1
     bench.index.device_tier.receipts += 1
     bench.index.device_tier.guard(leaf)
-    component_tier.account.own_cached(page_ids([0]))
+    component_tier.pool.own_cached(page_ids([0]))
     fails("not the cached pages")
-    component_tier.account.to_cache(page_ids([0]))
+    component_tier.pool.to_cache(page_ids([0]))
     bench.component_pages.unlock(receipt)
     bench.check()
     # Pages that were withdrawn take nothing with them.

@@ -80,8 +80,8 @@ class ComponentsMachine(CoreMachine):
         self.rig.attach_storage(component_pages=True)
         index = self.rig.core.state.components
         self.components = {component.name: component for component in components}
-        self.pools = {("device", name): SimulatedPool(tier.account) for name, tier in index.device.items()}
-        self.pools |= {("host", name): SimulatedPool(tier.account) for name, tier in index.host.items()}
+        self.pools = {("device", name): SimulatedPool(tier.pool) for name, tier in index.device.items()}
+        self.pools |= {("host", name): SimulatedPool(tier.pool) for name, tier in index.host.items()}
         self.writing: dict[tuple[str, int], tuple[tuple[commands.ComponentPages, ...], bytes]] = {}
         self.finishes = 0
         # With others, they have put the component pages of the most frequent prompts there before.
@@ -190,10 +190,10 @@ class ComponentsMachine(CoreMachine):
             assert table.first == component.needed_from(len(tokens), 1)
             assert table.first + len(table.pages) == len(tokens)
             pool.expect(table.pages, self.component_tags(table.component, tokens)[table.first :], ready.request_id)
-            assert pool.account.holds(table.own, PageState.OWNED)
+            assert pool.pool.holds(table.own, PageState.OWNED)
             assert len(table.own) >= component.live_pages(1)
             shared = page_ids(page for page in table.pages if page not in table.own)
-            assert pool.account.holds(shared, PageState.CACHED)
+            assert pool.pool.holds(shared, PageState.CACHED)
             assert not shared or component.is_shared
 
     @precondition(lambda self: self.operations)

@@ -93,7 +93,7 @@ def test_after_a_loss_a_request_with_a_state_starts_over_on_another_record() -> 
     assert early.component_pages is not None
     record = early.component_pages[1].pages[0]
     assert rig.core.state.components is not None
-    of_state = rig.core.state.components.device["state"].account
+    of_state = rig.core.state.components.device["state"].pool
     assert of_state.condition(record).name == "DRAINING"
     rig.drained(abort)
     assert of_state.condition(record).name == "DRAINING"

@@ -1,4 +1,4 @@
-"""Page accounts: every page in one condition, wrong changes refused by name and without effect."""
+"""Page pools: every page in one condition, wrong changes refused by name and without effect."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ CHANGES = {
 }
 
 
-def counters(account: PagePool) -> tuple[int, int, int, int]:
-    return account.free, account.owned, account.cached, account.draining
+def counters(pool: PagePool) -> tuple[int, int, int, int]:
+    return pool.free, pool.owned, pool.cached, pool.draining
 
 
-class Accounts(RuleBasedStateMachine):
+class Pools(RuleBasedStateMachine):
     """Any mix of changes gives what a list of conditions and a plain stack give."""
 
     def __init__(self) -> None:
         super().__init__()
         # More pages than the loop's limit, so that both ways of changing many pages are taken.
-        self.account = PagePool("device", 300)
+        self.pool = PagePool("device", 300)
         self.model = [FREE] * 300
         self.stack = list(range(299, -1, -1))
 
@@ -43,10 +43,10 @@ class Accounts(RuleBasedStateMachine):
     def take(self, count: int) -> None:
         if count > len(self.stack):
             with pytest.raises(CapacityError):
-                self.account.take(count)
+                self.pool.take(count)
             return
         expected = [self.stack.pop() for _ in range(count)]
-        assert self.account.take(count).tolist() == expected
+        assert self.pool.take(count).tolist() == expected
         for page in expected:
             self.model[page] = OWNED
 
@@ -57,7 +57,7 @@ class Accounts(RuleBasedStateMachine):
         pages = there[: int(len(there) * share)]
         if order.random() < 0.5:
             order.shuffle(pages)
-        getattr(self.account, change)(page_ids(pages))
+        getattr(self.pool, change)(page_ids(pages))
         for page in pages:
             self.model[page] = target
         if target is FREE:
@@ -78,97 +78,97 @@ class Accounts(RuleBasedStateMachine):
         if not bad:
             return
         pages.insert(order.randint(0, len(pages)), bad[0])
-        before = counters(self.account)
+        before = counters(self.pool)
         with pytest.raises(BrokenInvariant, match=rf"'device'.* {bad[0]} "):
-            getattr(self.account, change)(page_ids(pages))
-        assert counters(self.account) == before
+            getattr(self.pool, change)(page_ids(pages))
+        assert counters(self.pool) == before
 
     @invariant()
     def agrees_with_model(self) -> None:
-        self.account.check()
-        assert counters(self.account) == tuple(self.model.count(condition) for condition in PageState)
-        assert [self.account.condition(page) for page in range(300)] == self.model
-        assert sum(counters(self.account)) == self.account.total
+        self.pool.check()
+        assert counters(self.pool) == tuple(self.model.count(condition) for condition in PageState)
+        assert [self.pool.condition(page) for page in range(300)] == self.model
+        assert sum(counters(self.pool)) == self.pool.total
 
 
-TestAccounts = Accounts.TestCase
-TestAccounts.settings = settings(max_examples=40, stateful_step_count=30)
+TestPools = Pools.TestCase
+TestPools.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 def test_fresh_pool_hands_out_ascending_pages() -> None:
-    account = PagePool("device", 1000)
-    assert account.take(3).tolist() == [0, 1, 2]
-    assert account.take(500).tolist() == list(range(3, 503))
+    pool = PagePool("device", 1000)
+    assert pool.take(3).tolist() == [0, 1, 2]
+    assert pool.take(500).tolist() == list(range(3, 503))
 
 
 def test_last_batch_given_back_is_taken_first_in_its_order() -> None:
-    account = PagePool("device", 10)
-    account.take(6)
-    account.give_back(page_ids([4, 5]))
-    account.give_back(page_ids([1, 0]))
-    assert account.take(5).tolist() == [1, 0, 4, 5, 6]
+    pool = PagePool("device", 10)
+    pool.take(6)
+    pool.give_back(page_ids([4, 5]))
+    pool.give_back(page_ids([1, 0]))
+    assert pool.take(5).tolist() == [1, 0, 4, 5, 6]
 
 
 def test_short_pool_refuses_and_says_what_it_has() -> None:
-    account = PagePool("host", 4)
-    account.drain(account.take(1))
+    pool = PagePool("host", 4)
+    pool.drain(pool.take(1))
     with pytest.raises(CapacityError, match=r"'host': 4 pages requested, 3 free \(0 owned, 0 cached, 1 draining, 4 in"):
-        account.take(4)
-    assert account.take(3).tolist() == [1, 2, 3]
+        pool.take(4)
+    assert pool.take(3).tolist() == [1, 2, 3]
     with pytest.raises(BrokenInvariant):
-        account.take(-1)
+        pool.take(-1)
 
 
 @pytest.mark.parametrize("count", [2, 200])
 def test_double_free_names_pool_page_and_condition(count: int) -> None:
-    account = PagePool("device", 256)
-    pages = account.take(count)
-    account.give_back(pages)
+    pool = PagePool("device", 256)
+    pages = pool.take(count)
+    pool.give_back(pages)
     with pytest.raises(BrokenInvariant, match="'device': page 0 is free; it cannot go from owned to free"):
-        account.give_back(pages)
-    account.check()
+        pool.give_back(pages)
+    pool.check()
 
 
 @pytest.mark.parametrize("count", [3, 200])
 def test_more_pages_than_there_are_cannot_be_given_back(count: int) -> None:
-    account = PagePool("device", count)
-    pages = account.take(count)
+    pool = PagePool("device", count)
+    pages = pool.take(count)
     with pytest.raises(BrokenInvariant, match="page 0 is named twice"):
-        account.give_back(pages + pages[:1])
-    assert account.owned == count
-    account.check()
+        pool.give_back(pages + pages[:1])
+    assert pool.owned == count
+    pool.check()
 
 
 @pytest.mark.parametrize("count", [3, 200])
 def test_page_named_twice_is_refused_and_nothing_changes(count: int) -> None:
-    account = PagePool("device", 256)
-    pages = account.take(count)
+    pool = PagePool("device", 256)
+    pages = pool.take(count)
     twice = pages[::-1]
     twice.append(pages[0])
     with pytest.raises(BrokenInvariant, match="page 0 is named twice"):
-        account.to_cache(twice)
-    assert account.holds(pages, OWNED)
-    assert not account.holds(twice, OWNED)
-    account.check()
+        pool.to_cache(twice)
+    assert pool.holds(pages, OWNED)
+    assert not pool.holds(twice, OWNED)
+    pool.check()
 
 
 @pytest.mark.parametrize("count", [3, 200])
 def test_negative_ids_do_not_count_from_the_end(count: int) -> None:
-    account = PagePool("device", count)
-    pages = account.take(count)
+    pool = PagePool("device", count)
+    pages = pool.take(count)
     pages[-1] = -1
     with pytest.raises(BrokenInvariant, match="page -1 is out of range"):
-        account.give_back(pages)
-    account.check()
-    assert account.owned == count
+        pool.give_back(pages)
+    pool.check()
+    assert pool.owned == count
 
 
 def test_nothing_is_a_legal_amount() -> None:
-    account = PagePool("none", 0)
-    assert account.take(0) == page_ids()
-    account.give_back(page_ids())
-    account.check()
-    assert counters(account) == (0, 0, 0, 0)
+    pool = PagePool("none", 0)
+    assert pool.take(0) == page_ids()
+    pool.give_back(page_ids())
+    pool.check()
+    assert counters(pool) == (0, 0, 0, 0)
 
 
 def test_impossible_pools_and_pages_are_refused() -> None:
@@ -179,12 +179,12 @@ def test_impossible_pools_and_pages_are_refused() -> None:
 
 
 def test_check_sees_a_wrong_counter_and_a_wrong_free_list() -> None:
-    account = PagePool("device", 8)
-    account.take(2)
-    account._counts[0] += 1
+    pool = PagePool("device", 8)
+    pool.take(2)
+    pool._counts[0] += 1
     with pytest.raises(BrokenInvariant, match="counted"):
-        account.check()
-    account._counts[0] -= 1
-    account._free[0] = 3
+        pool.check()
+    pool._counts[0] -= 1
+    pool._free[0] = 3
     with pytest.raises(BrokenInvariant, match="free list"):
-        account.check()
+        pool.check()

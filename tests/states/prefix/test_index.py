@@ -12,7 +12,7 @@ from tidekv.states.types import PageIds, page_ids
 
 
 class Bench:
-    """An index with its accounts, and the calls of a request in one line each."""
+    """An index with its pools, and the calls of a request in one line each."""
 
     def __init__(self, device_pages: int = 64, host_pages: int = 64) -> None:
         self.device = PagePool("device", device_pages)

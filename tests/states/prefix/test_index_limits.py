@@ -127,7 +127,7 @@ DAMAGE: dict[str, Callable[[PrefixIndex, Node], object]] = {
     "page used twice": lambda index, node: node.device.__setitem__(0, root_of(node).device[0]),
     "page of nobody": lambda index, node: node.device.__setitem__(0, 31),
     "load on host pages": lambda index, node: setattr(root_of(node), "load", object()),
-    "RECLAIMING in the account only": lambda index, node: setattr(node, "is_reclaiming", True),
+    "RECLAIMING in the pool only": lambda index, node: setattr(node, "is_reclaiming", True),
     "evictable": lambda index, node: setattr(index.device_tier, "evictable", 9),
     "protected": lambda index, node: setattr(index.host_tier, "protected", 9),
     "children": lambda index, node: setattr(root_of(node), "device_children", 2),

@@ -125,7 +125,7 @@ def test_callers_that_leave_different_component_pages_are_refused_on_all_ranks(r
 @pytest.mark.parametrize("name", ["window", "state"])
 def test_free_pages_of_a_component_that_differ_are_named(ranks, tier: str, name: str) -> None:
     components = ranks.cores[1].state.components
-    free = (components.device if tier == "device" else components.host)[name].account.free_pages
+    free = (components.device if tier == "device" else components.host)[name].pool.free_pages
     free[0], free[1] = free[1], free[0]
     assert ranks.diverged() == {f"component {name}"}
 

@@ -45,12 +45,12 @@ def test_a_raise_at_any_call_loses_nothing(story: Any) -> None:
         rig.expect_nothing_held()
 
 
-def accounts(rig: Rig) -> dict[str, int]:
+def pools(rig: Rig) -> dict[str, int]:
     counted = ("free", "owned", "cached", "draining", "protected", "evictable")
     return {name: count for name, count in rig.core.statistics().items() if name.endswith(counted)}
 
 
-def test_a_plan_that_raises_leaves_the_accounts_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_raises_leaves_the_pools_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever call raises: between the raise and the next try, nothing of the plan is left."""
     raised = 1
     while plan_raising_at(raised, monkeypatch):
@@ -66,7 +66,7 @@ def plan_raising_at(place: int, monkeypatch: pytest.MonkeyPatch) -> bool:
 
     def state() -> object:
         books = rig.core.state
-        return accounts(rig), len(books.out), len(books.operations), len(rig.core.loads)
+        return pools(rig), len(books.out), len(books.operations), len(rig.core.loads)
 
     def fix_plan(self: Restore, request: Request, event: object) -> None:
         before, places.left = state(), 0 if tries else place
