@@ -55,10 +55,10 @@ class Turns:
         self.agreement = Agreement(self.core, rank=0)
         self._names = [f"r{number}" for number in range(requests)]
         self._turn = 0
-        for serial, name in enumerate(self._names):
-            keys = bytes(64) + serial.to_bytes(64, "little") * 7
+        for number, name in enumerate(self._names):
+            keys = bytes(64) + number.to_bytes(64, "little") * 7
             self.agreement.receive(
-                events.RequestArrived(at_s=0.0, request_id=name, serial=serial, keys=keys, prompt_tokens=128)
+                events.RequestArrived(at_s=0.0, request_id=name, request_number=number, keys=keys, prompt_tokens=128)
             )
 
     def opening(self) -> Opening:

@@ -32,7 +32,7 @@ class CallerSurroundings(TierSurroundings, Protocol):
         """The prefill peers."""
         ...
 
-    def next_serial(self) -> int:
+    def next_number(self) -> int:
         """Return a new number, which identifies the tokens of a request."""
         ...
 
@@ -97,10 +97,10 @@ class Caller:
         self.tokens = tokens
         self.namespace = namespace
         self.tags = world.tags_of(namespace, tokens)
-        self.serial = world.next_serial()
+        self.request_number = world.next_number()
         full = len(self.tags) * world.settings.page_size
         # The KV of a partial page depends on the request, so its tag is unique: it must never match another page.
-        self.tail = [world.contents.tag(f"tail {self.serial}", tokens[full:])] if full < len(tokens) else []
+        self.tail = [world.contents.tag(f"tail {self.request_number}", tokens[full:])] if full < len(tokens) else []
         self.component_tags = world.component_pages.tags_of(namespace, tokens)
         self.component_pages = LiveComponents((), len(tokens))
         self.prefills: list[int] = []

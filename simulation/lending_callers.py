@@ -261,7 +261,7 @@ class LendingClient:
                 self._leave(pages)
 
         for first, end in ((0, cut), (cut, len(tags))) if cut else ((0, len(tags)),):
-            number = world.next_serial()
+            number = world.next_number()
             kept = tokens[: end * world.settings.page_size]
             component_pages = self._component_blocks.compute(caller.namespace, kept, self._random)
             self._offers[number] = (pages[first:end], component_pages, returned)

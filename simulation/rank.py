@@ -124,10 +124,10 @@ class SimulatedRank:
         self.lender = RankLender(self) if world.settings.lends_device else None
         self.early_callers = EarlyCallers(self, f"{world.seed} {self.number} {epoch}", self.early_counts)
         self.records: dict[int, list[int]] = {}
-        """Tags of the tokens that requests left, by serial."""
+        """Tags of the tokens that requests left, by request number."""
         self.in_flight = 0
         """Operations on this rank that have not ended."""
-        self._serials: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
         self._answers_growth = False
         self._takers: dict[type[commands.Command], Any] = {  # Any: each taker has its own command type.
             commands.QueryStorage: component_storage.query,
@@ -150,7 +150,7 @@ class SimulatedRank:
             commands.GiveReserve: self._give_reserve,
             commands.ReportRestored: self._restored,
             commands.ReportOffered: self._offered,
-            commands.ForgetTokens: lambda command: self.records.pop(command.serial),
+            commands.ForgetTokens: lambda command: self.records.pop(command.request_number),
         }
 
     # --- Events ---
@@ -183,7 +183,7 @@ class SimulatedRank:
             self.world.stepped(self, word)
             self._answers_growth = isinstance(event, events.GrowthTaken) and event.wanted > 0
             if isinstance(event, events.RequestArrived):
-                self._serials[event.request_id] = event.serial
+                self._numbers[event.request_id] = event.request_number
             for command in given:
                 taker = self._takers.get(type(command))
                 if taker is not None:
@@ -236,12 +236,12 @@ class SimulatedRank:
     def arrive(self, caller: RankCaller, lent_pages: PageIds | None = None, held_pages: int = 0) -> None:
         """Post the arrival of a request."""
         world, script = self.world, caller.script
-        size, serial = world.settings.page_size, int(script.request_id[1:])
+        size, request_number = world.settings.page_size, int(script.request_id[1:])
         self.receive(
             events.RequestArrived(
                 at_s=world.schedule.now_s,
                 request_id=script.request_id,
-                serial=serial,
+                request_number=request_number,
                 keys=script.tokens[: len(script.tokens) // size * size],
                 rest=script.tokens[len(script.tokens) // size * size :] if world.settings.components else b"",
                 prompt_tokens=len(script.tokens),
@@ -249,7 +249,7 @@ class SimulatedRank:
                 deadline_at_s=script.deadline_at_s,
                 priority=script.priority,
                 cache=script.cache,
-                generation=serial << 16,
+                generation=request_number << 16,
                 early=script.early,
                 lent_pages=() if lent_pages is None else tuple(lent_pages),
                 lent_components={name: tuple(pages) for name, pages in caller.lent_components.items()},
@@ -320,7 +320,7 @@ class SimulatedRank:
         for at in range(len(self.tags(caller.script.tokens)), len(tags)):
             self.device.put(caller.pages[at], tags[at], f"decoding of {request_id}")
         left = leave_components(self.component_pages, caller, tokens, rank=self.number)
-        self.records[self._serials[request_id]] = tags
+        self.records[self._numbers[request_id]] = tags
         kind = events.RetractRequested if caller.script.retracts else events.FinishRequested
         now_s = self.world.schedule.now_s
         self.receive(
@@ -362,10 +362,10 @@ class SimulatedRank:
         if self.lender is not None and not self.is_dead and not end.startswith("restored"):
             # Pages of a process that has ended need not be taken back.
             self.lender.leave(caller)
-        serial = self._serials.pop(request_id, 0)
+        request_number = self._numbers.pop(request_id, 0)
         if end not in ("finished", "retracted"):
             # A request that was not finished or retracted leaves no tokens.
-            self.records.pop(serial, None)
+            self.records.pop(request_number, None)
         self.world.ended(caller.script, self.number, "cancelled" if end.startswith("cancelled") else end)
 
     def tags(self, tokens: bytes) -> list[int]:

@@ -102,7 +102,7 @@ class RankCaller:
 
 
 def draw_script(
-    random: Random, serial: int, settings: CoreSettings, ranks: int, written: list[bytes], asked: list[bytes]
+    random: Random, request_number: int, settings: CoreSettings, ranks: int, written: list[bytes], asked: list[bytes]
 ) -> Script:
     """Draw a request that shares a prefix with others.
 
@@ -122,7 +122,7 @@ def draw_script(
         tokens = random.choice(asked[-4:])
     asked.append(tokens)
     script = Script(
-        f"r{serial}",
+        f"r{request_number}",
         tokens,
         bytes(random.choices(b"ab", k=random.randint(0, 2 * size))),
         retracts=random.random() < 0.1,

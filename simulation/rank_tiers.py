@@ -164,8 +164,8 @@ class RankTiers:
         if self.raises(command.op):
             return
         error, who = self.error("storage_fails"), f"put {command.op}"
-        if command.serial:
-            tags = self._rank.records[command.serial]
+        if command.request_number:
+            tags = self._rank.records[command.request_number]
         else:
             tags = self._tags_put(command.op)
         wanted = tags[: len(command.host_pages)]

@@ -110,7 +110,7 @@ class RankGroupWorld:
             )
         self.scripts_left = requests
         self.scripts_live = 0
-        self._serial = 0
+        self._number = 0
         self._written: list[bytes] = []
         self._asked: list[bytes] = []
         self._wires = [Link(self.schedule) for _ in range(ranks)]
@@ -142,7 +142,7 @@ class RankGroupWorld:
         steps = 0
         while self.schedule.run_next():
             steps += 1
-            if steps > CLOCK_STEPS_MAX * (1 + self._serial):
+            if steps > CLOCK_STEPS_MAX * (1 + self._number):
                 raise Violation("the run does not come to an end")
         self._check_end()
 
@@ -152,8 +152,8 @@ class RankGroupWorld:
             return
         self.scripts_left -= 1
         self.scripts_live += 1
-        self._serial += 1
-        script = draw_script(self.random, self._serial, self.settings, len(self.ranks), self._written, self._asked)
+        self._number += 1
+        script = draw_script(self.random, self._number, self.settings, len(self.ranks), self._written, self._asked)
         if self._early is not None:
             script.early = self._early.random() < EARLY_REQUESTS
             if self._early.random() < 0.4:

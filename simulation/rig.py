@@ -45,7 +45,7 @@ class Rig:
         self.core = Core(self.settings)
         self.now_s = 0.0
         self.pending: list[commands.Command] = []
-        self._serial = 0
+        self._number = 0
         self._generations: dict[str, int] = {}
 
     # --- Stepping ---
@@ -98,7 +98,7 @@ class Rig:
         """
         prefill_count = fields.pop("prefill_count", 1)
         assert isinstance(prefill_count, int)
-        self._serial += 1
+        self._number += 1
         if self.settings.lends_device:
             pages = self.pages_of(len(tokens))
             lent = {
@@ -115,7 +115,7 @@ class Rig:
             events.RequestArrived,
             **{
                 "request_id": request_id,
-                "serial": self._serial,
+                "request_number": self._number,
                 "keys": tokens[:full],
                 "prompt_tokens": len(tokens),
                 "generation": generation,

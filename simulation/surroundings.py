@@ -77,7 +77,7 @@ class Surroundings(Protocol):
         """Return the tags of the prompt whose pages are put."""
         ...
 
-    def tokens_left(self, serial: int) -> list[int]:
+    def tokens_left(self, request_number: int) -> list[int]:
         """Return the tags of the tokens that a request left."""
         ...
 

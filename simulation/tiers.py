@@ -133,8 +133,8 @@ class SimulatedStorage:
         intact = world.host.intact(command.host_pages)
         put, error = self._kept.put([tag for tag in found[:intact] if tag not in self._kept])
         stored = 0 if error else self._kept.leading(wanted)
-        if command.serial:
-            world.tokens_left(command.serial)
+        if command.request_number:
+            world.tokens_left(command.request_number)
         world.outcomes.tell(
             lambda at_s: events.PagesStored(
                 at_s=at_s, op=command.op, stored=stored, error=error, intact=intact, put=put

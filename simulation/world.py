@@ -128,7 +128,7 @@ class World:
         )
         self.arrivals_left = requests
         self._ids = 0
-        self._serials = 0
+        self._numbers = 0
         self._callers: dict[str, Caller] = {}
         self._generations: dict[str, int] = {}
         self._left: dict[int, list[int]] = {}
@@ -209,10 +209,10 @@ class World:
         """The callers of requests that are not READY."""
         return [caller for caller in self._callers.values() if not caller.is_ready]
 
-    def next_serial(self) -> int:
+    def next_number(self) -> int:
         """Return a new number, which identifies the tokens of a request."""
-        self._serials += 1
-        return self._serials
+        self._numbers += 1
+        return self._numbers
 
     def new_id(self) -> str:
         """Return a request id: a new one, or occasionally one that was used before."""
@@ -253,7 +253,7 @@ class World:
             events.RequestArrived(
                 at_s=self.now_s,
                 request_id=caller.request_id,
-                serial=caller.serial,
+                request_number=caller.request_number,
                 keys=caller.tokens[:full],
                 rest=caller.tokens[full:] if self.settings.components else b"",
                 prompt_tokens=len(caller.tokens),
@@ -269,7 +269,7 @@ class World:
                 held_pages=caller.held,
                 early=self.early_callers is not None and self.early_callers.draw(),
                 # By the number and not drawn, so that other draws of a seed stay what they were.
-                tokens_max=len(caller.tokens) + caller.serial % 5 if caller.serial % 3 == 0 else 0,
+                tokens_max=len(caller.tokens) + caller.request_number % 5 if caller.request_number % 3 == 0 else 0,
             )
         )
         if self.orchestrator is not None:
@@ -281,18 +281,18 @@ class World:
 
     def leave_tokens(self, caller: Caller, tags: list[int]) -> None:
         """Keep the tokens that a request leaves, which operations may name until the core forgets them."""
-        self._left[caller.serial] = tags
+        self._left[caller.request_number] = tags
 
-    def tokens_left(self, serial: int) -> list[int]:
+    def tokens_left(self, request_number: int) -> list[int]:
         """Return the tags of the tokens that a request left."""
-        if serial not in self._left:
-            raise Violation(f"the tokens of request number {serial} were forgotten while they are needed")
-        return self._left[serial]
+        if request_number not in self._left:
+            raise Violation(f"the tokens of request number {request_number} were forgotten while they are needed")
+        return self._left[request_number]
 
     def tags_put(self, command: commands.StorePages | commands.FetchPages) -> list[int]:
         """Return the tags of the prompt whose pages are put."""
-        if isinstance(command, commands.StorePages) and command.serial:
-            return self.tokens_left(command.serial)
+        if isinstance(command, commands.StorePages) and command.request_number:
+            return self.tokens_left(command.request_number)
         namespace, keys = self.core.keys_put(command.op)
         return self.contents.tags(namespace, keys, self.settings.key_bytes)
 
@@ -515,8 +515,8 @@ class World:
         if caller.is_ready and command.cause == "internal error":
             # A rule raised after the restore had succeeded: the request fails although its caller already had it.
             caller.ends = []
-            if all(backup.serial != caller.serial for backup in self.core.backups):
-                self._left.pop(caller.serial, None)
+            if all(backup.request_number != caller.request_number for backup in self.core.backups):
+                self._left.pop(caller.request_number, None)
             if self.retracting.pop(caller.request_id, None):
                 self.retracted_ids.remove(caller.request_id)
         caller.ends.append(command.cause)
@@ -552,7 +552,7 @@ class World:
         caller.client.retracted(caller, tokens, command)
 
     def _forget_tokens(self, command: commands.ForgetTokens) -> None:
-        if self._left.pop(command.serial, None) is None:
+        if self._left.pop(command.request_number, None) is None:
             raise Violation(f"{command}, which were forgotten before")
 
     # --- The end ---

@@ -67,17 +67,16 @@ class CopyPages(OperationCommand, frozen=True, kw_only=True):
 
 
 class StorePages(OperationCommand, frozen=True, kw_only=True):
-    """Make sure that storage has the pages of one group from position `first` of the tokens of request `serial` on
-    → PagesStored.
+    """Make sure that storage has one group's pages of a request's tokens, starting at position `first` → PagesStored.
 
     Storage is asked for them, and told that they are in use. Those that it lacks are put from `host_pages`, which are
     the first of them; `asked` further ones are only asked for.
 
-    Serial 0 means pages of no particular request: the driver gets their keys from `Core.keys_put` when it starts the
-    put.
+    Request number 0 means pages of no particular request: the driver gets their keys from `Core.keys_put` when it
+    starts the put.
     """
 
-    serial: int
+    request_number: int
     host_pages: PageIds
     asked: int = 0
     component: str = FULL
@@ -311,6 +310,6 @@ class ReportHinted(Command, frozen=True, kw_only=True):
 
 
 class ForgetTokens(Command, frozen=True, kw_only=True):
-    """Drop the tokens of request `serial`: no operation needs them any more."""
+    """Drop the tokens of request `request_number`: no operation needs them any more."""
 
-    serial: int
+    request_number: int

@@ -225,7 +225,7 @@ class Core:
     def keys_put(self, op: int) -> tuple[str, bytes]:
         """Return the namespace, and the keys from the first page on, of what put `op` stores.
 
-        The driver calls it when it starts StorePages with serial 0 (no request's tokens).
+        The driver calls it when it starts StorePages with request number 0 (no request's tokens).
         """
         return self.backups.keys_put(op)
 

@@ -76,18 +76,18 @@ class RequestArrived(Event, frozen=True, kw_only=True):
     """A request for the KV of a prompt on this device.
 
     `keys` holds one fixed-width key per full page; the remaining tokens of `prompt_tokens` are the partial last page.
-    With components `rest` has these tokens, packed, unless their KV depends on further ones: then it is empty. `serial`
-    is unique in the run and names the request's tokens in commands that outlive it. `prefills` names the prefill
-    instances that may serve it, in the order in which they are tried; two requests with the same name share the quota
-    of that instance. Generations of its rooms count from `generation` on, which is above all generations of earlier
-    requests with the same id. If device pages are lent, `lent_pages` are the embedder's, one for each page of the
+    With components `rest` has these tokens, packed, unless their KV depends on further ones: then it is empty.
+    `request_number` is unique in the run and names the request's tokens in commands that outlive it. `prefills` names
+    the prefill instances that may serve it, in the order in which they are tried; two requests with the same name share
+    the quota of that instance. Generations of its rooms start at `generation`, which is above those of earlier requests
+    with the same id. If device pages are lent, `lent_pages` are the embedder's, one for each page of the
     prompt, and `lent_components` has those of each component, for the last positions of the prompt: one for each that
     its end needs. Pages at the first `held_pages` positions hold the prompt already, in every group; they are not lent,
     and are not touched.
     """
 
     request_id: str
-    serial: int
+    request_number: int
     keys: bytes
     prompt_tokens: int
     namespace: str = ""

@@ -128,7 +128,7 @@ def _example() -> str:
     core = Core(CoreSettings(page_size=2, key_bytes=8, device_pages=8))
     recorder = Recorder(core, with_tokens=True)
     keys = b"".join(token.to_bytes(4, "little") for token in (101, 102, 103, 104))
-    event = events.RequestArrived(at_s=12.5, request_id="r1", serial=1, keys=keys, prompt_tokens=5)
+    event = events.RequestArrived(at_s=12.5, request_id="r1", request_number=1, keys=keys, prompt_tokens=5)
     recorder.stepped(event, core.step(event))
     turn = recorder.end_turn()
     assert turn is not None

@@ -125,7 +125,7 @@ class World:
             events.RequestArrived(
                 at_s=self.schedule.now_s,
                 request_id=name,
-                serial=request.number,
+                request_number=request.number,
                 keys=request.names[: prompt.tokens // PAGE_TOKENS].tobytes(),
                 prompt_tokens=prompt.tokens,
                 cache=self._cache,
@@ -220,7 +220,7 @@ class World:
         )
 
     def _store(self, command: commands.StorePages) -> None:
-        names = self._left[command.serial].names[: len(command.host_pages)]
+        names = self._left[command.request_number].names[: len(command.host_pages)]
         missing = [name for name in names if name not in self._stored]
 
         def end() -> None:
@@ -262,7 +262,7 @@ class World:
         request.done()
 
     def _forget(self, command: commands.ForgetTokens) -> None:
-        del self._left[command.serial]
+        del self._left[command.request_number]
 
 
 def _nothing(command: commands.Command) -> None:

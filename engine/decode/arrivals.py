@@ -31,12 +31,12 @@ class Arrivals:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._serial = 0
+        self._number = 0
 
-    def next_serial(self) -> int:
+    def next_number(self) -> int:
         """Return a new number."""
-        self._serial += 1
-        return self._serial
+        self._number += 1
+        return self._number
 
     def packed(self, request: DecodeRequest) -> bytes:
         """Return the request's tokens. Raises InvalidRequest, and EngineClosed if the engine drains."""
@@ -106,7 +106,7 @@ class Arrivals:
         page is lent. The lent pages at the first `held_pages` positions hold the prompt already, in every group.
         """
         runtime, config = self._runtime, self._runtime.config
-        serial = self.next_serial()
+        request_number = self.next_number()
         namespace = join_namespaces(config.namespace, request.namespace, request.lora_name)
         prompt = runtime.prompt_keys.prompt(packed, namespace_seed(namespace))
         page_keys = runtime.prompt_keys.page_keys
@@ -118,7 +118,7 @@ class Arrivals:
         arrival = events.RequestArrived(
             at_s=now_s,
             request_id=request.request_id,
-            serial=serial,
+            request_number=request_number,
             keys=keys,
             prompt_tokens=len(packed) // TOKEN_BYTES,
             namespace=namespace,
@@ -126,7 +126,7 @@ class Arrivals:
             deadline_at_s=now_s + within_s,
             priority=request.priority,
             cache=request.cache,
-            generation=serial * GENERATIONS_MAX,
+            generation=request_number * GENERATIONS_MAX,
             can_recompute=runtime.calls.last_resort is not None,
             lent_pages=tuple(full),
             lent_components={name: tuple(pages) for name, pages in lent.items()},
@@ -139,7 +139,9 @@ class Arrivals:
         )
         # From here on the id is live and the event is posted: both or neither, even if a statement in between raises.
         try:
-            outcome = runtime.calls.begin(request, prompt, serial=serial, deadline_at_s=arrival.deadline_at_s)
+            outcome = runtime.calls.begin(
+                request, prompt, request_number=request_number, deadline_at_s=arrival.deadline_at_s
+            )
             if lent_pages is not None:
                 # Pages at the first positions may be in use by others: they are not lent.
                 left = len(full) - held_pages
@@ -150,14 +152,14 @@ class Arrivals:
             runtime.watchdog.set_busy(True)
             runtime.front.post(arrival)
         except BaseException:
-            runtime.calls.withdraw(request.request_id, serial=serial)
+            runtime.calls.withdraw(request.request_id, request_number=request_number)
             raise
-        return serial, outcome
+        return request_number, outcome
 
-    def cancel(self, request_id: str, serial: int) -> None:
+    def cancel(self, request_id: str, request_number: int) -> None:
         """Abort a request whose caller was cancelled, if it is still live: its id may belong to another one."""
         runtime = self._runtime
-        if runtime.calls.serial_of(request_id) == serial:
+        if runtime.calls.number_of(request_id) == request_number:
             cause, at_s = "cancelled by the caller", runtime.front.clock()
             runtime.front.post(events.AbortRequested(at_s=at_s, request_id=request_id, cause=cause))
             runtime.calls.end_use(request_id)

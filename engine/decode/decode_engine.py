@@ -160,14 +160,14 @@ class DecodeEngine:
         if request.kv_hints is not None:
             await take_of_request(self._hints, request.kv_hints)
         self._arrivals.check_room(request, packed)
-        serial, outcome = self._arrivals.post(request, packed)
+        request_number, outcome = self._arrivals.post(request, packed)
         try:
             ready = await outcome
         except asyncio.CancelledError:
             # The request may have failed just now, and its id may belong to another request already.
             if outcome.done() and not outcome.cancelled():
                 outcome.exception()
-            self._arrivals.cancel(request.request_id, serial)
+            self._arrivals.cancel(request.request_id, request_number)
             raise
         assert isinstance(ready, ReadyRequest), "requests in lent pages have another call"
         if not self._calls.holds(ready):
@@ -221,8 +221,8 @@ class DecodeEngine:
         self._check_mode("restore_into", "lent")
         packed = self._arrivals.packed(request)
         lent, held_pages = self._lending.check(request, packed, pages, have_tokens, component_pages)
-        serial, outcome = self._arrivals.post(request, packed, lent_pages=lent, held_pages=held_pages)
-        return await self._lending.settled(request.request_id, serial, outcome)
+        request_number, outcome = self._arrivals.post(request, packed, lent_pages=lent, held_pages=held_pages)
+        return await self._lending.settled(request.request_id, request_number, outcome)
 
     def offer(
         self,
@@ -270,13 +270,13 @@ class DecodeEngine:
         """
         self._runtime.check_open()
         checked(request_id, Text, "request_id")
-        serial = self._calls.serial_of(request_id)
-        if serial is None or self._calls.is_given_back(request_id):
+        request_number = self._calls.number_of(request_id)
+        if request_number is None or self._calls.is_given_back(request_id):
             self._calls.end_use(request_id)  # It may have failed after an early READY.
             return False
         self._driver.post(events.AbortRequested(at_s=self._driver.clock(), request_id=request_id))
         self._calls.mark_aborted(request_id)
-        await self._calls.wait_until(lambda: self._calls.serial_of(request_id) != serial, request_id=request_id)
+        await self._calls.wait_until(lambda: self._calls.number_of(request_id) != request_number, request_id=request_id)
         return True
 
     def change_request(self, request_id: str, *, priority: int | None = None, deadline_s: float | None = None) -> bool:
@@ -456,7 +456,7 @@ class DecodeEngine:
         chosen: tuple[Tier, ...] = checked(tiers, tuple[Tier, ...], "tiers")
         if "l3" in chosen and self._runtime.storage is None:
             raise InvalidRequest("tiers must be l1 or l2, not l3: no storage is attached")
-        call = self._arrivals.next_serial()
+        call = self._arrivals.next_number()
         joined = None if namespace is None else self._arrivals.namespace(namespace)
         local = tuple(tier for tier in chosen if tier != "l3" or joined is not None)
         # Before the pages leave the index, which has their keys.

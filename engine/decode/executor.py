@@ -247,7 +247,9 @@ class Executor:
         self._post(events.PagesFetched(at_s=self._clock(), op=command.op, good=good, error=error))
 
     def _store(self, command: commands.StorePages) -> None:
-        prompt = self._calls.tokens_left(command.serial) if command.serial else self._prompt_put(command.op)
+        prompt = (
+            self._calls.tokens_left(command.request_number) if command.request_number else self._prompt_put(command.op)
+        )
         storage = self._storage_of(command.component)
         self._use_storage(self._run_store(storage, prompt, command, self._in_flight), f"store {command.op}")
 

@@ -180,7 +180,7 @@ class HintCalls:
         if kind == "pin" and asked_ms is None:
             return rejected("a pin needs ttl_ms")
         ttl_s: Seconds = PREFETCH_S if asked_ms is None else asked_ms / 1000
-        call, front = self._arrivals.next_serial(), self._runtime.front
+        call, front = self._arrivals.next_number(), self._runtime.front
         done = self._runtime.calls.expect_hint(call)
         try:
             front.post(

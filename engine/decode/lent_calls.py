@@ -61,10 +61,10 @@ class LentCalls:
         return {FULL: lent, **components}, have_tokens // settings.page_size
 
     async def settled(
-        self, request_id: str, serial: int, outcome: asyncio.Future[ReadyRequest | RestoredPages]
+        self, request_id: str, request_number: int, outcome: asyncio.Future[ReadyRequest | RestoredPages]
     ) -> RestoredPages:
         """Wait for the outcome. A cancellation aborts the request, and is raised when the pages are back."""
-        restored = await settled(outcome, on_cancel=lambda: self._arrivals.cancel(request_id, serial))
+        restored = await settled(outcome, on_cancel=lambda: self._arrivals.cancel(request_id, request_number))
         assert isinstance(restored, RestoredPages), "a request in lent pages ends with them"
         return restored
 
@@ -93,7 +93,7 @@ class LentCalls:
                 f"offer: tokens [{start_token}, {count}) fill {full} pages of {page_size} tokens; {len(offered)} pages "
                 "were given"
             )
-        offered, number, end = offered[:full], self._arrivals.next_serial(), first + full
+        offered, number, end = offered[:full], self._arrivals.next_number(), first + full
         ends = {each.name: min(each.trailing_pages(page_size), end) for each in settings.components}
         components = checked_components(component_pages, settings.components, ends, all_of=False, where="offer")
         event = events.PagesOffered(

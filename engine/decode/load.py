@@ -65,7 +65,7 @@ class LoadReader:
 
     def __init__(self) -> None:
         self._uncached: dict[int, int] = {}
-        """By serial number of a waiting request, the tokens that were nowhere here at its first reading."""
+        """By number of a waiting request, the tokens that were nowhere here at its first reading."""
 
     def read(self, core: Core) -> EngineLoad:
         """Return the present load."""
@@ -73,12 +73,12 @@ class LoadReader:
         waiting = [request for request in state.requests.values() if request.waits_for_admission]
         uncached: dict[int, int] = {}
         for request in waiting:
-            known = self._uncached.get(request.serial)
+            known = self._uncached.get(request.request_number)
             if known is None:
                 known = request.prompt_tokens
                 if len(uncached) < LOOKED_UP_MAX:
                     known -= page_size * sum(state.index.probe_prefix(request.namespace, request.keys))
-            uncached[request.serial] = known
+            uncached[request.request_number] = known
         self._uncached = uncached
         device = PoolLoad(state.device.total, state.device.free, state.index.device_evictable)
         return EngineLoad(

@@ -48,16 +48,16 @@ FlushAnswer = dict[str, dict[str, int]]
 class LiveCall:
     """A live request from its caller's view: waiting, then READY, until it is given back."""
 
-    def __init__(self, request: DecodeRequest, prompt: Prompt, *, serial: int, deadline_at_s: float) -> None:
+    def __init__(self, request: DecodeRequest, prompt: Prompt, *, request_number: int, deadline_at_s: float) -> None:
         self.request = request
         self.context = copy_context()
         """Of the caller: its trace id, its span."""
         self.prompt = prompt
         """The tokens that the request's pages are computed from: at first its prompt, later with its output."""
-        self.serial = serial
+        self.request_number = request_number
         self.deadline_at_s = deadline_at_s
         """Time, on the driver's clock, by which the request must be ready."""
-        self.core_serial = serial
+        self.core_number = request_number
         """The number by which the core names its tokens; with ranks, the leader's."""
         self.outcome: asyncio.Future[ReadyRequest | RestoredPages] = asyncio.get_running_loop().create_future()
         self.first_tokens: dict[int, tuple[int, dict[str, object]]] = {}
@@ -128,7 +128,7 @@ class PendingCalls:
         }
 
     def begin(
-        self, request: DecodeRequest, prompt: Prompt, *, serial: int, deadline_at_s: float
+        self, request: DecodeRequest, prompt: Prompt, *, request_number: int, deadline_at_s: float
     ) -> asyncio.Future[ReadyRequest | RestoredPages]:
         """Make a request live. Raises InvalidRequest for an id that is live already, and what `on_begin` raises; then
         nothing is live.
@@ -140,15 +140,15 @@ class PendingCalls:
                 f"request {request.request_id!r} has failed, and its caller has not stopped using its pages: call its"
                 " wait_layer again, or abort it"
             )
-        live = LiveCall(request, prompt, serial=serial, deadline_at_s=deadline_at_s)
+        live = LiveCall(request, prompt, request_number=request_number, deadline_at_s=deadline_at_s)
         if self.on_begin is not None:
             self.on_begin(request.request_id)
         self._live[request.request_id] = live
         return live.outcome
 
-    def withdraw(self, request_id: str, *, serial: int) -> None:
+    def withdraw(self, request_id: str, *, request_number: int) -> None:
         """Forget a request that was not posted to the core. Does nothing if another request has the id."""
-        if self.serial_of(request_id) == serial:
+        if self.number_of(request_id) == request_number:
             del self._live[request_id]
             self.lent.release(request_id)
             self._note_change(request_id)
@@ -200,14 +200,14 @@ class PendingCalls:
         """Whether the request waits, or is READY and not given back."""
         return request_id in self._live
 
-    def serial_of(self, request_id: str) -> int | None:
+    def number_of(self, request_id: str) -> int | None:
         """The number of the live request with that id. Ids are used again, numbers are not."""
         live = self._live.get(request_id)
-        return None if live is None else live.serial
+        return None if live is None else live.request_number
 
-    def adopt(self, request_id: str, core_serial: int) -> None:
+    def adopt(self, request_id: str, core_number: int) -> None:
         """Note the number by which the core names this request's tokens."""
-        self._live[request_id].core_serial = core_serial
+        self._live[request_id].core_number = core_number
 
     def is_given_back(self, request_id: str) -> bool:
         """Whether finish or retract was called for the request and has no answer yet."""
@@ -245,7 +245,7 @@ class PendingCalls:
                 f"request {ready.request_id!r} has {ready.layers_in_place} of {self._layer_count} layers in place: wait"
                 " for the last one before it is given back, or abort it"
             )
-        self._tokens_left[live.core_serial] = live.prompt
+        self._tokens_left[live.core_number] = live.prompt
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._ends[ready.request_id] = done
         return done
@@ -253,7 +253,7 @@ class PendingCalls:
     def unexpect(self, ready: ReadyRequest) -> None:
         """Undo `expect`, if the event was not posted."""
         self._ends.pop(ready.request_id, None)
-        self._tokens_left.pop(self._live[ready.request_id].core_serial, None)
+        self._tokens_left.pop(self._live[ready.request_id].core_number, None)
 
     def unexpect_flush(self, call: int) -> None:
         """Undo `expect_flush`, if the event was not posted."""
@@ -367,9 +367,9 @@ class PendingCalls:
         """Return the call of a live request."""
         return self._live[request_id]
 
-    def tokens_left(self, serial: int) -> Prompt:
+    def tokens_left(self, request_number: int) -> Prompt:
         """Return the tokens that a finished request left."""
-        return self._tokens_left[serial]
+        return self._tokens_left[request_number]
 
     def tell(self, command: Command) -> None:
         """Resolve the call that a command answers."""
@@ -559,7 +559,7 @@ class PendingCalls:
             live.ready.layers.fail(error)
             if live.ready.layers.is_used:
                 self._left_early[error.request_id] = live.ready.layers
-        self._tokens_left.pop(live.core_serial, None)
+        self._tokens_left.pop(live.core_number, None)
         for future in (live.outcome, self._ends.pop(error.request_id, None)):
             if future is not None and not future.done():
                 future.set_exception(error)
@@ -601,7 +601,7 @@ class PendingCalls:
             done.set_result((command.outcome, command.page_count))
 
     def _forget_tokens(self, command: commands.ForgetTokens) -> None:
-        self._tokens_left.pop(command.serial, None)
+        self._tokens_left.pop(command.request_number, None)
 
 
 async def _awaited(recompute: Recompute, job: RecomputeJob) -> tuple[int, Mapping[str, object]]:

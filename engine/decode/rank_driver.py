@@ -244,7 +244,7 @@ class RankDriver:
     def stepped(self, event: Event, given: list[Command], error: str = "") -> None:
         """See `Watcher`."""
         if isinstance(event, events.RequestArrived) and not error:
-            self._calls.adopt(event.request_id, event.serial)
+            self._calls.adopt(event.request_id, event.request_number)
         self._agreement.stepped(event, given, error)
 
     def after_drain(self) -> None:
@@ -370,7 +370,7 @@ class RankDriver:
             LOG.info("an offer was declined, because the ranks did not all make it", detail=refusal.detail)
             declined = len(call.pages)
             self._calls.tell(commands.ReportOffered(offer=call.offer, written=0, present=0, declined=declined))
-        elif isinstance(call, events.RequestArrived) and self._calls.serial_of(call.request_id) == call.serial:
+        elif isinstance(call, events.RequestArrived) and self._calls.number_of(call.request_id) == call.request_number:
             self._calls.tell(
                 commands.ReportFailed(request_id=call.request_id, cause=refusal.cause, detail=refusal.detail)
             )

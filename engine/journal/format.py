@@ -97,7 +97,7 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
 
     at_s: float
     request_id: str
-    serial: int
+    request_number: int
     keys: bytes
     prompt_tokens: int
     namespace: str
@@ -120,7 +120,7 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
         return cls(
             event.at_s,
             event.request_id,
-            event.serial,
+            event.request_number,
             keys,
             event.prompt_tokens,
             namespace,

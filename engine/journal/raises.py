@@ -38,7 +38,7 @@ STEP = Core.step.__code__
 STATES = tuple({name for folder in states.__path__ for name in (str(folder), str(Path(folder).resolve()))})
 EMPTY_CODE_BYTES = 8
 """Maximum code size of the frames that a compiled module adds to a traceback."""
-ID_FIELDS = ("request_id", "op", "node_id", "first", "serial")
+ID_FIELDS = ("request_id", "op", "node_id", "first", "request_number")
 LOCALS_MAX = 32
 TEXT_MAX = 200
 

@@ -94,7 +94,7 @@ class RequestTrace:
     """One request, from its arrival until it was given back."""
 
     request_id: str
-    serial: int
+    request_number: int
     arrived_at_s: float
     prompt_tokens: int
     page_count: int

@@ -144,7 +144,7 @@ class RequestTraces:
         self._core = core
         self._page_size = core.settings.page_size
         self._live: dict[str, RequestTrace] = {}
-        self._by_serial: dict[int, RequestTrace] = {}
+        self._by_number: dict[int, RequestTrace] = {}
         self._open: dict[int, tuple[Work, list[RequestTrace]]] = {}
         """By operation: work in flight and its request."""
         self._spans: dict[tuple[str, int, int], Work] = {}
@@ -155,7 +155,7 @@ class RequestTraces:
         self._event: events.Event
         self._breaker_is_open = False
         self._kept: dict[int, int] = {}
-        """Tokens of a finished request, by its serial, until they are backed up."""
+        """Tokens of a finished request, by its number, until they are backed up."""
         self._hints: deque[_Hint] = deque(maxlen=HINTS_MAX)
         self._given_away: dict[str, RequestTrace] = {}
         """Retracted requests that may be resumed."""
@@ -211,7 +211,7 @@ class RequestTraces:
     def _arrived(self, event: events.RequestArrived, core: Core) -> None:
         request_trace = RequestTrace(
             event.request_id,
-            event.serial,
+            event.request_number,
             event.at_s,
             event.prompt_tokens,
             core.settings.pages_of(event.prompt_tokens),
@@ -225,7 +225,7 @@ class RequestTraces:
         ]
         if self._keep:
             self.all.append(request_trace)
-        self._live[event.request_id] = self._by_serial[event.serial] = request_trace
+        self._live[event.request_id] = self._by_number[event.request_number] = request_trace
 
     def _note_event(self, event: events.Event, at_s: float, core: Core) -> None:
         if isinstance(event, events.ChunkLanded):
@@ -240,7 +240,7 @@ class RequestTraces:
             if request_trace is not None:
                 request_trace.grown_pages += event.page_count
         elif isinstance(event, events.FinishRequested) and event.request_id in self._live:
-            self._kept[self._live[event.request_id].serial] = event.tokens
+            self._kept[self._live[event.request_id].request_number] = event.tokens
         elif isinstance(event, events.RetractedDropped):
             self._given_away.pop(event.request_id, None)
         elif isinstance(event, events.PolicyChanged):
@@ -414,8 +414,8 @@ class RequestTraces:
         owner, count = core.state.operations.get(command.op), len(command.target_pages)
         if isinstance(owner, LoadCopy):
             self._begin(command.op, Work("copy", owner.load.first, count, at_s), self._waiters(command.op, core))
-        elif isinstance(owner, Backup) and owner.serial in self._by_serial:
-            self._begin(command.op, Work("backup", owner.first, count, at_s), [self._by_serial[owner.serial]])
+        elif isinstance(owner, Backup) and owner.request_number in self._by_number:
+            self._begin(command.op, Work("backup", owner.first, count, at_s), [self._by_number[owner.request_number]])
         elif isinstance(owner, SharedEndCopy):
             self._copy_shared_end(command, owner, at_s)
         elif isinstance(owner, ComponentCopy) and owner.component_pages.request is not None:
@@ -440,9 +440,9 @@ class RequestTraces:
             self._begin(command.op, work, [self._live[waiter.request_id]])
 
     def _store(self, command: commands.StorePages, at_s: float, core: Core) -> None:
-        if command.serial in self._by_serial:
+        if command.request_number in self._by_number:
             work = Work("store", 0, len(command.host_pages) + command.asked, at_s)
-            self._begin(command.op, work, [self._by_serial[command.serial]])
+            self._begin(command.op, work, [self._by_number[command.request_number]])
 
     def _recompute(self, command: commands.Recompute, at_s: float, core: Core) -> None:
         work = Work("recompute", command.first, len(command.pages) - command.first, at_s)
@@ -505,7 +505,7 @@ class RequestTraces:
         request_trace.ended, request_trace.cause, request_trace.detail = "READY", command.cause, command.detail
         request_trace.sources = dict(command.sources)
         request_trace.returned_at_s = at_s
-        self._by_serial.pop(request_trace.serial, None)
+        self._by_number.pop(request_trace.request_number, None)
         self.ended.append(request_trace)
         for work in request_trace.works:
             if work.kind == "span" and work.ended_at_s is None:
@@ -518,7 +518,7 @@ class RequestTraces:
         request_trace.ended, request_trace.cause, request_trace.detail = "FAILED", command.cause, command.detail
         if core.settings.lends_device:
             request_trace.returned_at_s = at_s
-        self._by_serial.pop(request_trace.serial, None)
+        self._by_number.pop(request_trace.request_number, None)
         self.ended.append(request_trace)
         for work in request_trace.works:
             if work.kind == "span" and not request_trace.was_ready:
@@ -543,13 +543,13 @@ class RequestTraces:
         self._give_back(command.request_id, "retracted", at_s)
 
     def _dropped(self, command: commands.ReportDropped, at_s: float, core: Core) -> None:
-        self._by_serial.pop(self._live[command.request_id].serial, None)
+        self._by_number.pop(self._live[command.request_id].request_number, None)
         self._give_back(command.request_id, "dropped", at_s)
 
     def _forget_tokens(self, command: commands.ForgetTokens, at_s: float, core: Core) -> None:
         """Record the end of the backup of a finished request."""
-        request_trace = self._by_serial.pop(command.serial, None)
-        tokens = self._kept.pop(command.serial, None)
+        request_trace = self._by_number.pop(command.request_number, None)
+        tokens = self._kept.pop(command.request_number, None)
         if request_trace is None or tokens is None or any(work.kind == "store" for work in request_trace.works):
             return
         words = unstored_words(core, tokens)

@@ -179,7 +179,7 @@ class DecodeWorker:
         self._tasks = tasks
         # A request can have all pages but one, the reserve that the engine keeps for growth.
         self._tokens_max = min(model.context_tokens, (device_pages - 1) * model.layout.page_size)
-        self._serial = 0
+        self._number = 0
 
     def start(
         self,
@@ -197,8 +197,8 @@ class DecodeWorker:
             raise InvalidRequest(f"{len(prompt)} + {max_tokens} tokens are more than this worker can hold")
         if max(prompt) >= self.model.vocabulary or min(prompt) < 0:
             raise InvalidRequest(f"tokens must be from 0 to {self.model.vocabulary - 1}")
-        self._serial += 1
-        generation = Generation(f"cmpl-{self._serial}", prompt, max_tokens, cache, namespace, phrases=phrases)
+        self._number += 1
+        generation = Generation(f"cmpl-{self._number}", prompt, max_tokens, cache, namespace, phrases=phrases)
         self.live[generation.request_id] = generation
         self.counts["requests"] += 1
         generation.task = self._tasks.create_task(self._serve(generation), name=generation.request_id)

@@ -67,8 +67,8 @@ class Backup:
         "pin",
         "renews",
         "request_id",
+        "request_number",
         "retracts",
-        "serial",
         "storing",
         "unmarked",
     )
@@ -76,7 +76,7 @@ class Backup:
     def __init__(self, backups: Backups, request: Request | None, leaf: Node, *, retracts: bool = False) -> None:
         self._backups = backups
         self.request_id = "" if request is None else request.request_id
-        self.serial = 0 if request is None else request.serial
+        self.request_number = 0 if request is None else request.request_number
         self.fallbacks = () if request is None else request.fallbacks.made
         self.leaf = leaf
         self.copies_ahead = False
@@ -148,7 +148,7 @@ class Backups:
         """Back up the path that ends at `leaf`. With `retracts`, hold it in host memory and report that."""
         if self._state.settings.write == "back" and not retracts:
             self._state.renew_write_credit()
-            self._state.emit(ForgetTokens(serial=request.serial))
+            self._state.emit(ForgetTokens(request_number=request.request_number))
             self.renew(leaf)
             return
         backup = Backup(self, request, leaf, retracts=retracts)
@@ -161,7 +161,7 @@ class Backups:
         state = self._state
         with Rollback() as undo:
             undo.callback(state.take_commands_back, len(state.out))
-            state.emit(ForgetTokens(serial=request.serial))
+            state.emit(ForgetTokens(request_number=request.request_number))
             if retracts:
                 state.emit(
                     ReportRetracted(request_id=request.request_id, held_pages=0, fallbacks=request.fallbacks.made)
@@ -191,7 +191,10 @@ class Backups:
 
     def put_ahead(self, leaf: Node) -> None:
         """Put the path to `leaf`, which is on the host completely, in storage, unless too many puts are in flight."""
-        if sum(not (backup.serial or backup.copies_ahead or backup.renews) for backup in self._live) < AHEAD_MAX:
+        if (
+            sum(not (backup.request_number or backup.copies_ahead or backup.renews) for backup in self._live)
+            < AHEAD_MAX
+        ):
             self._start(Backup(self, None, leaf), self._begin_put)
 
     def renew(self, leaf: Node) -> None:
@@ -428,14 +431,16 @@ class Backups:
         backup.unmarked = path.unmarked
         backup.op = state.start_operation(backup, deadline_s=STORE_DEADLINE_S)
         backup.storing = True
-        state.emit(StorePages(op=backup.op, serial=backup.serial, host_pages=path.host_pages, asked=path.asked))
+        state.emit(
+            StorePages(op=backup.op, request_number=backup.request_number, host_pages=path.host_pages, asked=path.asked)
+        )
 
     def _end(self, backup: Backup) -> None:
         self._pin(backup, None)
         if backup.renews:
             self._unlock(backup)
-        if backup.serial:
-            self._state.emit(ForgetTokens(serial=backup.serial))
+        if backup.request_number:
+            self._state.emit(ForgetTokens(request_number=backup.request_number))
         del self._live[backup]
         self._state.pages_were_freed()
         if backup.brought:

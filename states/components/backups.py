@@ -119,7 +119,9 @@ class ComponentPuts:
         with Rollback() as undo:
             op = state.start_operation(put, deadline_s=STORE_DEADLINE_S)
             undo.callback(state.operations.pop, op)
-            state.emit(StorePages(op=op, serial=0, component=put.component, first=put.first, host_pages=put.host_pages))
+            state.emit(
+                StorePages(op=op, request_number=0, component=put.component, first=put.first, host_pages=put.host_pages)
+            )
             undo.keep()
         put.op = op
 

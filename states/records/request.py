@@ -91,9 +91,9 @@ class Request:
         "prompt_tokens",
         "recompute",
         "request_id",
+        "request_number",
         "rest",
         "room",
-        "serial",
         "sources",
         "state",
         "tokens_max",
@@ -101,7 +101,7 @@ class Request:
 
     def __init__(self, event: RequestArrived, *, arrival: int, settings: CoreSettings) -> None:
         self.request_id = event.request_id
-        self.serial = event.serial
+        self.request_number = event.request_number
         self.keys = event.keys
         self.rest = event.rest
         self.prompt_tokens = event.prompt_tokens

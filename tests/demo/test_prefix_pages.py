@@ -25,11 +25,11 @@ class PrefixPagesMachine(RuleBasedStateMachine):
         self.pages = PrefixPages(POOL, PAGE_SIZE)
         self.live: dict[int, tuple[tuple[int, ...], PromptPages]] = {}
         self.content: dict[int, tuple[int, ...]] = {}
-        self.serial = 0
+        self.number = 0
 
     @rule(target=held, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=POOL * PAGE_SIZE).map(tuple))
     def take(self, tokens: tuple[int, ...]) -> int:
-        self.serial += 1
+        self.number += 1
         got = self.pages.take(pack_tokens(tokens))
         if got is None:
             return 0
@@ -40,13 +40,13 @@ class PrefixPagesMachine(RuleBasedStateMachine):
                 assert self.content[page] == tokens[: (position + 1) * PAGE_SIZE]
             else:
                 self.content[page] = tokens[: (position + 1) * PAGE_SIZE]
-        self.live[self.serial] = (tokens, got)
-        return self.serial
+        self.live[self.number] = (tokens, got)
+        return self.number
 
-    @rule(serial=consumes(held), part=st.floats(0, 1))
-    def give_back(self, serial: int, part: float) -> None:
-        if serial:
-            _, got = self.live.pop(serial)
+    @rule(number=consumes(held), part=st.floats(0, 1))
+    def give_back(self, number: int, part: float) -> None:
+        if number:
+            _, got = self.live.pop(number)
             computed = max(got.known, round(part * len(got.pages)))
             for page in got.pages[computed:]:
                 self.content[page] = ()

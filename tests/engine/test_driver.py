@@ -55,7 +55,7 @@ class ScriptedCore:
         if number in self.raises:
             raise self.raises[number]
         self.taken.append(number)
-        return [commands.ForgetTokens(serial=number)]
+        return [commands.ForgetTokens(request_number=number)]
 
     def next_deadline_s(self) -> float | None:
         return self.due_s
@@ -290,7 +290,7 @@ class ReadyCore(ScriptedCore):
     def step(self, event: Event) -> list[Command]:
         given = super().step(event)
         assert isinstance(event, events.FlushRequested)
-        return [*given, ready(event.call), commands.ForgetTokens(serial=-event.call)]
+        return [*given, ready(event.call), commands.ForgetTokens(request_number=-event.call)]
 
 
 def ready(call: int) -> commands.ReportReady:

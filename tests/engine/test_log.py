@@ -196,7 +196,13 @@ def test_a_configuration_that_raises_ends_the_records_of_requests_and_not_the_en
         for name in ("a", "b"):
             rig.arrive(name, b"abcdefgh")
             arrived = events.RequestArrived(
-                at_s=1.0, request_id=name, serial=1, keys=b"", prompt_tokens=1, namespace="", prefills=("prefill",)
+                at_s=1.0,
+                request_id=name,
+                request_number=1,
+                keys=b"",
+                prompt_tokens=1,
+                namespace="",
+                prefills=("prefill",),
             )
             log.stepped(arrived, [])
     finally:

@@ -189,7 +189,7 @@ async def test_nothing_is_kept_of_requests_that_are_over(make_pair, provider) ->
         (
             request_traces.all,
             request_traces._live,
-            request_traces._by_serial,
+            request_traces._by_number,
             request_traces._open,
             request_traces._spans,
             request_traces._kept,

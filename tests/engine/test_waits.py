@@ -20,9 +20,9 @@ async def test_after_a_step_only_waits_are_tested_that_it_may_end() -> None:
 
     names = [f"request {number}" for number in range(1000)]
     waits = [asyncio.ensure_future(calls.wait_until(lambda: condition("all")))]
-    for serial, name in enumerate(names):
+    for number, name in enumerate(names):
         request = DecodeRequest(request_id=name, tokens=[1], prefill="p")
-        calls.begin(request, None, serial=serial, deadline_at_s=1.0)  # type: ignore[arg-type]  # Nothing reads it.
+        calls.begin(request, None, request_number=number, deadline_at_s=1.0)  # type: ignore[arg-type]  # Nothing reads it.
         waits.append(asyncio.ensure_future(calls.wait_until(lambda name=name: condition(name), request_id=name)))
     await asyncio.sleep(0)
     tested.clear()

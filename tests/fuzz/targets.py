@@ -267,7 +267,7 @@ async def _take_hints(envelope: object) -> list[events.HintReceived]:
         kv_event_watcher=None,
     )
     arrivals: Any = SimpleNamespace(
-        next_serial=lambda: 1, namespace=lambda name, lora_name="": join_namespaces("", name, lora_name)
+        next_number=lambda: 1, namespace=lambda name, lora_name="": join_namespaces("", name, lora_name)
     )
     calls = HintCalls(runtime, arrivals)
     calls.sessions.note("s", "", bytes(64))

@@ -125,7 +125,7 @@ class Play:
         self.at_s = 1.0
         self.given: list[Command] = []
         self.open_ops: dict[int, Command] = {}
-        self._serial = 0
+        self._number = 0
 
     def begin_with(self, components: tuple[Component, ...] = (), **changes: Any) -> None:
         """Start again with components beside the KV, or with other settings."""
@@ -150,13 +150,13 @@ class Play:
         return found[-1]
 
     def arrive(self, request_id: str, tokens: bytes = b"aabbccdd", **fields: Any) -> list[Command]:
-        self._serial += 1
+        self._number += 1
         keys = tokens[: len(tokens) // 2 * 2]
         prefill_count = fields.pop("prefill_count", 1)
         return self.take(
             events.RequestArrived,
             request_id=request_id,
-            serial=self._serial,
+            request_number=self._number,
             keys=keys,
             prompt_tokens=len(tokens),
             prefills=tuple(f"prefill-{number}" for number in range(prefill_count)),

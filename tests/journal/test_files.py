@@ -31,7 +31,7 @@ def write(path: Path, requests: int, namespace: str = "", **options: int) -> tup
             events.RequestArrived(
                 at_s=number,
                 request_id=f"r{number}",
-                serial=number,
+                request_number=number,
                 keys=b"aabbcc",
                 prompt_tokens=7,
                 namespace=namespace,
@@ -147,7 +147,7 @@ def test_half_a_character_in_a_text_does_not_end_the_journal(tmp_path: Path) -> 
     journal = Journal(str(tmp_path / "j"), core)
     cause = os.fsdecode(b"no file caf\xe9")
     for event in (
-        events.RequestArrived(at_s=1, request_id="r", serial=1, keys=b"aabb", prompt_tokens=4),
+        events.RequestArrived(at_s=1, request_id="r", request_number=1, keys=b"aabb", prompt_tokens=4),
         events.AbortRequested(at_s=2, request_id="r", cause=cause),
         events.WriterLost(at_s=3, writer="w", cause=cause),
     ):
@@ -181,7 +181,7 @@ number = 0
 while True:
     number += 1
     event = events.RequestArrived(
-        at_s=number, request_id=f"r{{number}}", serial=number, keys=b"aabbcc", prompt_tokens=7
+        at_s=number, request_id=f"r{{number}}", request_number=number, keys=b"aabbcc", prompt_tokens=7
     )
     journal.stepped(event, core.step(event))
     event = events.AbortRequested(at_s=number, request_id=f"r{{number}}")

@@ -160,8 +160,8 @@ def test_a_defect_that_raises_in_the_replay_too_replays(simulate: Any, monkeypat
         fetched(self, load, good)
 
     def broken_store(self: Backups, backup: Any, count: int) -> None:
-        if backup.serial % 5 == 2:
-            raise KeyError(backup.serial)
+        if backup.request_number % 5 == 2:
+            raise KeyError(backup.request_number)
         stored(self, backup, count)
 
     monkeypatch.setattr(Loads, "fetched", broken_fetch)

@@ -72,7 +72,7 @@ def step(core: Core, journal: Journal, count: int, keys: bytes = b"aabbcc") -> N
     for _ in range(count):
         number = core.statistics().get("requests_arrived", 0)
         for event in (
-            events.RequestArrived(at_s=1, request_id="r", serial=number, keys=keys, prompt_tokens=len(keys)),
+            events.RequestArrived(at_s=1, request_id="r", request_number=number, keys=keys, prompt_tokens=len(keys)),
             events.AbortRequested(at_s=1, request_id="r"),
         ):
             journal.stepped(event, core.step(event), "")

@@ -189,7 +189,7 @@ def test_done_is_usable_in_the_same_step_with_five_hundred_requests_in_the_queue
     for number in range(500):
         rig.core.step(
             events.RequestArrived(
-                at_s=0.0, request_id=f"w{number}", serial=1000 + number, keys=b"0123456789", prompt_tokens=10
+                at_s=0.0, request_id=f"w{number}", request_number=1000 + number, keys=b"0123456789", prompt_tokens=10
             )
         )
     assert rig.core.statistics()["queue"] == 500

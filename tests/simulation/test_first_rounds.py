@@ -84,7 +84,7 @@ class Modelled:
         self.step(
             events.RequestArrived,
             request_id=request_id,
-            serial=self._number,
+            request_number=self._number,
             keys=self.keys(request_id),
             prompt_tokens=self.pages * PAGE + 1,
         )
@@ -99,7 +99,11 @@ class Modelled:
                 count = len(command.host_pages)
                 self.after(self.storage.serve(self.now_s, count), events.PagesFetched, op=command.op, good=count)
             case commands.StorePages():
-                _, keys = self.core.keys_put(command.op) if not command.serial else ("", self._left[command.serial])
+                _, keys = (
+                    self.core.keys_put(command.op)
+                    if not command.request_number
+                    else ("", self._left[command.request_number])
+                )
                 count = len(command.host_pages) + command.asked
                 self.stored.update(keys[at * 4 : at * 4 + 4] for at in range(len(command.host_pages)))
                 self.after(0.0001, events.PagesStored, op=command.op, stored=count, put=count)
@@ -111,7 +115,7 @@ class Modelled:
                 self.taken_s[command.request_id] = self.now_s - self.begun_s[command.request_id]
                 request = self.core.request(command.request_id)
                 assert request is not None
-                self._left[request.serial] = keys = self.keys(command.request_id)
+                self._left[request.request_number] = keys = self.keys(command.request_id)
                 tokens = self.pages * PAGE
                 self.after(0.0, events.FinishRequested, request_id=command.request_id, keys=keys, tokens=tokens)
 

@@ -27,18 +27,24 @@ class Worker:
             CoreSettings(page_size=16, key_bytes=4, **{"device_pages": 200_000, "host_pages": 0, **settings})
         )
         self.step(events.StorageChanged, available=False)
-        self.serial = 0
+        self.request_number = 0
 
     def step(self, kind: type[events.Event], **fields: object) -> list[Command]:
         return self.core.step(kind(at_s=1.0, **fields))
 
     def arrive(self, **fields: object) -> list[Command]:
-        self.serial += 1
+        self.request_number += 1
         prompt = b"".join(
-            page.to_bytes(4, "big") for page in (0, 1, 2, 3, *range(self.serial * PAGES, self.serial * PAGES + 4))
+            page.to_bytes(4, "big")
+            for page in (0, 1, 2, 3, *range(self.request_number * PAGES, self.request_number * PAGES + 4))
         )
-        known = {"prefills": ("prefill",), "request_id": str(self.serial), "keys": prompt, "prompt_tokens": 16 * PAGES}
-        return self.step(events.RequestArrived, serial=self.serial, generation=0, **{**known, **fields})
+        known = {
+            "prefills": ("prefill",),
+            "request_id": str(self.request_number),
+            "keys": prompt,
+            "prompt_tokens": 16 * PAGES,
+        }
+        return self.step(events.RequestArrived, request_number=self.request_number, generation=0, **{**known, **fields})
 
     def serve(self, number: int, *, writer: str = "writer") -> None:
         """Prefill sends all pages of a request."""
@@ -58,7 +64,7 @@ class Worker:
     def one_request(self) -> None:
         """A request, from its arrival to its end."""
         self.arrive()
-        number = self.serial
+        number = self.request_number
         self.serve(number)
         self.finish(number)
 
@@ -91,7 +97,7 @@ def test_a_request_costs_the_same_whatever_is_in_flight(state: str) -> None:
         for _ in range(count):
             worker.arrive()
             if state == "ready":
-                worker.serve(worker.serial)
+                worker.serve(worker.request_number)
         return instructions_of(worker.one_request)
 
     assert cost_at(1024) <= 1.02 * cost_at(16)
@@ -101,7 +107,7 @@ def test_an_abort_of_a_waiting_request_costs_the_same_whatever_waits() -> None:
     def cost_at(count: int) -> int:
         worker = Worker(device_pages=PAGES)
         for _ in range(count + 1):
-            worker.arrive(priority=-worker.serial)
+            worker.arrive(priority=-worker.request_number)
         return instructions_of(lambda: worker.step(events.AbortRequested, request_id=str(count), cause="aborted"))
 
     assert cost_at(1024) <= 1.02 * cost_at(32)

@@ -95,7 +95,9 @@ class CoreMachine(RuleBasedStateMachine):
                     self.fetched_tokens[wish.op] = tokens
                     self.operations.append(wish)
                 case commands.StorePages():
-                    tokens = self.left[wish.serial] if wish.serial else self.rig.core.keys_put(wish.op)[1]
+                    tokens = (
+                        self.left[wish.request_number] if wish.request_number else self.rig.core.keys_put(wish.op)[1]
+                    )
                     expected = self.tags(tokens)[: len(wish.host_pages)]
                     self.host.expect(wish.host_pages, expected, wish.op)
                     self.reading[wish.op] = (self.host, wish.host_pages, self.host.begin_read(wish.host_pages, wish.op))
@@ -122,7 +124,7 @@ class CoreMachine(RuleBasedStateMachine):
                 case commands.ReportFailed():
                     del self.prompts[wish.request_id]
                 case commands.ForgetTokens():
-                    del self.left[wish.serial]
+                    del self.left[wish.request_number]
                 case _:
                     pass
 
@@ -165,7 +167,7 @@ class CoreMachine(RuleBasedStateMachine):
         tokens += output[: len(grown)]
         for page, tag in zip(grown, self.tags(tokens)[len(pages) :], strict=True):
             self.device.put(page, tag, name)
-        self.left[self.rig.request(name).serial] = tokens
+        self.left[self.rig.request(name).request_number] = tokens
         kind = events.RetractRequested if retracts else events.FinishRequested
         self.rig.step(kind, request_id=name, keys=tokens, tokens=len(tokens))
         self.obey()

@@ -156,7 +156,7 @@ def put_rig(**settings: object) -> tuple[Rig, commands.StorePages]:
 
 def test_what_leaves_the_host_next_is_put_by_the_keys_of_its_path() -> None:
     rig, put = put_rig()
-    assert (put.serial, len(put.host_pages), put.asked) == (0, 8, 0)
+    assert (put.request_number, len(put.host_pages), put.asked) == (0, 8, 0)
     assert rig.core.keys_put(put.op) == ("", b"abcdefgh")
     # Its host pages are held until the put has ended.
     assert rig.flush("l2").spared == {"l2": 8}

@@ -84,7 +84,7 @@ def test_with_write_back_component_pages_are_put_before_their_full_pages_are_evi
     for copy in rig.take_all(commands.CopyPages, of_components=True):
         rig.copied(copy)
     put = rig.take(commands.StorePages)
-    assert put.serial == 0
+    assert put.request_number == 0
     rig.stored(put)
     assert [put.component for put in rig.take_all(commands.StorePages, of_components=True)] == ["window", "state"]
 

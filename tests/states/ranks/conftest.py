@@ -71,7 +71,7 @@ class Ranks:
                 ranks=[rank],
                 **{
                     "request_id": request_id,
-                    "serial": 7 + rank,
+                    "request_number": 7 + rank,
                     "keys": tokens,
                     "prompt_tokens": len(tokens),
                     "generation": 100 * rank,

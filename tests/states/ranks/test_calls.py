@@ -10,29 +10,31 @@ from tidekv.states.ranks.votes import VoteVector
 def test_an_arrival_waits_for_the_callers_of_all_ranks_and_has_the_leaders_numbers(make_ranks) -> None:
     ranks = make_ranks(3)
     arrival = {"request_id": "a", "keys": b"ab", "prompt_tokens": 2}
-    ranks.receive(events.RequestArrived, ranks=[1], serial=50, generation=9, **arrival)
-    ranks.receive(events.RequestArrived, ranks=[0], serial=3, generation=4, **arrival)
+    ranks.receive(events.RequestArrived, ranks=[1], request_number=50, generation=9, **arrival)
+    ranks.receive(events.RequestArrived, ranks=[0], request_number=3, generation=4, **arrival)
     assert ranks.turn().events == []
-    ranks.receive(events.RequestArrived, ranks=[2], serial=70, generation=2, **arrival)
+    ranks.receive(events.RequestArrived, ranks=[2], request_number=70, generation=2, **arrival)
     ranks.now_s = 1.0
     ranks.turn()
     (event,) = ranks.taken
     assert isinstance(event, events.RequestArrived)
-    assert (event.serial, event.generation, event.keys, event.at_s) == (3, 4, b"ab", 1.0)
+    assert (event.request_number, event.generation, event.keys, event.at_s) == (3, 4, b"ab", 1.0)
 
 
 def test_arrivals_come_in_the_leaders_order(make_ranks) -> None:
     ranks = make_ranks(2)
     for rank, order in ((0, "ab"), (1, "ba")):
         for name in order:
-            ranks.receive(events.RequestArrived, ranks=[rank], request_id=name, serial=1, keys=b"x", prompt_tokens=1)
+            ranks.receive(
+                events.RequestArrived, ranks=[rank], request_id=name, request_number=1, keys=b"x", prompt_tokens=1
+            )
     ranks.turn()
     assert [event.request_id for event in ranks.taken] == ["a", "b"]
 
 
 def test_a_call_that_one_rank_lacks_is_refused_after_the_hold_by_its_number(make_ranks) -> None:
     ranks = make_ranks(3)
-    ranks.receive(events.RequestArrived, ranks=[0, 1], request_id="a", serial=1, keys=b"x", prompt_tokens=1)
+    ranks.receive(events.RequestArrived, ranks=[0, 1], request_id="a", request_number=1, keys=b"x", prompt_tokens=1)
     assert ranks.turn().refusals == []
     assert ranks.agreements[0].next_deadline_s() == 2.0
     ranks.now_s = 2.0
@@ -41,7 +43,7 @@ def test_a_call_that_one_rank_lacks_is_refused_after_the_hold_by_its_number(make
     assert refusal.detail == "rank 2 did not make the call in time"
     assert ranks.taken == []
     # The late rank's caller is refused as well, without a vote.
-    ranks.receive(events.RequestArrived, ranks=[2], request_id="a", serial=1, keys=b"x", prompt_tokens=1)
+    ranks.receive(events.RequestArrived, ranks=[2], request_id="a", request_number=1, keys=b"x", prompt_tokens=1)
     assert ranks.agreements[2].take_refusals(3.0) == []
     (late,) = ranks.agreements[2].take_refusals(4.0)
     assert late.detail == "rank 0 did not make the call in time"
@@ -49,7 +51,7 @@ def test_a_call_that_one_rank_lacks_is_refused_after_the_hold_by_its_number(make
 
 def test_a_request_that_one_rank_lacks_ends_at_its_deadline_if_that_is_before_the_end_of_the_hold(make_ranks) -> None:
     ranks = make_ranks(2)
-    arrival = {"serial": 1, "keys": b"x", "prompt_tokens": 1, "deadline_at_s": 0.5}
+    arrival = {"request_number": 1, "keys": b"x", "prompt_tokens": 1, "deadline_at_s": 0.5}
     ranks.receive(events.RequestArrived, ranks=[0], request_id="a", **arrival)
     ranks.receive(events.RequestArrived, ranks=[1], request_id="b", **arrival)
     assert ranks.turn().refusals == []
@@ -64,14 +66,14 @@ def test_a_request_that_one_rank_lacks_ends_at_its_deadline_if_that_is_before_th
 def test_requests_of_one_name_that_differ_are_refused(make_ranks) -> None:
     ranks = make_ranks(2)
     for rank, keys in ((0, b"x"), (1, b"y")):
-        ranks.receive(events.RequestArrived, ranks=[rank], request_id="a", serial=1, keys=keys, prompt_tokens=1)
+        ranks.receive(events.RequestArrived, ranks=[rank], request_id="a", request_number=1, keys=keys, prompt_tokens=1)
     (refusal,) = ranks.turn().refusals
     assert "different contents" in refusal.detail
 
 
 def test_the_tokens_behind_the_last_full_page_are_compared_and_reach_every_core(make_ranks) -> None:
     ranks = make_ranks(2)
-    arrival = {"serial": 1, "keys": b"x", "prompt_tokens": 2}
+    arrival = {"request_number": 1, "keys": b"x", "prompt_tokens": 2}
     for rank, rest in ((0, b"y"), (1, b"z")):
         ranks.receive(events.RequestArrived, ranks=[rank], request_id="a", rest=rest, **arrival)
     (refusal,) = ranks.turn().refusals
@@ -83,7 +85,7 @@ def test_the_tokens_behind_the_last_full_page_are_compared_and_reach_every_core(
 
 def test_a_caller_that_gives_up_before_the_arrival_ends_it_on_all_ranks(make_ranks) -> None:
     ranks = make_ranks(2)
-    ranks.receive(events.RequestArrived, ranks=[0], request_id="a", serial=1, keys=b"x", prompt_tokens=1)
+    ranks.receive(events.RequestArrived, ranks=[0], request_id="a", request_number=1, keys=b"x", prompt_tokens=1)
     ranks.turn()
     ranks.receive(events.AbortRequested, ranks=[0], request_id="a")
     (refusal,) = ranks.turn().refusals
@@ -92,7 +94,7 @@ def test_a_caller_that_gives_up_before_the_arrival_ends_it_on_all_ranks(make_ran
 
 def test_a_caller_that_gives_up_before_the_leader_named_its_call_needs_no_vote(make_ranks) -> None:
     ranks = make_ranks(2)
-    ranks.receive(events.RequestArrived, request_id="a", serial=1, keys=b"x", prompt_tokens=1)
+    ranks.receive(events.RequestArrived, request_id="a", request_number=1, keys=b"x", prompt_tokens=1)
     ranks.receive(events.AbortRequested, request_id="a", cause="cancelled by the caller")
     for agreement in ranks.agreements:
         (refusal,) = agreement.take_refusals(0.0)
@@ -191,7 +193,7 @@ def test_only_the_leader_flushes_and_changes_policies(make_ranks) -> None:
 
 def test_the_leader_changes_a_request_on_all_ranks(make_ranks) -> None:
     ranks = make_ranks(2)
-    ranks.receive(events.RequestArrived, request_id="a", serial=1, keys=b"ab", prompt_tokens=2)
+    ranks.receive(events.RequestArrived, request_id="a", request_number=1, keys=b"ab", prompt_tokens=2)
     ranks.turn()
     ranks.receive(events.RequestChanged, ranks=[0], request_id="a", priority=2, deadline_at_s=9.0)
     ranks.turn()

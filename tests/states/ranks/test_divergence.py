@@ -38,7 +38,7 @@ def test_a_tree_that_differs_is_named_when_ranks_are_idle(make_ranks) -> None:
 
 def test_an_event_more_on_one_rank_is_named(make_ranks) -> None:
     ranks = make_ranks(2)
-    event = events.RequestArrived(at_s=0.0, request_id="x", serial=1, keys=b"ab", prompt_tokens=2)
+    event = events.RequestArrived(at_s=0.0, request_id="x", request_number=1, keys=b"ab", prompt_tokens=2)
     ranks.agreements[1].stepped(event, ranks.cores[1].step(event))
     parts = ranks.diverged()
     assert {"events", "requests", "rooms", "slots"} <= parts

@@ -200,7 +200,13 @@ def test_callers_that_differ_on_early_are_refused(make_ranks) -> None:
     ranks = make_ranks(2)
     for rank in range(2):
         ranks.receive(
-            events.RequestArrived, ranks=[rank], request_id="a", serial=1, keys=b"x", prompt_tokens=1, early=rank == 0
+            events.RequestArrived,
+            ranks=[rank],
+            request_id="a",
+            request_number=1,
+            keys=b"x",
+            prompt_tokens=1,
+            early=rank == 0,
         )
     (refusal,) = ranks.turn().refusals
     assert "different contents" in refusal.detail

@@ -25,7 +25,7 @@ def arrive(ranks: Ranks, held: tuple[int, int] = (0, 0), request_id: str = "a") 
             events.RequestArrived,
             ranks=[rank],
             request_id=request_id,
-            serial=7 + rank,
+            request_number=7 + rank,
             keys=b"abcd",
             prompt_tokens=4,
             lent_pages=PAGES[rank],
@@ -108,7 +108,7 @@ def test_ranks_that_hold_different_numbers_of_pages_are_refused(lent: Ranks) -> 
 
 def test_the_leaders_frame_carries_no_pages_of_the_leader() -> None:
     arrival = events.RequestArrived(
-        at_s=0.0, request_id="a", serial=1, keys=b"abcd", prompt_tokens=4, lent_pages=(1, 2, 3, 4), rest=b"e"
+        at_s=0.0, request_id="a", request_number=1, keys=b"abcd", prompt_tokens=4, lent_pages=(1, 2, 3, 4), rest=b"e"
     )
     carried = without_own_fields(arrival)
     assert (carried.keys, carried.rest, carried.lent_pages, carried.request_id) == (b"", b"", (), "a")

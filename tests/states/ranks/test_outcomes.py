@@ -211,7 +211,7 @@ COPY = commands.CopyPages(op=5, source="host", source_pages=page_ids([1]), targe
     ("command", "outcome"),
     [
         (
-            commands.StorePages(op=5, serial=1, host_pages=page_ids([1])),
+            commands.StorePages(op=5, request_number=1, host_pages=page_ids([1])),
             events.PagesStored(at_s=1.0, op=5, stored=3),
         ),
         (commands.ProbeStorage(op=5), events.StorageProbed(at_s=1.0, op=5)),

@@ -146,7 +146,7 @@ def test_a_guard_more_on_one_rank_is_named(make_ranks) -> None:
     settings = msgspec.structs.replace(make_ranks.settings, components=COMPONENTS)
     cores = [Core(settings), Core(settings)]
     prints = [StateDigest(core) for core in cores]
-    event = events.RequestArrived(at_s=0.0, request_id="a", serial=1, keys=PROMPT, prompt_tokens=4)
+    event = events.RequestArrived(at_s=0.0, request_id="a", request_number=1, keys=PROMPT, prompt_tokens=4)
     given = [core.step(event) for core in cores]
     cores[1].state.components.device["state"].receipts += 1
     for at, prints_of in enumerate(prints):
@@ -163,7 +163,7 @@ def test_a_guard_more_on_one_rank_is_named(make_ranks) -> None:
 )
 def test_pages_of_components_that_a_command_names_are_compared(ranks, kind: type, field: str, part: str) -> None:
     keys = PROMPT if kind is commands.CopyPages else PROMPT + b"x"
-    event = events.RequestArrived(at_s=0.0, request_id="b", serial=9, keys=keys, prompt_tokens=len(keys))
+    event = events.RequestArrived(at_s=0.0, request_id="b", request_number=9, keys=keys, prompt_tokens=len(keys))
     given = [core.step(event) for core in ranks.cores]
     (command,) = (command for command in given[1] if isinstance(command, kind))
     if field == "component_pages":

@@ -57,7 +57,9 @@ def test_the_votes_shape_grows_by_powers_of_two_and_is_one_for_all_requests(make
     for number in range(300):
         for rank in range(2):
             ranks.agreements[rank].receive(
-                events.RequestArrived(at_s=0.0, request_id=f"r{number}", serial=number, keys=bytes(4), prompt_tokens=4)
+                events.RequestArrived(
+                    at_s=0.0, request_id=f"r{number}", request_number=number, keys=bytes(4), prompt_tokens=4
+                )
             )
     shapes = set()
     for _ in range(3):
@@ -87,7 +89,7 @@ def test_the_only_remaining_rank_ends_everything_by_itself(make_ranks) -> None:
     ranks.sent(0, 1)
     ranks.turn()
     for name in ("b", "c"):
-        ranks.receive(events.RequestArrived, ranks=[1], request_id=name, serial=1, keys=b"x", prompt_tokens=1)
+        ranks.receive(events.RequestArrived, ranks=[1], request_id=name, request_number=1, keys=b"x", prompt_tokens=1)
     alone, core = ranks.agreements[1], ranks.cores[1]
     alone.take_opening(
         Opening(
@@ -95,7 +97,7 @@ def test_the_only_remaining_rank_ends_everything_by_itself(make_ranks) -> None:
             3,
             0.0,
             256,
-            calls=(events.RequestArrived(at_s=0.0, request_id="c", serial=1, keys=b"", prompt_tokens=1),),
+            calls=(events.RequestArrived(at_s=0.0, request_id="c", request_number=1, keys=b"", prompt_tokens=1),),
         )
     )
     refused = alone.go_solo()

@@ -45,7 +45,7 @@ class Conversation:
         rig.step(
             events.RequestArrived,
             request_id=name,
-            serial=number,
+            request_number=number,
             keys=token_bytes(self.tokens[:full]),
             prompt_tokens=len(self.tokens),
         )

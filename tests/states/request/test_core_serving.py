@@ -49,7 +49,7 @@ def test_finish_keeps_prompt_and_output_in_every_tier() -> None:
     assert len(put.host_pages) == 10
     rig.nothing_else()
     rig.stored(put)
-    assert rig.take(commands.ForgetTokens).serial == put.serial
+    assert rig.take(commands.ForgetTokens).request_number == put.request_number
     rig.nothing_else()
     rig.expect_nothing_held()
     assert rig.core.statistics()["device_cached"] == rig.core.statistics()["host_cached"] == 10

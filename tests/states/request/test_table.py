@@ -28,7 +28,7 @@ INTERNAL = [kind for kind in KINDS if kind not in events.AnyEvent.__args__]  # t
 OF_THE_TABLE = {row.event for row in TRANSITIONS}
 
 
-ARRIVAL = events.RequestArrived(at_s=0.0, request_id="someone else", serial=99, keys=b"x", prompt_tokens=1)
+ARRIVAL = events.RequestArrived(at_s=0.0, request_id="someone else", request_number=99, keys=b"x", prompt_tokens=1)
 
 
 def make_event(kind: type[Event], request: Request) -> Event:
