@@ -132,7 +132,7 @@ class CoreLog:
             return
         del self._stories[command.request_id]
         if isinstance(command, ReportRestored):
-            fields = {"tokens_in_place": command.good_tokens, "cause": command.cause, "sources": command.sources}
+            fields = {"tokens_in_place": command.restored_tokens, "cause": command.cause, "sources": command.sources}
             story.tell(log, "a request was restored", **fields, **story.waits(at_s))
         elif isinstance(command, ReportFailed):
             story.tell(log, "a request failed", cause=command.cause, **story.waits(at_s))

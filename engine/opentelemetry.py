@@ -196,7 +196,7 @@ def _attributes(request_trace: RequestTrace) -> dict[str, str | int]:
         "tidekv.rooms": len(request_trace.plans),
         "tidekv.tokens.promised": request_trace.plans[-1].promised_tokens if request_trace.plans else 0,
         "tidekv.pages.extended": sum(work.count for work in spans if work.span),
-        "tidekv.pages.delivered": sum(work.good for work in spans),
+        "tidekv.pages.delivered": sum(work.delivered for work in spans),
         "tidekv.pages.wasted": sum(work.wasted for work in request_trace.works),
         **{f"tidekv.tokens.{source}": tokens for source, tokens in request_trace.sources.items()},
     }

@@ -90,16 +90,16 @@ class SimulatedComponentStorage:
 
     def _land(self, command: commands.FetchPages, wanted: list[int]) -> None:
         world, faults = self._world, self._world.faults
-        good, error = self._kept.read(wanted)
+        valid, error = self._kept.read(wanted)
         if world.component_pages.is_lost(command.component, faults.hits, is_over=faults.is_over):
-            good = 0
+            valid = 0
         pool = world.component_pages.pools["host", command.component]
-        pool.end_write(command.host_pages, f"fetch {command.op}", [*wanted[:good], *([0] * (len(wanted) - good))])
-        world.component_pages.counts["components_fetched"] += good == len(wanted)
-        if good == len(wanted) and faults.hits("fetch_reports_nonsense"):
-            good += 7
+        pool.end_write(command.host_pages, f"fetch {command.op}", [*wanted[:valid], *([0] * (len(wanted) - valid))])
+        world.component_pages.counts["components_fetched"] += valid == len(wanted)
+        if valid == len(wanted) and faults.hits("fetch_reports_nonsense"):
+            valid += 7
         world.outcomes.tell(
-            lambda at_s: events.PagesFetched(at_s=at_s, op=command.op, good=good, error=error), command.op
+            lambda at_s: events.PagesFetched(at_s=at_s, op=command.op, valid=valid, error=error), command.op
         )
 
     def store(self, command: commands.StorePages) -> None:

@@ -98,21 +98,21 @@ class ComponentBlocks:
                 pool = self._component_pages.pools["device", name]
                 pool.put(pages[at - first], tags[at], f"the cache of {caller.request_id}")
 
-    def check(self, caller: LendingCaller, good: int, *, is_complete: bool) -> None:
-        """Raise a Violation unless every component can continue after `good` pages of the prompt."""
+    def check(self, caller: LendingCaller, restored: int, *, is_complete: bool) -> None:
+        """Raise a Violation unless every component can continue after `restored` pages of the prompt."""
         self.expect_quiet(caller.lent_components, caller.request_id)
         size = self._settings.page_size
         for component in self._settings.components:
             name = component.name
             tags, pages = caller.component_tags[name], caller.lent_components[name]
             first = len(tags) - len(pages)
-            low = first if good == len(tags) else max(good - component.trailing_pages(size), caller.held)
-            if good == len(tags) and not is_complete and good == caller.held:
-                low = good
-            if low < min(first, good):
-                raise Violation(f"{caller.request_id} cannot continue {name} after {good} of {len(tags)} pages")
-            found = pages[low - first : good - first] if good > low else page_ids()
-            self._component_pages.pools["device", name].expect(found, tags[low:good], caller.request_id)
+            low = first if restored == len(tags) else max(restored - component.trailing_pages(size), caller.held)
+            if restored == len(tags) and not is_complete and restored == caller.held:
+                low = restored
+            if low < min(first, restored):
+                raise Violation(f"{caller.request_id} cannot continue {name} after {restored} of {len(tags)} pages")
+            found = pages[low - first : restored - first] if restored > low else page_ids()
+            self._component_pages.pools["device", name].expect(found, tags[low:restored], caller.request_id)
             self._component_pages.counts["lent_components_filled"] += is_complete
 
     def expect_quiet(self, pages: dict[str, PageIds], holder: str) -> None:
@@ -200,17 +200,17 @@ class LendingClient:
         world = self._world
         page_size = world.settings.page_size
         world.device.expect_quiet(caller.pages, caller.request_id)
-        good = world.settings.pages_of(command.good_tokens)
+        restored = world.settings.pages_of(command.restored_tokens)
         tags = caller.tags + caller.tail
-        if command.good_tokens not in (good * page_size, len(caller.tokens)) or good < caller.held:
+        if command.restored_tokens not in (restored * page_size, len(caller.tokens)) or restored < caller.held:
             raise Violation(f"{command} of {len(caller.tokens)} tokens, {caller.held} pages of them held before")
-        if sum(command.sources.values()) != command.good_tokens or min(command.sources.values()) < 0:
-            raise Violation(f"{command} has sources that are not {command.good_tokens} tokens")
-        if bool(command.cause) != (command.good_tokens < len(caller.tokens)) and good < len(tags):
+        if sum(command.sources.values()) != command.restored_tokens or min(command.sources.values()) < 0:
+            raise Violation(f"{command} has sources that are not {command.restored_tokens} tokens")
+        if bool(command.cause) != (command.restored_tokens < len(caller.tokens)) and restored < len(tags):
             raise Violation(f"{command} has a cause, or none, although the prompt has {len(caller.tokens)} tokens")
-        world.device.expect(caller.pages[:good], tags[:good], caller.request_id)
-        self._component_blocks.check(caller, good, is_complete=not command.cause)
-        for at in range(good, len(tags)):
+        world.device.expect(caller.pages[:restored], tags[:restored], caller.request_id)
+        self._component_blocks.check(caller, restored, is_complete=not command.cause)
+        for at in range(restored, len(tags)):
             world.device.put(caller.pages[at], tags[at], f"the computation of {caller.request_id}")
         self._component_blocks.free(caller.lent_components)
         world.end(caller)

@@ -117,19 +117,19 @@ class RankLender:
         """Take the pages back: check what is in place, and compute the rest."""
         rank, size, request_id = self._rank, self._page_size, command.request_id
         tags = caller.tags + caller.tail
-        good = self._pages_of(command.good_tokens)
-        if command.good_tokens not in (good * size, len(caller.tokens)) or good < caller.held:
+        restored = self._pages_of(command.restored_tokens)
+        if command.restored_tokens not in (restored * size, len(caller.tokens)) or restored < caller.held:
             raise Violation(f"{command} of {len(caller.tokens)} tokens, {caller.held} pages of them held before")
-        if sum(command.sources.values()) != command.good_tokens:
-            raise Violation(f"{command} has sources that are not {command.good_tokens} tokens")
+        if sum(command.sources.values()) != command.restored_tokens:
+            raise Violation(f"{command} has sources that are not {command.restored_tokens} tokens")
         rank.device.expect_quiet(caller.pages, request_id)
-        rank.device.expect(caller.pages[:good], tags[:good], request_id)
-        self._component_blocks.check(caller, good, is_complete=not command.cause)
-        for at in range(good, len(tags)):
+        rank.device.expect(caller.pages[:restored], tags[:restored], request_id)
+        self._component_blocks.check(caller, restored, is_complete=not command.cause)
+        for at in range(restored, len(tags)):
             rank.device.put(caller.pages[at], tags[at], f"the computation of {request_id}")
         self._component_blocks.free(caller.lent_components)
         # The same on all ranks, however far each had come when the request ended.
-        rank.end(request_id, f"restored {command.good_tokens}")
+        rank.end(request_id, f"restored {command.restored_tokens}")
         rank.after(rank.delay(), self._generate, caller)
 
     def _generate(self, caller: RankCaller) -> None:

@@ -66,10 +66,10 @@ class RankComponentStorage:
         pool.begin_write(command.host_pages, who)
 
         def end() -> events.Event:
-            good = 0 if error else tiers.held(wanted)
-            pool.end_write(command.host_pages, who, [*wanted[:good], *([0] * (len(wanted) - good))])
-            rank.component_pages.counts["components_fetched" if good == len(wanted) else "components_short"] += 1
-            return events.PagesFetched(at_s=0.0, op=command.op, good=good, error=error)
+            valid = 0 if error else tiers.held(wanted)
+            pool.end_write(command.host_pages, who, [*wanted[:valid], *([0] * (len(wanted) - valid))])
+            rank.component_pages.counts["components_fetched" if valid == len(wanted) else "components_short"] += 1
+            return events.PagesFetched(at_s=0.0, op=command.op, valid=valid, error=error)
 
         rank.outcome(tiers.storage_delay(), end)
 
@@ -149,9 +149,9 @@ class RankTiers:
         self._rank.host.begin_write(command.host_pages, who)
 
         def end() -> events.Event:
-            good = 0 if error else self.held(wanted)
-            self._rank.host.end_write(command.host_pages, who, [*wanted[:good], *([0] * (len(wanted) - good))])
-            return events.PagesFetched(at_s=0.0, op=command.op, good=good, error=error)
+            valid = 0 if error else self.held(wanted)
+            self._rank.host.end_write(command.host_pages, who, [*wanted[:valid], *([0] * (len(wanted) - valid))])
+            return events.PagesFetched(at_s=0.0, op=command.op, valid=valid, error=error)
 
         self._rank.outcome(self.storage_delay(), end)
 

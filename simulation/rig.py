@@ -158,10 +158,10 @@ class Rig:
         """Deliver an answer of storage."""
         return self.step(events.StorageAnswered, op=query.op, found=found, error=error, component_pages=component_pages)
 
-    def fetched(self, fetch: commands.FetchPages, good: int | None = None, error: str = "") -> list[commands.Command]:
-        """End a read with all its pages or the first `good`."""
+    def fetched(self, fetch: commands.FetchPages, valid: int | None = None, error: str = "") -> list[commands.Command]:
+        """End a read with all its pages or the first `valid`."""
         return self.step(
-            events.PagesFetched, op=fetch.op, good=len(fetch.host_pages) if good is None else good, error=error
+            events.PagesFetched, op=fetch.op, valid=len(fetch.host_pages) if valid is None else valid, error=error
         )
 
     def copied(self, copy: commands.CopyPages, error: str = "") -> list[commands.Command]:

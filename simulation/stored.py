@@ -37,13 +37,13 @@ class StoredTags:
 
     def read(self, wanted: Sequence[int]) -> tuple[int, str]:
         """Return the number of records that a read delivers, and its error."""
-        good, error = self.leading(wanted), ""
+        valid, error = self.leading(wanted), ""
         if self._faults.hits("fetch_fails"):
-            good, error = self._random.choice((0, good)), "injected"
+            valid, error = self._random.choice((0, valid)), "injected"
         for name in ("fetch_is_short", "fetch_is_corrupt"):
-            if good and self._faults.hits(name):
-                good = self._random.randrange(good)
-        return good, error
+            if valid and self._faults.hits(name):
+                valid = self._random.randrange(valid)
+        return valid, error
 
     def put(self, found: Sequence[int]) -> tuple[int, str]:
         """Store a run of records; returns how many were kept, and the error. May evict others."""

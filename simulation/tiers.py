@@ -101,12 +101,14 @@ class SimulatedStorage:
 
     def _land(self, command: commands.FetchPages, wanted: list[int]) -> None:
         world, faults = self._world, self._world.faults
-        good, error = self._kept.read(wanted)
-        world.host.end_write(command.host_pages, f"fetch {command.op}", [*wanted[:good], *([0] * (len(wanted) - good))])
-        if good == len(wanted) and faults.hits("fetch_reports_nonsense"):
-            good += 7
+        valid, error = self._kept.read(wanted)
+        world.host.end_write(
+            command.host_pages, f"fetch {command.op}", [*wanted[:valid], *([0] * (len(wanted) - valid))]
+        )
+        if valid == len(wanted) and faults.hits("fetch_reports_nonsense"):
+            valid += 7
         world.outcomes.tell(
-            lambda at_s: events.PagesFetched(at_s=at_s, op=command.op, good=good, error=error), command.op
+            lambda at_s: events.PagesFetched(at_s=at_s, op=command.op, valid=valid, error=error), command.op
         )
 
     def store(self, command: commands.StorePages) -> None:

@@ -223,14 +223,14 @@ class ReportLayersLost(Command, frozen=True, kw_only=True):
 
 
 class ReportRestored(Command, frozen=True, kw_only=True):
-    """Return lent pages to the caller: the first `good_tokens` tokens of the prompt are in place, by `sources`.
+    """Return lent pages to the caller: the first `restored_tokens` tokens of the prompt are in place, by `sources`.
 
     `cause` and `detail` give the reason if that is not the whole prompt. Nothing writes to the pages any more.
     """
 
     request_id: str
     generation: int
-    good_tokens: int
+    restored_tokens: int
     sources: dict[str, int]
     cause: str = ""
     detail: str = ""

@@ -244,13 +244,13 @@ class StorageAnswered(Event, frozen=True, kw_only=True):
 
 
 class PagesFetched(Event, frozen=True, kw_only=True):
-    """The first `good` pages of a fetch are in host memory and verified.
+    """The first `valid` pages of a fetch are in host memory and verified.
 
     Nothing writes to any of its pages any more.
     """
 
     op: int
-    good: int
+    valid: int
     error: str = ""
 
 

@@ -69,14 +69,14 @@ class HintRead(Measurement):
 
     def ended(self, event: Outcome, error: str) -> None:
         """Enter the verified pages in the tree, and free the others."""
-        count, good = len(self.host_pages), self._storage.fetch_ended(event)
-        good = max(0, min(good, count))
-        if good == count:
+        count, valid = len(self.host_pages), self._storage.fetch_ended(event)
+        valid = max(0, min(valid, count))
+        if valid == count:
             self._storage.note_throughput(begun_at_s=self._begun_at_s, pages=self._queued_pages)
-        if good:
-            self.hints.landed(self, good)
+        if valid:
+            self.hints.landed(self, valid)
         self.abandon()
-        if good == count:
+        if valid == count:
             self._state.run_guarded(partial(self.hints.read_on, self, self.first + count), recover=lambda: None)
 
     def entered(self, left: PageIds) -> None:
@@ -258,17 +258,17 @@ class Hints:
         if is_same and self._first_missing(read.namespace, read.keys) == first < len(read.keys) // self._width:
             self._read(read.namespace, read.keys, first, read.until_s)
 
-    def landed(self, read: HintRead, good: int) -> None:
-        """Enter the first `good` pages of a read as cached host pages, unless the path to them is gone."""
+    def landed(self, read: HintRead, valid: int) -> None:
+        """Enter the first `valid` pages of a read as cached host pages, unless the path to them is gone."""
         state, width = self._state, self._width
         begin = read.first * width
         found = state.index.match(read.namespace, read.keys[:begin])
         if found.host_node.depth_pages < read.first or not state.index.has_host(found.host_node):
             return
-        keys = read.keys[begin : begin + good * width]
-        node, left = state.index.insert_host(found.host_node, keys, read.host_pages[:good])
-        rest = read.host_pages[good:]
-        state.count("pages_prefetched", good - len(left))
+        keys = read.keys[begin : begin + valid * width]
+        node, left = state.index.insert_host(found.host_node, keys, read.host_pages[:valid])
+        rest = read.host_pages[valid:]
+        state.count("pages_prefetched", valid - len(left))
         read.entered(left + rest)
         while read.attachment == state.index.tree.attachment and node.parent is not None:
             if node.depth_pages <= read.first:

@@ -124,7 +124,7 @@ async def check_engine(
         await asyncio.sleep(0.001)
         await engine.abort(f"{name} 9")
         try:
-            outcome = f"{(await call).good_tokens} tokens"
+            outcome = f"{(await call).restored_tokens} tokens"
         except RequestFailed as failed:
             outcome = failed.cause
         report.check(f"{name}: an aborted restore ends", True, outcome)

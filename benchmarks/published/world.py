@@ -210,13 +210,13 @@ class World:
         count = len(command.host_pages)
         self.ledger.fetched_pages += count
         if command.request_id:
-            good = self._found(self._live[command.request_id], command.positions[0], count)
+            valid = self._found(self._live[command.request_id], command.positions[0], count)
         else:
             # Pages that were just put are read to measure storage.
-            good = count
+            valid = count
         self.reads.serve(
             count * self.speeds.page_bytes,
-            lambda: self.step(events.PagesFetched(at_s=self.schedule.now_s, op=command.op, good=good)),
+            lambda: self.step(events.PagesFetched(at_s=self.schedule.now_s, op=command.op, valid=valid)),
         )
 
     def _store(self, command: commands.StorePages) -> None:

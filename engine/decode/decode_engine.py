@@ -207,11 +207,11 @@ class DecodeEngine:
         that its end needs: those with the last `window_tokens` tokens of a window, one record of a state. Pages at
         positions before `have_tokens` are in place, as those of the full KV are.
 
-        The outcome may be partial: if the deadline passes, or no prefill can send the rest, `good_tokens` tokens are in
-        place and the contents of later pages are undefined. With components, `good_tokens` counts up to an end at which
-        the caller can continue with them: usually `have_tokens`, where it has their pages itself. The outcome arrives
-        as soon as nothing writes to the pages, which may take longer than the deadline: until the writer has confirmed
-        its end, or is proven dead.
+        The outcome may be partial: if the deadline passes, or no prefill can send the rest, `restored_tokens` tokens
+        are in place and the contents of later pages are undefined. With components, `restored_tokens` counts up to an
+        end at which the caller can continue with them: usually `have_tokens`, where it has their pages itself. The
+        outcome arrives as soon as nothing writes to the pages, which may take longer than the deadline: until the
+        writer has confirmed its end, or is proven dead.
 
         Raises InvalidRequest (nothing was changed): a page is lent to another request already, or read by an offer.
         Raises RequestFailed if the request was aborted, and for errors of the engine. Cancelling the awaiting task

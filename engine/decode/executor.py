@@ -233,18 +233,18 @@ class Executor:
         self._use_storage(self._run_fetch(storage, prompt, command), f"fetch {command.op}")
 
     async def _run_fetch(self, storage: Storage, prompt: Prompt, command: commands.FetchPages) -> None:
-        good, error = 0, ""
+        valid, error = 0, ""
         try:
             # The digests before the first position exist already: each depends on the one before it.
             known = await prompt.digests(0, command.positions[-1] + 1)
             above = prefix_of(storage, known[: command.positions[0]])
             keys = [known[position] for position in command.positions]
             got = storage.get_into(keys, command.host_pages, timeout_s=command.timeout_s, **above)
-            good = leading(await own_cancels_only(got, "storage"))
-            await self._storage_calls.checks.note_read(command.component, command.host_pages[:good])
+            valid = leading(await own_cancels_only(got, "storage"))
+            await self._storage_calls.checks.note_read(command.component, command.host_pages[:valid])
         except Exception as raised:
             error = self._text_of(command, raised)
-        self._post(events.PagesFetched(at_s=self._clock(), op=command.op, good=good, error=error))
+        self._post(events.PagesFetched(at_s=self._clock(), op=command.op, valid=valid, error=error))
 
     def _store(self, command: commands.StorePages) -> None:
         prompt = (

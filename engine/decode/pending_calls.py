@@ -516,7 +516,7 @@ class PendingCalls:
             detail += f"; on this rank: {live.prefill_words}"
         restored = RestoredPages(
             request_id=command.request_id,
-            good_tokens=command.good_tokens,
+            restored_tokens=command.restored_tokens,
             prompt_tokens=len(live.prompt.packed) // 4,
             sources=dict(command.sources),
             first_token=first_token,

@@ -188,17 +188,17 @@ class RestoredPages:
     """The end of `DecodeEngine.restore_into`: what lent pages hold. They are the caller's again, without a writer."""
 
     request_id: str
-    good_tokens: int
+    restored_tokens: int
     """Leading tokens of the prompt whose KV is in place. The caller computes the rest."""
     prompt_tokens: int
     sources: Mapping[str, int]
     """Good tokens by source: l1 (what the pages held), l2, l3, transfer."""
     first_token: int | None = None
-    """The token after the prompt, by prefill. None unless all tokens are good."""
+    """The token after the prompt, by prefill. None unless all tokens are restored."""
     aux: Mapping[str, object] = field(default_factory=dict)
     """Data of prefill beside the first token."""
     cause: str = ""
-    """Why not all tokens are good: "deadline", or one of `PrefillCause`. Empty if they are."""
+    """Why not all tokens are restored: "deadline", or one of `PrefillCause`. Empty if they are."""
     detail: str = ""
     fallbacks: tuple[Fallback, ...] = ()
     """See ReadyRequest."""

@@ -238,5 +238,5 @@ def _requests(core: Core) -> int:
 def _words_of_lent(lent: Loan | None) -> tuple[object, ...]:
     if lent is None:
         return ()
-    components = [(name, list(pages.pages), pages.good) for name, pages in lent.components.items()]
-    return list(lent.full.pages), lent.full.good, components
+    components = [(name, list(pages.pages), pages.restored) for name, pages in lent.components.items()]
+    return list(lent.full.pages), lent.full.restored, components

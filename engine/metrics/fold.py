@@ -127,10 +127,10 @@ class MetricsFold:
                 self.calls_failed[name] += 1
             elif copied is not None:
                 # A copy transfers all pages or none; a storage outcome counts what it transferred.
-                count = getattr(event, "good", getattr(event, "put", copied[2]))
+                count = getattr(event, "valid", getattr(event, "put", copied[2]))
                 self.component_pages[copied[:2]] += max(count, 0)
             elif kind is events.PagesFetched:
-                self.pages["fetched"] += max(event.good, 0)  # type: ignore[attr-defined]  # Just that.
+                self.pages["fetched"] += max(event.valid, 0)  # type: ignore[attr-defined]  # Just that.
             elif kind is events.PagesStored:
                 self.pages["stored"] += max(event.put, 0)  # type: ignore[attr-defined]  # Just that.
         for request_id, state in self.core.moves:

@@ -86,7 +86,7 @@ def one_request(request_trace: RequestTrace, *, now_s: float, width: int, letter
             f"{(work.begun_at_s - start_s) * 1000:.1f}",
             f"{(work_end_s - start_s) * 1000:.1f}",
             bar,
-            Text(printable(work.trouble)),
+            Text(printable(work.error)),
         )
     for stall in request_trace.stalls:
         bar = Text()

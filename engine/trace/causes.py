@@ -71,7 +71,7 @@ AFTER_RAISES = {
 """Consequence of a rule that raised, by what the request gives up."""
 
 
-def trouble_of(event: events.Event, work: Work) -> str:
+def error_of(event: events.Event, work: Work) -> str:
     """Return the cause of failure of a work that ended with this event; "" for success."""
     name = NAMES[work.kind]
     if isinstance(event, events.CommandRaised):
@@ -79,9 +79,9 @@ def trouble_of(event: events.Event, work: Work) -> str:
     error = getattr(event, "error", "")
     if error:
         return f"{name} failed: {last_line(error)}"
-    if isinstance(event, events.PagesFetched) and event.good < work.count:
-        good = max(event.good, 0)
-        return f"the fetch was short: storage brought {good} of {work.count} pages, the rest was lost or corrupt"
+    if isinstance(event, events.PagesFetched) and event.valid < work.count:
+        valid = max(event.valid, 0)
+        return f"the fetch was short: storage brought {valid} of {work.count} pages, the rest was lost or corrupt"
     if isinstance(event, events.PagesStored) and event.intact is not None:
         return f"the put was cut: page {event.intact} of {work.count} has changed in host memory"
     if isinstance(event, events.PagesStored) and event.stored < work.count:
@@ -89,12 +89,12 @@ def trouble_of(event: events.Event, work: Work) -> str:
     return ""
 
 
-def good_of(event: events.Event, work: Work) -> int:
+def delivered_by(event: events.Event, work: Work) -> int:
     """Return how many of the work's pages arrived."""
-    for name in ("found", "good", "stored"):
+    for name in ("found", "valid", "stored"):
         if hasattr(event, name):
             return max(0, min(int(getattr(event, name)), work.count))
-    return 0 if work.trouble else work.count
+    return 0 if work.error else work.count
 
 
 def declined_words(request: Request, core: Core) -> str:
@@ -177,9 +177,9 @@ def extend_cause(room: RoomRecord | None, number: int, event: events.Event) -> s
     return cause or "other"
 
 
-def in_one_line(trouble: str) -> str:
+def in_one_line(error: str) -> str:
     """Shorten a cause, which may be a whole traceback, to its prefix and the last line of its message."""
-    head, _, said = trouble.partition(": ")
+    head, _, said = error.partition(": ")
     return f"{head}: {last_line(said)}" if said else head
 
 

@@ -160,26 +160,26 @@ def _plan(trace: RequestTrace, plan: PlanTrace) -> list[str]:
 def _works(trace: RequestTrace) -> list[str]:
     lines = []
     for work in trace.works:
-        ahead = " ahead" if work.ahead else ""
+        source = f"storage{' ahead' if work.ahead else ''}"
         name = {
-            "query": f"Asked storage for pages {_pages(work)}: it has {work.good}",
-            "fetch": f"Fetched pages {_pages(work)} from storage{ahead}: {work.good} came",
+            "query": f"Asked storage for pages {_pages(work)}: it has {work.delivered}",
+            "fetch": f"Fetched pages {_pages(work)} from {source}: {work.delivered} came",
             "copy": f"Copied pages {_pages(work)} from host to device",
-            "component fetch": f"Fetched {work.count} pages of {work.component} from storage{ahead}: {work.good} came",
+            "component fetch": f"Fetched {work.count} pages of {work.component} from {source}: {work.delivered} came",
             "shared component copy": f"Copied pages {_pages(work)} of {work.component} from {work.cause}",
             "component copy": f"Copied pages {_pages(work)} of {work.component} {work.cause}",
             "backup": f"Backed up pages {_pages(work)} to the host",
-            "store": f"Put pages {_pages(work)} in storage: {work.good} were stored",
+            "store": f"Put pages {_pages(work)} in storage: {work.delivered} were stored",
             "recompute": f"The caller computed pages {_pages(work)}{work.cause and f', {work.cause}'}",
             "span": _span_words(work),
         }[work.kind]
         if work.ended_at_s is None:
             lines.append(f"{name}; that has not ended.")
         else:
-            trouble = f"; {work.trouble}" if work.trouble else ""
+            error = f"; {work.error}" if work.error else ""
             blocked_s = trace.stalled_in(work.begun_at_s, work.ended_at_s)
             blocked = f" (decode's event loop was blocked for {_ms(blocked_s)} of that)" if blocked_s else ""
-            lines.append(f"{name}, in {_ms(work.ended_at_s - work.begun_at_s)}{blocked}{trouble}.")
+            lines.append(f"{name}, in {_ms(work.ended_at_s - work.begun_at_s)}{blocked}{error}.")
     return lines
 
 
@@ -188,7 +188,8 @@ def _span_words(work: Work) -> str:
     what += f", since {work.cause}" if work.cause else ""
     first = f", the first after {_ms(work.chunks[0][0] - work.begun_at_s)}" if work.chunks else ""
     of = f" of {work.component}" if work.component else ""
-    return f"Prefill delivered {work.good} of pages {_pages(work)}{of} ({what}) in {len(work.chunks)} chunks{first}"
+    pages = f"{work.delivered} of pages {_pages(work)}{of}"
+    return f"Prefill delivered {pages} ({what}) in {len(work.chunks)} chunks{first}"
 
 
 def _waste(trace: RequestTrace) -> list[str]:

@@ -83,7 +83,7 @@ def _request(request_trace: RequestTrace, start_s: float, now_s: float) -> dict[
             (now_s if work.ended_at_s is None else work.ended_at_s) - start_s,
             work.kind,
             f"[{work.first}, {work.first + work.count})",
-            work.trouble,
+            work.error,
         )
         for work in request_trace.works
     ]

@@ -24,9 +24,9 @@ class Work:
     count: int
     begun_at_s: float
     ended_at_s: float | None = None
-    good: int = 0
+    delivered: int = 0
     """Pages delivered."""
-    trouble: str = ""
+    error: str = ""
     """Description of the failure."""
     wasted: int = 0
     """Pages delivered and not used."""

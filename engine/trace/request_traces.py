@@ -17,11 +17,11 @@ from tidekv.engine.trace.causes import (
     OF_STORAGE,
     UNANSWERED,
     declined_words,
+    delivered_by,
+    error_of,
     extend_cause,
-    good_of,
     in_one_line,
     policy_words,
-    trouble_of,
     unasked_words,
     unstored_words,
 )
@@ -232,7 +232,7 @@ class RequestTraces:
             work = self._spans.get((event.request_id, event.generation, event.span))
             if work is not None:
                 work.chunks.append((at_s, event.count))
-                work.good = min(work.count, max(work.good, event.first + event.count - work.first))
+                work.delivered = min(work.count, max(work.delivered, event.first + event.count - work.first))
                 if event.last:
                     work.ended_at_s = at_s
         elif isinstance(event, events.GrowthTaken):
@@ -279,24 +279,24 @@ class RequestTraces:
         work, request_traces = self._open.pop(op, (None, [])) if op is not None else (None, [])
         if work is None:
             return
-        late = work.trouble
+        late = work.error
         work.ended_at_s = at_s
         for request_trace in request_traces if work.kind == "query" else ():
             # Only now it is known whether the request fits: it was not tried while it waited for the answer.
             if (request := core.request(request_trace.request_id)) is not None and request.waits_for_admission:
                 request_trace.needed_pages = request.admission.short_need
-        work.trouble = late or trouble_of(event, work)
-        work.good = good_of(event, work)
+        work.error = late or error_of(event, work)
+        work.delivered = delivered_by(event, work)
         if late:
-            work.wasted = work.good if work.kind in ("fetch", "copy") else 0
-        elif work.trouble:
+            work.wasted = work.delivered if work.kind in ("fetch", "copy") else 0
+        elif work.error:
             kind = "ahead" if work.ahead else "short recompute" if work.cause == SHORT_REST else work.kind
-            self._tell_trouble(work, request_traces, CONSEQUENCES[kind], at_s, core)
+            self._tell_error(work, request_traces, CONSEQUENCES[kind], at_s, core)
 
     def _give_up_late(self, at_s: float, core: Core) -> None:
         for op, (work, request_traces) in list(self._open.items()):
             owner = core.state.operations.get(op)
-            if work.trouble:
+            if work.error:
                 continue
             if isinstance(owner, Backup | ComponentCopy | SharedEndCopy):
                 wait_s = STORE_DEADLINE_S if work.kind == "store" else core.settings.copy_deadline_s
@@ -310,26 +310,26 @@ class RequestTraces:
             ):
                 continue
             is_cut = _is_cut(owner)
-            work.trouble = EXTENDED["transfer_done"] if is_cut else LATE[work.kind]
+            work.error = EXTENDED["transfer_done"] if is_cut else LATE[work.kind]
             if is_cut:
                 # The extend names the cause.
                 continue
             consequence = CONSEQUENCES.get(f"late {work.kind}") or CONSEQUENCES["ahead" if work.ahead else work.kind]
-            self._tell_trouble(work, request_traces, consequence, at_s, core)
+            self._tell_error(work, request_traces, consequence, at_s, core)
 
     def _give_up_cut(self, core: Core) -> None:
         for op, (work, _) in self._open.items():
             owner = core.state.operations.get(op)
-            if not work.trouble and _is_cut(owner):
-                work.trouble = EXTENDED["transfer_done"]
+            if not work.error and _is_cut(owner):
+                work.error = EXTENDED["transfer_done"]
 
-    def _tell_trouble(
+    def _tell_error(
         self, work: Work, request_traces: list[RequestTrace], consequence: str, at_s: float, core: Core
     ) -> None:
         if core.storage.is_open and not self._breaker_is_open and work.kind in OF_STORAGE:
             consequence += ", and that opened the breaker: storage is asked nothing until a probe succeeds"
         for request_trace in request_traces:
-            request_trace.fall_back(at_s, work.trouble, consequence)
+            request_trace.fall_back(at_s, work.error, consequence)
 
     def _note_raises(self, at_s: float, core: Core) -> None:
         for request in core.state.requests.values():
@@ -369,7 +369,7 @@ class RequestTraces:
         for key, work in list(self._spans.items()):
             if key[0] == request_trace.request_id and work.ended_at_s is None:
                 work.ended_at_s = at_s
-                work.wasted, work.trouble = work.good, "the room was left"
+                work.wasted, work.error = work.delivered, "the room was left"
         request = core.request(request_trace.request_id)
         if request is None:
             return  # The request ended in the same step, which is recorded.
@@ -509,7 +509,7 @@ class RequestTraces:
         self.ended.append(request_trace)
         for work in request_trace.works:
             if work.kind == "span" and work.ended_at_s is None:
-                work.ended_at_s, work.trouble = at_s, "the room was left"
+                work.ended_at_s, work.error = at_s, "the room was left"
         self._forget_spans(request_trace)
 
     def _failed(self, command: commands.ReportFailed, at_s: float, core: Core) -> None:
@@ -522,7 +522,7 @@ class RequestTraces:
         self.ended.append(request_trace)
         for work in request_trace.works:
             if work.kind == "span" and not request_trace.was_ready:
-                work.wasted = work.good
+                work.wasted = work.delivered
                 work.ended_at_s = at_s if work.ended_at_s is None else work.ended_at_s
         self._forget_spans(request_trace)
 

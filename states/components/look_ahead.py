@@ -57,7 +57,7 @@ class ComponentAheadRead:
         self.read = read
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Keep the pages for the request's plan if all of them are good."""
+        """Keep the pages for the request's plan if all of them are valid."""
         self._lookahead.landed(self.request, self.read, self._storage.fetch_ended(event))
 
     def late(self) -> None:
@@ -146,13 +146,13 @@ class ComponentLookAhead:
 
     # --- Outcomes ---
 
-    def landed(self, request: Request, read: ComponentAhead, good: int) -> None:
-        """Take the outcome of a read, whose first `good` pages are verified. After an exception, `abandon` ends it."""
+    def landed(self, request: Request, read: ComponentAhead, valid: int) -> None:
+        """Take the outcome of a read, whose first `valid` pages are verified. After an exception, `abandon` ends it."""
         count = len(read.positions)
         self._end_read(read)
         read.has_landed()
-        if good < count:
-            self._state.count("l3_pages_short", count - max(good, 0))
+        if valid < count:
+            self._state.count("l3_pages_short", count - max(valid, 0))
             self._decline(request, read)
             return
         self._storage.note_throughput(begun_at_s=read.begun_at_s, pages=read.queued_pages)

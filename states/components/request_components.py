@@ -246,7 +246,7 @@ class ComponentRestore:
                 undo.callback(self._index.give_back, {name: taken}, "host")
         if lent is not None:
             # A page that is written in part, which no tier of ours ever has, may be in place.
-            sent_from = max(sent_from, lent.good)
+            sent_from = max(sent_from, lent.restored)
         shared = {at: device[at] for at in range(first, sent_from) if is_shared and at in device}
         filled = [at for at in range(first, sent_from) if at not in shared]
         own = component_pages.own[name] if lent is None else lent.pages

@@ -5,10 +5,10 @@ query of storage asks for the component pages that the end of the prompt needs a
 the full pages. They are used whether or not the full pages come from storage, too. They are read into host pages that
 belong to this request only, and are copied from there to the request's device pages:
 
-    FETCHING ──good pages──▶ COPYING ──▶ over: the host pages are free
+    FETCHING ──valid pages──▶ COPYING ──▶ over: the host pages are free
         │ short, late           │ error
         ▼                       ▼
-      prefill is asked for what is not good (`tidekv.states.components.missing`)
+      prefill is asked for what is not valid (`tidekv.states.components.missing`)
 
 A fetch may have begun before the plan, as a look-ahead read (`tidekv.states.components.look_ahead`).
 
@@ -60,7 +60,7 @@ class ComponentRead:
         self.fetch = fetch
 
     def ended(self, event: Outcome, error: str) -> None:
-        """Start the copy of the good pages to the device; the rest is asked of prefill."""
+        """Start the copy of the valid pages to the device; the rest is asked of prefill."""
         self._rules.fetched(self.component_pages, self.fetch, self._storage.fetch_ended(event))
 
     def late(self) -> None:
@@ -108,7 +108,7 @@ class ComponentStorage:
                 # Its pages could not be read.
                 continue
             if request.lent is not None:
-                first = request.lent.components[name].good
+                first = request.lent.components[name].restored
             missing = self.available_end(request.namespace, request.keys, name, first, None)
             tokens = max(request.full_pages - missing, 0) * page_size
             is_shared = self._index.components[name].is_shared
@@ -244,19 +244,19 @@ class ComponentStorage:
 
     # --- Outcomes ---
 
-    def fetched(self, component_pages: RequestComponents, fetch: ComponentFetch, good: int) -> None:
-        """Start the copy of the first `good` pages, which are verified; the others are asked of prefill.
+    def fetched(self, component_pages: RequestComponents, fetch: ComponentFetch, valid: int) -> None:
+        """Start the copy of the first `valid` pages, which are verified; the others are asked of prefill.
 
         After a raise, `failed` ends the fetch.
         """
         state = self._state
         count = len(fetch.positions)
-        if good < count:
-            state.count("l3_pages_short", count - max(good, 0))
-            if good < 1:
+        if valid < count:
+            state.count("l3_pages_short", count - max(valid, 0))
+            if valid < 1:
                 self.failed(component_pages, fetch)
                 return
-            self._cut(component_pages, fetch, good)
+            self._cut(component_pages, fetch, valid)
         else:
             self._storage.note_throughput(begun_at_s=fetch.begun_at_s, pages=fetch.queued_pages)
         fetch.copy(self._copy_in(component_pages, fetch))
@@ -265,11 +265,11 @@ class ComponentStorage:
         assert request is not None, "a leaving request gives up its fetches"
         state.request_changed(request)
 
-    def _cut(self, component_pages: RequestComponents, fetch: ComponentFetch, good: int) -> None:
-        """Reduce a fetch that has ended to its first `good` pages."""
-        self._index.give_back({fetch.component: fetch.host_pages[good:]}, "host")
-        self._missing.lost(component_pages, fetch.component, fetch.positions[good:], "component_fetch_short")
-        fetch.cut(good)
+    def _cut(self, component_pages: RequestComponents, fetch: ComponentFetch, valid: int) -> None:
+        """Reduce a fetch that has ended to its first `valid` pages."""
+        self._index.give_back({fetch.component: fetch.host_pages[valid:]}, "host")
+        self._missing.lost(component_pages, fetch.component, fetch.positions[valid:], "component_fetch_short")
+        fetch.cut(valid)
 
     def failed(self, component_pages: RequestComponents, fetch: ComponentFetch) -> None:
         """Free the host pages, and ask prefill for the pages: nothing writes to them. Safe to call again."""

@@ -235,14 +235,14 @@ class Loads:
 
     # --- Outcomes ---
 
-    def fetched(self, load: Load, good: int) -> None:
-        """Take the outcome of a fetch: its first `good` pages are verified; fail the rest."""
-        good = max(0, min(good, load.page_count))
-        if good == load.page_count:
+    def fetched(self, load: Load, valid: int) -> None:
+        """Take the outcome of a fetch: its first `valid` pages are verified; fail the rest."""
+        valid = max(0, min(valid, load.page_count))
+        if valid == load.page_count:
             self._storage.note_throughput(begun_at_s=load.begun_at_s, pages=load.queued_pages)
         else:
-            self._state.count("l3_pages_short", load.page_count - good)
-            rest = load if good == 0 else self.split(load, good)
+            self._state.count("l3_pages_short", load.page_count - valid)
+            rest = load if valid == 0 else self.split(load, valid)
             self.fail(rest, "fetch_short")
             if rest is load:
                 return

@@ -177,8 +177,8 @@ class LookAhead:
 
     # --- Outcomes ---
 
-    def landed(self, request: Request, run: AheadRun, good: int) -> None:
-        """Take the outcome of a read: its first `good` pages are verified.
+    def landed(self, request: Request, run: AheadRun, valid: int) -> None:
+        """Take the outcome of a read: its first `valid` pages are verified.
 
         After an exception, `abandon` gives back what is left.
         """
@@ -188,16 +188,16 @@ class LookAhead:
         assert ahead is not None
         run.has_landed()
         count = len(run.host_pages)
-        good = max(0, min(good, count))
-        if good == count:
+        valid = max(0, min(valid, count))
+        if valid == count:
             self._storage.note_throughput(begun_at_s=run.begun_at_s, pages=run.queued_pages)
         else:
-            state.count("l3_pages_short", count - good)
-            # Later runs cannot join the tree across the gap. Without any good page, the run itself goes as well.
-            self._cut(ahead, ahead.runs.index(run) + (good > 0))
-            if good:
-                state.host.give_back(run.host_pages[good:])
-                run.own_host(run.host_pages[:good])
+            state.count("l3_pages_short", count - valid)
+            # Later runs cannot join the tree across the gap. Without any valid page, the run itself goes as well.
+            self._cut(ahead, ahead.runs.index(run) + (valid > 0))
+            if valid:
+                state.host.give_back(run.host_pages[valid:])
+                run.own_host(run.host_pages[:valid])
         while ahead.runs and ahead.runs[0].is_landed:
             self._join(request, ahead, ahead.runs[0])
         state.pages_were_freed()

@@ -68,7 +68,7 @@ class OperationVote:
             assert self.layers_slot is not None, "only a copy by layer reports layers"
             vote_vector.set(self.layers_slot, max(event.layers, vote_vector.value(self.layers_slot)))
         elif not vote_vector.value(self.slot):
-            count = next((getattr(event, name) for name in ("found", "good", "stored") if hasattr(event, name)), 0)
+            count = next((getattr(event, name) for name in ("found", "valid", "stored") if hasattr(event, name)), 0)
             if isinstance(event, events.PagesStored):
                 count = max(count, 0) << PUT_BITS | min(max(event.put, 0), PUT_MAX)
             if self.kind is commands.CopyPages:
@@ -94,7 +94,7 @@ class OperationVote:
         if kind is commands.QueryStorage:
             return [events.StorageAnswered(at_s=at_s, op=self.op, found=count, error=error)]
         if kind is commands.FetchPages:
-            return [events.PagesFetched(at_s=at_s, op=self.op, good=count, error=error)]
+            return [events.PagesFetched(at_s=at_s, op=self.op, valid=count, error=error)]
         if kind is commands.StorePages:
             # `put` is that of a rank that has stored the fewest pages: it only counts.
             return [

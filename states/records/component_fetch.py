@@ -47,7 +47,7 @@ class ComponentFetch:
         self.op = op
         self.stage = ComponentStage.COPYING
 
-    def cut(self, good: int) -> None:
-        """Reduce the fetch to its first `good` pages; the caller owns the other host pages."""
-        self.positions, self.host_pages = self.positions[:good], self.host_pages[:good]
-        self.device_pages = self.device_pages[:good]
+    def cut(self, valid: int) -> None:
+        """Reduce the fetch to its first `valid` pages; the caller owns the other host pages."""
+        self.positions, self.host_pages = self.positions[:valid], self.host_pages[:valid]
+        self.device_pages = self.device_pages[:valid]

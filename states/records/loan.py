@@ -5,7 +5,7 @@ needs: all of the full KV, the trailing pages of a window, the record of a state
 
     positions       0   1   2   3   4   5   6      the embedder holds [0, held) of every group: these are not lent
     full            h   h   .   .   .   .   .
-    window (3)                      .   .   .      good: the leading positions that are in place
+    window (3)                      .   .   .      restored: the leading positions that are in place
     state                                   .
 
 A prefix is in place if a computation can continue at its end: at the end of what the embedder holds, at the end of the
@@ -49,7 +49,7 @@ class LentGroup:
         self._sources[at : at + count] = bytes([SOURCES.index(source)]) * count
 
     @property
-    def good(self) -> int:
+    def restored(self) -> int:
         """End of the leading positions that are in place."""
         end = self._sources.find(0)
         return self.first + (len(self.pages) if end < 0 else end)
@@ -61,7 +61,7 @@ class LentGroup:
 
     def in_place(self) -> dict[int, int]:
         """The leading pages that are in place, by position."""
-        return dict(zip(range(self.first, self.good), self.pages, strict=False))
+        return dict(zip(range(self.first, self.restored), self.pages, strict=False))
 
     def has(self, first: int, end: int) -> bool:
         """Whether all pages at positions [first, end) are in place."""
@@ -70,8 +70,8 @@ class LentGroup:
 
     def forget_rest(self) -> None:
         """Forget what is in place after the first missing page: it is about to be written again."""
-        good = self.good - self.first
-        self._sources[good:] = bytes(len(self.pages) - good)
+        restored = self.restored - self.first
+        self._sources[restored:] = bytes(len(self.pages) - restored)
 
     def counts(self, end: int) -> dict[str, int]:
         """Return the number of pages before position `end` by source."""
@@ -120,9 +120,9 @@ class Loan:
             pages.forget_rest()
 
     @property
-    def good(self) -> int:
+    def restored(self) -> int:
         """Number of leading pages of the prompt that are in place, up to an end at which every group can continue."""
-        end = self.full.good
+        end = self.full.restored
         while end > self.held and not all(self._serves(name, end) for name in self.components):
             end -= 1
         return end
@@ -131,14 +131,14 @@ class Loan:
         """Whether a component can continue at `end`, which is beyond what the embedder holds."""
         pages = self.components[name]
         if end == pages.end:
-            return pages.good == end
+            return pages.restored == end
         return pages.has(max(end - self.trailing_pages[name], self.held), end)
 
     def sources(self, *, prompt_tokens: int, page_size: int) -> dict[str, int]:
-        """Return the tokens of the good pages by source; their sum is the number of good tokens."""
-        good = self.good
-        tokens = {name: count * page_size for name, count in self.full.counts(good).items()}
-        if good:
+        """Return the tokens of the restored pages by source; their sum is the number of restored tokens."""
+        restored = self.restored
+        tokens = {name: count * page_size for name, count in self.full.counts(restored).items()}
+        if restored:
             # The last page of the prompt may be partial.
-            tokens[self.full.source_of(good - 1)] -= max(good * page_size - prompt_tokens, 0)
+            tokens[self.full.source_of(restored - 1)] -= max(restored * page_size - prompt_tokens, 0)
         return tokens

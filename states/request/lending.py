@@ -115,8 +115,8 @@ class Lending:
     def match(self, request: Request, lent: Loan) -> MatchResult:
         """Return what is in place as the device part, and what host memory has beyond it."""
         found = self._state.index.match(request.namespace, request.keys)
-        good, end = lent.full.good, found.host_node.depth_pages
-        return MatchResult(good, max(end - good, 0), found.device_node, found.host_node)
+        restored, end = lent.full.restored, found.host_node.depth_pages
+        return MatchResult(restored, max(end - restored, 0), found.device_node, found.host_node)
 
     def note_received(self, request: Request) -> None:
         """Note what the request's room has brought so far."""
@@ -168,7 +168,7 @@ class Lending:
         outcome = ReportRestored(
             request_id=request.request_id,
             generation=request.generation,
-            good_tokens=sum(sources.values()),
+            restored_tokens=sum(sources.values()),
             sources=sources,
             cause=cause,
             detail=detail,

@@ -122,7 +122,7 @@ class PlanFetches:
         state = self._state
         first = sum(state.index.probe_prefix(request.namespace, request.keys))
         if request.lent is not None:
-            first = min(max(first, request.lent.full.good), request.full_pages)
+            first = min(max(first, request.lent.full.restored), request.full_pages)
         count = request.full_pages - first
         is_worth = count > 0 and count * state.settings.page_size >= state.settings.prefetch_threshold_tokens
         if not is_worth and not components_first:

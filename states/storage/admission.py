@@ -155,7 +155,7 @@ class LateFetch:
 
     def ended(self, event: Outcome, error: str) -> None:
         """Free the host pages, and note how long the fetch took. The breaker has counted it if it was late."""
-        if isinstance(event, PagesFetched) and event.good == len(self.host_pages):
+        if isinstance(event, PagesFetched) and event.valid == len(self.host_pages):
             # Without this, a slow storage whose fetches are all given up would only be known by lower bounds.
             self._storage.note_throughput(begun_at_s=self._begun_at_s, pages=self._queued_pages)
         self.abandon()
@@ -198,7 +198,7 @@ class Measurement(LateFetch):
     def ended(self, event: Outcome, error: str) -> None:
         """Count the outcome of the read; note how long it took; free the host pages."""
         self._storage.call_ended(event)
-        if isinstance(event, PagesFetched) and event.good == len(self.host_pages):
+        if isinstance(event, PagesFetched) and event.valid == len(self.host_pages):
             # Lateness was noted as a lower bound, which is no first measurement.
             self._storage.note_throughput(
                 begun_at_s=self._begun_at_s, pages=self._queued_pages, is_trial=not self._is_late
@@ -499,9 +499,9 @@ class StorageAdmission:
         self._state.run_guarded(partial(self.note, failed=True))
 
     def fetch_ended(self, event: Outcome) -> int:
-        """Count the outcome of a fetch; returns how many of its pages are good, from the first on."""
+        """Count the outcome of a fetch; returns how many of its pages are valid, from the first on."""
         self.call_ended(event)
-        return event.good if isinstance(event, PagesFetched) else 0
+        return event.valid if isinstance(event, PagesFetched) else 0
 
     def put_ended(self, event: Outcome) -> int:
         """Count the outcome of a put; returns how many of its pages are stored, from the first on."""

@@ -35,18 +35,18 @@ def digests(tokens: Sequence[int]) -> list[bytes]:
     return prompt_digests(pack_tokens(tokens), PAGE_SIZE)
 
 
-def wrong(pair: Pair, tokens: Sequence[int], pages: Sequence[int], good_tokens: int) -> list[int]:
-    """Positions of the good pages that differ from the prompt's KV."""
-    good = -(-good_tokens // PAGE_SIZE)
-    return pair.kv.verify(list(pages[:good]), digests(tokens)[:good])
+def wrong(pair: Pair, tokens: Sequence[int], pages: Sequence[int], restored_tokens: int) -> list[int]:
+    """Positions of the restored pages that differ from the prompt's KV."""
+    restored = -(-restored_tokens // PAGE_SIZE)
+    return pair.kv.verify(list(pages[:restored]), digests(tokens)[:restored])
 
 
 async def restore(
     pair: Pair, request_id: str = "r1", tokens: Sequence[int] = PROMPT, pages: Sequence[int] = PAGES, have: int = 0
 ) -> RestoredPages:
     restored = await pair.engine.restore_into(pair.request(request_id, tokens), pages, have)
-    assert wrong(pair, tokens, pages, restored.good_tokens) == []
-    assert sum(restored.sources.values()) == restored.good_tokens
+    assert wrong(pair, tokens, pages, restored.restored_tokens) == []
+    assert sum(restored.sources.values()) == restored.restored_tokens
     return restored
 
 
@@ -89,7 +89,7 @@ async def test_without_a_prefill_host_memory_and_storage_serve_what_they_have(ma
         async def alone(request_id: str, tokens: Sequence[int], pages: Sequence[int], have: int = 0) -> RestoredPages:
             request = dataclasses.replace(pair.request(request_id, tokens), prefill=())
             restored = await pair.engine.restore_into(request, pages, have)
-            assert wrong(pair, tokens, pages, restored.good_tokens) == []
+            assert wrong(pair, tokens, pages, restored.restored_tokens) == []
             await pair.assert_nothing_held()
             return restored
 
@@ -137,8 +137,8 @@ async def test_a_killed_prefill_leaves_the_pages_that_have_arrived(make_pair) ->
         gate.opened.set()
         restored = await call
         assert restored.cause.startswith("prefill") and restored.first_token is None
-        assert 0 < restored.good_tokens < len(prompt)
-        assert wrong(pair, prompt, pages, restored.good_tokens) == []
+        assert 0 < restored.restored_tokens < len(prompt)
+        assert wrong(pair, prompt, pages, restored.restored_tokens) == []
         await pair.assert_nothing_held()
 
 
@@ -155,7 +155,7 @@ async def test_a_passed_deadline_returns_the_pages_only_when_the_writer_has_stop
             pair.engine.offer(PROMPT[:4], [28])
         gate.opened.set()
         restored = await call
-        assert (restored.cause, restored.good_tokens) == ("deadline", 12)
+        assert (restored.cause, restored.restored_tokens) == ("deadline", 12)
         assert wrong(pair, PROMPT, PAGES, 12) == []
         await pair.assert_nothing_held()
 

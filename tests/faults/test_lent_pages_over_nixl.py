@@ -23,10 +23,12 @@ PAGES, PAGE_SIZE, CHUNK_PAGES, LOCAL_PAGES = 24, 16, 4, 8
 BLOCKS = [3 * block % 96 for block in range(1, PAGES + 1)]
 
 
-def wrong(decode: Any, tokens: Sequence[int], pages: Sequence[int], good_tokens: int) -> list[int]:
-    """Positions of the good pages whose bytes are not those of the prompt's KV."""
-    good = -(-good_tokens // PAGE_SIZE)
-    found: list[int] = decode.kv.verify(list(pages[:good]), prompt_digests(pack_tokens(tokens), PAGE_SIZE)[:good])
+def wrong(decode: Any, tokens: Sequence[int], pages: Sequence[int], restored_tokens: int) -> list[int]:
+    """Positions of the restored pages whose bytes are not those of the prompt's KV."""
+    restored = -(-restored_tokens // PAGE_SIZE)
+    found: list[int] = decode.kv.verify(
+        list(pages[:restored]), prompt_digests(pack_tokens(tokens), PAGE_SIZE)[:restored]
+    )
     return found
 
 
@@ -53,12 +55,12 @@ async def test_a_killed_prefill_leaves_what_has_arrived(spawn_prefill: Any, deco
         child.signal(signal.SIGKILL)
         restored = await call
         assert restored.cause in ("prefill lost", "prefill process gone")
-        assert LOCAL_PAGES * PAGE_SIZE <= restored.good_tokens < len(tokens)
+        assert LOCAL_PAGES * PAGE_SIZE <= restored.restored_tokens < len(tokens)
         assert restored.sources["l2"] == LOCAL_PAGES * PAGE_SIZE
-        assert wrong(decode, tokens, blocks, restored.good_tokens) == []
+        assert wrong(decode, tokens, blocks, restored.restored_tokens) == []
         # The blocks are the host engine's: it computes the rest, and offers everything.
-        digests, good = prompt_digests(pack_tokens(tokens), PAGE_SIZE), restored.good_tokens // PAGE_SIZE
-        decode.kv.fill(blocks[good:], digests[good:])
+        digests, in_place = prompt_digests(pack_tokens(tokens), PAGE_SIZE), restored.restored_tokens // PAGE_SIZE
+        decode.kv.fill(blocks[in_place:], digests[in_place:])
         offered = await decode.engine.offer(tokens, blocks)
         assert offered == OfferedPages(written=PAGES - LOCAL_PAGES, present=LOCAL_PAGES, declined=0)
         await decode.assert_nothing_held()
@@ -84,5 +86,5 @@ async def test_pages_of_a_stopped_prefill_return_when_it_is_dead(
         child.signal(signal.SIGKILL)
         restored = await call
         assert restored.cause in ("deadline", "prefill lost")
-        assert wrong(decode, tokens, BLOCKS, restored.good_tokens) == []
+        assert wrong(decode, tokens, BLOCKS, restored.restored_tokens) == []
         await decode.assert_nothing_held()

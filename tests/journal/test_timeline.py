@@ -179,10 +179,10 @@ def test_search_and_filter_choose_requests(request_traces: RequestTraces, writte
             request_trace.request_id for request_trace in named
         ]
         page.evaluate("search.value = ''")
-        page.mouse.click(*page.evaluate("(({x, y}) => [x + 5, y + 5])(troubled.getBoundingClientRect())"))
-        troubled = [request_trace.request_id for request_trace in request_traces.all if request_trace.fallbacks]
-        assert page.evaluate("rows.map((row) => row.request.id)") == troubled
-        assert 0 < len(troubled) < len(request_traces.all)
+        page.mouse.click(*page.evaluate("(({x, y}) => [x + 5, y + 5])(onlyFallbacks.getBoundingClientRect())"))
+        with_fallbacks = [request_trace.request_id for request_trace in request_traces.all if request_trace.fallbacks]
+        assert page.evaluate("rows.map((row) => row.request.id)") == with_fallbacks
+        assert 0 < len(with_fallbacks) < len(request_traces.all)
 
 
 @needs_browser

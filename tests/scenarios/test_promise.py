@@ -111,8 +111,8 @@ def test_what_is_declined_is_not_promised(gate: str) -> None:
     assert become_ready(rig, promise).sources["transfer"] == 10
 
 
-@pytest.mark.parametrize("good", range(5))
-def test_a_short_read_is_extended_by_what_is_missing_and_no_more(good: int) -> None:
+@pytest.mark.parametrize("valid", range(5))
+def test_a_short_read_is_extended_by_what_is_missing_and_no_more(valid: int) -> None:
     rig = stored_only(fetch_run_pages=5)
     rig.arrive("a", TEN)
     rig.answer(rig.take(commands.QueryStorage), 10)
@@ -121,9 +121,9 @@ def test_a_short_read_is_extended_by_what_is_missing_and_no_more(good: int) -> N
     assert promise.promised_tokens == 10
     rig.promised(promise)
     rig.fetched(second)
-    rig.fetched(first, good=good)
+    rig.fetched(first, valid=valid)
     extend = rig.take(commands.SendExtend)
-    assert (extend.first, len(extend.pages)) == (good, 5 - good)
+    assert (extend.first, len(extend.pages)) == (valid, 5 - valid)
     for copy in rig.take_all(commands.CopyPages, target="device"):
         rig.copied(copy)
     rig.aux(promise)
@@ -131,7 +131,7 @@ def test_a_short_read_is_extended_by_what_is_missing_and_no_more(good: int) -> N
     assert rig.state("a") == "TRANSFER"
     rig.chunk(promise)
     rig.take(commands.SendReceived)
-    assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 0, "l3": 5 + good, "transfer": 5 - good}
+    assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 0, "l3": 5 + valid, "transfer": 5 - valid}
 
 
 def test_at_the_deadline_each_run_that_has_not_landed_is_asked_of_prefill_and_no_other() -> None:

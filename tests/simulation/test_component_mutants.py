@@ -143,7 +143,7 @@ def a_page_that_is_evicted_leaves_its_components(patch: pytest.MonkeyPatch) -> N
 def a_tail_that_storage_brought_in_part_is_taken_for_whole(patch: pytest.MonkeyPatch) -> None:
     original = ComponentStorage.fetched
     patch.setattr(
-        ComponentStorage, "fetched", lambda self, held, fetch, good: original(self, held, fetch, len(fetch.positions))
+        ComponentStorage, "fetched", lambda self, held, fetch, valid: original(self, held, fetch, len(fetch.positions))
     )
 
 

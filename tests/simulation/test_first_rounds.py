@@ -97,7 +97,7 @@ class Modelled:
                 self.answer_s = 0.0002
             case commands.FetchPages():
                 count = len(command.host_pages)
-                self.after(self.storage.serve(self.now_s, count), events.PagesFetched, op=command.op, good=count)
+                self.after(self.storage.serve(self.now_s, count), events.PagesFetched, op=command.op, valid=count)
             case commands.StorePages():
                 _, keys = (
                     self.core.keys_put(command.op)

@@ -67,7 +67,7 @@ def a_copy_of_a_request_that_left_is_forgotten(patch: pytest.MonkeyPatch) -> Non
 @mutant
 def pages_after_a_gap_count_as_good(patch: pytest.MonkeyPatch) -> None:
     in_place = property(lambda self: self.first + sum(1 for source in self._sources if source))
-    patch.setattr(LentGroup, "good", in_place)
+    patch.setattr(LentGroup, "restored", in_place)
 
 
 @mutant
@@ -125,7 +125,7 @@ def component_pages_go_back_while_prefill_writes_to_them(patch: pytest.MonkeyPat
 
 @component_mutant
 def full_pages_are_good_whatever_components_hold(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Loan, "good", property(lambda self: self.full.good))
+    patch.setattr(Loan, "restored", property(lambda self: self.full.restored))
 
 
 @component_mutant

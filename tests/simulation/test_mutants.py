@@ -92,7 +92,7 @@ def an_extend_goes_to_pages_under_a_late_copy(patch: pytest.MonkeyPatch) -> None
 @mutant
 def pages_that_failed_their_checksum_are_used(patch: pytest.MonkeyPatch) -> None:
     original = Loads.fetched
-    patch.setattr(Loads, "fetched", lambda self, load, good: original(self, load, load.page_count))
+    patch.setattr(Loads, "fetched", lambda self, load, valid: original(self, load, load.page_count))
 
 
 @mutant
@@ -293,7 +293,7 @@ def a_namespace_keeps_the_count_of_pages_that_left(patch: pytest.MonkeyPatch) ->
 def look_ahead_shows_pages_whose_read_failed(patch: pytest.MonkeyPatch) -> None:
     original = LookAhead.landed
 
-    def landed(self: LookAhead, request: Request, run: AheadRun, good: int) -> None:
+    def landed(self: LookAhead, request: Request, run: AheadRun, valid: int) -> None:
         original(self, request, run, len(run.host_pages))
 
     patch.setattr(LookAhead, "landed", landed)

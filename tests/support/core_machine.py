@@ -202,9 +202,9 @@ class CoreMachine(RuleBasedStateMachine):
             case commands.FetchPages():
                 known = self.tags(self.fetched_tokens.pop(wish.op))
                 tags = [known[at] for at in wish.positions]
-                good = min(share, len(tags)) if fails or loses else len(tags)
-                self.host.end_write(wish.host_pages, wish.op, tags[:good] + [0] * (len(wish.host_pages) - good))
-                self.rig.fetched(wish, good=good)
+                valid = min(share, len(tags)) if fails or loses else len(tags)
+                self.host.end_write(wish.host_pages, wish.op, tags[:valid] + [0] * (len(wish.host_pages) - valid))
+                self.rig.fetched(wish, valid=valid)
             case commands.CopyPages():
                 target = self.device if wish.target == "device" else self.host
                 target.end_write(wish.target_pages, wish.op, None if fails else found)

@@ -90,8 +90,8 @@ def component_copy_is_late(play: Play) -> None:
 
 @says("Fetched 2 pages of window from storage: 2 came", "Copied pages [2, 4) of window from host to device", "READY")
 def window_comes_from_storage(play: Play) -> None:
-    play.take(events.PagesFetched, op=window_in_storage(play).op, good=2)
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
+    play.take(events.PagesFetched, op=window_in_storage(play).op, valid=2)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, valid=4)
     play.take(events.CopyEnded, op=play.last(commands.CopyPages, component="window").op)
     play.bring_everything("r1")
 
@@ -104,34 +104,34 @@ def window_comes_from_storage(play: Play) -> None:
     counts="l3_pages_short extends",
 )
 def component_fetch_fails(play: Play) -> None:
-    play.take(events.PagesFetched, op=window_in_storage(play).op, good=0, error="disk on fire")
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
+    play.take(events.PagesFetched, op=window_in_storage(play).op, valid=0, error="disk on fire")
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, valid=4)
     play.bring_everything("r1")
 
 
 @says("starting the fetch of a component from storage raised: OSError: no file left", AGAIN, "READY")
 def component_fetch_raises(play: Play) -> None:
     play.take(events.CommandRaised, op=window_in_storage(play).op, detail="OSError: no file left")
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, valid=4)
     play.bring_everything("r1")
 
 
 @says("storage brought 1 of 2 pages", "lost or corrupt", "of pages [3, 4) of window (extend 1, since ", "READY")
 def component_fetch_is_short(play: Play) -> None:
-    play.take(events.PagesFetched, op=window_in_storage(play).op, good=1)
+    play.take(events.PagesFetched, op=window_in_storage(play).op, valid=1)
     play.take(events.CopyEnded, op=play.last(commands.CopyPages, component="window").op)
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, valid=4)
     play.bring_everything("r1")
 
 
 @says(causes.LATE["component fetch"], causes.CONSEQUENCES["component fetch"], AGAIN, "READY", counts="l3_fetches_late")
 def component_fetch_is_late(play: Play) -> None:
     fetch = window_in_storage(play)
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, valid=4)
     play.take(events.CopyEnded, op=play.last(commands.CopyPages, target="device", component="full").op)
     play.wait_for_clock()
     play.bring_everything("r1")
-    play.take(events.PagesFetched, op=fetch.op, good=2)
+    play.take(events.PagesFetched, op=fetch.op, valid=2)
 
 
 @says("asked prefill for 0 pages, 2 pages of window", "READY")
@@ -141,7 +141,7 @@ def window_in_storage_has_a_hole(play: Play) -> None:
     play.arrive("r1")
     stored = (events.StoredComponent("window", ((3, 4),)),)
     play.take(events.StorageAnswered, op=play.last(commands.QueryStorage).op, found=4, component_pages=stored)
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, good=4)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages, component=FULL).op, valid=4)
     play.bring_everything("r1")
 
 

@@ -64,7 +64,7 @@ def prefill_ends(end: Callable[[Play], None], state: str) -> None:
         play.bring_to(state, prefill_count=2)
         end(play)
         if state == "PREFETCH":
-            play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
+            play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, valid=4)
         play.bring_everything("r1")
 
     @says(f"{cause}: {detail}", "for its caller to compute the rest", "The caller computed", "which computed", "READY",
@@ -90,7 +90,7 @@ for prefill_end in PREFILL_ENDS:
 @says("refused by prefill: it is evicted there", "next prefill", "READY", counts="frames_late")
 def extend_is_refused(play: Play) -> None:
     play.bring_to("PREFETCH", prefill_count=2)
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=1, error="disk on fire")
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, valid=1, error="disk on fire")
     play.to_room(events.RoomRefused, span=1, cause="it is evicted there")
     play.take(events.AuxLanded, request_id="r1", generation=0, rank=0)
     play.bring_everything("r1")
@@ -245,7 +245,7 @@ def sender_is_lost(state: str) -> None:
         longer = state == "PREFETCH"
         fetch = play.plan_with_storage("r0", found=2)
         play.send_promise("r0")
-        play.take(events.PagesFetched, op=fetch.op, good=0, error="disk on fire")
+        play.take(events.PagesFetched, op=fetch.op, valid=0, error="disk on fire")
         play.arrive("r1", tokens=b"aabbccddee" if longer else b"aabbccdd")
         play.answer_queries(found=3 if longer else 0)
         assert play.core.request("r1").state.value == state
@@ -464,5 +464,5 @@ rule_raises("a rule raises twice when READY", "READY", raising(2, Serving, "grow
 def taking_an_outcome_raises(play: Play) -> None:
     fetch = play.plan_with_storage("r1")
     raising(1, Loads, "start_copy")(play)
-    play.take(events.PagesFetched, op=fetch.op, good=4)
+    play.take(events.PagesFetched, op=fetch.op, valid=4)
     play.bring_everything("r1")

@@ -28,14 +28,14 @@ def says(*words: str, counts: str = "") -> Callable[[Callable[[Play], None]], Ca
 @says("the fetch from storage failed: disk on fire", "extend 1, since the fetch from storage failed", counts="extends")
 def fetch_fails(play: Play) -> None:
     fetch = play.plan_with_storage("r1")
-    play.take(events.PagesFetched, op=fetch.op, good=0, error="disk on fire")
+    play.take(events.PagesFetched, op=fetch.op, valid=0, error="disk on fire")
     play.bring_everything("r1")
 
 
 @says("storage brought 1 of 4 pages", "lost or corrupt", LOAD_CAUSES["fetch_short"], "READY", counts="l3_pages_short")
 def fetch_is_short(play: Play) -> None:
     fetch = play.plan_with_storage("r1")
-    play.take(events.PagesFetched, op=fetch.op, good=1)
+    play.take(events.PagesFetched, op=fetch.op, valid=1)
     play.bring_everything("r1")
 
 
@@ -44,7 +44,7 @@ def fetch_is_late(play: Play) -> None:
     fetch = play.plan_with_storage("r1")
     play.wait_for_clock()
     play.bring_everything("r1")
-    play.take(events.PagesFetched, op=fetch.op, good=4)
+    play.take(events.PagesFetched, op=fetch.op, valid=4)
 
 
 @says("starting the fetch from storage raised: OSError: no file left", "starting the fetch or the copy raised", "READY")
@@ -59,7 +59,7 @@ def fetch_is_cut_since_the_transfer_is_done(play: Play) -> None:
     play.change_policy(prefetch="best_effort")
     fetch = play.plan_with_storage("r1", found=2)
     play.bring_everything("r1")
-    play.take(events.PagesFetched, op=fetch.op, good=2)
+    play.take(events.PagesFetched, op=fetch.op, valid=2)
 
 
 @says("the fetch from storage failed: disk on fire", "2 under load by another", "READY")
@@ -68,7 +68,7 @@ def shared_fetch_fails(play: Play) -> None:
     play.send_promise("r0")
     play.arrive("r1")
     play.answer_queries(found=0)
-    play.take(events.PagesFetched, op=fetch.op, good=0, error="disk on fire")
+    play.take(events.PagesFetched, op=fetch.op, valid=0, error="disk on fire")
     play.bring_everything("r0")
     play.bring_everything("r1")
 
@@ -187,7 +187,7 @@ def storage_is_too_slow_for_more(play: Play) -> None:
     play.change_policy(prefetch_threshold_tokens=2)
     fetch = play.plan_with_storage("r0", tokens=b"zz", found=1)
     play.at_s += 0.08
-    play.take(events.PagesFetched, op=fetch.op, good=1)
+    play.take(events.PagesFetched, op=fetch.op, valid=1)
     play.bring_everything("r0")
     play.arrive("r1")
     play.answer_queries(found=4)
@@ -198,9 +198,9 @@ def fetch_ahead_is_late(play: Play) -> None:
     play.change_policy(lookahead_pages_max=4)
     answered_and_waiting(play)
     play.wait_for_clock()
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=0)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, valid=0)
     play.take(events.AbortRequested, request_id="big")
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, valid=4)
     play.bring_everything("r1")
 
 
@@ -208,9 +208,9 @@ def fetch_ahead_is_late(play: Play) -> None:
 def fetch_ahead_fails(play: Play) -> None:
     play.change_policy(lookahead_pages_max=4)
     answered_and_waiting(play)
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=0, error="disk on fire")
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, valid=0, error="disk on fire")
     play.take(events.AbortRequested, request_id="big")
-    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, good=4)
+    play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, valid=4)
     play.bring_everything("r1")
 
 
@@ -218,7 +218,7 @@ def fetch_ahead_fails(play: Play) -> None:
 def host_is_short(play: Play) -> None:
     play.plan_with_storage("r0", tokens=b"zzzzzzzz")
     fetch = play.plan_with_storage("r1", tokens=b"aabbccdd", found=4)
-    play.take(events.PagesFetched, op=fetch.op, good=2)
+    play.take(events.PagesFetched, op=fetch.op, valid=2)
     play.bring_everything("r1")
 
 
@@ -242,7 +242,7 @@ def the_transfer_brings_them_sooner(play: Play) -> None:
     play.bring_everything("r9")
     fetch = play.plan_with_storage("r0", tokens=b"zz", found=1)
     play.at_s += 0.09
-    play.take(events.PagesFetched, op=fetch.op, good=1)
+    play.take(events.PagesFetched, op=fetch.op, valid=1)
     play.bring_everything("r0")
     # The answer comes while r1 waits for memory; on its own it would not be waited for.
     play.arrive("r1")
@@ -273,7 +273,7 @@ def caches_forget_what_is_in_front_of_the_hit(play: Play) -> None:
 def remains_of_another_load_are_in_the_way(play: Play) -> None:
     fetch = play.plan_with_storage("r0")
     play.send_promise("r0")
-    play.take(events.PagesFetched, op=fetch.op, good=0, error="disk on fire")
+    play.take(events.PagesFetched, op=fetch.op, valid=0, error="disk on fire")
     play.take(events.WriterLost, writer="p0", cause="no heartbeat for 2 s")
     play.arrive("r1")
     play.answer_queries(found=4)

@@ -53,7 +53,7 @@ def landing(rig: Rig) -> Step:
     query = three_tiers(rig)
     rig.answer(query, 2)
     fetch = rig.take(commands.FetchPages)
-    return lambda rig: rig.fetched(fetch, good=1)
+    return lambda rig: rig.fetched(fetch, valid=1)
 
 
 def copy_end(rig: Rig) -> Step:

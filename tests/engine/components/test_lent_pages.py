@@ -83,10 +83,10 @@ class Lender:
             SyntheticKV(self.components[name].device).fill(ids, [b"\x00" * 32] * len(ids))
         request = self.request(request_id, tokens, **fields)
         restored = await self.engine.restore_into(request, pages, have, component_pages=lent)
-        assert sum(restored.sources.values()) == restored.good_tokens
-        good = -(-restored.good_tokens // SIZE)
+        assert sum(restored.sources.values()) == restored.restored_tokens
+        in_place = -(-restored.restored_tokens // SIZE)
         digests = prompt_digests(pack_tokens(list(tokens)), SIZE)
-        assert SyntheticKV(self.device).verify(list(pages[:good]), digests[:good]) == []
+        assert SyntheticKV(self.device).verify(list(pages[:in_place]), digests[:in_place]) == []
         if restored.is_complete:
             assert self.wrong(tokens, lent) == {}
         return restored
@@ -299,7 +299,7 @@ async def test_a_passed_deadline_returns_what_the_host_engine_can_continue_from(
         gate.opened.set()
         restored = await call
         # Pages of the full KV have arrived, but the record that belongs to them has not.
-        assert (restored.cause, restored.good_tokens) == ("deadline", 2 * SIZE)
+        assert (restored.cause, restored.restored_tokens) == ("deadline", 2 * SIZE)
         await made.expect_nothing_held()
 
 
@@ -372,7 +372,7 @@ async def test_a_lost_prefill_returns_the_pages_of_every_group(lender) -> None:
         made.network.kill(made.peer._transport.instance)
         gate.opened.set()
         restored = await call
-        assert restored.cause.startswith("prefill") and restored.good_tokens == 0
+        assert restored.cause.startswith("prefill") and restored.restored_tokens == 0
         await made.expect_nothing_held()
         with pytest.raises(RequestFailed):
             call = asyncio.create_task(made.restore("r2"))

@@ -22,16 +22,16 @@ async def restore(world: Any, member: Any, request_id: str, have_tokens: int = 0
         request_id=request_id, tokens=world.PROMPT, prefill=",".join(member.prefills), send_prompt=True, **options
     )
     restored = await member.engine.restore_into(request, pages, have_tokens)
-    good = -(-restored.good_tokens // world.PAGE_SIZE)
+    in_place = -(-restored.restored_tokens // world.PAGE_SIZE)
     digests = prompt_digests(pack_tokens(world.PROMPT), world.PAGE_SIZE)
-    assert member.kv.verify(pages[:good], digests[:good]) == []
+    assert member.kv.verify(pages[:in_place], digests[:in_place]) == []
     return restored
 
 
 async def restore_all(world: Any, members: list[Any], request_id: str, **options: Any) -> Any:
     restored = await asyncio.gather(*(restore(world, member, request_id, **options) for member in members))
-    assert {(one.good_tokens, str(one.sources), one.cause) for one in restored} == {
-        (restored[0].good_tokens, str(restored[0].sources), restored[0].cause)
+    assert {(one.restored_tokens, str(one.sources), one.cause) for one in restored} == {
+        (restored[0].restored_tokens, str(restored[0].sources), restored[0].cause)
     }
     return restored[0]
 
@@ -79,7 +79,7 @@ async def test_a_deadline_leaves_the_same_part_on_all_ranks(world) -> None:
         await offer_all(world, members)
         members[1].gate.clear()
         restored = await restore_all(world, members, "late", deadline_s=0.5)
-        assert restored.good_tokens == world.FULL_PAGES * world.PAGE_SIZE and restored.cause == "deadline"
+        assert restored.restored_tokens == world.FULL_PAGES * world.PAGE_SIZE and restored.cause == "deadline"
         members[1].gate.set()
         await world.settle(members)
 

@@ -280,7 +280,7 @@ def test_pages_are_lent_and_offered_without_an_event_loop(running) -> None:
         ticket = rig.thread.restore_into(rig.request("r1"), pages)
         outcome = rig.outcome()
         assert isinstance(outcome, RestoredInto)
-        assert (outcome.ticket, outcome.request_id, outcome.restored.good_tokens) == (ticket, "r1", 22)
+        assert (outcome.ticket, outcome.request_id, outcome.restored.restored_tokens) == (ticket, "r1", 22)
         ticket = rig.thread.offer(range(100, 122), pages)
         assert rig.outcome() == Offered(ticket, OfferedPages(written=5, present=0, declined=0))
         with pytest.raises(InvalidRequest, match="page 64 is not in the device pool"):

@@ -339,10 +339,10 @@ class WrittenBack(RuleBasedStateMachine):
         for extend in self.rig.take_all(commands.SendExtend):
             self.rig.chunk(extend)
 
-    @rule(good=st.integers(0, 7))
-    def fetch(self, good: int) -> None:
+    @rule(valid=st.integers(0, 7))
+    def fetch(self, valid: int) -> None:
         for fetch in self.rig.take_all(commands.FetchPages):
-            self.rig.fetched(fetch, min(good, len(fetch.host_pages)))
+            self.rig.fetched(fetch, min(valid, len(fetch.host_pages)))
 
     @rule(error=st.sampled_from(("", "", "no")))
     def copy(self, error: str) -> None:

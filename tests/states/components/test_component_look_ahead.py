@@ -111,12 +111,12 @@ def test_the_pages_of_an_adopted_read_that_is_late_are_asked_of_prefill() -> Non
     assert rig.core.statistics()["sent_back"] == 0
 
 
-@pytest.mark.parametrize("good", [0, 2])
-def test_what_a_read_ahead_does_not_deliver_comes_from_prefill_without_a_second_plan(good: int) -> None:
+@pytest.mark.parametrize("valid", [0, 2])
+def test_what_a_read_ahead_does_not_deliver_comes_from_prefill_without_a_second_plan(valid: int) -> None:
     rig, (of_window, of_state) = waiting()
-    rig.fetched(of_window, good)
+    rig.fetched(of_window, valid)
     rig.fetched(of_state)
-    assert pages(rig, "window") == (0, 0) and rig.core.statistics()["l3_pages_short"] == 3 - good
+    assert pages(rig, "window") == (0, 0) and rig.core.statistics()["l3_pages_short"] == 3 - valid
     make_room(rig)
     assert not rig.take_all(commands.FetchPages, of_components=True)
     promise = rig.take(commands.SendPromise)

@@ -182,20 +182,20 @@ def test_remains_of_another_load_in_the_way_leave_only_the_full_pages_to_prefill
     assert rig.request("b").sources.declined == ("in_the_way", 8)
 
 
-@pytest.mark.parametrize("good", [0, 2, -1])
-def test_what_a_short_fetch_of_component_pages_does_not_bring_is_asked_of_prefill(good: int) -> None:
+@pytest.mark.parametrize("valid", [0, 2, -1])
+def test_what_a_short_fetch_of_component_pages_does_not_bring_is_asked_of_prefill(valid: int) -> None:
     rig = rig_with()
     only_in_storage(rig)
     of_window, of_state = fetching(rig)
     promise = rig.take(commands.SendPromise)
     rig.serve(promise)
-    rig.fetched(of_window, good, error="no such record" if good < 1 else "")
-    good = max(good, 0)
-    assert rig.core.statistics()["l3_pages_short"] == 3 - good
-    assert extended(rig) == {"window": (5 + good, 3 - good)}
+    rig.fetched(of_window, valid, error="no such record" if valid < 1 else "")
+    valid = max(valid, 0)
+    assert rig.core.statistics()["l3_pages_short"] == 3 - valid
+    assert extended(rig) == {"window": (5 + valid, 3 - valid)}
     # What came is copied, and only its host pages are held.
     copies = rig.take_all(commands.CopyPages, of_components=True)
-    assert sum(len(copy.source_pages) for copy in copies) == good == pages(rig, "window")[0]
+    assert sum(len(copy.source_pages) for copy in copies) == valid == pages(rig, "window")[0]
     rig.fetched(of_state)
     for copy in (*copies, *rig.take_all(commands.CopyPages, of_components=True)):
         rig.copied(copy)

@@ -222,12 +222,12 @@ class ComponentsMachine(CoreMachine):
                 tags = self.component_tags(wish.component, self.fetched_tokens.pop(wish.op))
                 wanted = [tags[position] for position in wish.positions]
                 here = [tag in self.stored[wish.component] for tag in wanted]
-                good = share if fails else (*here, False).index(False)
+                valid = share if fails else (*here, False).index(False)
                 # Pages that were not verified hold garbage in the host pages, at any place of the batch.
-                good = min(good, len(wanted), (*here, False).index(False))
+                valid = min(valid, len(wanted), (*here, False).index(False))
                 pool = self.pools["host", wish.component]
-                pool.end_write(wish.host_pages, wish.op, wanted[:good] + [0] * (len(wanted) - good))
-                self.rig.fetched(wish, good=good, error="failed" if fails else "")
+                pool.end_write(wish.host_pages, wish.op, wanted[:valid] + [0] * (len(wanted) - valid))
+                self.rig.fetched(wish, valid=valid, error="failed" if fails else "")
             case commands.StorePages():
                 count = share if fails else len(found)
                 self.stored[wish.component].update(found[:count])

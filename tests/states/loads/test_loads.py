@@ -74,7 +74,7 @@ def test_a_sender_extends_no_further_than_its_own_prompt_goes() -> None:
     promise = rig.take(commands.SendPromise)
     assert promise.promised_tokens == 3
     rig.serve(promise)
-    rig.fetched(rig.take(commands.FetchPages), good=0)
+    rig.fetched(rig.take(commands.FetchPages), valid=0)
     # The oldest waiter runs along the first three pages only; the other brings what lies behind.
     extends = rig.take_all(commands.SendExtend)
     assert [(extend.request_id, extend.first, len(extend.pages)) for extend in extends] == [
@@ -135,7 +135,7 @@ def test_a_read_that_nobody_waits_for_is_kept_in_host_memory_alone() -> None:
     rig.abort("r0")
     rig.take(commands.ReportFailed)
     rig.take(commands.SendAbort)
-    rig.fetched(rig.take(commands.FetchPages), good=4)
+    rig.fetched(rig.take(commands.FetchPages), valid=4)
     rig.nothing_else()
     rig.expect_nothing_held()
     assert rig.core.statistics()["device_cached"] == 0

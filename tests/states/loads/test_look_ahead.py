@@ -157,18 +157,18 @@ def test_an_abort_gives_back_what_is_not_under_way(landed: int) -> None:
     rig.expect_nothing_held()
 
 
-@pytest.mark.parametrize("good", [0, 1])
-def test_a_short_read_ends_the_look_ahead_there(good: int) -> None:
+@pytest.mark.parametrize("valid", [0, 1])
+def test_a_short_read_ends_the_look_ahead_there(valid: int) -> None:
     rig = waiting_rig()
     rig.answer(rig.take(commands.QueryStorage), 8)
     first, second, third = fetches(rig)
     rig.fetched(second)
-    rig.fetched(first, good)
-    assert rig.core.state.index.probe_prefix("", TOKENS) == (0, good)
+    rig.fetched(first, valid)
+    assert rig.core.state.index.probe_prefix("", TOKENS) == (0, valid)
     assert rig.core.state.host.owned == 2
     rig.fetched(third, error="no")
     assert rig.core.state.host.owned == 0
-    assert rig.core.statistics()["l3_pages_short"] == 3 - good
+    assert rig.core.statistics()["l3_pages_short"] == 3 - valid
 
 
 def test_the_bound_is_over_all_and_who_waits_gets_what_others_leave() -> None:

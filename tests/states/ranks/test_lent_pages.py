@@ -62,7 +62,7 @@ def test_each_rank_asks_for_its_own_pages_and_all_get_the_same_part_back(lent: R
     lent.room(events.RoomDrained, ranks=[0], rank=0)
     lent.turn()
     reports = each(lent, commands.ReportRestored)
-    assert [report.good_tokens for report in reports] == [3, 3]
+    assert [report.restored_tokens for report in reports] == [3, 3]
     assert [report.sources for report in reports] == [{"l1": 1, "l2": 0, "l3": 0, "transfer": 2}] * 2
     assert lent.agreements[0].slots_taken == lent.agreements[1].slots_taken == 0
 

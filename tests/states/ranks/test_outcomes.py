@@ -47,7 +47,7 @@ def test_a_page_missing_on_one_rank_cuts_the_plan_on_all(make_ranks, at_rank: in
     ranks.turn()
     fetch = ranks.take(commands.FetchPages)
     for rank in range(3):
-        ranks.receive(events.PagesFetched, ranks=[rank], op=fetch.op, good=2 if rank == at_rank else 4)
+        ranks.receive(events.PagesFetched, ranks=[rank], op=fetch.op, valid=2 if rank == at_rank else 4)
     ranks.turn()
     assert ranks.take(commands.SendExtend).first == 2
     assert len(ranks.take(commands.CopyPages, target="device").target_pages) == 2
@@ -58,7 +58,7 @@ def test_a_copy_that_fails_on_one_rank_has_failed_on_all_once_all_have_ended(mak
     ranks = make_ranks(3)
     ranks.receive(events.StorageAnswered, op=ranks.ask_storage().op, found=4)
     ranks.turn()
-    ranks.receive(events.PagesFetched, op=ranks.take(commands.FetchPages).op, good=4)
+    ranks.receive(events.PagesFetched, op=ranks.take(commands.FetchPages).op, valid=4)
     ranks.turn()
     copy = ranks.take(commands.CopyPages, target="device")
     if raised:

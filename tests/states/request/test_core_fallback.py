@@ -64,7 +64,7 @@ def test_a_policy_that_waits_for_fetches_waits_for_the_answer_until_its_deadline
 def test_a_read_that_falls_short_in_its_middle_asks_for_exactly_what_is_missing() -> None:
     rig = Rig()
     (fetch,), _ = in_prefetch(rig)
-    rig.fetched(fetch, good=4)
+    rig.fetched(fetch, valid=4)
     copy = rig.take(commands.CopyPages, target="device")
     assert list(copy.source_pages) == list(fetch.host_pages[:4])
     extend = expect_extend(rig, 4, 2)
@@ -79,7 +79,7 @@ def test_a_read_that_falls_short_in_its_middle_asks_for_exactly_what_is_missing(
 def test_a_read_that_brings_nothing_asks_for_all_of_it() -> None:
     rig = Rig()
     (fetch,), _ = in_prefetch(rig)
-    rig.fetched(fetch, good=0, error="EIO")
+    rig.fetched(fetch, valid=0, error="EIO")
     rig.chunk(expect_extend(rig, 0, 6))
     assert rig.take(commands.ReportReady).sources == {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}
     assert rig.core.statistics()["host_owned"] == rig.core.statistics()["host_cached"] == 0
@@ -88,7 +88,7 @@ def test_a_read_that_brings_nothing_asks_for_all_of_it() -> None:
 def test_a_read_that_is_short_in_one_run_leaves_the_others_alone() -> None:
     rig = Rig(fetch_run_pages=2)
     fetches, _ = in_prefetch(rig)
-    rig.fetched(fetches[1], good=1)
+    rig.fetched(fetches[1], valid=1)
     extend = expect_extend(rig, 3, 1)
     rig.fetched(fetches[2])
     rig.fetched(fetches[0])
@@ -163,7 +163,7 @@ def test_an_extend_that_prefill_refuses_starts_over_with_the_next_prefill() -> N
     rig.answer(rig.take(commands.QueryStorage), 6)
     promise, fetch = rig.take(commands.SendPromise), rig.take(commands.FetchPages)
     rig.serve(promise)
-    rig.fetched(fetch, good=0)
+    rig.fetched(fetch, valid=0)
     extend = expect_extend(rig, 0, 6)
     rig.step(
         events.RoomRefused, request_id="a", generation=promise.generation, span=extend.span, cause="no longer there"
@@ -181,7 +181,7 @@ def test_several_extends_of_one_room_are_numbered() -> None:
     fetches, _ = in_prefetch(rig)
     extends = []
     for number, fetch in enumerate(fetches):
-        rig.fetched(fetch, good=0)
+        rig.fetched(fetch, valid=0)
         extends.append(expect_extend(rig, 2 * number, 2, span=number + 1))
     for extend in reversed(extends):
         assert rig.state("a") == "TRANSFER"

@@ -57,7 +57,7 @@ def test_prefill_is_asked_for_the_pages_of_every_group() -> None:
     ]
     rig.serve(promise)
     rig.take(commands.SendReceived)
-    assert rig.take(commands.ReportRestored).good_tokens == 8
+    assert rig.take(commands.ReportRestored).restored_tokens == 8
     rig.nothing_else()
     rig.expect_nothing_held()
 
@@ -127,7 +127,7 @@ def test_a_late_copy_into_lent_pages_is_waited_for() -> None:
     for copy in copies:
         rig.copied(copy)
     rig.take(commands.SendReceived)
-    assert rig.take(commands.ReportRestored).good_tokens == 8
+    assert rig.take(commands.ReportRestored).restored_tokens == 8
     assert rig.core.statistics()["copies_late"] == 2
     rig.expect_nothing_held()
 
@@ -141,7 +141,7 @@ def test_the_deadline_returns_the_end_that_the_embedder_holds() -> None:
     rig.wait_until(6.0)
     rig.drained(rig.take(commands.SendAbort))
     restored = rig.take(commands.ReportRestored)
-    assert (restored.good_tokens, restored.cause) == (3, "deadline")
+    assert (restored.restored_tokens, restored.cause) == (3, "deadline")
     rig.expect_nothing_held()
 
 
@@ -251,21 +251,21 @@ def groups_of(held: int) -> Loan:
 def test_a_prefix_is_in_place_where_every_group_can_continue() -> None:
     groups = groups_of(held=2)
     groups.full.note(2, 6, "transfer")
-    assert groups.good == 2
+    assert groups.restored == 2
     groups.components["window"].note(5, 3, "l2")
-    assert groups.good == 2
+    assert groups.restored == 2
     groups.components["state"].note(7, 1, "l3")
-    assert groups.good == 8
+    assert groups.restored == 8
     assert groups.sources(prompt_tokens=8, page_size=1) == {"l1": 2, "l2": 0, "l3": 0, "transfer": 6}
 
 
-@pytest.mark.parametrize(("held", "good"), [(5, 7), (6, 7), (4, 4)])
-def test_windows_alone_continue_where_their_pages_are_in_place(held: int, good: int) -> None:
+@pytest.mark.parametrize(("held", "restored"), [(5, 7), (6, 7), (4, 4)])
+def test_windows_alone_continue_where_their_pages_are_in_place(held: int, restored: int) -> None:
     groups = Loan(PAGES, {"window": LENT["window"]}, (window(),), held=held, page_size=1)
     groups.full.note(held, 7 - held, "transfer")
     groups.components["window"].note(max(held, 5), 7 - max(held, 5), "transfer")
     # The window of seven pages begins at the fifth; only what is held or lent of it counts.
-    assert groups.good == good
+    assert groups.restored == restored
 
 
 def test_the_next_prefill_is_not_asked_for_the_record_of_a_partial_page_that_is_in_place() -> None:
@@ -280,5 +280,5 @@ def test_the_next_prefill_is_not_asked_for_the_record_of_a_partial_page_that_is_
     assert (len(again.pages), [len(each.pages) for each in again.component_pages]) == (0, [0])
     rig.serve(again)
     rig.take(commands.SendReceived)
-    assert rig.take(commands.ReportRestored).good_tokens == 10
+    assert rig.take(commands.ReportRestored).restored_tokens == 10
     rig.expect_nothing_held()

@@ -49,7 +49,7 @@ def test_prefill_writes_into_the_lent_pages_and_ready_returns_them() -> None:
     rig.serve(promise)
     rig.take(commands.SendReceived)
     restored = rig.take(commands.ReportRestored)
-    assert (restored.good_tokens, restored.cause) == (8, "")
+    assert (restored.restored_tokens, restored.cause) == (8, "")
     assert restored.sources == {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}
     rig.nothing_else()
     rig.expect_nothing_held()
@@ -120,7 +120,7 @@ def test_a_short_fetch_is_extended_into_by_prefill() -> None:
     rig.answer(rig.take(commands.QueryStorage), 6)
     fetch, promise = rig.take(commands.FetchPages), rig.take(commands.SendPromise)
     rig.serve(promise)
-    rig.fetched(fetch, good=2)
+    rig.fetched(fetch, valid=2)
     extend = rig.take(commands.SendExtend)
     assert (extend.first, ids(extend.pages)) == (2, [2, 7, 1, 30])
     rig.copied(rig.take(commands.CopyPages, target="device"))
@@ -146,7 +146,7 @@ def test_a_lost_room_is_a_partial_outcome_and_the_pages_return_when_it_is_draine
     if not settled:
         rig.drained(rig.take(commands.SendAbort))
     restored = rig.take(commands.ReportRestored)
-    assert (restored.good_tokens, restored.cause) == (5, "prefill failed")
+    assert (restored.restored_tokens, restored.cause) == (5, "prefill failed")
     assert restored.sources == {"l1": 1, "l2": 1, "l3": 0, "transfer": 3}
     rig.nothing_else()
     rig.expect_nothing_held()
@@ -160,7 +160,7 @@ def test_pages_are_good_once_every_rank_of_prefill_has_written_them() -> None:
     rig.chunk(promise, count=5, last=False, rank=0)
     rig.chunk(promise, count=2, last=False, rank=1)
     lost(rig, promise, settled=True)
-    assert rig.take(commands.ReportRestored).good_tokens == 2
+    assert rig.take(commands.ReportRestored).restored_tokens == 2
     rig.expect_nothing_held()
 
 
@@ -171,7 +171,7 @@ def test_a_query_is_still_measured_after_its_pages_have_returned() -> None:
     query = rig.take(commands.QueryStorage)
     rig.wait_until(0.5)
     rig.serve(rig.take(commands.SendPromise))
-    assert rig.take(commands.ReportRestored).good_tokens == 8
+    assert rig.take(commands.ReportRestored).restored_tokens == 8
     rig.answer(query, 8)
     rig.expect_nothing_held()
 
@@ -199,7 +199,7 @@ def test_pages_that_hold_a_prefix_may_be_named_by_several_requests() -> None:
     rig.arrive("b", TOKENS, lent_pages=(*PAGES[:4], 11, 12, 13, 14), held_pages=4)
     for promise in rig.take_all(commands.SendPromise):
         rig.serve(promise)
-    assert [restored.good_tokens for restored in rig.take_all(commands.ReportRestored)] == [8, 8]
+    assert [restored.restored_tokens for restored in rig.take_all(commands.ReportRestored)] == [8, 8]
     assert rig.core.state.device.free == 32
 
 
@@ -219,7 +219,7 @@ def test_good_pages_end_at_the_first_gap() -> None:
     rig.wait_until(10.0)
     rig.drained(rig.take(commands.SendAbort))
     restored = rig.take(commands.ReportRestored)
-    assert (restored.good_tokens, restored.cause) == (2, "deadline")
+    assert (restored.restored_tokens, restored.cause) == (2, "deadline")
     assert restored.sources == {"l1": 0, "l2": 0, "l3": 2, "transfer": 0}
 
 
@@ -233,7 +233,7 @@ def test_a_late_copy_holds_the_pages_back_beyond_the_deadline() -> None:
     rig.take(commands.SendAbort)
     rig.nothing_else()
     rig.copied(copy)
-    assert rig.take(commands.ReportRestored).good_tokens == 1
+    assert rig.take(commands.ReportRestored).restored_tokens == 1
     rig.nothing_else()
     rig.expect_nothing_held()
 
@@ -250,7 +250,7 @@ def test_a_deadline_while_the_pages_still_have_a_writer_ends_the_wait_for_admiss
     assert rig.core.statistics()["queue"] == 0
     rig.drained(rig.take(commands.SendAbort))
     restored = rig.take(commands.ReportRestored)
-    assert (restored.good_tokens, restored.cause) == (3, "deadline")
+    assert (restored.restored_tokens, restored.cause) == (3, "deadline")
     rig.nothing_else()
     rig.expect_nothing_held()
 
@@ -273,15 +273,15 @@ def drained_at_last() -> tuple[Rig, Callable[[], object]]:
     return rig, lambda: rig.drained(abort)
 
 
-@pytest.mark.parametrize(("prepare", "good"), [(all_served, 8), (drained_at_last, 3)])
+@pytest.mark.parametrize(("prepare", "valid"), [(all_served, 8), (drained_at_last, 3)])
 def test_a_raise_at_any_call_returns_the_pages_once(
-    prepare: Callable[[], tuple[Rig, Callable[[], object]]], good: int
+    prepare: Callable[[], tuple[Rig, Callable[[], object]]], valid: int
 ) -> None:
     for call, rig in raised_at_each_call(prepare):
         told = rig.settle()
         ends = [wish for wish in told if isinstance(wish, commands.ReportRestored | commands.ReportFailed)]
         assert len(ends) == 1, (call, told)
-        assert isinstance(ends[0], commands.ReportRestored) and ends[0].good_tokens == good, (call, ends)
+        assert isinstance(ends[0], commands.ReportRestored) and ends[0].restored_tokens == valid, (call, ends)
         rig.expect_nothing_held()
         # The embedder may lend them again.
         lend(rig, "next")
@@ -312,7 +312,7 @@ def test_the_partial_last_page_counts_with_its_tokens_only() -> None:
     rig.arrive("a", b"abcdefghij", lent_pages=(1, 2, 3), held_pages=1)
     rig.serve(rig.take(commands.SendPromise))
     restored = rig.take(commands.ReportRestored)
-    assert (restored.good_tokens, restored.sources["transfer"]) == (10, 6)
+    assert (restored.restored_tokens, restored.sources["transfer"]) == (10, 6)
 
 
 def test_shared_transfers_are_refused_with_lent_pages() -> None:
@@ -336,7 +336,7 @@ def test_a_raise_at_any_call_of_a_fetched_part_loses_nothing() -> None:
         lend(rig)
         rig.answer(rig.take(commands.QueryStorage), 4)
         fetch = rig.take(commands.FetchPages)
-        return rig, lambda: rig.fetched(fetch, good=2)
+        return rig, lambda: rig.fetched(fetch, valid=2)
 
     for call, rig in raised_at_each_call(prepare):
         rig.core.check()

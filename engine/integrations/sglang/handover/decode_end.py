@@ -364,7 +364,7 @@ class DecodeEnd:
             return
         restore.cause = f"{restored.cause}: {restored.detail}"
         restore.prefill_is_gone = restored.cause in GONE
-        restore.have_tokens = max(restore.have_tokens, restored.good_tokens)
+        restore.have_tokens = max(restore.have_tokens, restored.restored_tokens)
         if restored.cause not in PASSING:
             self._fail(restore, restore.cause)
             return

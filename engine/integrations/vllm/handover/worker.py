@@ -368,7 +368,7 @@ class DecodeWorker:
                 if restored.cause == PrefillCause.MISMATCH:
                     # Prefill has refused the link, and would wait for one that matches.
                     self._decline(job.room, self._handover.own_address(job.prefill), job.prompt)
-                self._end_restore(job, restored.good_tokens, cause)
+                self._end_restore(job, restored.restored_tokens, cause)
             elif isinstance(outcome, Offered) and isinstance(job, OfferJob):
                 for name in ("written", "present", "declined"):
                     self._counts[f"offer_pages_{name}"] += getattr(outcome.offered, name)
@@ -410,7 +410,7 @@ class DecodeWorker:
         else:
             self._end_offer(job, cause)
 
-    def _end_restore(self, job: RestoreJob, good_tokens: int, cause: str) -> None:
+    def _end_restore(self, job: RestoreJob, restored_tokens: int, cause: str) -> None:
         """Report a restore; after a failure with the blocks from the first one on that is not good."""
         self._rooms.pop(job.request_id, None)
         self._loaded.add(job.request_id)
@@ -423,13 +423,15 @@ class DecodeWorker:
             return
         if not cause:
             return
-        LOG.warning("a prompt was not restored whole", request_id=job.request_id, good_tokens=good_tokens, cause=cause)
-        is_partial = good_tokens > job.have_tokens and not self._has_components
+        LOG.warning(
+            "a prompt was not restored whole", request_id=job.request_id, restored_tokens=restored_tokens, cause=cause
+        )
+        is_partial = restored_tokens > job.have_tokens and not self._has_components
         self._counts["restores_partial" if is_partial else "restores_failed"] += 1
         if self._has_components:
             self._failed.add(job.request_id)
         else:
-            self._invalid.update(job.blocks[good_tokens // self._page_size :])
+            self._invalid.update(job.blocks[restored_tokens // self._page_size :])
 
     def _end_offer(self, job: OfferJob, cause: str) -> None:
         LOG.warning("KV of a finished request is not kept", request_id=job.request_id, cause=cause)
