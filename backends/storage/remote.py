@@ -39,7 +39,7 @@ T = TypeVar("T")
 ChunkWork = Callable[[Sequence[bytes], PageIds], Awaitable[list[str]]]
 
 
-class ServerTrouble(StorageFailed):
+class ServerFailed(StorageFailed):
     """A server failed a request; `cause` is the name of its counter."""
 
     def __init__(self, cause: str, words: str) -> None:
@@ -60,7 +60,7 @@ class PageService(Protocol):
         """Number of pages of the namespace, as far as is known."""
 
     @property
-    def trouble(self) -> str:
+    def last_error(self) -> str:
         """The last failure, in words."""
 
     async def open(
@@ -337,8 +337,8 @@ class RemoteStorage:
         """Run a call to its end. A failure of the server names the storage: its own words may name another address."""
         try:
             return await self._calls.run(body, timeout_s)
-        except ServerTrouble as trouble:
-            raise StorageFailed(f"{self.uri}: {trouble}") from trouble
+        except ServerFailed as error:
+            raise StorageFailed(f"{self.uri}: {error}") from error
 
     async def _in_chunks(self, call: Call, work: ChunkWork, keys: Sequence[bytes], pages: PageIds) -> list[str]:
         """Run a call chunk by chunk, as many at once as there are lanes; what is not started in time is late."""
@@ -369,7 +369,7 @@ class RemoteStorage:
 
     def _checked(self, causes: Sequence[str], good: list[bool]) -> list[bool]:
         if causes and all(cause in NO_SERVICE for cause in causes):
-            raise StorageFailed(f"{self.uri}: {self._service.trouble}")
+            raise StorageFailed(f"{self.uri}: {self._service.last_error}")
         return good
 
     def _answered(self, asked: asyncio.Task[None]) -> None:

@@ -287,9 +287,9 @@ def read_token(path: str) -> bytes:
     return token
 
 
-def _state(trouble: str) -> HttpResponse:
-    if trouble:
-        return _json({"status": trouble}, HTTPStatus.SERVICE_UNAVAILABLE)
+def _state(cause: str) -> HttpResponse:
+    if cause:
+        return _json({"status": cause}, HTTPStatus.SERVICE_UNAVAILABLE)
     return _json({"status": "ok"})
 
 

@@ -132,7 +132,7 @@ async def _run(
                 clock = tasks.create_task(_tick(progress, task, start_s))
                 note("serving")
                 if kills:
-                    await _trouble(fleet, start_s, seconds, note)
+                    await _cause_faults(fleet, start_s, seconds, note)
                 await _until(start_s + seconds)
                 talk.stop()
                 await talking
@@ -159,7 +159,7 @@ def _routes(fleet: Fleet, router: Router, policy: str) -> Routes:
     return Selection(fleet.url, urls) if policy == "kv_aware" else InTurn(urls)
 
 
-async def _trouble(fleet: Fleet, start_s: float, seconds: float, note: Callable[..., None]) -> None:
+async def _cause_faults(fleet: Fleet, start_s: float, seconds: float, note: Callable[..., None]) -> None:
     """Kill one process of each kind, and then restart the decode workers one after the other, as an update does."""
 
     async def lose(member: Member) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from tidekv.backends.storage.mooncake import child as mooncake_child
 from tidekv.backends.storage.mooncake.options import MooncakeOptions
-from tidekv.backends.storage.remote import ServerTrouble
+from tidekv.backends.storage.remote import ServerFailed
 from tidekv.states.errors import InvalidConfig
 
 # Busy: another client stores the object now. An expired lease means that the bytes may have been replaced while they
@@ -54,7 +54,7 @@ class MooncakeLink:
         self._connection: socket.socket | None = None
 
     def start(self) -> None:
-        """Start the child and connect. ServerTrouble if the store is not there, InvalidConfig if it cannot be."""
+        """Start the child and connect. ServerFailed if the store is not there, InvalidConfig if it cannot be."""
         if self._child is not None:
             return
         host = self._own_address()
@@ -91,7 +91,7 @@ class MooncakeLink:
                     f"mooncake: its library does not load ({answer['error']}); Debian has what it needs: "
                     "apt-get install libibverbs1 libnuma1 libcurl4"
                 )
-            raise ServerTrouble("unreachable", answer["error"])
+            raise ServerFailed("unreachable", answer["error"])
 
     def exist(self, names: Sequence[str]) -> list[bool]:
         """Return which objects are there."""
@@ -132,7 +132,7 @@ class MooncakeLink:
             with urllib.request.urlopen(address, timeout=self._options.request_timeout_s) as answer:
                 names = answer.read().decode().split("\n")
         except (OSError, ValueError) as error:
-            raise ServerTrouble("unreachable", f"the master does not list its keys at {address}: {error}") from error
+            raise ServerFailed("unreachable", f"the master does not list its keys at {address}: {error}") from error
         return [name for name in names if name.startswith(prefix)]
 
     def close(self) -> None:
@@ -163,14 +163,14 @@ class MooncakeLink:
             # The call cannot be cancelled. What the child still reads or writes is memory that only the next child
             # uses.
             self.close()
-            raise ServerTrouble("timeout", f"the store gave no answer in {timeout_s} s") from None
+            raise ServerFailed("timeout", f"the store gave no answer in {timeout_s} s") from None
         except OSError as error:
             self.close()
-            raise ServerTrouble("unreachable", f"the store's client is gone: {error}") from error
+            raise ServerFailed("unreachable", f"the store's client is gone: {error}") from error
         if answer is None:
             code = self._child.wait()
             self.close()
-            raise ServerTrouble("unreachable", f"the store's client ended with exit code {code}")
+            raise ServerFailed("unreachable", f"the store's client ended with exit code {code}")
         return answer
 
     def _own_address(self) -> str:
@@ -180,7 +180,7 @@ class MooncakeLink:
                 return str(connection.getsockname()[0])
         except OSError as error:
             host, port = self._options.master
-            raise ServerTrouble("unreachable", f"no master at {host}:{port}: {error}") from error
+            raise ServerFailed("unreachable", f"no master at {host}:{port}: {error}") from error
 
 
 def cause_of(code: int) -> str:
@@ -190,4 +190,4 @@ def cause_of(code: int) -> str:
 
 def _raise_first(codes: Iterable[int]) -> None:
     for code in codes:
-        raise ServerTrouble(cause_of(code), f"the store answered {code}")
+        raise ServerFailed(cause_of(code), f"the store answered {code}")

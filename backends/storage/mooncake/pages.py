@@ -24,7 +24,7 @@ from tidekv.backends.storage.key_lru import KeyLRU
 from tidekv.backends.storage.mooncake.link import MooncakeLink
 from tidekv.backends.storage.mooncake.options import MooncakeOptions, read_mooncake_options
 from tidekv.backends.storage.page_header import PageHeader
-from tidekv.backends.storage.remote import NO_SERVICE, Limits, RemoteStorage, ServerTrouble, as_namespace
+from tidekv.backends.storage.remote import NO_SERVICE, Limits, RemoteStorage, ServerFailed, as_namespace
 from tidekv.backends.storage.stats import StorageCounters
 from tidekv.states.errors import InvalidConfig, StorageFailed
 from tidekv.states.types import PageIds, PoolMemory
@@ -58,7 +58,7 @@ class MooncakePages:
         self._prefix = ""
         self._pages_max = 0
         self._counts = StorageCounters()
-        self.trouble = ""
+        self.last_error = ""
 
     @property
     def pages(self) -> int:
@@ -140,7 +140,7 @@ class MooncakePages:
                 causes = link.read(name, len(mark))
                 link.remove(name)
             if causes != [len(mark)]:
-                raise ServerTrouble(str(causes[0]), "the store did not take and give back an object")
+                raise ServerFailed(str(causes[0]), "the store did not take and give back an object")
             if link.values[0][: len(mark)] != mark:
                 raise StorageFailed("the store does not give back what was stored just now")
 
@@ -163,7 +163,7 @@ class MooncakePages:
 
             causes += await self._causes(len(part), read)
         if NO_SERVICE.intersection(causes):
-            raise StorageFailed(self.trouble)
+            raise StorageFailed(self.last_error)
         return causes
 
     async def set_label(self, label: bytes) -> None:
@@ -212,11 +212,11 @@ class MooncakePages:
     async def _causes(self, count: int, work: Callable[[MooncakeLink], list[str]]) -> list[str]:
         try:
             causes = await self._on_link(work)
-        except ServerTrouble as trouble:
-            self.trouble = str(trouble)
-            return [trouble.cause] * count
+        except ServerFailed as error:
+            self.last_error = str(error)
+            return [error.cause] * count
         if failed := NO_SERVICE.intersection(causes):
-            self.trouble = f"{min(failed)}: the store could not be asked"
+            self.last_error = f"{min(failed)}: the store could not be asked"
         return causes
 
     async def _remove(self, keys: Sequence[bytes]) -> bool:
@@ -224,8 +224,8 @@ class MooncakePages:
         try:
             if keys:
                 await self._on_link(lambda link: link.remove(self._names(keys)))
-        except ServerTrouble as trouble:
-            self.trouble = str(trouble)
+        except ServerFailed as error:
+            self.last_error = str(error)
             self._counts.failures["delete"] += 1
             return False
         self._key_lru.gone(keys)

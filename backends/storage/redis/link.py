@@ -16,7 +16,7 @@ from glide_shared import exceptions
 from glide_sync import ClusterScanCursor, GlideClient, GlideClusterClient
 
 from tidekv.backends.storage.redis.options import RedisOptions
-from tidekv.backends.storage.remote import ServerTrouble
+from tidekv.backends.storage.remote import ServerFailed
 from tidekv.states.errors import InvalidConfig, cause_of
 
 SCAN_KEYS: Final = 1000
@@ -41,21 +41,21 @@ class RedisLink:
         self._client: GlideClient | GlideClusterClient | None = None
 
     def call(self, *words: bytes) -> object:
-        """Run one command. Raises ServerTrouble if it fails."""
+        """Run one command. Raises ServerFailed if it fails."""
         try:
             return self._connected().custom_command(list(words))
         except exceptions.GlideError as error:
-            raise _trouble(error) from error
+            raise _failed(error) from error
 
     def start_of(self, key: bytes, count: int) -> bytes:
         """Return the first `count + 1` bytes of a value, fewer if it is shorter, none without one. Raises
-        ServerTrouble.
+        ServerFailed.
         """
         answer = self.call(b"GETRANGE", key, b"0", str(count).encode())
         return answer if isinstance(answer, bytes) else b""
 
     def batch(self, commands: Sequence[Sequence[bytes]]) -> list[object]:
-        """Run commands in one batch. Returns an answer for each: a ServerTrouble for one that failed alone."""
+        """Run commands in one batch. Returns an answer for each: a ServerFailed for one that failed alone."""
         if not commands:
             return []
         client = self._connected()
@@ -71,8 +71,8 @@ class RedisLink:
                     batch.custom_command(list(words))
                 answers = client.exec(batch, raise_on_error=False)
         except exceptions.GlideError as error:
-            raise _trouble(error) from error
-        return [_trouble(one) if isinstance(one, exceptions.GlideError) else one for one in answers or []]
+            raise _failed(error) from error
+        return [_failed(one) if isinstance(one, exceptions.GlideError) else one for one in answers or []]
 
     def read(self, key: bytes, into: memoryview) -> int | None:
         """Read a value into memory; returns its length, or None if there is none. A value that is too long is
@@ -81,7 +81,7 @@ class RedisLink:
         try:
             answer = self._connected().get(key, buffer=into)
         except exceptions.GlideError as error:
-            raise _trouble(error) from error
+            raise _failed(error) from error
         return None if answer is None else int(answer)
 
     def pop_least(self, key: bytes, count: int) -> list[bytes]:
@@ -89,7 +89,7 @@ class RedisLink:
         try:
             return list(self._connected().zpopmin(key, count))
         except exceptions.GlideError as error:
-            raise _trouble(error) from error
+            raise _failed(error) from error
 
     def scan(self, pattern: bytes, cursor: object | None) -> tuple[object | None, list[bytes]]:
         """Return some keys of the pattern, and the cursor of the next call: None at the end. Begin with None."""
@@ -103,7 +103,7 @@ class RedisLink:
             following, found = client.scan(b"0" if cursor is None else cast(bytes, cursor), pattern, SCAN_KEYS)
             return (None if following == b"0" else following), cast("list[bytes]", found)
         except exceptions.GlideError as error:
-            raise _trouble(error) from error
+            raise _failed(error) from error
 
     def close(self) -> None:
         """Disconnect."""
@@ -118,7 +118,7 @@ class RedisLink:
             except exceptions.GlideError as error:
                 # The client calls all that fails a timeout.
                 cause = _why_unreachable(self._options)
-                raise ServerTrouble("unreachable", cause) if cause else _trouble(error) from error
+                raise ServerFailed("unreachable", cause) if cause else _failed(error) from error
         return self._client
 
 
@@ -183,13 +183,13 @@ def _tls(options: RedisOptions) -> glide_sync.TlsAdvancedConfiguration:
     )
 
 
-def _trouble(error: exceptions.GlideError) -> ServerTrouble:
+def _failed(error: exceptions.GlideError) -> ServerFailed:
     words = str(error)
     for code, cause in _CODES.items():
         if code in words:
-            return ServerTrouble(cause, words)
+            return ServerFailed(cause, words)
     if isinstance(error, exceptions.TimeoutError):
-        return ServerTrouble("timeout", words)
+        return ServerFailed("timeout", words)
     if isinstance(error, (exceptions.ConnectionError, exceptions.ClosingError)):
-        return ServerTrouble("unreachable", words)
-    return ServerTrouble("refused", words)
+        return ServerFailed("unreachable", words)
+    return ServerFailed("refused", words)

@@ -34,7 +34,7 @@ from tidekv.backends.storage.remote import (
     SIZE_DIGITS_MAX,
     Limits,
     RemoteStorage,
-    ServerTrouble,
+    ServerFailed,
     as_namespace,
     page_bytes_of,
 )
@@ -95,7 +95,7 @@ class RedisPages:
         self._pages_max = 0
         self._counts = StorageCounters()
         self.pages = 0
-        self.trouble = ""
+        self.last_error = ""
 
     async def open(
         self, envelope: PageHeader, pool: PoolMemory, buffer_of: BufferOf, *, pages_max: int, counts: StorageCounters
@@ -239,7 +239,7 @@ class RedisPages:
             page = memoryview(bytearray(self._envelope.page_bytes))
             causes = [self._read(worker, [key], [page])[0] for key in keys]
             if NO_SERVICE.intersection(causes):
-                raise StorageFailed(self.trouble)
+                raise StorageFailed(self.last_error)
             good = [key for key, cause in zip(keys, causes, strict=True) if not cause]
             self._index.enter_strays(worker.link, good)
             return causes, self._index.count(worker.link)
@@ -309,10 +309,10 @@ class RedisPages:
         for part in self._parts(len(keys)):
             try:
                 causes += self._read_part(worker, keys[part], buffers[part])
-            except ServerTrouble as trouble:
-                self.trouble = str(trouble)
+            except ServerFailed as error:
+                self.last_error = str(error)
                 # The server did not answer: asking for the rest would cost a timeout each.
-                return causes + [trouble.cause] * (len(keys) - len(causes))
+                return causes + [error.cause] * (len(keys) - len(causes))
         return causes
 
     def _read_part(self, worker: Worker, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[str]:
@@ -325,16 +325,16 @@ class RedisPages:
             ]
         try:
             length = worker.link.read(self._page(keys[0]), worker.value)
-        except ServerTrouble as trouble:
-            if trouble.cause in NO_SERVICE:
+        except ServerFailed as error:
+            if error.cause in NO_SERVICE:
                 raise
-            return [trouble.cause]
+            return [error.cause]
         return ["missing" if length is None else self._envelope.unwrap(keys[0], worker.value[:length], buffers[0])]
 
     def _unwrap(self, key: bytes, answer: object, buffer: memoryview) -> str:
         if isinstance(answer, bytes):
             return self._envelope.unwrap(key, memoryview(answer), buffer) if answer else "missing"
-        return cast(ServerTrouble, answer).cause
+        return cast(ServerFailed, answer).cause
 
     def _note_reads(self, link: RedisLink, keys: Sequence[bytes], causes: Sequence[str]) -> int | None:
         """Remove what is gone from the index, and damaged pages; returns the number of pages left."""
@@ -346,9 +346,9 @@ class RedisPages:
             self._index.leave(link, gone)
             self._remove(link, bad)
             return self._index.count(link)
-        except ServerTrouble as trouble:
+        except ServerFailed as error:
             # The pages are read and good; the next call will find out what has happened to the server.
-            self.trouble = str(trouble)
+            self.last_error = str(error)
             return None
 
     def _write(self, worker: Worker, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[str]:
@@ -357,9 +357,9 @@ class RedisPages:
             self._index.enter(worker.link, keys)
             for part in self._parts(len(keys)):
                 causes += self._write_part(worker, keys[part], buffers[part])
-        except ServerTrouble as trouble:
-            self.trouble = str(trouble)
-            causes += [trouble.cause] * (len(keys) - len(causes))
+        except ServerFailed as error:
+            self.last_error = str(error)
+            causes += [error.cause] * (len(keys) - len(causes))
         return causes
 
     def _write_part(self, worker: Worker, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[str]:
@@ -372,9 +372,9 @@ class RedisPages:
                 commands.append((b"SET", self._page(key), bytes(worker.value)))
         answers = worker.link.batch(commands)
         for answer in answers:
-            if isinstance(answer, ServerTrouble):
-                self.trouble = str(answer)
-        return [answer.cause if isinstance(answer, ServerTrouble) else "" for answer in answers]
+            if isinstance(answer, ServerFailed):
+                self.last_error = str(answer)
+        return [answer.cause if isinstance(answer, ServerFailed) else "" for answer in answers]
 
     def _upload(self, worker: Worker, key: bytes) -> tuple[bytes, ...]:
         """Write a large page in parts under another name; returns the command that renames it into place.
@@ -398,9 +398,9 @@ class RedisPages:
         try:
             self._index.enter(link, used)
             return self._make_room(link)
-        except ServerTrouble as trouble:
+        except ServerFailed as error:
             # The pages are read or written; the next call will find out what has happened to the server.
-            self.trouble = str(trouble)
+            self.last_error = str(error)
             return None, 0
 
     def _make_room(self, link: RedisLink) -> tuple[int, int]:
@@ -453,7 +453,7 @@ class RedisPages:
 class RedisIndex:
     """Page keys of a namespace in one sorted set for all processes, least recently used first.
 
-    Every method blocks and may raise ServerTrouble.
+    Every method blocks and may raise ServerFailed.
     """
 
     def __init__(self, name: bytes) -> None:

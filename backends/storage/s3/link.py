@@ -11,7 +11,7 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
-from tidekv.backends.storage.remote import ServerTrouble
+from tidekv.backends.storage.remote import ServerFailed
 from tidekv.backends.storage.s3.options import S3Options
 from tidekv.states.errors import InvalidConfig, cause_of
 
@@ -26,7 +26,7 @@ _SAID: Final = re.compile(r"<Code>(\w+)</Code>\s*<Message>([^<]{0,200})")
 
 
 class S3Link:
-    """The objects of a bucket. Every method raises ServerTrouble if the server fails."""
+    """The objects of a bucket. Every method raises ServerFailed if the server fails."""
 
     def __init__(self, options: S3Options) -> None:
         """Connect to nothing yet. Blocks: it reads files."""
@@ -74,14 +74,14 @@ class S3Link:
         except FileNotFoundError:
             return None
         except BaseError as error:
-            raise _trouble(error) from error
+            raise _failed(error) from error
 
     async def put(self, name: str, value: memoryview | bytes) -> None:
         """Store an object. `value` must not change until this returns."""
         try:
             await obstore.put_async(self._store, name, value, use_multipart=False)
         except (BaseError, FileNotFoundError) as error:
-            raise _trouble(error) from error
+            raise _failed(error) from error
 
     async def size(self, name: str) -> int | None:
         """Return the bytes of an object, None if there is none."""
@@ -90,7 +90,7 @@ class S3Link:
         except FileNotFoundError:
             return None
         except BaseError as error:
-            raise _trouble(error) from error
+            raise _failed(error) from error
 
     async def delete(self, names: Sequence[str]) -> None:
         """Remove objects; missing ones are ignored."""
@@ -100,28 +100,28 @@ class S3Link:
             # Without bulk deletion some servers report this; S3 does not.
             return
         except BaseError as error:
-            raise _trouble(error) from error
+            raise _failed(error) from error
 
     def list(self, prefix: str) -> Iterator[Sequence[ObjectMeta]]:
         """Yield the objects below a prefix, in parts. Blocks."""
         try:
             yield from obstore.list(self._store, prefix, chunk_size=LIST_OBJECTS)
         except (BaseError, FileNotFoundError) as error:
-            raise _trouble(error) from error
+            raise _failed(error) from error
 
     def below(self, prefix: str) -> Sequence[str]:
         """Return the prefixes one level below a prefix. Blocks."""
         try:
             return obstore.list_with_delimiter(self._store, prefix)["common_prefixes"]
         except (BaseError, FileNotFoundError) as error:
-            raise _trouble(error) from error
+            raise _failed(error) from error
 
 
-def _trouble(error: Exception) -> ServerTrouble:
+def _failed(error: Exception) -> ServerFailed:
     text = str(error)
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError, FileNotFoundError)) or "non-2xx" in text:
-        return ServerTrouble("refused", _words(error))
-    return ServerTrouble("timeout" if "kind: Timeout" in text else "unreachable", _words(error))
+        return ServerFailed("refused", _words(error))
+    return ServerFailed("timeout" if "kind: Timeout" in text else "unreachable", _words(error))
 
 
 def _words(error: Exception) -> str:

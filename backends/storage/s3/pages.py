@@ -27,7 +27,7 @@ from tidekv.backends.storage.remote import (
     SIZE_DIGITS_MAX,
     Limits,
     RemoteStorage,
-    ServerTrouble,
+    ServerFailed,
     as_namespace,
     page_bytes_of,
 )
@@ -79,7 +79,7 @@ class S3Pages:
         self._prefix = ""
         self._pages_max = 0
         self._counts = StorageCounters()
-        self.trouble = ""
+        self.last_error = ""
 
     @property
     def pages(self) -> int:
@@ -163,7 +163,7 @@ class S3Pages:
         failed = [cause for cause in await self._each(len(keys), ask) if cause]
         there = [key for key, size in zip(keys, sizes, strict=True) if size is not None]
         if failed or not await self._remove(there):
-            raise StorageFailed(self.trouble)
+            raise StorageFailed(self.last_error)
         return [size is not None for size in sizes]
 
     async def clear(self) -> int:
@@ -171,7 +171,7 @@ class S3Pages:
         removed = 0
         async for keys in self.stored():
             if not await self._remove(keys):
-                raise StorageFailed(self.trouble)
+                raise StorageFailed(self.last_error)
             removed += len(keys)
         return removed
 
@@ -189,8 +189,8 @@ class S3Pages:
         try:
             if await self._link.size(f"{self._prefix}/label") is None:
                 await self._link.put(f"{self._prefix}/label", label)
-        except ServerTrouble as trouble:
-            raise StorageFailed(f"the label cannot be stored: {trouble}") from trouble
+        except ServerFailed as error:
+            raise StorageFailed(f"the label cannot be stored: {error}") from error
 
     async def stored(self) -> AsyncIterator[Sequence[bytes]]:
         """Yield the keys of the namespace as the server lists them."""
@@ -207,7 +207,7 @@ class S3Pages:
 
         causes = await self._each(len(keys), read_one)
         if NO_SERVICE.intersection(causes):
-            raise StorageFailed(self.trouble)
+            raise StorageFailed(self.last_error)
         return causes
 
     async def have_namespaces(self, namespaces: Sequence[bytes]) -> list[bool]:
@@ -290,8 +290,8 @@ class S3Pages:
         try:
             self._key_lru.found_old(await self._on_thread(listed))
             self._key_lru.complete = True
-        except ServerTrouble as trouble:
-            self.trouble = str(trouble)
+        except ServerFailed as error:
+            self.last_error = str(error)
             self._counts.failures["listing"] += 1
 
     async def _each(self, count: int, work: Callable[[int], Awaitable[str]]) -> list[str]:
@@ -310,9 +310,9 @@ class S3Pages:
                     return
                 try:
                     causes[at] = await work(at)
-                except ServerTrouble as trouble:
-                    self.trouble, causes[at] = str(trouble), trouble.cause
-                    no_service = trouble.cause
+                except ServerFailed as error:
+                    self.last_error, causes[at] = str(error), error.cause
+                    no_service = error.cause
 
         if count:
             await all_settled(one(at) for at in range(count))
@@ -331,8 +331,8 @@ class S3Pages:
                 part = keys[first : first + DELETE_OBJECTS]
                 await self._link.delete([self._page(key) for key in part])
                 self._key_lru.gone(part)
-        except ServerTrouble as trouble:
-            self.trouble = str(trouble)
+        except ServerFailed as error:
+            self.last_error = str(error)
             self._counts.failures["delete"] += 1
             return False
         return True
