@@ -230,24 +230,6 @@ async def test_a_forward_pass_follows_the_layers_of_a_copy() -> None:
     assert ran == [0, 1]
 
 
-@pytest.mark.slow
-def test_the_commands_for_a_gpu_exist() -> None:
-    shown = snippet("docs/gpu.md", "python -m pytest") + snippet("docs/gpu.md", "python -m benchmarks")
-    for line in shown.splitlines():
-        words = [word.strip("[]") for word in shlex.split(line, comments=True)]
-        assert words[:2] == ["python", "-m"]
-        if words[2] == "pytest":
-            for word in words[3:]:
-                assert word in ("-m", "gpu") or list(ROOT.glob(word)), line
-            continue
-        done = subprocess.run(
-            [sys.executable, "-m", words[2], "--help"], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
-        )
-        assert done.returncode == 0, done.stderr
-        for word in words[3:]:
-            assert not word.startswith("--") or word in done.stdout, line
-
-
 def test_every_command_of_a_checkout_exists() -> None:
     used = {name for _, text in snippets() for name in re.findall(r"^python3 dev\.py (\S+)", text, re.MULTILINE)}
     assert {"run", "test", "tidekv"} <= used <= set(COMMANDS)

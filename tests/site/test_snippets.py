@@ -82,10 +82,6 @@ NOT_RUN = {
         "It downloads an environment and serves for minutes; tests/demo runs the same job.",
         f"{CHECKED}::test_every_command_of_a_checkout_exists",
     ),
-    ("docs/gpu.md", "python -m"): (
-        "It runs tests of this suite, and a benchmark that needs a GPU.",
-        f"{CHECKED}::test_the_commands_for_a_gpu_exist",
-    ),
     ("docs/quickstart.md", "git clone"): (
         "The address of the repository is not known; tests/demo runs the same job.",
         f"{CHECKED}::test_every_command_of_a_checkout_exists",
