@@ -59,17 +59,17 @@ def first_rounds() -> Iterator[str]:
         "### First rounds of the default storage policy",
         "",
         f"`{about['command']}` ({about['date']}, commit {about['commit']}, {about['machine']}, load {about['load']}): "
-        "mean time to ready of the second, third and fourth round of the same prompts, and the part of them that the "
-        "default fetched from storage. The last column is the worst of these rounds over the better of always and "
-        "never, where the default fetched other pages than that one; at most 1.2 is asked for. "
+        "mean time to ready of the fourth round of the same prompts, and the part of them that the default fetched "
+        "from storage. The last column is the worst round after the first over the better of always and never, where "
+        "the default fetched other pages than that one; at most 1.2 is asked for. "
         "[Method](measuring.md#default-policy-on-real-processes).",
         "",
         "| storage over link | tokens | at once | default, ms | always, ms | never, ms | fetched | over the better |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|",
     )
     for cell in report["figures"]["cells"]:
-        times = (" / ".join(f"{ms:.1f}" for ms in cell["ready_ms"][arm][1:]) for arm in ("default", "always", "never"))
-        fetched = " / ".join(f"{share:.0%}" for share in cell["fetched"][1:])
+        times = (f"{cell['ready_ms'][arm][-1]:.1f}" for arm in ("default", "always", "never"))
+        fetched = f"{cell['fetched'][-1]:.0%}"
         what = f"{cell['speed']:g} | {cell['tokens']:,} | {cell['at_once']}"
         yield f"| {what} | {' | '.join(times)} | {fetched} | {cell['over_better']:.2f} |"
 

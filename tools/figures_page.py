@@ -25,7 +25,6 @@ BYTES_FROM_PREFILL = {
 }
 """Counter of decode that has them, by variant."""
 
-
 SGLANG_TITLES = {
     "none": "no cache",
     "radix": "radix (L1)",
@@ -119,7 +118,8 @@ def gpu_table() -> str:
         "|---|---|---:|---|",
     ]
     for step in ("copies", "load"):
-        rows = [row for row in report[step]["rows"] if row[2]]
+        # Copies by size of their stretches only give the threshold, which has a row of its own.
+        rows = [row for row in report[step]["rows"] if row[2] and not row[0].startswith("stretches")]
         lines += [f"| `{step}` | {what} | {measured} | {asked} |" for what, measured, asked in rows]
     lines += [
         "",

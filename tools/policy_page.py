@@ -22,22 +22,19 @@ HEAD = f"""\
 ## Policies
 
 Policies determine how a decode engine uses its storage. Each is a field of `StorageOptions` and can be changed while
-requests run: `engine.change_policy(write="back", lookahead_pages_max=512)`. Running operations continue as they began.
-Pages that a policy declines are requested from prefill: no request waits or fails, and `l3_declined_pages` counts the
-pages.
+requests run: `engine.change_policy(write="back", lookahead_pages_max=512)`. Pages that a policy declines are requested
+from prefill: no request fails, and `l3_declined_pages` counts them.
 
 **Writing.** `through` is the safest: each finished request is on the host and in storage soon after. `selective` saves
-writes if most prompts are seen once. `back` writes least, and as late as possible: it keeps a share of each pool
-(`write_back_ahead`) free or clean, so that eviction, which never waits, finds pages that have another copy. Pages that
-eviction drops without a copy are counted (`l1_pages_dropped`, `l2_pages_dropped`); pages that were not yet written are
-lost when the process ends.
+writes if most prompts are seen once. `back` writes least: it keeps a share of each pool (`write_back_ahead`) free or
+clean, so that eviction, which never waits, finds pages that have another copy. `l1_pages_dropped` and
+`l2_pages_dropped` count pages without one; pages that were not yet written are lost when the process ends.
 
 **What storage has.** Storage evicts what it does not see in use, and it does not see hits on the device or the host. So
-a write names the whole prefix: storage is asked which pages it has, notes that they are in use, and is given the
-others. A prefix without anything to write is named when it is used again after `renew_s`, or after this worker has
-stored a sixteenth of the capacity. Prefill, the vLLM connector and the SGLang backend do the same. `pages_stored_again`
-counts pages that storage had lost. `s3:` and `mooncake:` know the use of their own process only; after a restart `s3:`
-orders pages by their time of writing.
+a write names the whole prefix: storage notes that its pages are in use, and is given the others. A prefix without
+anything to write is named when it is used again after `renew_s`, or after this worker has stored a sixteenth of the
+capacity. `pages_stored_again` counts pages that storage had lost. `s3:` and `mooncake:` know the use of their own
+process only; after a restart `s3:` orders pages by their time of writing.
 
 `flush(("l3",))` waits for writes in flight, removes all pages, and stores those that are still on the device or the
 host again at their next use. `flush(("l1", "l2", "l3"), namespace="tenant")` deletes from storage the pages of that
@@ -57,112 +54,50 @@ it may take`. After {ESTIMATE_FRESH_S:g} s without a fetch the measurement bound
 prefill's computation included. A plan takes what storage has from the faster of the two, or a part from each, if that
 is {MARKED_GAIN:g} times as fast or more. When prefill has sent everything and fetches are still under way, the last of
 these are requested from prefill as well if it sends them markedly sooner. While one of the two throughputs is unknown,
-one plan at a time measures it with a part of its pages, until a read is not faster than those before it; a storage that
-was slow is measured again once its measurement is old. From the second time on that a prompt is asked for,
-`soonest` is meant to be within a fifth of the better of always waiting for storage and never using it
-([Measuring](measuring.md#default-policy-on-real-processes)). The pages of windows and states are not split.
+one plan at a time measures it with a part of its pages ([Measuring](measuring.md#default-policy-on-real-processes)).
+The pages of windows and states are not split.
 
 **Prefetch for waiting requests.** A request that waits for device memory has already looked up its pages in storage. If
-`lookahead_pages_max` is set, these pages are fetched to the host meanwhile and count as `l3`; reads that are still
-under way at the admission continue. All pages in front of these must be on the host, or there must be none. The pages
-of windows and states that the end of the prompt needs come first and count in the same bound;
-`component_pages_fetched_ahead` counts them.
+`lookahead_pages_max` is set, these pages are fetched to the host meanwhile and count as `l3`. All pages in front of
+these must be on the host, or there must be none. The pages of windows and states that the end of the prompt needs come
+first and count in the same bound; `component_pages_fetched_ahead` counts them.
 """
 
-ROWS: dict[str, tuple[str, str]] = {
-    "prefetch": (
-        "`wait_complete` or `timeout` if computing pages in prefill costs more than waiting for storage; "
-        "`best_effort` if prefill is idle",
-        "pages that have not arrived are requested from prefill by extend",
-    ),
-    "prefetch_threshold_tokens": (
-        "higher with slow storage or fast prefill; 0 in tests",
-        "the transfer sends the pages",
-    ),
-    "prefetch_base_s": (
-        "about the p99 of one fetch",
-        "see `prefetch`",
-    ),
-    "prefetch_per_ki_token_s": (
-        "less than the time of prefill for them",
-        "see `prefetch`",
-    ),
-    "fetch_pages_in_flight_max": (
-        "storage shared with other users",
-        "the plan fetches what is left of the limit",
-    ),
-    "fetch_pages_per_s": (
-        "storage that bills or throttles reads",
-        "the plan fetches what the rate allows",
-    ),
-    "fetch_deadline_share": (
-        "below 1 if latency varies much",
-        "the plan fetches the pages that arrive in time",
-    ),
-    "lookahead_pages_max": (
-        "requests wait for device memory and the host pool is large: up to a quarter of it",
-        "the request fetches when it is admitted",
-    ),
-    "write": (
-        "`selective` for one-off prompts, `back` for little host traffic",
-        "the pages are not in storage",
-    ),
-    "write_hits_min": (
-        "2 or 3",
-        "as `write`",
-    ),
-    "write_tokens_min": (
-        "prefill computes shorter prefixes faster than a fetch",
-        "as `write`",
-    ),
-    "write_back_ahead": (
-        "larger for bursts of prompts: up to the pages that are allocated during one copy",
-        "eviction drops the pages and counts them",
-    ),
-    "put_wait_s": (
-        "reads matter more than writes",
-        "—",
-    ),
-    "put_fetch_s_max": (
-        "writes slow storage down for readers",
-        "—",
-    ),
-    "renew_s": (
-        "lower if several workers fill the storage in less than this; higher if it bills requests",
-        "storage evicts the page, which is stored again at its next use",
-    ),
-    "put_host_share": (
-        "higher if storage is fast and bursts of finished requests are to be stored whole",
-        "the pages are not in storage; counted as `l3_puts_declined`",
-    ),
-    "breaker_failures": (
-        "lower if failing calls are slow",
-        "requests continue without storage",
-    ),
-    "breaker_backoff_s": (
-        "",
-        "—",
-    ),
-    "breaker_backoff_max_s": (
-        "",
-        "—",
-    ),
+ROWS: dict[str, str] = {
+    "prefetch": "`wait_complete` or `timeout` if prefill is the bottleneck; `best_effort` if prefill is idle",
+    "prefetch_threshold_tokens": "higher with slow storage or fast prefill; 0 in tests",
+    "prefetch_base_s": "about the p99 of one fetch",
+    "prefetch_per_ki_token_s": "less than the time of prefill for them",
+    "fetch_pages_in_flight_max": "storage shared with other users",
+    "fetch_pages_per_s": "storage that bills or throttles reads",
+    "fetch_deadline_share": "below 1 if latency varies much",
+    "lookahead_pages_max": "requests wait for device memory and the host pool is large: up to a quarter of it",
+    "write": "`selective` for one-off prompts, `back` for little host traffic",
+    "write_hits_min": "2 or 3",
+    "write_tokens_min": "prefill computes shorter prefixes faster than a fetch",
+    "write_back_ahead": "larger for bursts of prompts: up to the pages that are allocated during one copy",
+    "put_wait_s": "reads matter more than writes",
+    "put_fetch_s_max": "writes slow storage down for readers",
+    "renew_s": "lower if several workers fill the storage in less than this; higher if it bills requests",
+    "put_host_share": "higher if storage is fast and bursts of finished requests are to be stored whole",
+    "breaker_failures": "lower if failing calls are slow",
+    "breaker_backoff_s": "",
+    "breaker_backoff_max_s": "",
 }
-"""Reason to change it, and consequence of declined pages, for each policy."""
+"""Reason to change each policy."""
 
 
 def policies_section() -> str:
     """Return the section as Markdown."""
+    names = [field.name for field in msgspec.structs.fields(StoragePolicy)]
     lines = [
         HEAD,
         "What each one bounds, its values and its default are in [Configuration](configuration.md#enginestorage).",
         "",
-        "| policy | when to change it | consequence of a change |",
-        "|---|---|---|",
+        "| policy | when to change it |",
+        "|---|---|",
     ]
-    for field in msgspec.structs.fields(StoragePolicy):
-        when, declined = ROWS[field.name]
-        lines.append(f"| `{field.name}` | {when} | {declined} |")
+    lines += [f"| `{name}` | {ROWS[name]} |" for name in names if ROWS[name]]
     return "\n".join(lines)
 
 
