@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import sys
 from typing import TYPE_CHECKING, get_args
 
@@ -57,9 +56,7 @@ line (`JournalDamaged`).
 **Digests.** `digest` is XXH3-64, rolling: over the MessagePack of each step's moves, commands and evictions, and
 behind each turn over the numbers of each part of the state ({parts}, and each tier of each component). `checks` and
 `parts` hold 16 bits of it behind each of these. A replay by changed rules stops at the first event from which something
-else follows, and `ReplayDiverged` names the event and what differs: "raises", "error", "moves", "commands",
-"evictions", or a part of the state. The end record has checksums of the final index, pools and requests, and every
-counter.
+else follows, and `ReplayDiverged` names the event and what differs.
 
 **Raises.** A rule that raises does not end a journal. The record names the rule, the exception and the place; the
 replay raises at the same instruction and goes on. By other code, or another version of Python, it may diverge there, in
@@ -89,8 +86,7 @@ what is there, print where it ends on standard error and exit with code 2; with 
 not one event is left. At a line that was changed or lost they always exit with code 2.
 
 **A slow disk.** Writing never blocks the engine. Turns that the disk is too slow for are dropped, and a `gap` line
-counts them; a full disk ends the journal. Both are logged (`tidekv.journal`), and so is what closing the engine
-could not write within {close_s:g} s.
+counts them; a full disk ends the journal. Both are logged, and so is what closing could not write within {close_s:g} s.
 """
 
 
@@ -116,11 +112,11 @@ def journal_document() -> str:
     parts.append(
         "## Events\n\n`[type, field, …]`, all fields in this order. `states/events.py` says what each field means.\n"
     )
-    parts += ["| type | fields | |", "|---|---|---|"]
+    parts += ["| type | fields |", "|---|---|"]
     with_keys = {kind.__struct_config__.tag: kind for kind in get_args(EventRecord)}
     for kind in event_types():
         fields = ", ".join(f"`{name}`" for name in with_keys[kind.__name__].__struct_fields__)
-        parts.append(f"| `{kind.__name__}` | {fields} | {_first_sentence(kind)} |")
+        parts.append(f"| `{kind.__name__}` | {fields} |")
     return "\n".join(parts) + "\n"
 
 
@@ -146,10 +142,6 @@ def _section(kind: type, title: str) -> str:
 
 def _words(kind: type) -> str:
     return " ".join((inspect.getdoc(kind) or "").split()).replace("|", "\\|")
-
-
-def _first_sentence(kind: type) -> str:
-    return re.split(r"(?<=\.) ", _words(kind), maxsplit=1)[0]
 
 
 def _attribute_notes(module: ModuleType, name: str) -> dict[str, str]:
