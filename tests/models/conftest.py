@@ -11,14 +11,17 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
 
+from benchmarks.ports import free_address
 from tests.support.configs import engine_config
 from tests.support.group_model import GroupModel, choices
+from tests.support.model_pools import ModelPools, Places, layout_of_rank
 from tests.support.speculation import Answer
+from tests.support.waits import LEASE_S, PATIENT, PATIENT_GROUP, together
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -28,9 +31,11 @@ from tidekv import (
     NixlTransport,
     PrefillConfig,
     PrefillPeer,
+    RankGroup,
     open_storage,
 )
 from tidekv.backends.page_layout import Layout
+from tidekv.states.handover.rank_place import RankPlace
 from tidekv.transports.loopback import LoopbackNetwork
 from tidekv.transports.prefill.prefill_room import Room
 
@@ -85,13 +90,18 @@ class Asked:
 
 @dataclass
 class Rig:
-    """A prefill worker, and decode workers with a storage directory, one after another."""
+    """A prefill worker, and decode workers with a storage directory, one after another.
+
+    With several ranks each has its heads of the KV, or a copy of what has none, and a prefill rank of its own.
+    """
 
     layout: Layout
-    make_runner: Callable[[DevicePool], Runner]
+    make_runner: Callable[[ModelPools], Runner]
     folder: Path
     nixl: bool = False
     bigram_keys: bool = False
+    lent: bool = False
+    ranks: int = 1
     network: LoopbackNetwork = field(default_factory=LoopbackNetwork)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     address: str = "prefill"
@@ -99,10 +109,14 @@ class Rig:
     def transport(self, name: str) -> LoopbackTransport | NixlTransport:
         return NixlTransport(name, dials=["127.0.0.1:*"]) if self.nixl else LoopbackTransport(name, self.network)
 
-    @asynccontextmanager
-    async def prefill(self) -> AsyncIterator[None]:
-        pool = DevicePool.allocate(self.layout, PAGES)
-        runner = self.make_runner(pool)
+    def pool(self) -> DevicePool:
+        """The device pages of one rank."""
+        return DevicePool.allocate(layout_of_rank(self.layout, self.ranks), PAGES)
+
+    def prefill_rank(self, rank: int) -> PrefillPeer:
+        """A prefill rank, which computes all of the model and has its part of the KV."""
+        pool = self.pool()
+        runner = self.make_runner(ModelPools({rank: pool}, Places(self.ranks)))
         alone = asyncio.Lock()
 
         async def serve(room: Room) -> None:
@@ -114,60 +128,127 @@ class Rig:
                 await room.finish(first_token=first_token)
                 await room.received()
 
-        async with PrefillPeer(
-            PrefillConfig(listen="127.0.0.1:0" if self.nixl else "prefill", model="m", bigram_keys=self.bigram_keys),
-            device=pool,
-            transport=self.transport("prefill-0"),
-            on_room=serve,
-        ) as peer:
-            self.address = peer.address
+        config = PrefillConfig(
+            listen="127.0.0.1:0" if self.nixl else f"prefill-{rank}",
+            model="m",
+            bigram_keys=self.bigram_keys,
+            lease_s=LEASE_S,
+            place=RankPlace(rank=rank, ranks=self.ranks),
+        )
+        return PrefillPeer(config, device=pool, transport=self.transport(f"prefill-{rank}"), on_room=serve)
+
+    @asynccontextmanager
+    async def prefill(self) -> AsyncIterator[None]:
+        peers = [self.prefill_rank(rank) for rank in range(self.ranks)]
+        async with together(*peers):
+            self.address = ",".join(peer.address for peer in peers)
             yield
 
     @asynccontextmanager
     async def decode(self) -> AsyncIterator[Decode]:
-        device = DevicePool.allocate(self.layout, PAGES)
-        async with DecodeEngine(
-            engine_config(model="m", prefetch_threshold_tokens=0, bigram_keys=self.bigram_keys),
-            device=device,
-            host=HostPool.allocate(self.layout, PAGES),
-            storage=open_storage(f"file:{self.folder}?capacity=64MB"),
-            transport=self.transport(f"decode-{next(self.numbers)}"),
-        ) as engine:
-            yield Decode(self, engine, device, self.make_runner(device))
+        group = free_address() if self.ranks > 1 else ""
+        pools, engines = {rank: self.pool() for rank in range(self.ranks)}, []
+        for rank, device in pools.items():
+            engine = DecodeEngine(
+                engine_config(
+                    **PATIENT,
+                    model="m",
+                    prefetch_threshold_tokens=0,
+                    bigram_keys=self.bigram_keys,
+                    device="lent" if self.lent else "owned",
+                ),
+                device=device,
+                host=HostPool.allocate(device.layout, PAGES),
+                storage=open_storage(f"file:{self.folder}?capacity=64MB"),
+                transport=self.transport(f"decode-{next(self.numbers)}"),
+                ranks=None if not group else RankGroup(rank=rank, ranks=self.ranks, address=group, **PATIENT_GROUP),
+            )
+            engines.append(engine)
+        model_pools = ModelPools(pools, Places(self.ranks, differ=self.lent))
+        async with together(*engines):
+            yield Decode(self, engines, model_pools, self.make_runner(model_pools))
 
 
 @dataclass
 class Decode:
-    """One decode worker."""
+    """One decode worker. With lent pages, the host engine has the first ones, and finds its last answer in them."""
 
     rig: Rig
-    engine: DecodeEngine
-    device: DevicePool
+    engines: list[DecodeEngine]
+    pools: ModelPools
     runner: Runner
+    kept: list[int] = field(default_factory=list)
+    """With lent pages, the tokens whose KV is in the first pages."""
+
+    async def forget(self, tiers: tuple[str, ...]) -> None:
+        """Drop what these tiers hold."""
+        if self.rig.lent and "l1" in tiers:
+            self.kept, tiers = [], tiers[1:]
+        await self.engines[0].flush(tiers)
 
     async def ask(self, prompt: list[int], count: int, *, zero: str = "") -> Asked:
         """Answer a prompt; `zero`: what the restored pages hold in that group is lost before the model sees it."""
-        request_id = f"r{next(self.rig.numbers)}"
-        ready = await self.engine.restore(
-            DecodeRequest(request_id=request_id, tokens=prompt, prefill=self.rig.address, send_prompt=True)
+        size, bigram = self.rig.layout.page_size, int(self.rig.bigram_keys)
+        request = DecodeRequest(
+            request_id=f"r{next(self.rig.numbers)}", tokens=prompt, prefill=self.rig.address, send_prompt=True
         )
-        full = ready.pages[: len(prompt) // self.rig.layout.page_size].tolist()
-        page_bytes = self.device.read_pages(full)
-        for row in self.device.group(zero).rows if zero else ():
-            row[ready.pages.tolist()] = 0
-        self.engine.grow(ready, count + SPARE_TOKENS)
-        answer = await asyncio.to_thread(self.runner.answer, prompt, ready.first_token, ready.pages.tolist(), count)
-        if zero:
-            # No later request may hit the spoilt pages.
-            await self.engine.abort(request_id)
+        pages = list(range(-(-(len(prompt) + count + SPARE_TOKENS) // size)))
+        if self.rig.lent:
+            first_token, sources = await self._restore_into(request, pages[: -(-len(prompt) // size)])
         else:
-            await self.engine.finish(ready, answer.output)
-        await self.engine.wait_settled()
-        return Asked(ready.sources, page_bytes, answer)
+            readies = await asyncio.gather(*(engine.restore(request) for engine in self.engines))
+            await asyncio.gather(
+                *(
+                    engine.wait_grown(ready, count + SPARE_TOKENS)
+                    for engine, ready in zip(self.engines, readies, strict=True)
+                )
+            )
+            pages, first_token, sources = readies[0].pages.tolist(), readies[0].first_token, readies[0].sources
+        page_bytes = self.pools.read_pages(pages[: len(prompt) // size])
+        if zero:
+            self.pools.zero(pages[: -(-len(prompt) // size)], zero)
+        answer = await asyncio.to_thread(self.runner.answer, prompt, first_token, pages, count)
+        if self.rig.lent:
+            # No later request may hit the spoilt pages.
+            kept = [*prompt, *answer.output[:-1]]
+            # The draft of a page's last token depends on the next one.
+            self.kept = [] if zero else kept[: (len(kept) - bigram) // size * size]
+            await self._offer([] if zero else kept, pages)
+        elif zero:
+            await asyncio.gather(*(engine.abort(request.request_id) for engine in self.engines))
+        else:
+            each = zip(self.engines, readies, strict=True)
+            await asyncio.gather(*(engine.finish(ready, answer.output) for engine, ready in each))
+        await asyncio.gather(*(engine.wait_settled() for engine in self.engines))
+        return Asked(sources, page_bytes, answer)
+
+    async def _restore_into(self, request: DecodeRequest, pages: list[int]) -> tuple[int | None, dict[str, int]]:
+        size, prompt = self.rig.layout.page_size, request.tokens
+        same = next(
+            (at for at, (ours, theirs) in enumerate(zip(self.kept, prompt, strict=False)) if ours != theirs), None
+        )
+        have = min(len(self.kept), len(prompt)) if same is None else same
+        restored = await asyncio.gather(
+            *(
+                engine.restore_into(request, self.pools.pages_of(rank, pages), have // size * size)
+                for rank, engine in enumerate(self.engines)
+            )
+        )
+        assert all(one.is_complete and one.sources == restored[0].sources for one in restored)
+        return restored[0].first_token, dict(restored[0].sources)
+
+    async def _offer(self, tokens: list[int], pages: list[int]) -> None:
+        if not tokens:
+            return
+        pages = pages[: -(-len(tokens) // self.rig.layout.page_size)]
+        offers = (engine.offer(tokens, self.pools.pages_of(rank, pages)) for rank, engine in enumerate(self.engines))
+        assert not any(offered.declined for offered in await asyncio.gather(*offers))
 
     async def ask_from(self, tier: str, prompt: list[int], count: int, *, zero: str = "") -> Asked:
         """Answer a prompt that was asked before, with no copy of its KV in a tier above this one."""
-        await self.engine.flush(FLUSHES[tier])
+        if self.rig.lent and tier == "l1" and not self.kept:
+            await self.ask(prompt, count)
+        await self.forget(FLUSHES[tier])
         asked = await self.ask(prompt, count, zero=zero)
         assert asked.sources[tier] >= (len(prompt) - 1) // self.rig.layout.page_size * self.rig.layout.page_size
         return asked
@@ -181,7 +262,7 @@ def make_rig(tmp_path: Path) -> MakeRig:
     """A rig with a running prefill worker."""
 
     @asynccontextmanager
-    async def make(layout: Layout, make_runner: Callable[[DevicePool], Runner], **options: bool) -> AsyncIterator[Rig]:
+    async def make(layout: Layout, make_runner: Callable[[ModelPools], Runner], **options: Any) -> AsyncIterator[Rig]:
         rig = Rig(layout, make_runner, tmp_path / "storage", **options)
         async with rig.prefill():
             yield rig

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.group_model import CausalModel, GroupModel, PlainKV
+from tests.support.group_model import CausalModel, GroupModel
+from tests.support.model_pools import ModelPools
 from tests.support.speculation import Answer, Speculation, dampen_later_layers, first_layers
 from tidekv import DevicePool, KVLayout
 from tidekv.backends.page_layout import PageLayout
@@ -37,8 +38,8 @@ def layers_of(count: int) -> KVLayout:
     return KVLayout(num_layers=count, num_kv_heads=2, head_dim=16, dtype="float64", page_size=PAGE_SIZE)
 
 
-def pair_on(pool: DevicePool, draft_layers: int, shift: int) -> Speculation:
-    full, draft = (PlainKV(pool.group(name)) for name in ("full", "draft"))
+def pair_on(pools: ModelPools, draft_layers: int, shift: int) -> Speculation:
+    full, draft = (pools.plain(name) for name in ("full", "draft"))
     model = target(draft_layers)
     return Speculation(
         GroupModel(model, full, page_size=PAGE_SIZE),
@@ -58,20 +59,23 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 def in_one_process(draft_layers: int, shift: int, prompt: list[int]) -> Answer:
     """The pair on pages that go nowhere; its tokens are those of the target's own `generate()`."""
-    pair, pages = pair_on(DevicePool.allocate(layout_of(draft_layers), 64), draft_layers, shift), list(range(64))
+    pair, pages = (
+        pair_on(ModelPools.of_one(DevicePool.allocate(layout_of(draft_layers), 64)), draft_layers, shift),
+        list(range(64)),
+    )
     answer = pair.answer(prompt, pair.prefill(prompt, pages), pages, OUTPUT)
     assert answer.output == generate_in_one_process(target(draft_layers), prompt, OUTPUT)
     return answer
 
 
-async def check_every_tier(draft_layers: int, shift: int, make_rig: Any, **options: bool) -> None:
+async def check_every_tier(draft_layers: int, shift: int, make_rig: Any, **options: Any) -> None:
     prompt = prompt_of(26, seed=1)
     wanted = in_one_process(draft_layers, shift, prompt)
     assert wanted.accept_length >= 2
     assert any(step != 1 for step in wanted.steps)
     layout = layout_of(draft_layers)
     options |= {"bigram_keys": shift == 1}
-    async with make_rig(layout, lambda pool: pair_on(pool, draft_layers, shift), **options) as rig:
+    async with make_rig(layout, lambda pools: pair_on(pools, draft_layers, shift), **options) as rig:
         async with rig.decode() as decode:
             fresh = await decode.ask(prompt, OUTPUT)
             assert fresh.sources["transfer"] == len(prompt)
@@ -84,13 +88,13 @@ async def check_every_tier(draft_layers: int, shift: int, make_rig: Any, **optio
                 assert spoilt.answer.output == wanted.output
                 assert spoilt.answer.accept_length < wanted.accept_length - 0.5
                 # Where the index holds what was spoilt, drop it: the device, and nothing else, has it.
-                await decode.engine.flush(("l1",))
+                await decode.forget(("l1",))
             # The draft KV that decode wrote while it proposed is kept as well: the next turn goes on from it.
             assert (await decode.ask(prompt, OUTPUT)).answer == wanted
             longer = [*prompt, *wanted.output, *prompt_of(5, seed=2)]
             second = in_one_process(draft_layers, shift, longer)
             for tier in ("l2", "l3"):
-                await decode.engine.flush(("l1",) if tier == "l2" else ("l1", "l2"))
+                await decode.forget(("l1",) if tier == "l2" else ("l1", "l2"))
                 asked = await decode.ask(longer, OUTPUT)
                 assert asked.sources[tier] >= 48
                 assert asked.answer == second, tier
@@ -107,21 +111,25 @@ def test_both_have_kv_of_all_positions_but_the_last(draft_layers: int, shift: in
     for seed in range(3):
         prompt, pages = prompt_of(10, seed), list(range(64))
         said, afresh = (DevicePool.allocate(layout_of(draft_layers), 64) for _ in range(2))
-        pair = pair_on(said, draft_layers, shift)
+        pair = pair_on(ModelPools.of_one(said), draft_layers, shift)
         answer = pair.answer(prompt, pair.prefill(prompt, pages), pages, count)
         assert len(answer.output) == count
         assert sum(answer.steps) >= count - 1
         whole = [*prompt, *answer.output]
-        assert pair_on(afresh, draft_layers, shift).prefill(whole[:-1], pages) == whole[-1]
+        assert pair_on(ModelPools.of_one(afresh), draft_layers, shift).prefill(whole[:-1], pages) == whole[-1]
         for name in ("full", "draft"):
             for ours, wanted in zip(said.group(name).tensors, afresh.group(name).tensors, strict=True):
                 ours, wanted = (tensor.flatten(0, 1)[: len(whole) - 1] for tensor in (ours, wanted))
                 torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("lent", [False, True], ids=["owned", "lent"])
 @pytest.mark.parametrize(("draft_layers", "shift"), DRAFTS, ids=IDS)
-async def test_accept_length_from_every_tier_equals_the_fresh_one(draft_layers: int, shift: int, make_rig: Any) -> None:
-    await check_every_tier(draft_layers, shift, make_rig)
+async def test_accept_length_from_every_tier_equals_the_fresh_one(
+    draft_layers: int, shift: int, lent: bool, ranks: int, make_rig: Any
+) -> None:
+    await check_every_tier(draft_layers, shift, make_rig, lent=lent, ranks=ranks)
 
 
 @pytest.mark.nixl
@@ -136,7 +144,7 @@ async def test_a_page_is_not_shared_where_its_draft_kv_is_anothers(make_rig: Any
     second = [*first[:8], (first[8] + 1) % 64, *prompt_of(12, seed=3)]
     wanted = in_one_process(1, 1, second)
     async with (
-        make_rig(layout_of(1), lambda pool: pair_on(pool, 1, 1), bigram_keys=True) as rig,
+        make_rig(layout_of(1), lambda pools: pair_on(pools, 1, 1), bigram_keys=True) as rig,
         rig.decode() as decode,
     ):
         await decode.ask(first, OUTPUT)
@@ -144,7 +152,7 @@ async def test_a_page_is_not_shared_where_its_draft_kv_is_anothers(make_rig: Any
         assert asked.sources["l1"] == 4
         assert asked.answer == wanted
     draft = layers_of(1).page_bytes
-    async with make_rig(layout_of(1), lambda pool: pair_on(pool, 1, 1)) as rig, rig.decode() as decode:
+    async with make_rig(layout_of(1), lambda pools: pair_on(pools, 1, 1)) as rig, rig.decode() as decode:
         await decode.ask(first, OUTPUT)
         wrong = await decode.ask(second, OUTPUT)
         # Without bigram keys the page is shared, and the last position of its draft part is the other prompt's.

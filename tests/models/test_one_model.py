@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.group_model import CausalModel, GroupModel, LatentKV, PlainKV, ScaledKV
+from tests.support.group_model import CausalModel, GroupModel, ScaledKV
+from tests.support.model_pools import ModelPools
 from tidekv import DevicePool, KVLayout
 from tidekv.backends.page_layout import Layout, PageLayout
 from tidekv.engine.demo.model import ModelShape, build_llama, generate_in_one_process
@@ -81,21 +82,20 @@ FP8 = PageLayout.of(
 )
 
 
-def llama_on(pool: DevicePool) -> GroupModel:
-    return GroupModel(llama(), PlainKV(pool.group("full")), page_size=PAGE_SIZE)
+def llama_on(pools: ModelPools) -> GroupModel:
+    return GroupModel(llama(), pools.plain(), page_size=PAGE_SIZE)
 
 
-def deepseek_2_on(pool: DevicePool) -> GroupModel:
-    return GroupModel(deepseek(2), LatentKV(pool.group("full"), latent_dim=LATENT), page_size=PAGE_SIZE)
+def deepseek_2_on(pools: ModelPools) -> GroupModel:
+    return GroupModel(deepseek(2), pools.latent(latent_dim=LATENT), page_size=PAGE_SIZE)
 
 
-def deepseek_3_on(pool: DevicePool) -> GroupModel:
-    return GroupModel(deepseek(3), LatentKV(pool.group("full"), latent_dim=LATENT), page_size=PAGE_SIZE)
+def deepseek_3_on(pools: ModelPools) -> GroupModel:
+    return GroupModel(deepseek(3), pools.latent(latent_dim=LATENT), page_size=PAGE_SIZE)
 
 
-def fp8_llama_on(pool: DevicePool) -> GroupModel:
-    kv = ScaledKV(pool.group("full"), pool.group("scales"), dtype=torch.float64)
-    return GroupModel(llama(), kv, page_size=PAGE_SIZE)
+def fp8_llama_on(pools: ModelPools) -> GroupModel:
+    return GroupModel(llama(), pools.scaled(dtype=torch.float64), page_size=PAGE_SIZE)
 
 
 MODELS = {
@@ -117,16 +117,16 @@ def in_one_process(name: str, greedy: Any, prompt: list[int]) -> list[int]:
         model = {"llama": llama, "deepseek_v2": lambda: deepseek(2), "deepseek_v3": lambda: deepseek(3)}[name]()
         return generate_in_one_process(model, prompt, OUTPUT)
     layout, model_on = MODELS[name]
-    runner, pages = greedy(model_on(DevicePool.allocate(layout, 64))), list(range(64))
+    runner, pages = greedy(model_on(ModelPools.of_one(DevicePool.allocate(layout, 64)))), list(range(64))
     return runner.answer(prompt, runner.prefill(prompt, pages), pages, OUTPUT).output
 
 
-async def check_every_tier(name: str, make_rig: Any, greedy: Any, **options: bool) -> None:
+async def check_every_tier(name: str, make_rig: Any, greedy: Any, **options: Any) -> None:
     layout: Layout
     layout, model_on = MODELS[name]
     prompt = prompt_of(25, seed=1)
     wanted = in_one_process(name, greedy, prompt)
-    async with make_rig(layout, lambda pool: greedy(model_on(pool)), **options) as rig:
+    async with make_rig(layout, lambda pools: greedy(model_on(pools)), **options) as rig:
         async with rig.decode() as decode:
             fresh = await decode.ask(prompt, OUTPUT)
             assert fresh.sources["transfer"] == len(prompt)
@@ -141,7 +141,7 @@ async def check_every_tier(name: str, make_rig: Any, greedy: Any, **options: boo
             longer = [*prompt, *wanted, *prompt_of(5, seed=2)]
             second = in_one_process(name, greedy, longer)
             for tier in ("l2", "l3"):
-                await decode.engine.flush(("l1",) if tier == "l2" else ("l1", "l2"))
+                await decode.forget(("l1",) if tier == "l2" else ("l1", "l2"))
                 asked = await decode.ask(longer, OUTPUT)
                 if name != "fp8":  # Its rounding depends on what was computed in one go: another model, so to speak.
                     assert asked.answer.output == second, tier
@@ -153,9 +153,13 @@ async def check_every_tier(name: str, make_rig: Any, greedy: Any, **options: boo
             assert torch.equal(asked.page_bytes, fresh.page_bytes)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("lent", [False, True], ids=["owned", "lent"])
 @pytest.mark.parametrize("name", MODELS)
-async def test_tokens_from_every_tier_equal_one_process(name: str, make_rig: Any, greedy: Any) -> None:
-    await check_every_tier(name, make_rig, greedy)
+async def test_tokens_from_every_tier_equal_one_process(
+    name: str, lent: bool, ranks: int, make_rig: Any, greedy: Any
+) -> None:
+    await check_every_tier(name, make_rig, greedy, lent=lent, ranks=ranks)
 
 
 @pytest.mark.nixl

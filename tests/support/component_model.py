@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tests.support.group_model import CausalModel, PlainKV
-from tidekv.backends.device.pool import DevicePool
+from tests.support.group_model import CausalModel, LayerKV
+from tests.support.model_pools import ModelPools
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.page_layout import PageLayout
 from tidekv.engine.demo.model import cache_argument
@@ -28,6 +28,8 @@ CacheLayer: TypeAlias = Any
 """Cache layer of `transformers`; the package is optional and is not type-checked."""
 DTYPES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 CONVOLUTION = "convolution"
+RECORD_GROUPS = ("full", CONVOLUTION)
+"""Groups of a record: the recurrent state, and the state of the convolution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +57,8 @@ class Held:
     record: int = 0
 
 
-def layouts_of(model: CausalModel, page_size: int) -> ModelLayouts:
-    """Determine the layouts from the cache of one token.
+def layouts_of(model: CausalModel, page_size: int, ranks: int = 1) -> ModelLayouts:
+    """Determine the layouts of each rank from the cache of one token.
 
     Raises InvalidConfig if layers of one kind differ in shape.
     """
@@ -76,10 +78,12 @@ def layouts_of(model: CausalModel, page_size: int) -> ModelLayouts:
     state = None
     if states:
         recurrent, convolution = ([pair[at] for pair in states] for at in (0, 1))
-        state = PageLayout.of(full=_record_layout(recurrent), **{CONVOLUTION: _record_layout(convolution)})
+        state = PageLayout.of(
+            full=_record_layout(recurrent, ranks), **{CONVOLUTION: _record_layout(convolution, ranks)}
+        )
     return ModelLayouts(
-        full=_kv_layout(full, page_size) if full else KVLayout.empty(page_size=page_size),
-        window=_kv_layout(window, page_size) if window else None,
+        full=_kv_layout(full, page_size, ranks) if full else KVLayout.empty(page_size=page_size),
+        window=_kv_layout(window, page_size, ranks) if window else None,
         # Without the token itself, which is part of the window of its layers.
         window_tokens=max(sliding - 1, 0),
         state=state,
@@ -96,17 +100,18 @@ class ComponentModel:
         self,
         model: CausalModel,
         *,
-        full: DevicePool,
-        window: DevicePool | None = None,
-        state: DevicePool | None = None,
+        full: ModelPools,
+        window: ModelPools | None = None,
+        state: ModelPools | None = None,
     ) -> None:
         self.model = model
-        self._page_size = full.layout.page_size
-        self._window = None if window is None else PlainKV(window.group("full"))
+        self.full_pools = full
+        self._page_size = full.page_size
+        self._window = None if window is None else window.plain()
         self._state = state
         layers = _cache_of_one_token(model).layers
         has_full = any(_has_keys(layer) and not _is_sliding(layer) for layer in layers)
-        self._full = PlainKV(full.group("full")) if has_full else None
+        self._full: LayerKV | None = full.plain() if has_full else None
         self._state_shapes = [[tensor.shape for tensor in _states(layer)] for layer in layers if _has_state(layer)]
 
     def forward(self, tokens: Sequence[int], start: int, held: Held) -> torch.Tensor:
@@ -158,25 +163,20 @@ class ComponentModel:
                 self._full.write(full, self._slots(held.pages, 0, start, end), keys, values)
                 full += 1
             if _has_state(layer):
-                for row, tensor in zip(self._records(state), _states(layer), strict=True):
-                    row[held.record] = tensor.flatten()
+                assert self._state is not None
+                for group, tensor in zip(RECORD_GROUPS, _states(layer), strict=True):
+                    self._state.write_record(group, state, held.record, tensor.flatten())
                 state += 1
 
     def _read_state(self, layer: CacheLayer, number: int, record: int) -> None:
-        recurrent, convolution = (row[record] for row in self._records(number))
+        assert self._state is not None
+        recurrent, convolution = (self._state.read_record(group, number, record) for group in RECORD_GROUPS)
         recurrent, convolution = map(torch.Tensor.view, (recurrent, convolution), self._state_shapes[number])
         layer.lazy_initialization(conv_states=convolution)
         layer.lazy_initialization(recurrent_states=recurrent)
         layer.conv_states[0].copy_(convolution)
         layer.recurrent_states[0].copy_(recurrent)
         layer.has_previous_state[0] = True
-
-    def _records(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all records of one layer, [records, elements]: recurrent state and convolution state."""
-        assert self._state is not None
-        groups = self._state.group("full"), self._state.group(CONVOLUTION)
-        recurrent, convolution = (group.k[number].flatten(1) for group in groups)
-        return recurrent, convolution
 
     def _in_window(self, held: Held, start: int, end: int) -> torch.Tensor:
         return self._slots(held.window, held.window_first, start, end)
@@ -226,24 +226,28 @@ def _states(layer: CacheLayer) -> tuple[torch.Tensor, torch.Tensor]:
     return layer.recurrent_states[0], layer.conv_states[0]
 
 
-def _kv_layout(layers: Sequence[tuple[torch.Size, torch.dtype]], page_size: int) -> KVLayout:
+def _kv_layout(layers: Sequence[tuple[torch.Size, torch.dtype]], page_size: int, ranks: int) -> KVLayout:
     """Return the layout for layers given by shape [1, heads, tokens, dim] and dtype."""
     if len(set(layers)) != 1:
         raise InvalidConfig(f"layers of one kind must exist and be equal in shape and dtype, not {layers}")
     (_, heads, _, head_dim), dtype = layers[0]
     return KVLayout(
-        num_layers=len(layers), num_kv_heads=heads, head_dim=head_dim, dtype=DTYPES[dtype], page_size=page_size
+        num_layers=len(layers),
+        num_kv_heads=heads // ranks,
+        head_dim=head_dim,
+        dtype=DTYPES[dtype],
+        page_size=page_size,
     )
 
 
-def _record_layout(states: Sequence[torch.Tensor]) -> KVLayout:
+def _record_layout(states: Sequence[torch.Tensor], ranks: int) -> KVLayout:
     """Return a layout with one vector per layer: only the size of a record matters here."""
     if len({(state.shape, state.dtype) for state in states}) != 1:
         raise InvalidConfig(f"the states of all layers must have one shape, not {[state.shape for state in states]}")
     return KVLayout(
         num_layers=len(states),
         num_kv_heads=1,
-        head_dim=states[0].numel(),
+        head_dim=states[0].numel() // ranks,
         dtype=DTYPES[states[0].dtype],
         page_size=1,
         kind="mla",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 LIMIT_S = 120.0
@@ -33,6 +33,18 @@ async def expected(what: str, *, limit_s: float = LIMIT_S) -> AsyncIterator[None
         if not limit.expired():
             raise
         raise AssertionError(f"{what} did not happen within {limit_s:g} s") from None
+
+
+@asynccontextmanager
+async def together(*parts: AbstractAsyncContextManager[object]) -> AsyncIterator[None]:
+    """Enter all contexts at once and leave them at once, within a limit: ranks wait for each other at both ends."""
+    stacks = [AsyncExitStack() for _ in parts]
+    async with asyncio.timeout(LIMIT_S):
+        try:
+            await asyncio.gather(*(stack.enter_async_context(part) for stack, part in zip(stacks, parts, strict=True)))
+            yield
+        finally:
+            await asyncio.gather(*(stack.aclose() for stack in stacks))
 
 
 async def until(condition: Callable[[], bool]) -> None:
