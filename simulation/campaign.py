@@ -1,4 +1,8 @@
-"""Runs many seeds over several processes, for `tidekv simulate`."""
+"""Runs many seeds over several processes, for `tidekv simulate`.
+
+Every seed has windows or states, but for those of short rests, which models with further groups do not have. Of all
+seeds, a part lends its device pages, and a part runs on several ranks; `shape_of` draws both.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +13,52 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 from typing import TypeAlias
 
 from simulation.faults import FAULTS, Chosen
 from simulation.rank import FAULTS as RANK_FAULTS
 from simulation.ranks import RanksFailed, RanksReport, simulate_ranks
-from simulation.simulate import Report, SimulationFailed, lends_in, simulate
+from simulation.simulate import Report, SimulationFailed, has_short_rests, lends_in, simulate
 
 Outcome: TypeAlias = "tuple[Report | RanksReport | str, float]"
 """Report of a seed, or the text of its failure, and its CPU time in seconds."""
+
+LENT_SHARE = 0.45
+"""Share of the seeds in which host engines lend the device pages."""
+RANKS_SHARE = 0.25
+"""Share of the seeds that run on several ranks."""
+REQUESTS_OF_RANKS = 0.25
+"""Requests of such a seed, as a share of those of another one: every rank has its own core and tiers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a campaign runs a seed with, beside the settings that the seed draws."""
+
+    requests: int
+    ranks: int
+    """0: a single core."""
+    has_components: bool
+    """Whether it has components in any case; otherwise the settings draw them."""
+    lends: bool
+
+
+def shape_of(seed: int, requests: int, *, ranks: int | None = None, lends: bool = False) -> Shape:
+    """Draw the shape of a seed. With `ranks` every seed runs on so many, with `lends` every seed lends."""
+    random = Random(f"shape {seed}")
+    if ranks is None and random.random() < RANKS_SHARE:
+        ranks, requests = random.choice((2, 3, 4)), max(1, round(requests * REQUESTS_OF_RANKS))
+    lends = lends or lends_in(seed, LENT_SHARE)
+    return Shape(requests, ranks or 0, lends or not has_short_rests(seed), lends)
 
 
 @dataclass(slots=True)
 class Campaign:
     """Sums over all seeds."""
 
+    ranks: int | None = None
+    """Ranks of every seed; None if each draws its own."""
     seeds: int = 0
     requests: int = 0
     events: int = 0
@@ -47,30 +82,26 @@ def run_campaign(
     requests: int,
     faults: Chosen = "all",
     jobs: int = 1,
-    ranks: int = 0,
+    ranks: int | None = None,
     without: Sequence[str] = (),
-    always_components: bool = False,
     lends: bool = False,
     progress: Callable[[], object] | None = None,
 ) -> Campaign:
     """Run `seeds` seeds of `requests` requests each, over `jobs` processes. A failing seed does not stop the others.
 
-    With `ranks`, that many cores serve each request together. With `always_components` every seed has components,
-    with `lends` lent device pages. Otherwise the seed draws both.
+    With `ranks`, that many cores serve each request together, and with 0 a single one; with `lends` every seed has lent
+    device pages. Otherwise `shape_of` draws both, and a seed on several ranks has fewer requests. Faults by name, or
+    left out by name, are those of a single core.
     """
-    campaign = Campaign()
+    if faults not in ("all", "none") or without:
+        ranks = 0
+    campaign = Campaign(ranks=ranks)
     if ranks:
         campaign.faults = Counter(dict.fromkeys(RANK_FAULTS, 0))
+    elif ranks is None:
+        campaign.faults.update(dict.fromkeys(RANK_FAULTS, 0))
     began_s = time.perf_counter()
-    one = partial(
-        _run_seed,
-        requests=requests,
-        faults=faults,
-        ranks=ranks,
-        without=without,
-        always_components=always_components,
-        lends=lends,
-    )
+    one = partial(_run_seed, requests=requests, faults=faults, ranks=ranks, without=without, lends=lends)
     numbers = range(first_seed, first_seed + seeds)
     for seed, (outcome, cpu_s) in zip(numbers, _outcomes(numbers, jobs, one), strict=True):
         campaign.seeds += 1
@@ -102,28 +133,29 @@ def _outcomes(seeds: range, jobs: int, one: Callable[[int], Outcome]) -> Iterato
 
 
 def _run_seed(
-    seed: int,
-    *,
-    requests: int,
-    faults: Chosen,
-    ranks: int,
-    without: Sequence[str],
-    always_components: bool,
-    lends: bool,
+    seed: int, *, requests: int, faults: Chosen, ranks: int | None, without: Sequence[str], lends: bool
 ) -> Outcome:
     began_s = time.process_time()
-    # In plain seeds, too, pages of components are lent.
-    lends = lends or lends_in(seed)
+    shape = shape_of(seed, requests, ranks=ranks, lends=lends)
     try:
         outcome: Report | RanksReport | str
-        if ranks:
-            with_faults = faults != "none"
+        if shape.ranks:
             outcome = simulate_ranks(
-                seed, ranks, requests, with_faults=with_faults, always_components=always_components, lends=lends
+                seed,
+                shape.ranks,
+                shape.requests,
+                with_faults=faults != "none",
+                always_components=shape.has_components,
+                lends=shape.lends,
             )
         else:
             outcome = simulate(
-                seed, requests, faults, without=without, always_components=always_components, lends=lends
+                seed,
+                shape.requests,
+                faults,
+                without=without,
+                always_components=shape.has_components,
+                lends=shape.lends,
             )
     except (SimulationFailed, RanksFailed) as failure:
         outcome = str(failure)

@@ -19,7 +19,7 @@ from tidekv.states.storage_policy import POLICY_FIELDS
 CLIENTS_MAX = 16
 SHORT_RESTS_SHARE = 0.25
 LENT_SHARE = 0.2
-"""Share of the runs in which the device pages are lent; but for campaigns, of those without components."""
+"""Share of the runs without components in which the device pages are lent."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -119,15 +119,20 @@ def settings_of(
     if settings is not None:
         return lending(settings) if lends else settings
     drawn = with_components(draw_settings(random), seed, always=always_components)
-    # A seed of tests that is known by its number stays what it was; campaigns lend with components as well.
+    # A seed of tests that is known by its number stays what it was; campaigns lend more often, and with components.
     if lends or (not drawn.components and lends_in(seed)):
         drawn = lending(drawn)
     return with_short_rests(drawn, seed)
 
 
-def lends_in(seed: int) -> bool:
-    """Whether a seed draws lent device pages."""
-    return Random(f"lent {seed}").random() < LENT_SHARE
+def lends_in(seed: int, share: float = LENT_SHARE) -> bool:
+    """Whether a seed draws lent device pages, if this share of the seeds does."""
+    return Random(f"lent {seed}").random() < share
+
+
+def has_short_rests(seed: int) -> bool:
+    """Whether a seed draws a threshold for short rests, if its settings may have one."""
+    return Random(f"short rests {seed}").random() < SHORT_RESTS_SHARE
 
 
 def draw_settings(random: Random) -> CoreSettings:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from simulation.campaign import Shape, shape_of
 from simulation.simulate import SimulationFailed, simulate
 from tidekv.engine.journal.format import write_lines
 from tidekv.engine.journal.recorder import Recorder
@@ -38,7 +40,8 @@ class SmallestRun(msgspec.Struct, frozen=True):
     requests: int
     faults: Chosen
     without: tuple[str, ...]
-    always_components: bool
+    lends: bool
+    """Whether every seed lends its device pages, not only those that draw it."""
     struck: tuple[str, ...]
     """The kinds of faults that struck."""
     what: str
@@ -52,7 +55,8 @@ class SmallestRun(msgspec.Struct, frozen=True):
         """Command line that repeats the run."""
         faults = self.faults if isinstance(self.faults, str) else ",".join(self.faults)
         words = ["tidekv", "simulate", "--seed", str(self.seed), "--requests", str(self.requests), "--faults", faults]
-        words += ["--components"] if self.always_components else []
+        words += ["--ranks", "0"]
+        words += ["--lent"] if self.lends else []
         return shlex.join([*words, "--without", ",".join(self.without)] if self.without else words)
 
 
@@ -62,12 +66,10 @@ class _Attempt:
     def __init__(
         self,
         seed: int,
-        requests: int,
+        shape: Shape,
         faults: Chosen,
         without: Collection[str],
         path: Path | None = None,
-        *,
-        always_components: bool,
     ) -> None:
         self.what = ""
         self._worlds: list[World] = []
@@ -79,11 +81,19 @@ class _Attempt:
                 tape.attach(world)
 
         try:
-            simulate(seed, requests, faults, without=without, always_components=always_components, watch=watch)
+            simulate(
+                seed,
+                shape.requests,
+                faults,
+                without=without,
+                always_components=shape.has_components,
+                lends=shape.lends,
+                watch=watch,
+            )
         except SimulationFailed as failure:
             self.what = failure.what
         world = self._worlds[0]
-        self.requests = requests - world.arrivals_left
+        self.shape = replace(shape, requests=shape.requests - world.arrivals_left)
         self.events = world.event_count
         self.struck = tuple(name for name, count in world.faults.counts.items() if count)
         if tape is not None:
@@ -138,13 +148,14 @@ def find_smallest(
     path: Path,
     *,
     without: Collection[str] = (),
-    always_components: bool = False,
+    lends: bool = False,
 ) -> SmallestRun:
     """Reduce a failing run for as long as it fails in the same way, and write its journal to `path`.
 
-    `without` names kinds of faults that are excluded from the start. Raises InvalidRequest if the run does not fail.
+    The run is that of a single core in a campaign (`shape_of`). `without` names kinds of faults that are excluded from
+    the start. Raises InvalidRequest if the run does not fail.
     """
-    best = _Attempt(seed, requests, faults, without, always_components=always_components)
+    best = _Attempt(seed, shape_of(seed, requests, ranks=0, lends=lends), faults, without)
     left_out = frozenset(without)
     what = best.what
     if not what:
@@ -154,7 +165,7 @@ def find_smallest(
     while runs < RUNS_MAX:
         for first in range(0, len(best.struck), size):
             tried = left_out | frozenset(best.struck[first : first + size])
-            attempt = _Attempt(seed, best.requests, faults, tried, always_components=always_components)
+            attempt = _Attempt(seed, best.shape, faults, tried)
             runs += 1
             if attempt.fails_like(what):
                 best, left_out = attempt, tried
@@ -165,14 +176,14 @@ def find_smallest(
             if size == 1:
                 break
             size //= 2
-    last = _Attempt(seed, best.requests, faults, left_out, path, always_components=always_components)
+    last = _Attempt(seed, best.shape, faults, left_out, path)
     events = _without_idle_events(path, last.events)
     return SmallestRun(
         seed=seed,
-        requests=last.requests,
+        requests=last.shape.requests,
         faults=faults,
         without=tuple(sorted(left_out)),
-        always_components=always_components,
+        lends=lends,
         struck=last.struck,
         what=last.what,
         journal=path,

@@ -26,15 +26,18 @@ def simulate(
     faults: Annotated[str, typer.Option(help="all, none, or names of faults, separated by commas.")] = "all",
     jobs: Annotated[int, typer.Option(help="Processes; 0: one a core.", min=0)] = 0,
     ranks: Annotated[
-        int,
-        typer.Option(help="Ranks of one instance that must decide alike; 0: a single core.", min=0, max=RANKS_MAX),
-    ] = 0,
+        int | None,
+        typer.Option(
+            help="Ranks of one instance that must decide alike; 0: a single core. By default the seed draws it: one in"
+            " four runs on 2 to 4 ranks, with a quarter of the requests.",
+            min=0,
+            max=RANKS_MAX,
+        ),
+    ] = None,
     without: Annotated[str, typer.Option(help="Names of faults that are drawn but never strike.")] = "",
-    components: Annotated[
-        bool, typer.Option("--components", help="Windows or states in every seed; by default in every other one.")
-    ] = False,
     lent: Annotated[
-        bool, typer.Option("--lent", help="Device pages that host engines lend, in every seed; by default in some.")
+        bool,
+        typer.Option("--lent", help="Device pages that host engines lend, in every seed; by default in some of them."),
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the figures, with commit, date and machine.")] = None,
     journals: Annotated[Path, typer.Option(help="Where the journals of runs that fail are written.")] = Path(),
@@ -42,14 +45,14 @@ def simulate(
     """Serve requests in virtual time with seeded faults at every boundary, and check every invariant on the way.
 
     Exit code 1 if an invariant was violated. The first failing seeds are shrunk to the smallest
-    run that still fails; its command is printed, and its journal written. With --ranks, every rank has tiers and
-    faults of its own, and may lag or die; faults are then "all" or "none".
+    run that still fails; its command is printed, and its journal written. Models have windows or states. With ranks,
+    each has tiers and faults of its own, and may lag or die; faults are then "all" or "none".
     """
     from rich.console import Console
     from rich.progress import track
     from rich.table import Table
 
-    from simulation.campaign import run_campaign
+    from simulation.campaign import run_campaign, shape_of
     from simulation.faults import FAULTS
     from simulation.smallest import find_smallest
 
@@ -75,7 +78,6 @@ def simulate(
         jobs=jobs or os.cpu_count() or 1,
         ranks=ranks,
         without=left_out,
-        always_components=components,
         lends=lent,
         progress=lambda: next(ticks, None),
     )
@@ -115,14 +117,15 @@ def simulate(
     for failure in campaign.failures.values():
         console.print(failure, soft_wrap=True, markup=False)
     if campaign.failures:
-        for seed in [] if ranks or lent else list(campaign.failures)[:SMALLEST_MAX]:
+        single = [seed for seed in campaign.failures if not shape_of(seed, requests, ranks=campaign.ranks).ranks]
+        for seed in single[:SMALLEST_MAX]:
             smallest = find_smallest(
                 seed,
                 requests,
                 chosen,
                 journals / f"simulation-{seed}.journal",
                 without=left_out,
-                always_components=components,
+                lends=lent,
             )
             console.print(
                 f"seed {seed} fails like this with {smallest.requests} requests and {len(smallest.struck)} kinds of "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import product
 from random import Random
 
 import pytest
@@ -88,19 +87,34 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert first.digest != simulate(6, 150).digest
 
 
-def test_plain_seeds_of_a_campaign_have_components_and_none_in_lent_pages_and_in_owned_ones(
+def test_seeds_of_a_campaign_have_components_but_for_short_rests_and_many_lend_or_have_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = set()
+    components, lent, ranks, short_rests = set(), set(), Counter[int](), set()
 
-    def note(seed: int, requests: int, faults: Chosen, *, lends: bool, **_: object) -> None:
-        drawn = settings_of(Random(f"settings {seed}"), seed, lends=lends)
-        found.add((bool(drawn.components), drawn.lends_device))
-        raise SimulationFailed(seed, requests, faults, ZeroDivisionError("no run"), [])
+    def note(seed: int, requests: int, settings: CoreSettings, count: int) -> SimulationFailed:
+        components.update({seed} if settings.components else ())
+        lent.update({seed} if settings.lends_device else ())
+        short_rests.update({seed} if settings.recompute_threshold else ())
+        ranks[count] += 1
+        assert requests == (3 if count else 12)
+        return SimulationFailed(seed, requests, "all", ZeroDivisionError("no run"), [])
 
-    monkeypatch.setattr(campaign, "simulate", note)
-    campaign.run_campaign(first_seed=1, seeds=50, requests=1)
-    assert found == {*product((False, True), repeat=2)}
+    def single(seed: int, requests: int, faults: Chosen, *, without: object, **shape: bool) -> None:
+        raise note(seed, requests, settings_of(Random(f"settings {seed}"), seed, **shape), 0)
+
+    def several(seed: int, count: int, requests: int, *, with_faults: bool, **shape: bool) -> None:
+        raise note(seed, requests, settings_of(Random(f"settings {seed}"), seed, **shape), count)
+
+    monkeypatch.setattr(campaign, "simulate", single)
+    monkeypatch.setattr(campaign, "simulate_ranks", several)
+    seeds = 200
+    campaign.run_campaign(first_seed=1, seeds=seeds, requests=12)
+    assert components | short_rests == set(range(1, seeds + 1))
+    assert seeds * 0.05 < len(short_rests) < seeds * 0.15
+    assert seeds / 3 <= len(lent) <= seeds / 2
+    assert set(ranks) == {0, 2, 3, 4}
+    assert seeds * 0.15 < seeds - ranks[0] < seeds * 0.35
 
 
 def test_settings_can_be_given() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from simulation.campaign import shape_of
 from simulation.faults import FAULTS
 from tidekv.engine.cli.main import app
 from tidekv.states.errors import InvalidConfig
@@ -42,18 +43,18 @@ def test_none_injects_nothing_and_every_request_is_ready() -> None:
     assert done.exit_code == 0
 
 
-def test_components_in_every_seed_are_counted() -> None:
-    # Seed 3 draws components anyway, seed 1 does not.
-    def operations(*arguments: str) -> str:
-        done = simulate("--requests", "60", *arguments)
-        assert done.exit_code == 0, done.output
-        found = re.search(r"^operations on components: (.*)$", done.output, re.MULTILINE)
-        return found[1] if found else ""
+def test_operations_on_components_are_counted() -> None:
+    done = simulate("--requests", "60", "--seed", "3")
+    assert done.exit_code == 0, done.output
+    found = re.search(r"^operations on components: (.*)$", done.output, re.MULTILINE)
+    assert found is not None and "tails_sent " in found[1]
 
-    drawn = [operations("--seed", str(seed)) for seed in (1, 3)]
-    always = [operations("--seed", str(seed), "--components") for seed in (1, 3)]
-    assert not drawn[0] and drawn[1] == always[1]
-    assert all("tails_sent " in counts for counts in always)
+
+def test_seeds_that_draw_ranks_serve_fewer_requests_and_named_faults_are_those_of_a_single_core() -> None:
+    seed = next(str(seed) for seed in range(1, 50) if shape_of(seed, 40).ranks)
+    assert "10 requests over 1 seeds" in simulate("--seed", seed, "--requests", "40").output
+    assert "40 requests over 1 seeds" in simulate("--seed", seed, "--requests", "40", "--ranks", "0").output
+    assert "40 requests over 1 seeds" in simulate("--seed", seed, "--requests", "40", "--faults", "abort").output
 
 
 def test_a_fresh_seed_is_printed_and_gives_the_same_run_again() -> None:
@@ -86,7 +87,7 @@ def test_a_violation_is_printed_with_the_seed_that_repeats_it_and_stops_no_other
         self.lock = None
 
     monkeypatch.setattr(Load, "unlock", forgets)
-    done = simulate("--seed", "1", "--seeds", "3", "--requests", "60", "--journals", str(tmp_path))
+    done = simulate("--seed", "11", "--seeds", "3", "--requests", "60", "--journals", str(tmp_path))
     assert done.exit_code == 1
     (failed, seeds) = re.findall(r"VIOLATIONS in (\d+) of (\d+) seeds", done.output)[0]
     assert (int(failed) > 0, seeds) == (True, "3")

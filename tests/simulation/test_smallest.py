@@ -29,7 +29,7 @@ def test_a_core_that_raises_is_shown_by_few_requests_and_events(
         finish(self, request, event)
 
     monkeypatch.setattr(Serving, "finish", too_early)
-    smallest = find_smallest(1, 120, "all", tmp_path / "small.journal")
+    smallest = find_smallest(6, 120, "all", tmp_path / "small.journal")
     assert smallest.what.startswith("BrokenInvariant: pool 'device'")
     assert smallest.requests < 30
     assert smallest.events < 20
@@ -40,7 +40,7 @@ def test_a_core_that_raises_is_shown_by_few_requests_and_events(
 
 def test_what_an_audit_finds_is_shown_by_fewer_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Load, "unlock", lambda self, index: setattr(self, "lock", None))
-    smallest = find_smallest(3, 120, "all", tmp_path / "small.journal")
+    smallest = find_smallest(6, 120, "all", tmp_path / "small.journal")
     assert "counts other device receipts than are held" in smallest.what
     assert smallest.requests < 120
     assert smallest.without
@@ -65,7 +65,7 @@ def test_what_only_the_world_sees_is_shown_by_its_command_and_journal(
     given = dict(zip(words[2::2], words[3::2], strict=True))
     without = given.get("--without", "").split(",") if "--without" in given else []
     with pytest.raises(SimulationFailed) as again:
-        simulate(int(given["--seed"]), int(given["--requests"]), "all", without=without)
+        simulate(int(given["--seed"]), int(given["--requests"]), "all", without=without, always_components=True)
     assert again.value.what == smallest.what
     assert len(list(Replayer(smallest.journal).steps())) == smallest.events
 
