@@ -10,6 +10,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -217,19 +218,22 @@ def faults(
                         load, expected=right[name], events=events[name], progress=print_progress
                     )
                     results[name][variant.name] = served
-                    # A long run that is ended has said what it found.
+                    # A long run that is cut has said what it found, and keeps it.
                     print(f"{variant.title}: {name}: {outcome_words(served)}", file=sys.stderr)
+                    if json_file is not None:
+                        _write(json_file, _by_fault(results))
 
     asyncio.run(run())
     console().print(faults_table(results, chosen))
     for name, by_variant in results.items():
         print(f"{name}: {FAULTS[name].text}")
         print_lost(list(by_variant.values()))
-    if json_file is not None:
-        served = [{"fault": name, **as_json(one)} for name, several in results.items() for one in several.values()]
-        _write(json_file, served)
     if any(_is_bad(one) for several in results.values() for one in several.values()):
         raise typer.Exit(1)
+
+
+def _by_fault(results: Mapping[str, Mapping[str, Figures]]) -> list[dict[str, object]]:
+    return [{"fault": name, **as_json(one)} for name, several in results.items() for one in several.values()]
 
 
 def _is_bad(one: Figures) -> bool:

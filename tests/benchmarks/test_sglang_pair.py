@@ -32,6 +32,8 @@ from benchmarks.servers.cluster import Figures
 from benchmarks.servers.conversations import Load, Outcome, run_load
 from benchmarks.servers.events import Event
 from benchmarks.servers.model import ModelShape
+from benchmarks.servers.program import ServerFailed
+from benchmarks.sglang_pair import __main__ as program
 from benchmarks.sglang_pair import storage as storage_module
 from benchmarks.sglang_pair.client import Client, PrefillAndDecode
 from benchmarks.sglang_pair.faults import FAULTS
@@ -337,6 +339,42 @@ def test_tables_have_tiers_by_turn_and_outcomes_by_fault() -> None:
         ["1 right, 1 wrong, 3 HTTP errors, decode-0 holds 25.0%"],
         ["-"],
     ]
+
+
+def test_a_run_of_faults_that_is_cut_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Servers:
+        served = 0
+
+        async def warm_up(self) -> None: ...
+
+        async def serve(self, load: Load, *, expected: object, **more: object) -> Figures:
+            Servers.served += 1
+            if Servers.served == 4:  # Two of the single server, and that of the first fault.
+                raise ServerFailed("decode-0 ended")
+            return Figures(VARIANTS["radix"], Outcome(answers={(0, 0): (1,)}), {}, {}, held={"decode-0": 0.0})
+
+    @asynccontextmanager
+    async def running(*given: object, **more: object) -> AsyncIterator[Servers]:
+        yield Servers()
+
+    monkeypatch.setattr(program, "running", running)
+    monkeypatch.setattr(program, "make_model", lambda *given: tmp_path)
+    monkeypatch.setattr(program, "BUILD", tmp_path)
+    file = tmp_path / "figures.json"
+    with pytest.raises(ServerFailed):
+        program.faults(
+            cache=["radix"],
+            fault=["flush", "aborts"],
+            conversations=1,
+            turns=3,
+            tokens="20:40",
+            parallel=1,
+            seed=1,
+            json_file=file,
+        )
+    kept = json.loads(file.read_text())
+    assert [(one["fault"], one["answers"]) for one in kept["figures"]] == [("flush", 1)]
+    assert kept["about"]["command"]
 
 
 def test_bytes_from_prefill_are_those_that_prefill_counts() -> None:
