@@ -277,6 +277,24 @@ def test_a_retracted_request_takes_the_pages_that_the_tree_has_and_loads_the_res
     queue.tree_cache.unlock(retracted.lock)
 
 
+def test_a_retracted_request_leaves_the_windows_of_the_tree_to_those_that_need_room(plugged: None) -> None:
+    servers = Servers(windows=True)
+    try:
+        queue, pool = servers.decode, servers.pools[1].full_kv_pool
+        retracted = request(PROMPT, 5, output_ids=array("q", [1]), lock=None)
+        pool.compute(PROMPT, [9, 8, 7, 6, 5, 4])
+        slots = [page * PAGE + offset for page in (9, 8, 7, 6, 5, 4) for offset in range(PAGE)]
+        retracted.kv.retraction_backup = SimpleNamespace(cpu_tensors=pool.get_cpu_copy(slots[:22]))
+        queue.token_to_kv_pool.load_cpu_copy = pool.load_cpu_copy
+        queue.tree_cache.matched, queue.free_pages = slots[:8], [20, 21, 22, 23]
+        queue.resume(retracted)
+        assert pool.holds(PROMPT, [9, 8, 20, 21, 22, 23])
+        assert queue.tree_cache.locked == [retracted.lock]
+        queue.tree_cache.unlock(retracted.lock)
+    finally:
+        servers.close()
+
+
 def test_a_retracted_request_that_the_tree_has_forgotten_is_loaded_as_a_whole(servers: Servers) -> None:
     queue, pool = servers.decode, servers.pools[1]
     retracted = request(PROMPT, 5, output_ids=array("q", [1]), lock=None)

@@ -298,6 +298,8 @@ class UnifiedRadixCache:
         self.req_to_token_pool, self.locked = req_to_token_pool, []
         self.matched: list[int] = []
         """Slots of the tokens that a match finds."""
+        self.locked_windows: list[Any] = []
+        """Locks that keep the windows of their nodes, too."""
 
     def checkpoint_into_tree(self, req, *, up_to):
         req.kv.cache_protected_len = up_to // PAGE * PAGE
@@ -307,10 +309,16 @@ class UnifiedRadixCache:
 
     def lock(self, node):
         self.locked.append(node)
+        self.locked_windows.append(node)
         return node
 
     def unlock(self, lock):
         self.locked.remove(lock)
+        if lock in self.locked_windows:
+            self.locked_windows.remove(lock)
+
+    def release_swa(self, lock):
+        self.locked_windows.remove(lock)
 
 
 class Req:
@@ -389,8 +397,13 @@ class DecodePreallocQueue:
         matched = torch.tensor(self.tree_cache.matched, dtype=torch.int32)
         return SimpleNamespace(prefix_indices=matched, l1_prefix_len=len(matched))
 
+    def _uses_swa_tail_prealloc(self):
+        return isinstance(self.token_to_kv_pool, SWAKVPool)
+
     def _pre_alloc(self, req, prefix_indices=None, prefix_len=None, total_prefix_len=None):
         prefix_len = prefix_len or 0
+        if prefix_len and self._uses_swa_tail_prealloc():
+            assert not self.tree_cache.locked_windows, "windows that are allocated anew have no room"
         tokens = req.kv.kv_committed_len = len(req.origin_input_ids) + max(len(req.output_ids) - 1, 0)
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         if prefix_len:

@@ -57,11 +57,16 @@ def check_decode(queue: Any) -> None:
     ):
         if getattr(scheduler, name, False):
             raise InvalidConfig(f"transfer backend tidekv has the tiers behind SGLang's tree: leave out {option}")
-    if not hasattr(queue, "_match_prefix_and_lock"):
-        raise InvalidConfig(
-            "transfer backend tidekv: this SGLang has no DecodePreallocQueue._match_prefix_and_lock, by which a "
-            "retracted request finds what the tree has of it"
-        )
+    for owner, place, name in (
+        ("DecodePreallocQueue", queue, "_match_prefix_and_lock"),
+        ("DecodePreallocQueue", queue, "_uses_swa_tail_prealloc"),
+        ("UnifiedRadixCache", queue.tree_cache, "release_swa"),
+    ):
+        if not hasattr(place, name):
+            raise InvalidConfig(
+                f"transfer backend tidekv: this SGLang has no {owner}.{name}, by which a retracted request finds what "
+                "the tree has of it"
+            )
     for name in ("enable_deferred_kv_release", "deferred_kv_release_timeout"):
         if not hasattr(queue.transfer_queue, name):
             raise InvalidConfig(
