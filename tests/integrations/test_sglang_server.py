@@ -6,6 +6,7 @@ Skipped unless TIDEKV_TEST_SGLANG_VENV names an environment with SGLang for CPUs
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -26,11 +27,21 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 SMALL = ("--conversations", 4, "--turns", 3, "--tokens", "300:700")
+OF_ANSWERS = ("--conversations", "--turns", "--tokens", "--output", "--window", "--latent")
+"""Options on which the answers of the single server depend."""
+
+
+def answers_file(folder: Path, arguments: tuple[object, ...]) -> Path:
+    """The file of the single server's answers, which tests with the same conversations and model share."""
+    pairs = itertools.pairwise(arguments)
+    return folder / "-".join(["answers", *(f"{name}{value}".strip("-") for name, value in pairs if name in OF_ANSWERS)])
 
 
 async def figures_of(file: Path, *arguments: object) -> list[dict[str, Any]]:
     """Run the harness by the environment's Python; returns its figures. Every token was compared with one server."""
     assert VENV is not None
+    if "faults" not in arguments:
+        arguments += ("--answers", answers_file(file.parents[1], arguments))
     process = await asyncio.create_subprocess_exec(
         f"{VENV}/bin/python",
         "-m",
@@ -122,10 +133,13 @@ async def test_ranks_latents_and_windows_are_served(tmp_path: Path, options: tup
     assert figures["metrics"]["tidekv_tokens_total{l2}"] > 0
 
 
-async def test_a_retracted_request_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [(), ("--window", 128)], ids=["full attention", "sliding windows"])
+async def test_a_retracted_request_goes_on(
+    tmp_path: Path, options: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # SGLang's own switch: it retracts one of several running requests every few steps.
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "true")
-    arguments = ("--cache", "tidekv", *SMALL, "--parallel", 3, "--output", 48)
+    arguments = ("--cache", "tidekv", *SMALL, "--parallel", 3, "--output", 48, *options)
     (figures,) = await figures_of(tmp_path / "figures", *arguments)
     check_served(figures)
     assert figures["metrics"]["sglang:num_retracted_requests_total"] > 0
@@ -136,6 +150,15 @@ async def test_no_fault_reaches_a_client(tmp_path: Path, fault: str) -> None:
     arguments = ("faults", "--cache", "tidekv", "--fault", fault, "--conversations", 4, "--turns", 3)
     (figures,) = await figures_of(tmp_path / "figures", *arguments)
     check_served(figures)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="storage without room is a file system, which root alone can mount")
+async def test_three_hundred_requests_amid_all_faults_and_aborts_are_answered(tmp_path: Path) -> None:
+    arguments = ("faults", "--cache", "tidekv", "--fault", "all", "--conversations", 30, "--turns", 10)
+    (figures,) = await figures_of(tmp_path / "figures", *arguments)
+    check_served(figures)
+    assert figures["answers"] == 300
+    assert figures["aborted"] > 0
 
 
 @pytest.fixture(scope="module")
