@@ -133,10 +133,8 @@ def _example() -> str:
 
 def _section(kind: type, title: str) -> str:
     notes = _attribute_notes(journal_format, kind.__name__)
-    rows = [f"### {title}\n", f"{_words(kind)}\n", "| field | type | |", "|---|---|---|"]
-    for name, type_words in field_types(kind).items():
-        escaped = type_words.replace("|", "\\|")
-        rows.append(f"| `{name}` | `{escaped}` | {notes.get(name, '')} |")
+    rows = [f"### {title}\n", f"{_words(kind)}\n", "| field | meaning |", "|---|---|"]
+    rows += [f"| `{name}` | {notes.get(name, '')} |" for name in field_types(kind)]
     return "\n".join([*rows, ""])
 
 
