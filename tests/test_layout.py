@@ -319,7 +319,7 @@ FLOORS = {
         "cli integrations",
     ),
     "tools": (
-        "browser environment peer_flags",
+        "browser environment",
         PROGRAMS,
     ),
     "benchmarks": (

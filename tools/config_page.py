@@ -9,7 +9,6 @@ import msgspec
 
 from tidekv.engine.config.options import Option, all_options, section_types
 from tidekv.states.validation import allowed
-from tools.peer_flags import FLAGS
 
 INTRODUCTION = """\
 # Configuration
@@ -98,9 +97,6 @@ def configuration_page() -> str:
         rows = [_row(option) for option in all_options().values() if option.section == section]
         table = ["| option | allowed | default | effect |", "|---|---|---|---|", *rows]
         parts.append(f"## [{section}]\n\n{summary}\n\n" + "\n".join(table) + "\n")
-    known = ["| SGLang | tidekv | note |", "|---|---|---|"]
-    known += [f"| `{flag}` | {f'`{ours}`' if ours else '—'} | {how} |" for flag, ours, how in FLAGS]
-    parts.append("## Equivalents of SGLang's flags\n\n" + "\n".join(known) + "\n")
     return "\n".join(parts)
 
 

@@ -1,19 +1,13 @@
-"""Generator of the section "Policies" of docs/storage.md: `python -m tools.policy_page docs/storage.md`.
-
-Defaults come from `StoragePolicy`. A policy without a row here, or a row without a policy, is an error.
-"""
+"""Generator of the section "Policies" of docs/storage.md: `python -m tools.policy_page docs/storage.md`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-import msgspec
-
 from tidekv.states.storage.answer_time import GAIN_SHARE, WAIT_MAX_S, WAIT_MIN_S
 from tidekv.states.storage.source_split import MARKED_GAIN
 from tidekv.states.storage.throughput import ESTIMATE_FRESH_S
-from tidekv.states.storage_policy import StoragePolicy
 
 BEGIN = "<!-- Policies, from the code: python -m tools.policy_page docs/storage.md -->"
 END = "<!-- End of the policies. -->"
@@ -63,42 +57,14 @@ these must be on the host, or there must be none. The pages of windows and state
 first and count in the same bound; `component_pages_fetched_ahead` counts them.
 """
 
-ROWS: dict[str, str] = {
-    "prefetch": "`wait_complete` or `timeout` if prefill is the bottleneck; `best_effort` if prefill is idle",
-    "prefetch_threshold_tokens": "higher with slow storage or fast prefill; 0 in tests",
-    "prefetch_base_s": "about the p99 of one fetch",
-    "prefetch_per_ki_token_s": "less than the time of prefill for them",
-    "fetch_pages_in_flight_max": "storage shared with other users",
-    "fetch_pages_per_s": "storage that bills or throttles reads",
-    "fetch_deadline_share": "below 1 if latency varies much",
-    "lookahead_pages_max": "requests wait for device memory and the host pool is large: up to a quarter of it",
-    "write": "`selective` for one-off prompts, `back` for little host traffic",
-    "write_hits_min": "2 or 3",
-    "write_tokens_min": "prefill computes shorter prefixes faster than a fetch",
-    "write_back_ahead": "larger for bursts of prompts: up to the pages that are allocated during one copy",
-    "put_wait_s": "reads matter more than writes",
-    "put_fetch_s_max": "writes slow storage down for readers",
-    "renew_s": "lower if several workers fill the storage in less than this; higher if it bills requests",
-    "put_host_share": "higher if storage is fast and bursts of finished requests are to be stored whole",
-    "breaker_failures": "lower if failing calls are slow",
-    "breaker_backoff_s": "",
-    "breaker_backoff_max_s": "",
-}
-"""Reason to change each policy."""
-
 
 def policies_section() -> str:
     """Return the section as Markdown."""
-    names = [field.name for field in msgspec.structs.fields(StoragePolicy)]
-    lines = [
-        HEAD,
-        "What each one bounds, its values and its default are in [Configuration](configuration.md#enginestorage).",
-        "",
-        "| policy | when to change it |",
-        "|---|---|",
-    ]
-    lines += [f"| `{name}` | {ROWS[name]} |" for name in names if ROWS[name]]
-    return "\n".join(lines)
+    return (
+        f"{HEAD}\n"
+        "[Configuration](configuration.md#enginestorage) has what each one bounds, its values and its default, the "
+        "[operating guide](operating.md#which-policy-when) reasons to change it."
+    )
 
 
 def with_policies(page: str) -> str:

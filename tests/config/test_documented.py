@@ -19,7 +19,6 @@ from tidekv.engine.config.options import Option, all_options, section_types
 from tidekv.engine.config.schema import json_schema
 from tidekv.states.validation import allowed
 from tools.config_page import configuration_page
-from tools.peer_flags import FLAGS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -59,13 +58,6 @@ def test_every_field_of_the_engine_is_an_option() -> None:
     groups = {section.rpartition(".")[2] for section in section_types() if section.startswith("engine.")}
     assert ours | groups == set(EngineConfig.__struct_fields__)
     assert not ours & groups
-
-
-def test_every_known_flag_leads_to_an_option_that_exists_or_says_that_there_is_none() -> None:
-    for flag, path, how in FLAGS:
-        assert flag.startswith("--")
-        assert path in all_options() or path == "", flag
-        assert how.endswith("."), flag
 
 
 def test_the_schema_has_every_option_with_its_effect_and_default() -> None:
