@@ -72,7 +72,7 @@ def test_every_other_group_calls_nothing_and_what_waits_for_the_next_is_handed_o
         return lambda *given: (called_off.append(decode.worker._is_off), call(*given))[1]
 
     for name in ("before_forward", "start_loads", "after_forward", "is_transferring", "take_counts"):
-        monkeypatch.setattr(decode.worker._worker, name, noted(getattr(decode.worker._worker, name)))
+        monkeypatch.setattr(decode.worker.connector_worker, name, noted(getattr(decode.worker.connector_worker, name)))
     try:
         prefill.add(request_of("p", PROMPT, {"do_remote_decode": True}), [7, 3, 11, 2, 5])
         prefill.compute("p", chunk=12)

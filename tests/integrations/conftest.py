@@ -1,5 +1,5 @@
 """What tests of integrations share: SGLang's base class (its own, from an unpacked wheel that TIDEKV_TEST_SGLANG names,
-or one made of its contract), and an engine of our own beside what others wrote.
+or one made of its contract), vLLM's connector upon its contract, and an engine of our own beside what others wrote.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 from tests.support.configs import engine_config
+from tests.support.vllm_contract import upon_contract
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -54,6 +55,13 @@ class HiCacheStorage(ABC):
 
     @abstractmethod
     def exists(self, key): ...
+
+
+@pytest.fixture
+def connector() -> Iterator[ModuleType]:
+    """The module of vLLM's connector, upon the contract."""
+    with upon_contract() as module:
+        yield module
 
 
 @pytest.fixture(params=["contract", "wheel"])

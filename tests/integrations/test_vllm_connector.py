@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial, reduce
 from pathlib import Path
@@ -35,7 +35,6 @@ from tests.support.vllm_contract import (
     configs_of,
     cpu_attn_reshape_and_cache,
     request_of,
-    upon_contract,
 )
 from tidekv import EngineConfig, KVLayout
 from tidekv.engine.integrations.vllm.blocks import PagedBlocks
@@ -49,13 +48,6 @@ from tidekv.engine.integrations.vllm.settings import (
     read_settings,
 )
 from tidekv.states.errors import InvalidConfig, InvalidRequest
-
-
-@pytest.fixture
-def connector() -> Iterator[ModuleType]:
-    """The module under test, upon the contract."""
-    with upon_contract() as module:
-        yield module
 
 
 @pytest.fixture
@@ -89,7 +81,7 @@ def test_a_page_that_storage_lost_is_recomputed_and_stored_again(connector: Modu
     writer.serve(PROMPT, [0, 1, 2, 3, 4])
     writer.close()
     reader = Vllm(connector, uri, seed=2)
-    storage = reader.worker._worker.pages._storage
+    storage = reader.worker.connector_worker.pages._storage
     read = storage.get_into
 
     async def lossy(keys: Sequence[bytes], pages: Any, *, timeout_s: float) -> list[bool]:
@@ -115,7 +107,7 @@ def test_a_request_is_held_until_its_last_pages_are_read(connector: ModuleType, 
     request = request_of(PROMPT[:12])
     vllm.scheduler.on_new_request(request)
     allocated = SimpleNamespace(get_block_ids=lambda: ([0, 1],))
-    vllm.scheduler._scheduler.side._known["r"].answer.result()
+    vllm.scheduler.connector_scheduler.side._known["r"].answer.result()
     assert vllm.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     vllm.scheduler.update_state_after_alloc(request, allocated, 0)
     vllm.step({"r": 12}, [0, 1])
@@ -150,7 +142,7 @@ def test_a_rank_that_writes_nothing_reports_its_blocks_as_read(connector: Module
     request = request_of(PROMPT[:12])
     vllm.scheduler.on_new_request(request)
     allocated = SimpleNamespace(get_block_ids=lambda: ([0, 1],))
-    vllm.scheduler._scheduler.side._known["r"].answer.result()
+    vllm.scheduler.connector_scheduler.side._known["r"].answer.result()
     assert vllm.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     vllm.scheduler.update_state_after_alloc(request, allocated, 0)
     vllm.step({"r": 12}, [0, 1])

@@ -11,8 +11,8 @@ from typing import Any  # vLLM's objects are not typed here.
 import pytest
 import torch
 
-from tests.support.vllm_contract import BLOCK, LAYERS, MambaSpec, SlidingWindowSpec, upon_contract
-from tests.support.vllm_handover import STATE_BYTES, HandoverVllm, kv_of, request_of, state_of
+from tests.support.vllm_contract import BLOCK, LAYERS, MambaSpec, SlidingWindowSpec
+from tests.support.vllm_handover import STATE_BYTES, HandoverVllm, kv_of, request_of, started_vllms, state_of
 from tidekv.engine.integrations.vllm.handover import groups
 from tidekv.engine.integrations.vllm.handover.groups import ComponentBlocks, read_groups
 
@@ -27,27 +27,11 @@ Start = Callable[..., HandoverVllm]
 
 
 @pytest.fixture
-def connector() -> Iterator[ModuleType]:
-    with upon_contract() as module:
-        yield module
-
-
-@pytest.fixture
 def start(connector: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Makes vLLMs, which end with the test."""
-    # UCX's transport within a process aborts if one of its agents ends while another connects to it. Servers have one.
-    monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setattr(groups, "HANDS_OVER_STATES", True)
-    started: list[HandoverVllm] = []
-
-    def start_one(role: str, **settings: Any) -> HandoverVllm:
-        started.append(HandoverVllm(connector, role, seed=len(started), further=GROUPS, **settings))
-        return started[-1]
-
-    yield start_one
-    # Decode first: it waits for the end of what a prefill writes.
-    for vllm in sorted(started, key=lambda vllm: vllm.role):
-        vllm.close()
+    with started_vllms(connector, monkeypatch, further=GROUPS) as start_one:
+        yield start_one
 
 
 def add(vllm: HandoverVllm, request: Any, tables: Any, *, computed: int = 0) -> int | None:
@@ -59,10 +43,7 @@ def add(vllm: HandoverVllm, request: Any, tables: Any, *, computed: int = 0) -> 
 def prefilled(prefill: HandoverVllm, name: str = "p", tokens: list[int] = PROMPT, tables: Any = TABLES) -> Any:
     """A prompt that prefill computed in steps, and what its answer says."""
     assert add(prefill, request_of(name, tokens, {"do_remote_decode": True}), tables) == 0
-    prefill.compute(name, chunk=12)
-    held, params = prefill.finish(name)
-    assert held and params is not None
-    return params
+    return prefill.answer(name, chunk=12)
 
 
 def holds_all(vllm: HandoverVllm, name: str, tokens: list[int]) -> bool:
@@ -110,7 +91,7 @@ def test_what_ends_with_a_block_comes_back_from_host_memory_and_storage_in_every
     others = ([12, 13, 14, 15], [[0, 0, 17, 18], [0, 0, 0, 1]])
     for source in ("l2", "l3"):
         if source == "l3":
-            decode.worker._worker._decodes[0]._engine.wait_settled()
+            decode.worker.connector_worker.decodes[0].engine.wait_settled()
             decode.close()
             decode = start("kv_consumer", uri=uri)
         params = prefilled(prefill, f"p-{source}", [*tokens, 5], tables)
@@ -119,13 +100,13 @@ def test_what_ends_with_a_block_comes_back_from_host_memory_and_storage_in_every
         assert holds_all(decode, source, tokens)
         assert decode.counts[f"restore_tokens_{source}"] == len(tokens)
         assert "restore_tokens_transfer" not in decode.counts
-    assert prefill.worker._worker._prefills[0]._thread.statistics()["pages_sent"] == 0, "of a window or a state"
+    assert prefill.worker.connector_worker.prefills[0].thread.statistics()["pages_sent"] == 0, "of a window or a state"
 
 
 def test_a_failed_restore_fails_as_a_whole_and_is_no_list_of_blocks(start: Start) -> None:
     prefill, decode = start("kv_producer"), start("kv_consumer")
     params = prefilled(prefill)
-    prefill.worker._worker._prefills[0]._thread.stop("p", "a test")
+    prefill.worker.connector_worker.prefills[0].thread.stop("p", "a test")
     prefill.step_until(lambda: prefill.freed)
     add(decode, request_of("d", PROMPT, params), OTHERS)
     decode.step_until(lambda: decode.loaded)
@@ -148,7 +129,7 @@ def test_a_group_whose_blocks_prefill_has_lost_fails_the_hand_over_by_name(
 
 def test_an_aborted_restore_is_no_failure(start: Start) -> None:
     prefill, decode = start("kv_producer"), start("kv_consumer")
-    address = prefill.scheduler._handover_scheduler._prefill.address
+    address = prefill.address
     params = {"do_remote_prefill": True, "prefill": address, "room": "r"}
     add(decode, request_of("d", PROMPT, params), OTHERS)
     decode.step()
@@ -188,7 +169,7 @@ def test_only_blocks_that_vllm_still_has_are_kept(start: Start) -> None:
     # The last block is not full: the record is behind other tokens, and the window has moved on.
     add(decode, request_of("d", [*PROMPT, 9], None), ([7, 3, 11, 2, 5], [[0, 0, 0, 8, 6], [0, 0, 0, 0, 4]]))
     decode.step({"d": len(PROMPT)})
-    jobs = decode.scheduler._handover_scheduler._decode._jobs
+    jobs = decode.scheduler.connector_scheduler.decode._jobs
     assert decode.finish("d") == (True, None)
     (offer,) = jobs.offers
     assert (len(offer.blocks), offer.components) == (4, {})

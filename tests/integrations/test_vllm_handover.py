@@ -22,9 +22,8 @@ from tests.support.vllm_contract import (
     MambaSpec,
     SlidingWindowSpec,
     configs_of,
-    upon_contract,
 )
-from tests.support.vllm_handover import ENGINE, HandoverVllm, request_of
+from tests.support.vllm_handover import ENGINE, HandoverVllm, request_of, started_vllms
 from tests.support.waits import LIMIT_S
 from tidekv.engine.integrations.vllm.handover.jobs import HANDOVER_COUNTS
 from tidekv.engine.integrations.vllm.handover.settings import HandoverSettings, read_handover
@@ -38,26 +37,10 @@ Start = Callable[..., HandoverVllm]
 
 
 @pytest.fixture
-def connector() -> Iterator[ModuleType]:
-    with upon_contract() as module:
-        yield module
-
-
-@pytest.fixture
 def start(connector: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Makes vLLMs, which end with the test."""
-    # UCX's transport within a process aborts if one of its agents ends while another connects to it. Servers have one.
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    started: list[HandoverVllm] = []
-
-    def start_one(role: str, **settings: Any) -> HandoverVllm:
-        started.append(HandoverVllm(connector, role, seed=len(started), **settings))
-        return started[-1]
-
-    yield start_one
-    # Decode first: it waits for the end of what a prefill writes.
-    for vllm in sorted(started, key=lambda vllm: vllm.role):
-        vllm.close()
+    with started_vllms(connector, monkeypatch) as start_one:
+        yield start_one
 
 
 def to_prefill(name: str = "p", **changes: Any) -> Any:
@@ -67,10 +50,7 @@ def to_prefill(name: str = "p", **changes: Any) -> Any:
 def prefilled(prefill: HandoverVllm, name: str = "p", *, chunk: int = 12) -> dict[str, Any]:
     """A prompt that prefill computed in steps, and what its answer says."""
     assert prefill.add(to_prefill(name), PLACES) == 0
-    prefill.compute(name, chunk=chunk)
-    held, params = prefill.finish(name)
-    assert held and params is not None
-    return params
+    return prefill.answer(name, chunk=chunk)
 
 
 def test_decode_gets_what_prefill_computed(start: Start) -> None:
@@ -111,7 +91,7 @@ def test_a_step_without_a_hand_over_carries_no_jobs_and_asks_no_end(
     build = vllm.scheduler.build_connector_meta
     monkeypatch.setattr(vllm.scheduler, "build_connector_meta", lambda step: carried.append(build(step)) or carried[-1])
     for call in ("before_forward", "start_loads", "after_forward", "take_finished"):
-        monkeypatch.setattr(vllm.worker._worker, call, lambda *_, call=call: pytest.fail(f"{call} was called"))
+        monkeypatch.setattr(vllm.worker.connector_worker, call, lambda *_, call=call: pytest.fail(f"{call} was called"))
     vllm.add(request_of("plain", PROMPT, None), PLACES)
     vllm.compute("plain", chunk=12)
     vllm.step()
@@ -128,7 +108,7 @@ def test_what_decode_kept_survives_its_restart(start: Start, tmp_path: Path) -> 
     decode.compute("d", chunk=100)
     decode.finish("d")
     decode.step_until(lambda: decode.freed)
-    decode.worker._worker._decodes[0]._engine.wait_settled()
+    decode.worker.connector_worker.decodes[0].engine.wait_settled()
     decode.close()
     decode = start("kv_consumer", uri=uri)
     decode.add(request_of("d", PROMPT, prefilled(prefill, "q")), OTHERS)
@@ -207,11 +187,11 @@ def test_only_computed_blocks_of_known_tokens_are_kept(start: Start) -> None:
 
 def test_after_the_end_of_the_engine_vllm_computes(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     prefill, decode = start("kv_producer"), start("kv_consumer")
-    address = prefill.scheduler._handover_scheduler._prefill.address
+    address = prefill.address
     params = {"do_remote_prefill": True, "prefill": address, "room": "chosen"}
     decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
     decode.step()
-    decode.worker._worker._decodes[0]._engine.close()
+    decode.worker.connector_worker.decodes[0].engine.close()
     decode.step_until(lambda: decode.loaded)
     decode.add(request_of("e", PROMPT, dict(params, room="other")), OTHERS)
     decode.step_until(lambda: len(decode.loaded) == 2)
@@ -235,7 +215,7 @@ def test_blocks_that_vllm_has_already_are_left_as_they_are(start: Start) -> None
 
 def test_a_router_may_name_the_room_and_start_both_at_once(start: Start) -> None:
     prefill, decode = start("kv_producer"), start("kv_consumer")
-    address = prefill.scheduler._handover_scheduler._prefill.address
+    address = prefill.address
     params = {"do_remote_prefill": True, "prefill": address, "room": "chosen"}
     decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
     decode.step()
@@ -251,7 +231,7 @@ def test_a_router_may_name_the_room_and_start_both_at_once(start: Start) -> None
 
 def test_a_prompt_that_prefill_preempts_is_sent_again(start: Start) -> None:
     prefill, decode = start("kv_producer"), start("kv_consumer")
-    address = prefill.scheduler._handover_scheduler._prefill.address
+    address = prefill.address
     decode.add(
         request_of("d", PROMPT, {"do_remote_prefill": True, "prefill": address, "room": "chosen"}), [1, 2, 3, 4, 5]
     )
@@ -283,13 +263,13 @@ def test_pages_posted_before_a_preemption_are_never_sent(start: Start) -> None:
 def test_a_prompt_is_sent_in_a_second_room_if_decode_took_a_slow_prefill_for_dead(start: Start) -> None:
     engine = {**ENGINE, "peer": {"silence_s": 2.0, "heartbeat_s": 0.5}}
     prefill, decode = start("kv_producer"), start("kv_consumer", engine=engine)
-    address = prefill.scheduler._handover_scheduler._prefill.address
+    address = prefill.address
     params = {"do_remote_prefill": True, "prefill": address, "room": "chosen"}
     decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
     prefill.add(to_prefill(room="chosen"), PLACES)
     prefill.step({"p": 2 * BLOCK})
     decode.step()
-    thread = prefill.worker._worker._prefills[0]._thread
+    thread = prefill.worker.connector_worker.prefills[0].thread
     until_s = time.monotonic() + LIMIT_S
     while not thread.statistics()["rooms_sending"]:
         assert time.monotonic() < until_s, "decode did not ask for the prompt"
@@ -307,7 +287,7 @@ def test_a_prompt_is_sent_in_a_second_room_if_decode_took_a_slow_prefill_for_dea
 
 def test_what_prefill_aborts_decode_computes(start: Start) -> None:
     prefill, decode = start("kv_producer"), start("kv_consumer")
-    address = prefill.scheduler._handover_scheduler._prefill.address
+    address = prefill.address
     prefill.add(to_prefill(room="chosen"), PLACES)
     prefill.step({"p": 2 * BLOCK})
     params = {"do_remote_prefill": True, "prefill": address, "room": "chosen"}
@@ -328,7 +308,7 @@ def test_a_restore_that_is_aborted_is_reported_once_and_is_no_failure(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     decode, prefill = start("kv_consumer"), start("kv_producer")
-    address = prefill.scheduler._handover_scheduler._prefill.address
+    address = prefill.address
     decode.add(request_of("d", PROMPT, {"do_remote_prefill": True, "prefill": address, "room": "r"}), [1, 2, 3, 4, 5])
     decode.step()
     assert decode.finish("d") == (False, None)
@@ -375,7 +355,7 @@ def test_after_the_end_of_the_first_restore_an_equal_prompt_goes_on_by_itself(st
     params, other, third = (prefilled(prefill, name) for name in ("p", "q", "r"))
     if end == "fails":
         # Prefill does not have it any more.
-        prefill.worker._worker._prefills[0]._thread.stop("p", "a test")
+        prefill.worker.connector_worker.prefills[0].thread.stop("p", "a test")
         prefill.step_until(lambda: prefill.freed)
     decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
     assert decode.add(request_of("e", PROMPT, other), OTHERS) is None
@@ -427,7 +407,7 @@ def test_a_room_of_another_prompt_or_salt_gives_a_client_nothing(
 def test_prompts_that_nobody_asks_for_hold_a_share_of_the_blocks_at_most(start: Start) -> None:
     prefill, decode = start("kv_producer", unclaimed_share=0.5), start("kv_consumer")
     of_each = len(PLACES)
-    share = prefill.worker._worker._prefills[0]._unclaimed_max
+    share = prefill.worker.connector_worker.prefills[0]._unclaimed_max
     answers = {str(number): prefilled(prefill, str(number)) for number in range(share // of_each)}
     for _ in range(10):
         prefill.step()
@@ -621,7 +601,7 @@ def test_tensor_parallel_ranks_hand_over_in_pairs(start: Start, tmp_path: Path) 
     assert decode.finish("d") == (True, None)
     decode.step_until(lambda: decode.freed)
     for worker in decode.workers:
-        worker._worker._decodes[0]._engine.wait_settled()
+        worker.connector_worker.decodes[0].engine.wait_settled()
     decode.close()
     assert len(list((tmp_path / "journals").iterdir())) == 2
     # After a restart each rank finds its own heads in the storage that both write to.
@@ -701,8 +681,8 @@ def test_ends_of_other_tensor_parallel_sizes_hand_over_their_heads_in_parts(
     assert decode.holds("e", PROMPT)
     assert decode.counts["restore_tokens_l2"] == ranks * 4 * BLOCK
     for worker in decode.workers:
-        for one in worker._worker._decodes:
-            one._engine.wait_settled()
+        for one in worker.connector_worker.decodes:
+            one.engine.wait_settled()
     decode.close()
     # An instance of as many ranks finds the same pages.
     decode = start("kv_consumer", tensor_parallel=ranks, heads=4 // ranks, uri=uri)
@@ -718,8 +698,8 @@ def test_a_prompt_of_which_one_part_is_lost_or_aborted_is_reported_once(
 ) -> None:
     prefill, decode = unequal(start, of_prefill, of_decode)
     params, other = prefilled(prefill, "p"), prefilled(prefill, "q")
-    last = prefill.workers[-1]._worker._prefills[-1]
-    last._thread.stop("p", "a test")
+    last = prefill.workers[-1].connector_worker.prefills[-1]
+    last.thread.stop("p", "a test")
     decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
     decode.step_until(lambda: decode.loaded)
     for _ in range(10):
@@ -764,12 +744,12 @@ def test_other_numbers_of_ranks_are_refused(
 
 def test_a_prompt_that_decode_declines_before_prefill_has_computed_it_is_not_held(start: Start) -> None:
     prefill, decode = start("kv_producer"), start("kv_consumer")
-    address = prefill.scheduler._handover_scheduler._prefill.address
+    address = prefill.address
     params = {"do_remote_prefill": True, "prefill": address, "room": "chosen"}
     # Logprobs of the prompt need all of its tokens to be computed.
     assert decode.add(request_of("d", PROMPT, params, skip_reading_prefix_cache=True), [1, 2, 3, 4, 5]) == 0
     decode.step()
-    thread = prefill.worker._worker._prefills[0]._thread
+    thread = prefill.worker.connector_worker.prefills[0].thread
     until_s = time.monotonic() + LIMIT_S
     while not thread.statistics()["rooms_declined"]:
         assert time.monotonic() < until_s, "prefill did not hear of it"
@@ -822,7 +802,7 @@ def test_a_decline_that_does_not_reach_prefill_harms_nothing(start: Start) -> No
     for name, prefill in (("d", "127.0.0.1:9"), ("e", "127.0.0.1:8"), ("f", "127.0.0.1:9,127.0.0.1:10")):
         params = {"do_remote_prefill": True, "prefill": prefill, "room": name}
         assert decode.add(request_of(name, PROMPT, params, skip_reading_prefix_cache=True), PLACES) == 0
-    engine = decode.worker._worker._decodes[0]._engine
+    engine = decode.worker.connector_worker.decodes[0].engine
     decode.step_until(lambda: engine.statistics()["receiver"]["declines_unsent"] == 4)
     assert decode.counts == {"restores_declined": 3}
 
@@ -861,7 +841,7 @@ def test_a_prompt_without_a_prefill_gets_what_host_memory_and_storage_have(start
         assert decode.ask("again", OTHERS[:4], computed=0) == 0
 
     is_restored_from("l2", decode)
-    decode.worker._worker._decodes[0]._engine.wait_settled()
+    decode.worker.connector_worker.decodes[0].engine.wait_settled()
     decode.close()
     is_restored_from("l3", start("kv_consumer", **settings))
 
@@ -951,10 +931,10 @@ def test_a_client_does_not_choose_whom_decode_dials(start: Start, prefill: str) 
     assert decode.add(request, [1, 2, 3, 4, 5]) == 0
     assert decode.finish("d") == (False, None)
     # Neither a restore nor a decline: nothing is sent there.
-    assert decode.scheduler._scheduler._decode.take_jobs().is_empty
+    assert decode.scheduler.connector_scheduler.decode.take_jobs().is_empty
     decode.add(request_of("e", PROMPT, request.kv_transfer_params), [1, 2, 3, 4, 5])
     decode.finish("e")
-    assert decode.scheduler._scheduler._decode.take_jobs().is_empty
+    assert decode.scheduler.connector_scheduler.decode.take_jobs().is_empty
 
 
 def test_the_links_of_vllm_workers_can_be_under_tls(start: Start) -> None:

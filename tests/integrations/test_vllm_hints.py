@@ -50,7 +50,7 @@ def decode(monkeypatch: pytest.MonkeyPatch) -> Iterator[HandoverVllm]:
 
 def counted(vllm: HandoverVllm) -> dict[tuple[str, str], int]:
     """Actions that the engine has taken, by type and outcome."""
-    engine = vllm.worker._worker._decodes[0]._engine
+    engine = vllm.worker.connector_worker.decodes[0].engine
     return engine.call(lambda one: dict(one._hints.counts))
 
 
@@ -62,7 +62,7 @@ def test_a_pin_of_a_requests_own_prompt_holds_its_pages_once_they_are_in_host_me
     assert decode.finish("r")[0]
     decode.step_until(lambda: counted(decode))
     assert counted(decode) == {("kv.pin", "accepted"): 1}
-    assert decode.worker._worker._decodes[0]._engine.statistics()["core"]["hint_pinned_pages"] == 4
+    assert decode.worker.connector_worker.decodes[0].engine.statistics()["core"]["hint_pinned_pages"] == 4
 
 
 @pytest.mark.nixl

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.inside import runtime_of
-from tests.support.vllm_contract import BLOCK, configs_of, upon_contract
-from tests.support.vllm_handover import HandoverVllm, request_of
+from tests.support.vllm_contract import BLOCK, configs_of
+from tests.support.vllm_handover import HandoverVllm, request_of, started_vllms
 from tests.support.vllm_router import Listener, external_hashes
 from tests.support.waits import LIMIT_S
 from tidekv.backends.keys.chain import namespace_seed, pack_tokens, page_digests
@@ -27,19 +27,10 @@ Start = Callable[..., HandoverVllm]
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start(connector: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Makes vLLMs with KV events, which end with the test."""
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    started: list[HandoverVllm] = []
-    with upon_contract() as module:
-
-        def start_one(role: str, **settings: Any) -> HandoverVllm:
-            started.append(HandoverVllm(module, role, seed=len(started), **{"events": True, **settings}))
-            return started[-1]
-
+    with started_vllms(connector, monkeypatch, events=True) as start_one:
         yield start_one
-        for vllm in sorted(started, key=lambda vllm: vllm.role):
-            vllm.close()
 
 
 def prompt_of(*parts: int) -> list[int]:
@@ -50,9 +41,9 @@ def prompt_of(*parts: int) -> list[int]:
 def settle(decode: HandoverVllm) -> None:
     """Take all events of what is in place, without waiting for a step of vLLM."""
     for worker in decode.workers:
-        for end in worker._worker._decodes:
-            end._engine.wait_settled()
-            end._events.wait_made()
+        for end in worker.connector_worker.decodes:
+            end.engine.wait_settled()
+            end.events.wait_made()
     decode.step()
 
 
@@ -82,7 +73,7 @@ def restore(decode: HandoverVllm, prefill: HandoverVllm, name: str, tokens: Sequ
 
 def truth(decode: HandoverVllm, tokens: Sequence[int]) -> list[set[str]]:
     """The media of each block of a prompt, as the engine has it: host memory from the first block on, and storage."""
-    engine = decode.worker._worker._decodes[0]._engine
+    engine = decode.worker.connector_worker.decodes[0].engine
     in_host = engine.call(lambda live: live.probe_prefix(tokens))["l2"] // BLOCK
     digests = page_digests(pack_tokens(tokens), BLOCK, prefix=namespace_seed(""))
     storage = runtime_of(engine._engine).storage_in_use.current
@@ -210,7 +201,7 @@ def test_events_of_tensor_parallel_ranks_are_of_what_all_have(start: Start) -> N
     decode.published.clear()
     assert listener.of(tokens) == [{"CPU"}] * 3
     # A rank that has lost its part is the end of the block.
-    feed = decode.workers[1]._worker._decodes[0]._events
+    feed = decode.workers[1].connector_worker.decodes[0].events
     feed.forget()
     settle(decode)
     listener.take(decode.published)
@@ -235,9 +226,9 @@ def test_without_kv_events_nothing_is_collected(start: Start) -> None:
     decode.add(request_of("a", prompt_of(1, 2), None), PLACES[:2])
     decode.compute("a", chunk=100)
     decode.finish("a")
-    assert decode.scheduler._handover_scheduler._decode._jobs.offers[0].names is None
+    assert decode.scheduler.connector_scheduler.decode._jobs.offers[0].names is None
     decode.step_until(lambda: decode.freed)
-    assert decode.worker._worker._decodes[0]._events is None
+    assert decode.worker.connector_worker.decodes[0].events is None
     assert decode.worker.get_kv_connector_kv_cache_events() is None
     assert list(decode.scheduler.take_events()) == []
     assert not decode.published

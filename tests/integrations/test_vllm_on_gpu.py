@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from benchmarks.gpu.thread_streams import ThreadStreams
-from tests.support.vllm_contract import BLOCK, Vllm, upon_contract
-from tests.support.vllm_handover import HandoverVllm, request_of
+from tests.support.vllm_contract import BLOCK, Vllm
+from tests.support.vllm_handover import HandoverVllm, request_of, started_vllms
 from tidekv.engine.thread import server_streams
 
 pytestmark = pytest.mark.nixl
@@ -91,39 +91,22 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     device.close()
 
 
-@pytest.fixture
-def connector() -> Iterator[ModuleType]:
-    with upon_contract() as module:
-        yield module
-
-
 Start = Callable[..., HandoverVllm]
 
 
 @pytest.fixture
 def start(connector: ModuleType, device: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Makes vLLMs, which end with the test."""
-    # UCX's transport within a process aborts if one of its agents ends while another connects to it.
-    monkeypatch.setenv("UCX_TLS", "tcp" if device.name == "cpu" else "tcp,cuda_copy")
-    started: list[HandoverVllm] = []
-
-    def start_one(role: str, **settings: Any) -> HandoverVllm:
-        vllm = HandoverVllm(connector, role, seed=len(started), device=device.name, enqueue=device.enqueue, **settings)
-        started.append(vllm)
-        return vllm
-
-    yield start_one
-    for vllm in sorted(started, key=lambda vllm: vllm.role):
-        vllm.close()
+    transports = "tcp" if device.name == "cpu" else "tcp,cuda_copy"
+    options = {"device": device.name, "enqueue": device.enqueue}
+    with started_vllms(connector, monkeypatch, transports=transports, **options) as start_one:
+        yield start_one
 
 
 def prefilled(prefill: HandoverVllm, name: str, blocks: list[int]) -> dict[str, Any]:
     """A prompt that prefill has enqueued in steps, and what its answer says."""
     assert prefill.add(request_of(name, PROMPT, {"do_remote_decode": True}), blocks) == 0
-    prefill.compute(name, chunk=12)
-    held, params = prefill.finish(name)
-    assert held and params is not None
-    return params
+    return prefill.answer(name, chunk=12)
 
 
 @pytest.mark.parametrize("is_head_first", [True, False], ids=["heads first", "tokens first"])
@@ -149,10 +132,7 @@ def test_decode_gets_what_the_model_of_prefill_has_still_to_compute(
 def _asked(prefill: HandoverVllm, turn: int) -> dict[str, Any]:
     name, tokens = f"p{turn}", [turn, *PROMPT[1:]]
     assert prefill.add(request_of(name, tokens, {"do_remote_decode": True}), PLACES) == 0
-    prefill.compute(name, chunk=12)
-    held, params = prefill.finish(name)
-    assert held and params is not None
-    return params
+    return prefill.answer(name, chunk=12)
 
 
 def test_what_decode_offers_is_read_after_the_step_and_restored_behind_the_next(start: Start, device: Any) -> None:
@@ -175,7 +155,7 @@ def test_what_decode_offers_is_read_after_the_step_and_restored_behind_the_next(
 
 def test_a_prompt_that_prefill_preempts_is_sent_as_it_was_computed_again(start: Start) -> None:
     prefill, decode = start("kv_producer"), start("kv_consumer")
-    params = {"do_remote_prefill": True, "prefill": prefill.scheduler._handover_scheduler._prefill.address, "room": "r"}
+    params = {"do_remote_prefill": True, "prefill": prefill.address, "room": "r"}
     decode.add(request_of("d", PROMPT, params), [1, 2, 3, 4, 5])
     decode.step()
     prefill.add(request_of("p", PROMPT, {"do_remote_decode": True, "room": "r"}), PLACES)

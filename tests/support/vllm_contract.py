@@ -380,7 +380,7 @@ class Vllm:
 
     def settle(self) -> None:
         """Wait until the worker has nothing on its way."""
-        self.worker._worker.pages._loop.call(_idle(self.worker._worker.pages))
+        self.worker.connector_worker.pages._loop.call(_idle(self.worker.connector_worker.pages))
 
     def serve(self, tokens: Sequence[int], blocks: Sequence[int]) -> int:
         """A prompt from arrival to end, in these blocks; returns how many tokens were loaded for it."""
@@ -388,7 +388,7 @@ class Vllm:
         self.scheduler.on_new_request(request)
         found, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
         while found is None:
-            self.scheduler._scheduler.side._known["r"].answer.result()
+            self.scheduler.connector_scheduler.side._known["r"].answer.result()
             found, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
         assert is_async is bool(found)
         allocated = SimpleNamespace(get_block_ids=lambda: (list(blocks),))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
 from types import ModuleType, SimpleNamespace
 from typing import Any  # vLLM's objects are not typed here.
 
+import pytest
 import torch
 
 from tests.support.vllm_contract import (
@@ -176,6 +178,8 @@ class HandoverVllm:
         self.scheduler.bind_gpu_block_pool(self.pool)
         if addresses:
             self.scheduler.set_xfer_handshake_metadata(addresses)
+        self.address = ",".join(addresses[rank].address for rank in sorted(addresses))
+        """Where decode workers reach its prefill workers, as they tell vLLM; empty if it does not send."""
         self._ended: Counter[tuple[str, str]] = Counter()
         """Reports by kind and request: vLLM hears of one once every rank has reported it."""
 
@@ -290,6 +294,13 @@ class HandoverVllm:
         held, params = self.scheduler.request_finished_all_groups(self.requests[name], self._table(name))
         return bool(held), params
 
+    def answer(self, name: str, *, chunk: int) -> dict[str, Any]:
+        """Compute a prompt in steps of `chunk` tokens and finish it; return what prefill's answer says of it."""
+        self.compute(name, chunk=chunk)
+        held, params = self.finish(name)
+        assert held and params is not None
+        return params
+
     def step_until(self, condition: Callable[[], object]) -> None:
         """Empty steps, as vLLM makes them while it waits."""
         until_s = time.monotonic() + LIMIT_S
@@ -318,9 +329,9 @@ class HandoverVllm:
         """
         until_s = time.monotonic() + 1.0
         for worker in self.workers:
-            for prefill in worker._worker._prefills:
-                while time.monotonic() < until_s and prefill._thread._loop is not None:
-                    if prefill._thread._loop.is_closed or not prefill._thread.statistics()["peers"]:
+            for prefill in worker.connector_worker.prefills:
+                while time.monotonic() < until_s and prefill.thread._loop is not None:
+                    if prefill.thread._loop.is_closed or not prefill.thread.statistics()["peers"]:
                         break
                     time.sleep(PAUSE_S)
             worker.shutdown()
@@ -370,3 +381,24 @@ def _overwrite(cache: torch.Tensor, blocks: Sequence[int]) -> None:
     # Block by block: a list of blocks would be copied to a GPU, which waits for it.
     for block in blocks:
         cache[block].fill_(7.0)
+
+
+@contextmanager
+def started_vllms(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, *, transports: str = "tcp", **defaults: Any
+) -> Iterator[Callable[..., HandoverVllm]]:
+    """A call that starts a vLLM with a role and options, upon the contract; all end with the block.
+
+    UCX's transport within a process aborts if one of its agents ends while another connects to it. Servers have one.
+    """
+    monkeypatch.setenv("UCX_TLS", transports)
+    started: list[HandoverVllm] = []
+
+    def start(role: str, **settings: Any) -> HandoverVllm:
+        started.append(HandoverVllm(module, role, seed=len(started), **{**defaults, **settings}))
+        return started[-1]
+
+    yield start
+    # Decode first: it waits for the end of what a prefill writes.
+    for vllm in sorted(started, key=lambda vllm: vllm.role):
+        vllm.close()

@@ -177,8 +177,10 @@ class TidekvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         log_with_vllm()
-        self._scheduler: SchedulerRole | None = None
-        self._worker: WorkerRole | None = None
+        self.connector_scheduler: SchedulerRole | None = None
+        """The scheduler's side, under the name that vLLM's own connectors give it; None in a worker."""
+        self.connector_worker: WorkerRole | None = None
+        """A worker's side; None in the scheduler."""
         self._pacing = StepPacing()
         self._step = NO_STEP
         """Metadata of the worker's step that runs."""
@@ -200,18 +202,18 @@ class TidekvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 if handover.events is not None:
                     self._published = PublishedBlocks(handover.ranks)
                     naming = BlockNaming(maybe_convert_block_hash, hashes_per_block=handover.events.hashes_per_block)
-                self._scheduler = self._handover_scheduler = HandoverScheduler(handover, naming)
+                self.connector_scheduler = self._handover_scheduler = HandoverScheduler(handover, naming)
             else:
-                self._worker = self._handover_worker = HandoverWorker(handover, vllm_config)
+                self.connector_worker = self._handover_worker = HandoverWorker(handover, vllm_config)
             return
         shared = read_shared(vllm_config, kv_cache_config)
         self._must_deliver = False
         if split_uri(shared.settings.uri).scheme == "file":
             self._cache_hit_source = CacheHitSource.DISK
         if is_scheduler:
-            self._scheduler = StorageScheduler(shared)
+            self.connector_scheduler = StorageScheduler(shared)
         else:
-            self._worker = StorageWorker(shared, vllm_config)
+            self.connector_worker = StorageWorker(shared, vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -362,7 +364,7 @@ class TidekvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def get_kv_connector_stats(self) -> TidekvStats | None:
         """Return the counts since the last call."""
-        side = self._scheduler or self._worker
+        side = self.connector_scheduler or self.connector_worker
         self._look_for_clearing()
         counts = side.take_counts() if side is not None else {}
         return TidekvStats(data=counts) if any(counts.values()) else None
@@ -381,7 +383,7 @@ class TidekvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def shutdown(self) -> None:
         """Finish running jobs, and close everything. Idempotent."""
-        side = self._scheduler or self._worker
+        side = self.connector_scheduler or self.connector_worker
         try:
             if side is not None:
                 side.close()
@@ -401,14 +403,14 @@ class TidekvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             self._handover_scheduler.publish_again()
 
     def _scheduler_side(self) -> SchedulerRole:
-        if self._scheduler is None:
+        if self.connector_scheduler is None:
             raise InvalidRequest("this connector belongs to a worker; only the scheduler's has this call")
-        return self._scheduler
+        return self.connector_scheduler
 
     def _worker_side(self) -> WorkerRole:
-        if self._worker is None:
+        if self.connector_worker is None:
             raise InvalidRequest("this connector belongs to the scheduler; only a worker's has this call")
-        return self._worker
+        return self.connector_worker
 
 
 def _vllms(event: messages.KVEvent) -> Any:

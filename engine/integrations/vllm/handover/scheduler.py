@@ -554,7 +554,7 @@ class HandoverScheduler:
 
     def __init__(self, handover: Handover, naming: BlockNaming | None = None) -> None:
         """`naming`: only if vLLM publishes KV events."""
-        self._decode = (
+        self.decode = (
             DecodeScheduler(
                 handover.block_size,
                 handover.dials,
@@ -567,37 +567,37 @@ class HandoverScheduler:
             if handover.receives
             else None
         )
-        self._prefill = (
+        self.prefill = (
             PrefillScheduler(handover.block_size, handover.settings.listen, handover.groups) if handover.sends else None
         )
 
     def listening(self, addresses: Mapping[int, str]) -> None:
         """Take the addresses of the prefill workers, by rank."""
-        if self._prefill is not None:
-            self._prefill.address = ",".join(addresses[rank] for rank in sorted(addresses))
+        if self.prefill is not None:
+            self.prefill.address = ",".join(addresses[rank] for rank in sorted(addresses))
 
     def arrived(self, request: Any) -> None:
         """Take note of a new request."""
-        if self._decode is not None:
-            self._decode.arrived(request)
-        if self._prefill is not None:
-            self._prefill.arrived(request)
+        if self.decode is not None:
+            self.decode.arrived(request)
+        if self.prefill is not None:
+            self.prefill.arrived(request)
 
     def matched(self, request: Any, computed: int) -> int | None:
         """Return how many tokens of the prompt behind `computed` prefill is to send; None: ask again."""
-        return 0 if self._decode is None else self._decode.matched(request, computed)
+        return 0 if self.decode is None else self.decode.matched(request, computed)
 
     def allocated(self, request: Any, table: Table, external_tokens: int) -> None:
         """Plan the restore of a prompt into its blocks."""
-        if self._decode is not None:
-            self._decode.allocated(request, table, external_tokens)
+        if self.decode is not None:
+            self.decode.allocated(request, table, external_tokens)
 
     def step_jobs(self, scheduler_output: Any) -> HandoverJobs | None:
         """Return the worker's jobs for one step; None without any."""
         state = scheduler_output.kv_connector_block_state
-        jobs = HandoverJobs() if self._decode is None else self._decode.take_jobs()
-        if self._prefill is not None:
-            self._prefill.add_jobs(
+        jobs = HandoverJobs() if self.decode is None else self.decode.take_jobs()
+        if self.prefill is not None:
+            self.prefill.add_jobs(
                 jobs,
                 scheduler_output.num_scheduled_tokens,
                 scheduler_output.preempted_req_ids or (),
@@ -607,19 +607,19 @@ class HandoverScheduler:
 
     def heard(self, connector_output: Any) -> None:
         """Note the restores that ended, and the blocks that are free again."""
-        if self._prefill is not None:
-            self._prefill.freed(connector_output.finished_sending or ())
-        if self._decode is not None:
-            self._decode.loaded(connector_output.finished_recving or ())
+        if self.prefill is not None:
+            self.prefill.freed(connector_output.finished_sending or ())
+        if self.decode is not None:
+            self.decode.loaded(connector_output.finished_recving or ())
             found = connector_output.kv_connector_worker_meta
             if found is not None:
-                self._decode.answered(found.found)
+                self.decode.answered(found.found)
 
     def finished(self, request: Any, table: Table) -> tuple[bool, dict[str, Any] | None]:
         """End a request. True: vLLM holds its blocks until decode has received them, or they are in host memory."""
-        held, params = (False, None) if self._prefill is None else self._prefill.finished(request.request_id)
-        if self._decode is not None and not held:
-            held = self._decode.finished(request, table)
+        held, params = (False, None) if self.prefill is None else self.prefill.finished(request.request_id)
+        if self.decode is not None and not held:
+            held = self.decode.finished(request, table)
         return held, params
 
     def take_counts(self) -> dict[str, int]:
@@ -628,13 +628,13 @@ class HandoverScheduler:
 
     def reset(self) -> None:
         """Make pages kept so far unfindable for this instance; storage keeps them for others."""
-        if self._decode is not None:
-            self._decode.reset()
+        if self.decode is not None:
+            self.decode.reset()
 
     def publish_again(self) -> None:
         """Have the workers publish all that is kept once more: vLLM's listeners were told that nothing is left."""
-        if self._decode is not None:
-            self._decode.publish_again()
+        if self.decode is not None:
+            self.decode.publish_again()
 
     def close(self) -> None:
         """Do nothing: the scheduler's side owns no resources."""

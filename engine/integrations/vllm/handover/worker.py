@@ -74,7 +74,7 @@ class PrefillWorker:
             ),
             on_room=self._refuse_unknown,
         )
-        self._thread = PrefillThread(peer, promise_timeout_s=settings.promise_timeout_s)
+        self.thread = PrefillThread(peer, promise_timeout_s=settings.promise_timeout_s)
         self._counts = counts
         self._rooms: dict[str, str] = {}
         """Rooms by request, from the first send on until the request's blocks are free."""
@@ -86,22 +86,22 @@ class PrefillWorker:
         self._blocks: Counter[str] = Counter()
         """Blocks handed over, by request."""
         self._unclaimed_max = int(settings.unclaimed_share * handover.num_blocks)
-        self._thread.start()
+        self.thread.start()
 
     @property
     def address(self) -> str:
         """The address that decode workers connect to."""
-        return self._thread.address
+        return self.thread.address
 
     def before_forward(self, jobs: HandoverJobs) -> None:
         """End what reads blocks that this step may overwrite."""
         for request_id in jobs.preempted:
-            self._thread.restart(request_id, "prefill preempted the request")
+            self.thread.restart(request_id, "prefill preempted the request")
             self._blocks[request_id] = 0
         for request_id, is_complete in jobs.held.items():
             self._held.add(request_id)
             if not is_complete:
-                self._thread.stop(request_id, "the request was aborted at prefill")
+                self.thread.stop(request_id, "the request was aborted at prefill")
         if jobs.held or jobs.is_short:
             self._release_unclaimed(is_short=jobs.is_short)
 
@@ -110,7 +110,7 @@ class PrefillWorker:
         if job.request_id not in self._rooms:
             self._rooms[job.request_id] = job.room
             try:
-                self._thread.open(job.request_id, job.prompt, room=job.room)
+                self.thread.open(job.request_id, job.prompt, room=job.room)
             except InvalidRequest as error:
                 LOG.warning("a request is not handed over", request_id=job.request_id, cause=str(error))
                 self._counts["sends_failed"] += 1
@@ -122,15 +122,15 @@ class PrefillWorker:
             return
         end = job.prompt.prompt_tokens if job.is_last else None
         self._blocks[job.request_id] += len(job.blocks) + sum(map(len, job.components.values()))
-        self._thread.send(job.request_id, job.blocks, start_token=job.start_token, end_token=end)
+        self.thread.send(job.request_id, job.blocks, start_token=job.start_token, end_token=end)
         for component, blocks in job.components.items():
-            self._thread.send_component_pages(job.request_id, component, blocks)
+            self.thread.send_component_pages(job.request_id, component, blocks)
         if job.is_last:
-            self._thread.finish(job.request_id, first_token=UNSAMPLED)
+            self.thread.finish(job.request_id, first_token=UNSAMPLED)
 
     def take_finished(self) -> set[str]:
         """Return the finished requests whose blocks nothing reads any more, each once."""
-        for ended in self._thread.poll() if self._open else ():
+        for ended in self.thread.poll() if self._open else ():
             self._open.discard(ended.request_id)
             room = self._rooms[ended.request_id]
             self._prompts.pop(room, None)
@@ -152,11 +152,11 @@ class PrefillWorker:
 
     def close(self) -> None:
         """End all rooms and stop. Idempotent."""
-        self._thread.close()
+        self.thread.close()
 
     def _release_unclaimed(self, *, is_short: bool) -> None:
         """Give up the oldest prompts that no decode worker asks for: all above the share, and one if vLLM is short."""
-        unclaimed = [request_id for request_id in self._thread.unclaimed() if request_id in self._held]
+        unclaimed = [request_id for request_id in self.thread.unclaimed() if request_id in self._held]
         blocks = sum(self._blocks[request_id] for request_id in unclaimed)
         for request_id in unclaimed:
             if blocks > self._unclaimed_max:
@@ -165,7 +165,7 @@ class PrefillWorker:
                 why = "no decode worker had asked for it, and a request of this prefill waited for blocks"
             else:
                 return
-            self._thread.stop(request_id, why)
+            self.thread.stop(request_id, why)
             blocks, is_short = blocks - self._blocks[request_id], False
 
     async def _refuse_unknown(self, room: Room) -> None:
@@ -198,7 +198,7 @@ class DecodeWorker:
             # A prompt that prefill preempted is sent again in a second room.
             peer=msgspec.structs.replace(settings.engine.peer, attempts=max(2, settings.engine.peer.attempts)),
         )
-        self._events = None if handover.events is None else EventFeed(handover, kind=handover.events.kind)
+        self.events = None if handover.events is None else EventFeed(handover, kind=handover.events.kind)
         self._host = HostPool.allocate(layout, _host_pages(handover, pools), path=handover.pool_path)
         components = _with_host_pages(handover, pools)
         self._component_hosts = [one.host for one in components]
@@ -215,9 +215,9 @@ class DecodeWorker:
                 dials=settings.dials,
             ),
         )
-        if self._events is not None:
-            engine.publish_to(self._events.server_events)
-        self._engine = EngineThread(engine)
+        if self.events is not None:
+            engine.publish_to(self.events.server_events)
+        self.engine = EngineThread(engine)
         self._counts = counts
         self._jobs: dict[int, RestoreJob | OfferJob | LookUpJob] = {}
         """Calls of the engine that have no outcome yet, by ticket."""
@@ -233,13 +233,13 @@ class DecodeWorker:
         self._has_components = bool(pools.components)
         self._failed: set[str] = set()
         """With components: requests whose restore has failed, unreported."""
-        self._engine.start()
+        self.engine.start()
 
     def look_up(self, job: LookUpJob) -> None:
         """Start a look-up. Its answer is returned by `take_answers`."""
         try:
             timeout_s = self._handover.settings.lookup_timeout_s
-            self._jobs[self._engine.look_up(job.tokens, namespace=job.namespace, timeout_s=timeout_s)] = job
+            self._jobs[self.engine.look_up(job.tokens, namespace=job.namespace, timeout_s=timeout_s)] = job
         except TidekvError as error:
             self._fail(job, str(error))
 
@@ -250,8 +250,8 @@ class DecodeWorker:
 
     def restore(self, job: RestoreJob) -> None:
         """Start a restore. Its end is returned by `take_finished` exactly once."""
-        if self._events is not None:
-            self._events.name(job.namespace, job.tokens, job.names)
+        if self.events is not None:
+            self.events.name(job.namespace, job.tokens, job.names)
         try:
             request = DecodeRequest(
                 request_id=job.room,
@@ -261,7 +261,7 @@ class DecodeWorker:
                 prompt_digest=job.prompt,
                 priority=job.priority,
             )
-            ticket = self._engine.restore_into(request, job.blocks, job.have_tokens, component_pages=job.components)
+            ticket = self.engine.restore_into(request, job.blocks, job.have_tokens, component_pages=job.components)
             self._jobs[ticket] = job
         except TidekvError as error:
             self._end_restore(job, job.have_tokens, str(error))
@@ -270,10 +270,10 @@ class DecodeWorker:
 
     def offer(self, job: OfferJob) -> None:
         """Start copying blocks to host memory. Its end is returned by `take_finished` exactly once."""
-        if self._events is not None:
-            self._events.name(job.namespace, job.tokens, job.names)
+        if self.events is not None:
+            self.events.name(job.namespace, job.tokens, job.names)
         try:
-            ticket = self._engine.offer(job.tokens, job.blocks, namespace=job.namespace, component_pages=job.components)
+            ticket = self.engine.offer(job.tokens, job.blocks, namespace=job.namespace, component_pages=job.components)
             self._jobs[ticket] = job
         except TidekvError as error:
             self._end_offer(job, str(error))
@@ -281,7 +281,7 @@ class DecodeWorker:
     def hint(self, envelope: Mapping[str, object]) -> None:
         """Act on KV hints in the background."""
         with suppress(EngineClosed):  # They are advice.
-            self._engine.hint(envelope)
+            self.engine.hint(envelope)
 
     def decline(self, job: DeclineJob) -> None:
         """Let prefill release the blocks of a prompt that is not restored here."""
@@ -296,7 +296,7 @@ class DecodeWorker:
         if room is not None:
             self._aborted.add(request_id)
             with suppress(EngineClosed):  # The engine's end fails every restore.
-                self._engine.abort(room)
+                self.engine.abort(room)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Return the requests whose offered blocks are free, and those whose restores ended, each once."""
@@ -323,36 +323,36 @@ class DecodeWorker:
     def forget(self) -> None:
         """Empty host memory, whose pages have names that no request uses again."""
         with suppress(EngineClosed):
-            self._engine.flush(("l2",))
+            self.engine.flush(("l2",))
 
     def change_events(self, jobs: HandoverJobs) -> None:
         """Withdraw what is not found any more, and publish again what listeners were told to forget."""
-        if self._events is None:
+        if self.events is None:
             return
         if jobs.is_reset:
-            self._events.forget()
+            self.events.forget()
         if jobs.publishes_again:
-            self._events.again()
+            self.events.again()
 
     def take_events(self) -> RankReport | None:
         """Return what is new of the KV events; None without any."""
-        return None if self._events is None else self._events.take()
+        return None if self.events is None else self.events.take()
 
     def close(self) -> None:
         """Abort what is under way and stop. Idempotent."""
         try:
-            self._engine.close()
+            self.engine.close()
             # Unless that raised: then something may still write to the pages.
             for host in (self._host, *self._component_hosts):
                 if host is not None:
                     host.close()
         finally:
-            if self._events is not None:
-                self._events.close()
+            if self.events is not None:
+                self.events.close()
 
     def _poll(self) -> None:
         try:
-            outcomes = self._engine.poll()
+            outcomes = self.engine.poll()
         except EngineClosed as error:
             self._give_up(error)
             return
@@ -384,7 +384,7 @@ class DecodeWorker:
 
     def _decline(self, room: str, prefill: str, prompt: PromptDigest) -> None:
         try:
-            self._engine.decline(DecodeRequest(request_id=room, tokens=(), prefill=prefill, prompt_digest=prompt))
+            self.engine.decline(DecodeRequest(request_id=room, tokens=(), prefill=prefill, prompt_digest=prompt))
         except InvalidRequest as error:
             LOG.warning("a room could not be declined", room=room, prefill=prefill, cause=str(error))
         except EngineClosed:
@@ -394,7 +394,7 @@ class DecodeWorker:
         """End all jobs: the engine has ended. Its own end, which is waited for, ends the last writes to the blocks."""
         LOG.error("the decode engine has ended; prompts are computed from now on", cause=str(error))
         try:
-            self._engine.close()
+            self.engine.close()
         except Exception:
             LOG.exception("the decode engine ended by this error")
         for job in self._jobs.values():
@@ -475,8 +475,10 @@ class HandoverWorker:
         self._vllm_config = vllm_config
         self._counts: Counter[str] = Counter()
         """Those of all ends since they were last taken."""
-        self._prefills: list[PrefillWorker] = []
-        self._decodes: list[DecodeWorker] = []
+        self.prefills: list[PrefillWorker] = []
+        """The end that sends, of each rank; empty for a vLLM that only receives."""
+        self.decodes: list[DecodeWorker] = []
+        """The end that receives, of each rank; empty for a vLLM that only sends."""
         self._freed: Counter[str] = Counter()
         """By request, the ranks that have reported that its blocks are free, until all have."""
         self._loaded: Counter[str] = Counter()
@@ -485,7 +487,7 @@ class HandoverWorker:
     @property
     def address(self) -> str:
         """The addresses at which this worker listens for decode workers, by rank; empty if it does not."""
-        return ",".join(prefill.address for prefill in self._prefills)
+        return ",".join(prefill.address for prefill in self.prefills)
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Wrap the worker's tensors, and start both ends. Raises InvalidConfig for unsupported tensors."""
@@ -494,11 +496,11 @@ class HandoverWorker:
             pools = self._wrap(kv_caches, part)
             # One by one, so that `close` ends those that have started if a later one raises.
             if handover.sends:
-                self._prefills.append(PrefillWorker(pools, rank, self._counts))
-                self._ends.append(self._prefills[-1])
+                self.prefills.append(PrefillWorker(pools, rank, self._counts))
+                self._ends.append(self.prefills[-1])
             if handover.receives:
-                self._decodes.append(DecodeWorker(pools, rank, self._counts))
-                self._ends.append(self._decodes[-1])
+                self.decodes.append(DecodeWorker(pools, rank, self._counts))
+                self._ends.append(self.decodes[-1])
         if handover.rank == 0:
             report_tiers(
                 self._vllm_config,
@@ -547,9 +549,9 @@ class HandoverWorker:
 
     def before_forward(self, jobs: HandoverJobs) -> None:
         """End what reads blocks that this step may overwrite, and restores that are not needed any more."""
-        for prefill in self._prefills:
+        for prefill in self.prefills:
             prefill.before_forward(jobs)
-        for decode in self._decodes:
+        for decode in self.decodes:
             decode.change_events(jobs)
             for envelope in jobs.hints:
                 decode.hint(envelope)
@@ -562,16 +564,16 @@ class HandoverWorker:
 
     def start_loads(self, jobs: HandoverJobs) -> None:
         """Start the restores of a step."""
-        for decode in self._decodes:
+        for decode in self.decodes:
             for job in jobs.restores:
                 decode.restore(job)
 
     def after_forward(self, jobs: HandoverJobs) -> None:
         """Hand over the blocks that a step filled, and offer those of finished requests."""
-        for prefill in self._prefills:
+        for prefill in self.prefills:
             for job in jobs.sends:
                 prefill.send(job)
-        for decode in self._decodes:
+        for decode in self.decodes:
             for offer in jobs.offers:
                 decode.offer(offer)
             if jobs.is_reset:
@@ -580,10 +582,10 @@ class HandoverWorker:
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Return the requests whose held blocks are free again, and those whose restores ended, on all ranks."""
-        for prefill in self._prefills:
+        for prefill in self.prefills:
             for request_id in prefill.take_finished():
                 self._freed[request_id] += 1
-        for decode in self._decodes:
+        for decode in self.decodes:
             kept, loaded = decode.take_finished()
             for request_id in kept:
                 self._freed[request_id] += 1
@@ -598,25 +600,25 @@ class HandoverWorker:
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks that restores did not fill; of a restore that goes on at other ranks, before its end."""
         invalid = set[int]()
-        for decode in self._decodes:
+        for decode in self.decodes:
             invalid |= decode.take_invalid_blocks()
         return invalid
 
     def take_failed(self) -> set[str]:
         """Return the requests whose restore failed as a whole; of one that goes on at other ranks, before its end."""
-        return {request_id for decode in self._decodes for request_id in decode.take_failed()}
+        return {request_id for decode in self.decodes for request_id in decode.take_failed()}
 
     def take_answers(self) -> dict[str, list[int]]:
         """Return what look-ups have found: by request, the tokens that each rank of this worker has."""
         found: dict[str, list[int]] = {}
-        for decode in self._decodes:
+        for decode in self.decodes:
             for request_id, tokens in decode.take_answers().items():
                 found.setdefault(request_id, []).append(tokens)
         return found
 
     def take_events(self) -> list[RankReport]:
         """Return what is new of the KV events, by rank."""
-        return [report for decode in self._decodes if (report := decode.take_events()) is not None]
+        return [report for decode in self.decodes if (report := decode.take_events()) is not None]
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call, by the names of `HANDOVER_COUNTS`."""
