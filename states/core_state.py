@@ -53,6 +53,7 @@ COUNTERS: Final = (
     "frames_late",
     "l1_pages_dropped",
     "l2_damaged",
+    "l2_declined_pages",
     "l2_pages_dropped",
     "l2_pages_found",
     "l3_breaker_closed",

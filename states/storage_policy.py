@@ -37,7 +37,8 @@ class StoragePolicy(Options, frozen=True, kw_only=True):
     "best_effort": until its transfer is done; pages that have landed by then are used. "wait_complete": until they end.
     Pages that have not landed are requested from prefill. These two are bounded by half of the time that the request
     has left when its plan is made. "soonest": like "timeout", but pages that the transfer would bring sooner are not
-    fetched, and whenever the transfer is done before the fetches, the split between storage and transfer is recomputed.
+    fetched, nor copied from a host memory that is measured to be slower, and whenever the transfer is done before the
+    fetches, the split between storage and transfer is recomputed.
     Only with this one is a storage that is slower than the transfer never worse than none.
     """
     prefetch_threshold_tokens: Count = 256

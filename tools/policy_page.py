@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tidekv.states.storage.answer_time import GAIN_SHARE, WAIT_MAX_S, WAIT_MIN_S
-from tidekv.states.storage.source_split import MARKED_GAIN
+from tidekv.states.storage.source_split import MARKED_GAIN, TRUSTED_S
 from tidekv.states.storage.throughput import ESTIMATE_FRESH_S
 
 BEGIN = "<!-- Policies, from the code: python -m tools.policy_page docs/storage.md -->"
@@ -45,11 +45,14 @@ one after it. A plan fetches at most `n` pages with `(pages under way + n) * pag
 it may take`. After {ESTIMATE_FRESH_S:g} s without a fetch the measurement bounds no plan any more.
 
 **Split between storage and transfer.** With `soonest` the throughput of the transfer is measured in the same way,
-prefill's computation included. A plan takes what storage has from the faster of the two, or a part from each, if that
-is {MARKED_GAIN:g} times as fast or more. When prefill has sent everything and fetches are still under way, the last of
-these are requested from prefill as well if it sends them markedly sooner. While one of the two throughputs is unknown,
-one plan at a time measures it with a part of its pages ([Measuring](measuring.md#default-policy-on-real-processes)).
-The pages of windows and states are not split.
+prefill's computation included. A plan takes what storage has from the one that brings it sooner, or a part from each,
+if that is {MARKED_GAIN:g} times as fast or more. Host memory is trusted, until its copies are measured to be slower
+than the transfer: then, if they would take more than {1e3 * TRUSTED_S:g} ms, the same rule divides its pages
+(`l2_declined_pages`), and storage counts as no faster than the copies that follow its reads. When prefill has sent
+everything and fetches are still under way, the last of these are requested from prefill as well if it sends them
+markedly sooner. While one of the throughputs of storage and transfer is unknown, one plan at a time measures it with a
+part of its pages ([Measuring](measuring.md#default-policy-on-real-processes)). The pages of windows and states are not
+split.
 
 **Prefetch for waiting requests.** A request that waits for device memory has already looked up its pages in storage. If
 `lookahead_pages_max` is set, these pages are fetched to the host meanwhile and count as `l3`. All pages in front of

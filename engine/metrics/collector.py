@@ -84,7 +84,7 @@ class MetricsCollector(Collector):
         yield snapshots
         yield labeled_counter("tidekv_cuts", "Extends by what had failed.", "cause", fold.cuts)
         yield labeled_counter(
-            "tidekv_declined_pages", "Pages that storage had and that were not fetched.", "cause", fold.declined
+            "tidekv_declined_pages", "Pages that storage or host memory had, not loaded.", "cause", fold.declined
         )
         yield labeled_counter("tidekv_raises", "Rules of the core that raised: each is a bug.", "rule", fold.raises)
         yield labeled_counter("tidekv_evicted_pages", "Pages that left the index, by tier.", "tier", fold.evicted)

@@ -98,7 +98,7 @@ def delivered_by(event: events.Event, work: Work) -> int:
 
 
 def declined_words(request: Request, core: Core) -> str:
-    """Return why pages in storage are not fetched, with the setting responsible."""
+    """Return why pages in storage or host memory are not loaded, with the setting responsible."""
     cause, count = request.sources.declined
     policy = core.state.settings
     detail = ""
@@ -110,9 +110,10 @@ def declined_words(request: Request, core: Core) -> str:
         limits = ("fetch_pages_in_flight_max", "fetch_pages_per_s")
         detail = ", ".join(f"{name} is {getattr(policy, name):g}" for name in limits if getattr(policy, name))
         detail = detail or f"at its pace no more lands in time: fetch_deadline_share is {policy.fetch_deadline_share:g}"
-    elif cause in ("slower", "unmeasured"):
+    elif cause in ("slower", "unmeasured", "copies_slower"):
         detail = "prefetch is soonest"
-    return f"{count} pages that storage has were declined: {DECLINED[cause]}{f' ({detail})' if detail else ''}"
+    tier = "host memory" if cause == "copies_slower" else "storage"
+    return f"{count} pages that {tier} has were declined: {DECLINED[cause]}{f' ({detail})' if detail else ''}"
 
 
 def breaker_words(core: Core) -> str:

@@ -30,7 +30,8 @@ from tidekv.states.commands import CopyPages, FetchPages
 from tidekv.states.events import CopyEnded
 from tidekv.states.records.request import Load, Request
 from tidekv.states.records.stages import Stage
-from tidekv.states.storage.source_split import fetches_to_keep
+from tidekv.states.storage.source_split import SourceLoad, fetches_to_keep
+from tidekv.states.storage.throughput import ThroughputEstimator
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import PageIds, page_ids
 
@@ -115,6 +116,10 @@ class Loads:
         self._rooms = rooms
         self.placement = placement
         self._live: dict[Load, None] = {}
+        self._throughput = ThroughputEstimator()
+        self._copying: dict[Load, int] = {}
+        """Loads whose copies are under way, each with its pages."""
+        self._pages_copying = 0
         self._settled: list[Load] = []
         self._dropped: PageIds = page_ids()
         """Pages that have left the tree and are still draining in their pool: kept here in case a step raises."""
@@ -124,6 +129,21 @@ class Loads:
 
     def __iter__(self) -> Iterator[Load]:
         return iter(self._live)
+
+    @property
+    def source_load(self) -> SourceLoad:
+        """Measured speed of copies from host memory, and the number of pages under way from there.
+
+        The first copies may include the first touch of memory: until one is not faster than those before it, the speed
+        is unknown.
+        """
+        page_s = self._throughput.page_s if self._throughput.is_confirmed else 0.0
+        return SourceLoad(page_s, self._pages_copying)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a copy has been measured in the last seconds."""
+        return not self._throughput.is_old(self._state.now_s)
 
     @property
     def settled_reclaiming(self) -> list[Load]:
@@ -190,6 +210,7 @@ class Loads:
         state = self._state
         self._live.pop(load, None)
         self._storage.fetch_over(load)
+        self._copy_over(load)
         state.operations.pop(load.op, None)
         self._release_source(load)
         load.unlock(state.index)
@@ -230,8 +251,14 @@ class Loads:
         )
         load.copy()
         self._storage.fetch_over(load)
+        self._copying[load] = load.page_count
+        self._pages_copying += load.page_count
+        load.was_queued(self._state.now_s, self._pages_copying, until_s=self._state.now_s + deadline_s)
         for request in load.waiters:
             self._state.request_changed(request)
+
+    def _copy_over(self, load: Load) -> None:
+        self._pages_copying -= self._copying.pop(load, 0)
 
     # --- Outcomes ---
 
@@ -350,11 +377,17 @@ class Loads:
             self.fail(load, "copy_failed")
         else:
             self._release_source(load)
+            self._note_copy(load)
             self._end(load, load.tier)
+
+    def _note_copy(self, load: Load) -> None:
+        now_s = self._state.now_s
+        self._throughput.note_trial(taken_s=now_s - load.begun_at_s, pages=load.queued_pages, now_s=now_s)
 
     def copy_is_late(self, load: Load) -> None:
         """Reclaim the load of a late copy. The copy may still write, so no waiter can extend into the pages."""
         self._state.count("copies_late")
+        self._note_copy(load)
         self._reclaim(load, "a copy to the device did not end in time")
 
     def filled(self, load: Load) -> None:
@@ -467,6 +500,7 @@ class Loads:
         load.fail(cause)
         self._clear_sender(load)
         self._storage.fetch_over(load)
+        self._copy_over(load)
         self._state.load_failed(load)
         for request in load.waiters:
             self._state.request_changed(request)
@@ -517,6 +551,7 @@ class Loads:
         """Unregister a load that has ended or is being reclaimed."""
         self._clear_sender(load)
         self._live.pop(load, None)
+        self._copy_over(load)
         self._state.failed_loads.pop(load, None)
         self._state.pages_were_freed()
 

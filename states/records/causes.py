@@ -9,10 +9,11 @@ DECLINED = {
     "limit": "the limits on fetches leave too few of them",
     "slower": "the transfer is expected to bring them sooner",
     "unmeasured": "the speed of storage or of prefill is not known yet; other pages are fetched to measure it",
+    "copies_slower": "the transfer is expected to bring them sooner than copies from host memory",
     "no_host_page": "host memory has no free page",
     "in_the_way": "pages of an earlier load of the same prompt are still being reclaimed",
 }
-"""Reasons why a plan does not fetch pages that storage has, by name."""
+"""Reasons why a plan does not load pages that storage has, or host memory, by name."""
 LOST_CAUSES = {
     "component_fetch_short": "storage did not deliver all pages of a component",
     "component_fetch_late": "storage did not deliver the pages of a component in time",

@@ -324,9 +324,9 @@ class Load:
         self.stage = stage
         self.op = 0
         self.begun_at_s = 0.0
-        """When its fetch began."""
+        """When its fetch began, or its copy."""
         self.queued_pages = 0
-        """Pages of all fetches under way when its fetch began, its own included."""
+        """Pages of all fetches, or copies, under way when it began, its own included."""
         self.fetch_until_s = 0.0
         """Deadline of its fetch."""
         self.overdue_at_s = float("inf")
@@ -430,7 +430,7 @@ class Load:
         self.op = op
 
     def was_queued(self, at_s: float, queued_pages: int, *, until_s: float) -> None:
-        """Note when its fetch began, the pages of all fetches under way then, its own included, and the deadline."""
+        """Note when its fetch or copy began, the pages of all such under way, its own included, and the deadline."""
         self.begun_at_s, self.queued_pages, self.fetch_until_s = at_s, queued_pages, until_s
 
     def expect_by(self, at_s: float) -> None:

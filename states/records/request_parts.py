@@ -506,7 +506,7 @@ class Sources:
         self.pages["l1"] += count - sum(self.pages.values())
 
     def decline(self, cause: str, count: int) -> None:
-        """Note that `count` pages of storage are not fetched."""
+        """Note that `count` pages of storage, or of host memory, are not loaded."""
         self.declined = (cause, count)
 
 

@@ -24,7 +24,7 @@ from tidekv.states.loads.loads import LoadFetch
 from tidekv.states.records.ahead import AheadRun
 from tidekv.states.records.request import Load
 from tidekv.states.records.stages import Stage
-from tidekv.states.storage.source_split import pages_to_fetch
+from tidekv.states.storage.source_split import pages_to_load
 from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
@@ -177,11 +177,9 @@ class PlanFetches:
         cause = "limit"
         if settings.prefetch == "soonest":
             rest = request.page_count - plan.end - allowed
-            storage, link = self._storage.source_load, self._rooms.source_load
-            shortest = -(-threshold // settings.page_size)
-            sooner = pages_to_fetch(allowed, rest, storage=storage, link=link, shortest=shortest)
-            if not sooner and not self._storage.is_measured and not storage.queued_pages:
-                sooner = min(shortest, allowed)
+            storage, link = self._storage.source_load.before(self._loads.source_load), self._rooms.source_load
+            is_old, shortest = not self._storage.is_measured, -(-threshold // settings.page_size)
+            sooner = pages_to_load(allowed, rest, tier=storage, link=link, is_old=is_old, shortest=shortest)
             if sooner < allowed:
                 cause = "slower" if storage.page_s and link.page_s else "unmeasured"
                 allowed = sooner

@@ -27,6 +27,7 @@ from tidekv.states.records.stages import Stage
 from tidekv.states.request.plan_fetches import Adoption, PlanFetches
 from tidekv.states.rollback import Rollback
 from tidekv.states.settings import computes_rest
+from tidekv.states.storage.source_split import pages_to_copy
 from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
@@ -280,7 +281,7 @@ class Restore:
             undo.callback(state.take_commands_back, commands_before)
             if request.restore_limit < 2:
                 self._load_from_host(request, plan, undo)
-            if request.restore_limit < 1:
+            if request.restore_limit < 1 and plan.end >= plan.host_node.depth_pages:
                 adopted = self._fetches.adopt_reads(request, plan, undo)
                 self._fetches.load(request, plan, undo)
             if self._component_pages is not None:
@@ -403,11 +404,12 @@ class Restore:
     def _load_from_host(self, request: Request, plan: Plan, undo: Rollback) -> None:
         """Start copies of the matched host pages, in runs of whole nodes from the same tier.
 
-        A run ends at `copy_run_pages`, and where pages that were fetched ahead begin or end: these count as L3.
+        A run ends at `copy_run_pages`, and where pages that were fetched ahead begin or end: these count as L3. Pages
+        that prefill sends sooner are left to it.
         """
         run: list[Node] = []
         ahead = request.ahead
-        path = [node for node in self._state.index.path(plan.host_node) if node.depth_pages > plan.end]
+        path = self._host_path(request, plan)
         for node in path:
             run.append(node)
             count = node.depth_pages - plan.end
@@ -423,6 +425,25 @@ class Restore:
                 undo.callback(self._loads.abandon, load)
                 plan.add(load)
                 run = []
+
+    def _host_path(self, request: Request, plan: Plan) -> list[Node]:
+        """Return the nodes in host memory to be copied; a node of which prefill sends the end sooner is split."""
+        index = self._state.index
+        path = [node for node in index.path(plan.host_node) if node.depth_pages > plan.end]
+        if not path:
+            return path
+        end, host = path[-1].depth_pages, self._loads.source_load
+        rest, is_old = request.page_count - end, not self._loads.is_measured
+        count = pages_to_copy(end - plan.end, rest, host=host, link=self._rooms.source_load, is_old=is_old)
+        if count == end - plan.end:
+            return path
+        self._state.count("l2_declined_pages", end - plan.end - count)
+        request.sources.decline("copies_slower", end - plan.end - count)
+        end = plan.end + count
+        kept = [node for node in path if count and node.depth_pages - node.page_count < end]
+        if kept and kept[-1].depth_pages > end:
+            kept[-1] = index.split(kept[-1], end - kept[-1].depth_pages + kept[-1].page_count)
+        return kept
 
     # --- READY ---
 

@@ -1,11 +1,13 @@
-"""Split of a restore between storage and prefill, for pages that both could deliver.
+"""Split of a restore between a tier and prefill, for pages that both could deliver.
 
 Pure arithmetic on two figures per source: the seconds of a page in recent transfers
 (`tidekv.states.storage.throughput`), and the number of pages that wait before it. It applies to the fetch policy
 "soonest" and is made at two moments:
 
-- A plan takes what storage has from the faster source, unless the prompt is ready markedly sooner if both share it:
-  then both end at the same time, storage fetches the front, and prefill sends the rest.
+- A plan takes what storage has from the source that brings all of it sooner, behind what waits there already, unless
+  the prompt is ready markedly sooner if both share it: then both end at the same time, storage fetches the front, and
+  prefill sends the rest. It does the same with what host memory has, which is trusted until its copies are measured to
+  be slower than prefill. A page from storage passes host memory, so the slower of both counts.
 - Whenever prefill has sent everything requested while fetches are in flight, the split of the pages still being fetched
   is recomputed, and prefill is asked for the last part by *extend*. So a storage that has become slower does not delay
   pages that the network delivers sooner; a fetch that should have landed by then counts in its throughput. It is
@@ -31,6 +33,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+TRUSTED_S = 0.05
+"""Copies from host memory that end this soon are not compared with prefill: a busy processor may have delayed those
+that were measured, and prefill's work and link are worth more than what such a prompt could gain.
+"""
 PROBE_PARTS = 8
 """A plan that measures an unknown storage fetches one of so many parts of what storage has."""
 MARKED_GAIN = 1.2
@@ -45,6 +51,12 @@ class SourceLoad(NamedTuple):
     page_s: float
     queued_pages: int
 
+    def before(self, copies: SourceLoad) -> SourceLoad:
+        """Return the load of this source if `copies` bring its pages to the device: that of the slower one."""
+        if not self.page_s or copies.page_s <= self.page_s:
+            return self
+        return SourceLoad(copies.page_s, self.queued_pages + copies.queued_pages)
+
 
 def gain_s(count: int, *, storage: SourceLoad, link: SourceLoad) -> float:
     """Return the seconds that `count` pages take less from both sources than from prefill. 0 if its cost is unknown.
@@ -56,32 +68,43 @@ def gain_s(count: int, *, storage: SourceLoad, link: SourceLoad) -> float:
     return count * link.page_s**2 / (link.page_s + (storage.page_s or link.page_s))
 
 
-def pages_to_fetch(count: int, rest: int, *, storage: SourceLoad, link: SourceLoad, shortest: int = 1) -> int:
-    """Return how many of the first `count` pages to fetch, so that the last page of all arrives early.
+def pages_to_copy(count: int, rest: int, *, host: SourceLoad, link: SourceLoad, is_old: bool = False) -> int:
+    """Return how many of the first `count` pages to copy from host memory. See `pages_to_load`.
+
+    All of them, unless its copies are known to be slower than prefill, and to take longer than TRUSTED_S.
+    """
+    if host.page_s <= link.page_s or not link.page_s or (host.queued_pages + count) * host.page_s <= TRUSTED_S:
+        return count
+    return pages_to_load(count, rest, tier=host, link=link, is_old=is_old)
+
+
+def pages_to_load(
+    count: int, rest: int, *, tier: SourceLoad, link: SourceLoad, is_old: bool = False, shortest: int = 1
+) -> int:
+    """Return how many of the first `count` pages to load, so that the last page of all arrives early.
 
     Both sources have these pages; prefill also sends `rest` further ones that only it has. At least `shortest` pages
-    are fetched, or all if there are fewer, or none.
+    are loaded, or all if there are fewer, or none. If the figure of an idle tier `is_old`, they are loaded to renew it.
     """
-    if not storage.page_s or not link.page_s:
-        if storage.queued_pages:
+    if not tier.page_s or not link.page_s:
+        if tier.queued_pages:
             return 0
         return min(max(-(-count // PROBE_PARTS), shortest), count) if link.page_s else count
     sent_s = (link.queued_pages + rest + count) * link.page_s
-    even = (sent_s - storage.queued_pages * storage.page_s) / (storage.page_s + link.page_s)
+    even = (sent_s - tier.queued_pages * tier.page_s) / (tier.page_s + link.page_s)
     # The even split is a fraction; the better of the two whole numbers around it is the minimum.
     fewer = min(max(int(even), 0), count)
-    candidates = [min(max(fetched, shortest), count) if fetched > 0 else 0 for fetched in (fewer + 1, fewer)]
+    candidates = [min(max(loaded, shortest), count) if loaded > 0 else 0 for loaded in (fewer + 1, fewer)]
     if candidates[1] > fewer:
         # Both are above the even split. None at all may be better.
         candidates.append(0)
 
-    def ready_s(fetched: int) -> float:
-        return max(
-            (storage.queued_pages + fetched) * storage.page_s if fetched else 0.0, sent_s - fetched * link.page_s
-        )
+    def ready_s(loaded: int) -> float:
+        return max((tier.queued_pages + loaded) * tier.page_s if loaded else 0.0, sent_s - loaded * link.page_s)
 
-    best, faster = min(candidates, key=ready_s), count if storage.page_s <= link.page_s else 0
-    return best if ready_s(best) * MARKED_GAIN < ready_s(faster) else faster
+    best, faster = min(candidates, key=ready_s), min((count, 0), key=ready_s)
+    chosen = best if ready_s(best) * MARKED_GAIN < ready_s(faster) else faster
+    return chosen if chosen or not is_old or tier.queued_pages else min(shortest, count)
 
 
 def fetches_to_keep(fetches: Sequence[tuple[float, int]], *, link: SourceLoad) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from simulation import policies
 from tidekv.states.loads import loads
-from tidekv.states.request import plan_fetches
+from tidekv.states.request import plan_fetches, restore
 
 # Both bear the name of a function that their package has, too.
 SIMULATE = importlib.import_module("simulation.simulate")
@@ -36,9 +36,11 @@ def test_a_run_ends_well(seed: int) -> None:
 
 def test_a_run_ends_well_however_a_plan_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     random = Random(1)
-    monkeypatch.setattr(plan_fetches, "pages_to_fetch", lambda count, *_, **__: random.randint(0, count))
+    monkeypatch.setattr(plan_fetches, "pages_to_load", lambda count, *_, **__: random.randint(0, count))
+    monkeypatch.setattr(restore, "pages_to_copy", lambda count, *_, **__: random.randint(0, count))
     counters = [SIMULATE.simulate(seed, 150).counters for seed in range(20, 26)]
-    assert sum(one.get("l3_declined_pages", 0) for one in counters) > 50
+    for tier in ("l2", "l3"):
+        assert sum(one.get(f"{tier}_declined_pages", 0) for one in counters) > 50
 
 
 def test_a_run_ends_well_where_every_fetch_is_given_up_that_the_transfer_outruns(

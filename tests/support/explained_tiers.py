@@ -250,6 +250,23 @@ def the_transfer_brings_them_sooner(play: Play) -> None:
     play.take(events.AbortRequested, request_id="big")
 
 
+@says("4 pages that host memory has were declined", DECLINED["copies_slower"], counts="l2_declined_pages")
+def the_transfer_brings_what_host_memory_has_sooner(play: Play) -> None:
+    play.change_policy(prefetch="soonest")
+    play.plan_with_host("r8")
+    for name, taken_s in (("r8", 0.1), ("r9", 0.11)):
+        if name != "r8":
+            play.arrive(name, b"aabbccdd")
+        copy = play.last(commands.CopyPages, target="device", component="full")
+        play.at_s += taken_s
+        play.take(events.CopyEnded, op=copy.op)
+        play.bring_everything(name)
+        play.take(events.FinishRequested, request_id=name, keys=b"aabbccdd", tokens=8)
+        play.take(events.FlushRequested, call=2, tiers=("l1",))
+    play.arrive("r1", b"aabbccdd")
+    play.bring_everything("r1")
+
+
 @says("2 pages that storage has were declined", DECLINED["out_of_reach"])
 def caches_forget_what_is_in_front_of_the_hit(play: Play) -> None:
     play.change_policy(breaker_failures=1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from simulation.rig import Rig
 from tests.support.asking import ask
 from tidekv.states import commands, events
-from tidekv.states.storage.source_split import MARKED_GAIN, PROBE_PARTS, SourceLoad, fetches_to_keep, pages_to_fetch
+from tidekv.states.storage.source_split import MARKED_GAIN, PROBE_PARTS, SourceLoad, fetches_to_keep, pages_to_load
 from tidekv.states.storage.throughput import ESTIMATE_FRESH_S
 
 WAYS = st.builds(SourceLoad, st.floats(0.001, 10), st.integers(0, 50))
@@ -17,18 +17,18 @@ TOKENS = b"abcdefgh"
 
 
 @given(st.integers(0, 60), st.integers(0, 20), WAYS, WAYS)
-def test_a_plan_takes_all_from_the_faster_source_unless_a_split_is_ready_markedly_sooner(
+def test_a_plan_takes_all_from_the_source_that_ends_sooner_unless_a_split_is_ready_markedly_sooner(
     count: int, rest: int, storage: SourceLoad, link: SourceLoad
 ) -> None:
     def ready_s(fetched: int) -> float:
         sent = (link.queued_pages + rest + count - fetched) * link.page_s
         return max((storage.queued_pages + fetched) * storage.page_s if fetched else 0.0, sent)
 
-    chosen = pages_to_fetch(count, rest, storage=storage, link=link)
+    chosen = pages_to_load(count, rest, tier=storage, link=link)
     assert 0 <= chosen <= count
     # Pages that wait on storage do not delay a plan that fetches none.
     best = min(map(ready_s, range(count + 1)))
-    if chosen == (count if storage.page_s <= link.page_s else 0):
+    if chosen == min((count, 0), key=ready_s):
         assert ready_s(chosen) <= best * MARKED_GAIN * (1 + 1e-9)
     else:
         assert ready_s(chosen) == pytest.approx(best)
@@ -39,14 +39,14 @@ def test_a_source_of_which_nothing_is_known_is_measured_by_one_plan_at_a_time(
     count: int, page_s: float, known: SourceLoad
 ) -> None:
     idle, busy = known._replace(queued_pages=0), known._replace(queued_pages=3)
-    assert pages_to_fetch(count, 5, storage=SourceLoad(0.0, 0), link=known) == -(-count // PROBE_PARTS)
-    assert pages_to_fetch(count, 5, storage=SourceLoad(0.0, 0), link=known, shortest=16) == min(
+    assert pages_to_load(count, 5, tier=SourceLoad(0.0, 0), link=known) == -(-count // PROBE_PARTS)
+    assert pages_to_load(count, 5, tier=SourceLoad(0.0, 0), link=known, shortest=16) == min(
         max(-(-count // PROBE_PARTS), 16), count
     )
-    assert pages_to_fetch(count, 5, storage=SourceLoad(0.0, 0), link=SourceLoad(0.0, 0)) == count
-    assert pages_to_fetch(count, 5, storage=SourceLoad(0.0, 3), link=known) == 0
-    assert pages_to_fetch(count, 5, storage=idle, link=SourceLoad(0.0, 3)) == count
-    assert pages_to_fetch(count, 5, storage=busy, link=SourceLoad(0.0, 3)) == 0
+    assert pages_to_load(count, 5, tier=SourceLoad(0.0, 0), link=SourceLoad(0.0, 0)) == count
+    assert pages_to_load(count, 5, tier=SourceLoad(0.0, 3), link=known) == 0
+    assert pages_to_load(count, 5, tier=idle, link=SourceLoad(0.0, 3)) == count
+    assert pages_to_load(count, 5, tier=busy, link=SourceLoad(0.0, 3)) == 0
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 100), st.integers(1, 32)), max_size=12), WAYS)
