@@ -21,7 +21,7 @@ COMMANDS = {
     "check": ([], "run the lint and type checks, and look for known holes of dependencies"),
     "coverage": (["-m", "pytest", "--cov", "--cov-report="], "run all tests or PATH…; print what branches they take"),
     "fuzz": (["-m", "tests.fuzz"], "feed damaged frames, handshakes and parameters for a minute; --seconds N: for N"),
-    "bench": (["-m", "benchmarks"], "measure all targets, or run one benchmark by name; --help lists them"),
+    "bench": (["-m", "benchmarks"], "measure: what a user feels, peers in whole, parts; or one benchmark by name"),
     "tidekv": (["-m", "tidekv"], "run any tidekv command"),
     "vllm": (["-m", "benchmarks.vllm_pair"], "serve conversations through real vLLM servers, and compare every token"),
     "sglang": (["-m", "benchmarks.sglang_pair"], "the same through real SGLang servers, beside SGLang's own caches"),
@@ -117,8 +117,6 @@ def main(arguments: list[str]) -> int:
         return max(codes)
     if command == "test":
         rest = pytest_arguments(rest)
-    if command == "bench" and not rest:
-        rest = ["all"]
     os.execv(PYTHON, [str(PYTHON), *COMMANDS[command][0], *rest])
 
 

@@ -4,56 +4,95 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tidekv.states.errors import TidekvError
+from tools.figures_page import RESULTS
 
 WIDTH_UNSEEN = 160
 """Columns of a table that goes to a file."""
 
-app = typer.Typer(name="bench", help="Measure something and print a table.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    name="bench",
+    help="Measure, in three groups or one by one, and print a table.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 Plot = Annotated[Path | None, typer.Option(help="Draw it to this .png or .svg file, too (extra plot).")]
 
 
-@app.command(name="all")
-def all_targets(
-    names: Annotated[list[str] | None, typer.Argument(help="Targets, groups or measurements; all, if none.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="One of them; may be repeated.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write all verdicts to this file.")] = None,
-    peers: Annotated[Path | None, typer.Option(help="Where peers are kept; they come from the registry.")] = None,
-    traces: Annotated[Path | None, typer.Option(help="The folder of recordings; ../shared/traces if there.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw cost against work to this .png or .svg file.")] = None,
-    show: Annotated[bool, typer.Option("--list", help="Show the targets, and measure nothing.")] = False,
-) -> None:
-    """Measure every target beside peers and limits: each passes, is short, or is missing.
+Names = Annotated[list[str] | None, typer.Argument(help="Targets or measurements; what fits in five minutes, if none.")]
+Only = Annotated[list[str] | None, typer.Option(help="One of them; may be repeated.")]
+Json = Annotated[Path | None, typer.Option(help="Write all verdicts to this file.")]
+Keep = Annotated[bool, typer.Option("--keep", help="Write them to benchmarks/results/, for the documentation.")]
+Traces = Annotated[Path | None, typer.Option(help="The folder of recordings; ../shared/traces if there.")]
+Listed = Annotated[bool, typer.Option("--list", help="Show the targets, and measure nothing.")]
 
-    Takes 22 to 25 minutes on two cores. The exit code does not depend on the figures.
-    """
+
+@app.command()
+def user(
+    names: Names = None,
+    only: Only = None,
+    json: Json = None,
+    keep: Keep = False,
+    traces: Traces = None,
+    show: Listed = False,
+) -> None:
+    """Measure what a user feels: times to ready, on real processes and on a modeled clock. Five minutes at most."""
+    _group("user", [*(only or ()), *(names or ())], keep=keep, show=show, json=json, traces=traces)
+
+
+@app.command()
+def parts(
+    names: Names = None,
+    only: Only = None,
+    json: Json = None,
+    keep: Keep = False,
+    traces: Traces = None,
+    peers: Annotated[Path | None, typer.Option(help="Where peers are kept; they come from the registry.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw cost against work to this .png or .svg file.")] = None,
+    show: Listed = False,
+) -> None:
+    """Measure parts of the library beside peers' parts and limits. Five minutes at most."""
     from benchmarks.plots import check_plot
 
     check_plot(plot)
     chosen = [*(only or ()), *(names or ())]
-    given = {"json": json, "peers": peers, "traces": traces, "plot": plot}
+    _group("parts", chosen, keep=keep, show=show, json=json, traces=traces, peers=peers, plot=plot)
+
+
+def _group(group: str, chosen: list[str], *, keep: bool, show: bool, **given: Path | None) -> None:
+    if keep:
+        given["json"] = RESULTS / f"{group}.json"
     options = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    command = [sys.executable, "-m", "benchmarks.all_targets", *options, *(["--list"] if show else [])]
+    command = [sys.executable, "-m", "benchmarks.groups", group, *options, *(["--list"] if show else [])]
     # In the place of this process: ending it ends the measurements.
     os.execv(command[0], [*command, *(["--only", *chosen] if chosen else [])])
 
 
 @app.command()
-def multiturn(plot: Plot = None) -> None:
-    """Serve the multi-turn acceptance: hit rates by round, with decode output kept and not kept."""
-    from benchmarks.multiturn import PROMPTS, print_multiturn, run_both_ways
-    from benchmarks.plots import check_plot, plot_rounds, save_plot
+def peers(
+    sglang: Annotated[Path | None, typer.Option(help="Environment with SGLang; .venv-sglang, if there.")] = None,
+    vllm: Annotated[Path | None, typer.Option(help="Environment with vLLM; .venv-vllm, if there.")] = None,
+    keep: Keep = False,
+    show: Annotated[bool, typer.Option("--kept", help="Print the kept figures, and measure nothing.")] = False,
+) -> None:
+    """Serve the same conversations with pairs of whole SGLang and vLLM servers, with and without tidekv, and compare.
 
-    check_plot(plot)
-    rounds = run_both_ways()
-    print_multiturn(rounds)
-    if plot is not None:
-        save_plot(plot_rounds({name: [hits.sources for hits in way] for name, way in rounds.items()}, PROMPTS), plot)
+    Five minutes at most for each of the two. The exit code is 1 if an answer is wrong or lost.
+    """
+    from benchmarks.pairs import compare_peers, print_peers
+
+    if show:
+        print_peers()
+        return
+    with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
+        into = RESULTS if keep else Path(folder)
+        raise typer.Exit(compare_peers({"sglang": sglang, "vllm": vllm}, into))
 
 
 @app.command()

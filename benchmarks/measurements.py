@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+GROUPS = ("user", "parts")
+"""What a user feels; parts of the library beside peers and limits."""
 CONVERSATIONS, SESSIONS = "conversation_trace.jsonl.gz", "claude-code-sessions.jsonl.gz"
 
 
@@ -62,6 +64,7 @@ class Measurement:
 
     program: str
     budget_s: float
+    group: str = "parts"
     arguments: Callable[[Options, Path], list[str]] = lambda _, file: ["--json", str(file)]
     read: Callable[[Path, str], Outcome] = lambda file, _: read_figures(file)
     recording: str = ""
@@ -109,6 +112,19 @@ def read_journal(_: Path, output: str) -> Outcome:
     return Outcome({"journal.grows": float(found[0])}, {"journal.grows": "; ".join(words)})
 
 
+def read_run(file: Path, _: str) -> Outcome:
+    """Read `tidekv run --json`: the small model on the loopback, first."""
+    on, off = (json.loads(file.read_text())["figures"]["workload"][f"decode cache {which}"] for which in ("on", "off"))
+    words = f"{on['ready_ms_p50']} ms with the cache, {off['ready_ms_p50']} ms without"
+    return Outcome({"run.small": on["ready_ms_p50"] / off["ready_ms_p50"]}, {"run.small": words})
+
+
+def read_first_rounds(file: Path, _: str) -> Outcome:
+    """Read `first_rounds --json`."""
+    found = json.loads(file.read_text())["figures"]
+    return Outcome({"first_rounds": found["over_better"]}, {"first_rounds": found["over_better_in"]})
+
+
 def _race(peer: str) -> Callable[[Options, Path], list[str]]:
     def arguments(options: Options, file: Path) -> list[str]:
         recording = options.traces / CONVERSATIONS
@@ -128,6 +144,32 @@ def _scaling(options: Options, file: Path) -> list[str]:
 
 
 MEASUREMENTS: dict[str, Measurement] = {
+    "run": Measurement(
+        program="tidekv",
+        budget_s=120,
+        group="user",
+        arguments=lambda _, file: ["run", "--no-deployment", "--json", str(file)],
+        read=read_run,
+    ),
+    "planner": Measurement(program="benchmarks.planner", budget_s=120, group="user"),
+    "paper": Measurement(program="benchmarks.paper", budget_s=900, group="user"),
+    "first_rounds": Measurement(
+        program="benchmarks.first_rounds",
+        budget_s=300,
+        group="user",
+        # The whole table is that of `bench first-rounds`.
+        arguments=lambda _, file: ["--lengths", "1024", "4096", "--at-once", "4", "--json", str(file)],
+        read=read_first_rounds,
+    ),
+    "policies": Measurement(
+        program="benchmarks.policies",
+        budget_s=300,
+        group="user",
+        # All ratios are those of `bench policies`.
+        arguments=lambda _, file: [
+            "--ratios", "0.0625", "1", "16", "--in-flight", "4", "--rounds", "1", "--json", str(file),
+        ],
+    ),
     "sglang": Measurement(program="benchmarks.index_race", budget_s=300, arguments=_race("sglang")),
     "vllm": Measurement(program="benchmarks.index_race", budget_s=300, arguments=_race("vllm")),
     "memory": Measurement(program="benchmarks.index_memory", budget_s=120, arguments=_memory),
@@ -150,21 +192,18 @@ MEASUREMENTS: dict[str, Measurement] = {
     "journal": Measurement(
         program="benchmarks.journal",
         budget_s=480,
-        arguments=lambda _, file: ["--pairs", "15"],
+        arguments=lambda _, file: ["--pairs", "5", "--conversation-pairs", "1"],
         read=read_journal,
     ),
     "transfer": Measurement(program="benchmarks.transfer", budget_s=240),
     "restore": Measurement(program="benchmarks.restore", budget_s=300),
-    "multiturn": Measurement(program="benchmarks.published_rates", budget_s=60),
-    "policies": Measurement(program="benchmarks.policies", budget_s=2700),
-    "planner": Measurement(program="benchmarks.planner", budget_s=120),
     "checksums": Measurement(program="benchmarks.checksums", budget_s=240),
-    "paper": Measurement(program="benchmarks.paper", budget_s=900),
     "gpu": Measurement(program="benchmarks.gpu", budget_s=600, read=read_gpu),
     "sessions": Measurement(
         program="benchmarks.sessions",
         budget_s=1200,
-        arguments=lambda options, file: [str(options.traces / SESSIONS), "--json", str(file)],
+        group="user",
+        arguments=lambda options, file: [str(options.traces / SESSIONS), "--requests", "60", "--json", str(file)],
         recording=SESSIONS,
     ),
     "scaling": Measurement(program="benchmarks.scaling", budget_s=300, arguments=_scaling),
@@ -181,8 +220,8 @@ def ends_held() -> Iterator[set[signal.Signals]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def run(measurement: Measurement, options: Options) -> Outcome:
-    """Run a measurement; never raises for failures of its program."""
+def run(measurement: Measurement, options: Options, limit_s: float = float("inf")) -> Outcome:
+    """Run a measurement for at most `limit_s`; never raises for failures of its program."""
     if measurement.recording and not (options.traces / measurement.recording).is_file():
         return Outcome(missing={"": f"there is no {measurement.recording} in {options.traces} (--traces)"})
     with tempfile.TemporaryDirectory(prefix="tidekv-bench-") as folder:
@@ -190,6 +229,7 @@ def run(measurement: Measurement, options: Options) -> Outcome:
         command = [sys.executable, "-W", "ignore", "-m", measurement.program]
         process: subprocess.Popen[str] | None = None
         failed = ""
+        budget_s = min(measurement.budget_s, limit_s)
         try:
             with ends_held() as before:
                 process = subprocess.Popen(
@@ -197,7 +237,7 @@ def run(measurement: Measurement, options: Options) -> Outcome:
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
                     preexec_fn=partial(signal.pthread_sigmask, signal.SIG_SETMASK, before),
                 )  # fmt: skip
-            output, errors = process.communicate(timeout=measurement.budget_s)
+            output, errors = process.communicate(timeout=budget_s)
             if process.returncode:
                 lines = [line for line in errors.strip().splitlines() if line.strip()]
                 failed = f"exit code {process.returncode}: {lines[-1].strip() if lines else 'no output'}"
@@ -209,7 +249,7 @@ def run(measurement: Measurement, options: Options) -> Outcome:
             output, _ = process.communicate()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            failed = f"it was not done after {measurement.budget_s:.0f} s"
+            failed = f"it was not done after {budget_s:.0f} s"
         try:
             outcome = measurement.read(file, output)
         except (OSError, ValueError, KeyError) as error:

@@ -16,20 +16,13 @@ import numpy as np
 from tidekv.states.errors import InvalidConfig, cause_of
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg")
 DPI = 120
-SOURCE_NAMES = {
-    "l1": "device (L1)",
-    "l2": "host (L2)",
-    "l3": "storage (L3)",
-    "transfer": "prefill, by transfer",
-    "recompute": "recomputed",
-}
-SOURCE_COLORS = {"l1": "#2f9e57", "l2": "#3b6fd4", "l3": "#b14fc5", "transfer": "#1797a6", "recompute": "#8a8f98"}
+MEASURED, ALLOWED = "#3b6fd4", "#8a8f98"
+"""Colors of what was measured, and of what it is compared with."""
 TITLE: dict[str, Any] = {"loc": "left", "fontsize": 12, "fontweight": "bold", "pad": 10}  # Of Axes.set_title.
 PaletteName: TypeAlias = Literal["light", "dark"]
 
@@ -75,27 +68,12 @@ def save_plot(figure: Figure, path: Path, *, palette: PaletteName = "light") -> 
         raise InvalidConfig(f"{str(path)!r} cannot be written: {cause_of(error)}") from error
 
 
-def plot_rounds(rounds: Mapping[str, Sequence[Mapping[str, int]]], prompts: Sequence[int]) -> Figure:
-    """Plot sources by round: for each mode, one stacked bar per round, in percent of its prompt tokens.
-
-    `rounds`: by name of the mode, tokens by source of each round; `prompts`: the tokens of a prompt in each round.
-    """
-    figure = _figure(len(rounds))
-    for axes, (name, sources) in zip(_axes(figure, len(rounds)), rounds.items(), strict=True):
-        _stack(axes, [f"{prompt:,}" for prompt in prompts], sources)
-        axes.set_title(name, **TITLE)
-        axes.set_xlabel("prompt (tokens), by round")
-    figure.axes[0].set_ylabel("prompt tokens by source (%)")
-    _legend(figure)
-    return figure
-
-
 def plot_bandwidth(speeds: Mapping[str, float], *, page_bytes: int, batch_bytes: int) -> Figure:
     """Plot bandwidth by tier: one bar per path of pages, in GB/s."""
     figure = _figure(1)
     (axes,) = _axes(figure, 1)
     names = list(speeds)
-    bars = axes.barh(names, list(speeds.values()), height=0.6, color=SOURCE_COLORS["l2"])
+    bars = axes.barh(names, list(speeds.values()), height=0.6, color=MEASURED)
     axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.invert_yaxis()
     axes.margins(x=0.12)
@@ -111,8 +89,8 @@ def plot_scaling(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
     for axes, (name, points) in zip(_axes(figure, len(curves)), curves.items(), strict=True):
         counts, seconds = (np.array(column) for column in zip(*points, strict=True))
         allowed = counts * np.log(counts)
-        axes.loglog(counts, seconds[0] * allowed / allowed[0], "--", color=SOURCE_COLORS["recompute"], label="n log n")
-        axes.loglog(counts, seconds, marker="o", linewidth=2, color=SOURCE_COLORS["l2"], label="measured")
+        axes.loglog(counts, seconds[0] * allowed / allowed[0], "--", color=ALLOWED, label="n log n")
+        axes.loglog(counts, seconds, marker="o", linewidth=2, color=MEASURED, label="measured")
         axes.set_title(name, **TITLE)
         axes.set_xlabel("work (n)")
         # The points that were measured, in plain numbers: powers of ten are hard to read off.
@@ -160,27 +138,3 @@ def _paint(figure: Figure, palette: Palette) -> None:
             legends.append(legend)
     for words in (words for legend in legends for words in legend.get_texts()):
         words.set_color(palette.ink)
-
-
-def _stack(axes: Axes, labels: Sequence[str], bars: Sequence[Mapping[str, int]]) -> None:
-    """Draw one bar per label, in percent of its sum, with the sources in their order."""
-    totals = np.array([sum(bar.values()) or 1 for bar in bars])
-    below = np.zeros(len(bars))
-    for source, color in SOURCE_COLORS.items():
-        shares = np.array([bar.get(source, 0) for bar in bars]) / totals * 100
-        if shares.any():
-            axes.bar(range(len(bars)), shares, bottom=below, width=0.7, color=color, label=SOURCE_NAMES[source])
-        below = below + shares
-    axes.set_xticks(range(len(bars)), labels)
-    axes.set_ylim(0, 100)
-
-
-def _legend(figure: Figure) -> None:
-    """Draw one legend for all axes, below them."""
-    handles: dict[str, Artist] = {}
-    for axes in figure.axes:
-        bars, names = axes.get_legend_handles_labels()
-        handles.update({name: bar for name, bar in zip(names, bars, strict=True) if name in SOURCE_NAMES.values()})
-    figure.legend(
-        list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles) or 1, frameon=False
-    )

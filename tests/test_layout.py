@@ -323,8 +323,8 @@ FLOORS = {
         PROGRAMS,
     ),
     "benchmarks": (
-        "engine_rig engine_sampler layers_measured measurements multiturn nixl_child page_cache peers plots ports "
-        "published storage_baselines target_table throttled",
+        "engine_rig engine_sampler measurements nixl_child page_cache pairs peers plots ports published "
+        "storage_baselines target_table throttled",
         "engine figures peer_trees restore_stages servers storage_floor transfer_pairs",
         "restore_tiers transfer",
         PROGRAMS,

@@ -1,7 +1,7 @@
 """Figures that a page states, from the files that the programs have written: `python -m tools.figures_page README.md`.
 
-A figure is shown if its file is in benchmarks/results/. `PAGES` has the table of each page, `ROWS` the command that
-writes each file of the README's.
+A figure is shown if its files are in benchmarks/results/. `PAGES` has the table of each page, `ROWS` the command that
+writes the files of each figure of the README's.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ SGLANG_TITLES = {
     "tidekv": "tidekv",
 }
 """By the word for `--cache` of `dev.py sglang`."""
+PAIRS = {"sglang": "SGLang", "vllm": "vLLM"}
+PAIR_TITLES = {**SGLANG_TITLES, "nixl-quiet": "NixlConnector"}
+"""By the words of `dev.py sglang` and `dev.py vllm`."""
 SGLANG_RUNS = ("sglang.json", "sglang_long.json")
 SGLANG_FAULTS = ("sglang_faults_tidekv.json", "sglang_faults_l2.json", "sglang_faults_file.json")
 SGLANG_LONG = ("sglang_faults.json", "sglang_faults_hicache.json")
@@ -44,11 +47,11 @@ SGLANG_LONG = ("sglang_faults.json", "sglang_faults_hicache.json")
 
 
 class Row(NamedTuple):
-    """A figure: its file, the command that writes that, and the sentence about it."""
+    """A figure: its files, the command that writes them, and the sentence about their figures."""
 
-    file: str
+    files: tuple[str, ...]
     command: str
-    words: Callable[[Any], str]  # Any: what JSON holds.
+    words: Callable[..., str]
 
 
 def _run(found: Mapping[str, Any]) -> str:
@@ -64,28 +67,34 @@ def _simulate(found: Mapping[str, Any]) -> str:
     return f"{found['requests']:,} simulated requests, {found['faults']:,} faults of {found['kinds']} kinds, {end}"
 
 
-def _vllm(found: list[Mapping[str, Any]]) -> str:
-    by_name = {one["variant"]: one for one in found}
-    ours, theirs = by_name["tidekv"], by_name["nixl-quiet"]
-    right = all(not one["wrong"] and not one["lost"] for one in (ours, theirs))
-    sent, sent_by_theirs = _from_prefill(ours), _from_prefill(theirs)
+def _pairs(*engines: Sequence[Mapping[str, Any]]) -> str:
+    told = []
+    for peer, found in zip(PAIRS.values(), engines, strict=True):
+        # Ours first: it is what the others are compared with.
+        order = sorted(found, key=lambda one: not one["variant"].startswith("tidekv"))
+        words = (
+            f"{_from_prefill(one):.1f} MiB and {_later_turns_ms(one):,.0f} ms with {PAIR_TITLES[one['variant']]}"
+            for one in order
+        )
+        told.append(f"{peer}: {'; '.join(words)}")
+    everything = [one for found in engines for one in found]
+    right = "all answers equal" if not any(map(_failures, everything)) else "not all answers equal"
     return (
-        f"real vLLM servers, {ours['answers']} answers of multi-turn conversations: prefill sends {sent:.1f} MiB "
-        f"with `TidekvConnector`, {sent_by_theirs:.1f} MiB ({sent_by_theirs / sent:.1f} times as much) with "
-        f"`NixlConnector`; {'all answers of both equal' if right else 'not all answers equal'} those of one server"
+        "real pairs of servers, multi-turn conversations: bytes that prefill sends, and median time to the first token "
+        f"from the second turn on. {'. '.join(told)}. {right.capitalize()} those of one server"
     )
 
 
+def _later_turns_ms(one: Mapping[str, Any]) -> float:
+    """Return the median time to the first token from the second turn on."""
+    return 1e3 * median(float(s) for turn, each in one["first_token_s"].items() if int(turn) >= 1 for s in each)
+
+
 ROWS = (
-    Row("run.json", "python3 dev.py run --json benchmarks/results/run.json", _run),
+    Row(("run.json",), "python3 dev.py run --json benchmarks/results/run.json", _run),
+    Row(("sglang.json", "vllm.json"), "python3 dev.py bench peers --sglang DIR --vllm DIR --keep", _pairs),
     Row(
-        "vllm.json",
-        "python3 dev.py vllm --connector nixl-quiet --connector tidekv --conversations 6 --turns 5 --tokens 600:1800 "
-        "--json benchmarks/results/vllm.json",
-        _vllm,
-    ),
-    Row(
-        "simulate.json",
+        ("simulate.json",),
         "python3 dev.py tidekv simulate --seed 200000 --seeds 1000 --json benchmarks/results/simulate.json",
         _simulate,
     ),
@@ -96,11 +105,14 @@ def readme_table() -> str:
     """Return the README's table: what was measured, by which command, when, and on which machine."""
     lines = ["| measured | command |", "|---|---|"]
     for row in ROWS:
-        report = _read(row.file)
-        if report is not None:
-            about = report["about"]
-            where = f"{about['date']}, commit {about['commit']}, {about['machine']}"
-            lines.append(f"| {row.words(report['figures'])} | `{about['command']}` ({where}) |")
+        reports = [_read(file) for file in row.files]
+        if all(reports):
+            abouts = [report["about"] for report in reports]
+            command = abouts[0]["command"] if len(abouts) == 1 else row.command.removesuffix(" --keep")
+            where = dict.fromkeys(f"{about['date']}, commit {about['commit']}, {about['machine']}" for about in abouts)
+            lines.append(
+                f"| {row.words(*(report['figures'] for report in reports))} | `{command}` ({'; '.join(where)}) |"
+            )
     return "\n".join(lines)
 
 
@@ -175,17 +187,10 @@ def _sglang_caches(report: Mapping[str, Any]) -> list[str]:
     about, found = report["about"], report["figures"]
     rows = {
         "MiB from prefill": [f"{one['bytes_from_prefill'] / MIB:.1f}" for one in found],
-        "ms to the first token from the second turn on, p50": [
-            f"{1e3 * median(s for turn, each in one['first_token_s'].items() if int(turn) >= 1 for s in each):,.0f}"
-            for one in found
-        ],
-        "ms of CPU of decode's scheduler for a request": [
-            f"{1e3 * one['cpu_s']['decode scheduler'] / one['answers']:,.0f}" for one in found
-        ],
+        "ms to the first token from the second turn on, p50": [f"{_later_turns_ms(one):,.0f}" for one in found],
+        "ms of CPU of decode's scheduler for a request": [_cpu_ms(one, "decode scheduler") for one in found],
         "answers": [f"{one['answers']:,}" for one in found],
-        "wrong or lost answers, HTTP errors": [
-            f"{len(one['wrong']) + len(one['lost']) + sum(one['http_errors'].values())}" for one in found
-        ],
+        "wrong or lost answers, HTTP errors": [str(_failures(one)) for one in found],
     }
     return [
         f"`{about['command']}` ({about['date']}, commit {about['commit']}, {about['machine']}, load {about['load']}). "
@@ -196,6 +201,64 @@ def _sglang_caches(report: Mapping[str, Any]) -> list[str]:
         *(f"| {title} | {' | '.join(cells)} |" for title, cells in rows.items()),
         "",
     ]
+
+
+def peers_table_rows(reports: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return titles and rows of the table of whole pairs, from the reports of `dev.py sglang` and `dev.py vllm`."""
+    pairs = [(PAIRS[peer], one) for peer, report in reports.items() for one in report["figures"]]
+    found = [one for _, one in pairs]
+    turns = sorted({turn for one in found for turn in one["first_token_s"]}, key=int)
+    parts = sorted({part for one in found for part in one["cpu_s"]})
+    rows = [
+        ["MiB from prefill", *(f"{_from_prefill(one):.1f}" for one in found)],
+        *(
+            [f"ms to the first token, turn {turn}, p50", *(_median_ms(one["first_token_s"].get(turn)) for one in found)]
+            for turn in turns
+        ),
+        *(
+            [f"ms of CPU a request: {part}", *(_cpu_ms(one, part) for one in found)]
+            for part in parts
+        ),
+        ["answers", *(f"{one['answers']:,}" for one in found)],
+        ["wrong or lost answers, HTTP errors", *(str(_failures(one)) for one in found)],
+    ]  # fmt: skip
+    return [f"{peer}: {PAIR_TITLES.get(one['variant'], one['variant'])}" for peer, one in pairs], rows
+
+
+def peers_table() -> str:
+    """Return the table of whole pairs, and what its figures hold."""
+    reports = {peer: report for peer in PAIRS if (report := _read(f"{peer}.json")) is not None}
+    if not reports:
+        return "No run was kept."
+    titles, rows = peers_table_rows(reports)
+    commands = (
+        f"{PAIRS[peer]}: `{about['command']}` ({about['date']}, commit {about['commit']}, {about['machine']}, load "
+        f"{about['load']})"
+        for peer, about in ((peer, report["about"]) for peer, report in reports.items())
+    )
+    lines = [
+        f"`python3 dev.py bench peers --sglang DIR --vllm DIR`. {'. '.join(commands)}. Pairs of an engine run at once "
+        "and serve by turns. A process's CPU is that of all its work: decode's has the forward passes of the answer's "
+        "tokens, which are the same in all pairs of an engine, and what a cache adds or saves is the difference of two "
+        "columns.",
+        "",
+        f"| | {' | '.join(titles)} |",
+        f"|---|{'---:|' * len(titles)}",
+        *(f"| {' | '.join(cells)} |" for cells in rows),
+    ]
+    return "\n".join(lines)
+
+
+def _median_ms(seconds: Sequence[float] | None) -> str:
+    return f"{1e3 * median(seconds):,.0f}" if seconds else "-"
+
+
+def _cpu_ms(one: Mapping[str, Any], part: str) -> str:
+    return f"{1e3 * one['cpu_s'][part] / one['answers']:,.0f}" if part in one["cpu_s"] else "-"
+
+
+def _failures(one: Mapping[str, Any]) -> int:
+    return len(one["wrong"]) + len(one["lost"]) + sum(map(int, one.get("http_errors", {}).values()))
 
 
 def fleet_table() -> str:
@@ -296,7 +359,8 @@ def with_figures(page: str, text: str) -> str:
 
 def _from_prefill(one: Mapping[str, Any]) -> float:
     """Return the MiB that decode got from prefill."""
-    return float(one["metrics"][BYTES_FROM_PREFILL[one["variant"]]]) / MIB
+    sent = one.get("bytes_from_prefill")
+    return float(one["metrics"][BYTES_FROM_PREFILL[one["variant"]]] if sent is None else sent) / MIB
 
 
 def _read(file: str) -> Any:  # Any: what JSON holds.

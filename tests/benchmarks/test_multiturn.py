@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.multiturn import run_multiturn, total_hit_rate
+from tests.support.multiturn import run_multiturn, total_hit_rate
 
 KEPT = (0, 192 / 256, 384 / 448, 576 / 640, 768 / 832, 960 / 1024)
 PROMPTS_ONLY = (0, 64 / 256, 256 / 448, 448 / 640, 640 / 832, 832 / 1024)

@@ -11,36 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import multiturn, plots
+from benchmarks import plots
 from benchmarks.__main__ import app as bench
 from tidekv import InvalidConfig
-
-SOURCES = {"l1": 30, "l2": 10, "l3": 40, "transfer": 20}
-
-
-def heights(axes: object) -> dict[str, list[float]]:
-    """Bars by label, in percent."""
-    return {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}  # type: ignore[attr-defined]
-
-
-def test_rounds_are_drawn_as_shares_of_their_sources() -> None:
-    rounds = {"output kept": [SOURCES, {"l1": 0, "l2": 0, "l3": 0, "transfer": 8}], "not kept": [SOURCES, SOURCES]}
-    figure = plots.plot_rounds(rounds, [64, 1024])
-    kept, not_kept = figure.axes
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["output kept", "not kept"]
-    assert heights(kept) == {
-        "device (L1)": [30, 0],
-        "host (L2)": [10, 0],
-        "storage (L3)": [40, 0],
-        "prefill, by transfer": [20, 100],
-    }
-    assert [sum(bars) for bars in zip(*heights(not_kept).values(), strict=True)] == [100, 100]
-    # Each source stands on those before it.
-    assert [bars[0].get_y() for bars in kept.containers] == [0, 30, 40, 80]
-    assert [label.get_text() for label in kept.get_xticklabels()] == ["64", "1,024"]
-    assert "tokens" in kept.get_xlabel()
-    assert "%" in kept.get_ylabel()
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(heights(kept))
 
 
 def test_bandwidth_is_drawn_by_way() -> None:
@@ -53,13 +26,9 @@ def test_bandwidth_is_drawn_by_way() -> None:
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG\r\n\x1a\n"), ("svg", b"<?xml")])
-def test_bench_writes_a_plot_beside_its_table(tmp_path: Path, monkeypatch, suffix: str, start: bytes) -> None:
-    ways = {name: [multiturn.RoundHits(100, SOURCES)] * multiturn.ROUNDS for name in ("output kept", "not kept")}
-    monkeypatch.setattr(multiturn, "run_both_ways", lambda: ways)
+def test_a_plot_is_written_as_its_suffix_says(tmp_path: Path, suffix: str, start: bytes) -> None:
     path = tmp_path / f"plot.{suffix}"
-    done = CliRunner().invoke(bench, ["multiturn", "--plot", str(path)], catch_exceptions=False)
-    assert done.exit_code == 0
-    assert "Hit rate by round" in done.output
+    plots.save_plot(plots.plot_bandwidth({"memcpy": 5.0}, page_bytes=1 << 20, batch_bytes=64 << 20), path)
     assert path.read_bytes().startswith(start)
 
 
@@ -87,4 +56,4 @@ def test_without_matplotlib_the_extra_is_named_before_anything_runs(tmp_path: Pa
 @pytest.mark.parametrize(("name", "word"), [("plot.pdf", "not 'plot.pdf'"), ("no/plot.png", "there is no such folder")])
 def test_file_that_cannot_be_a_plot_is_refused_before_anything_runs(tmp_path: Path, name: str, word: str) -> None:
     with pytest.raises(InvalidConfig, match=word):
-        CliRunner().invoke(bench, ["multiturn", "--plot", str(tmp_path / name)], catch_exceptions=False)
+        CliRunner().invoke(bench, ["tiers", "--plot", str(tmp_path / name)], catch_exceptions=False)

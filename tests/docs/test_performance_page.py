@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import performance_page
 from benchmarks.first_rounds import PROMPTS, ROUNDS, Cell, figures_of
+from benchmarks.groups import targets_of
 from benchmarks.performance_page import figures_table, with_figures
-from benchmarks.target_table import TARGETS
 from tidekv.engine.demo.artefact import write_artefact
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
@@ -24,24 +24,24 @@ def test_table_of_figures_is_generated_from_targets_and_figures() -> None:
 def test_rows_have_the_figures_of_one_run_and_targets_without_one_are_only_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = [target for target in TARGETS if not target.is_model and target.at_least is not None][:2]
-    run = tmp_path / "targets.json"
-    monkeypatch.setattr(performance_page, "FIGURES", run)
+    first, second = [target for target in targets_of("parts") if target.at_least is not None][:2]
+    monkeypatch.setattr(performance_page, "RESULTS", tmp_path)
     monkeypatch.setattr(performance_page, "FIRST_ROUNDS", tmp_path / "none.json")
-    about = {"command": "bench all", "date": "2026-11-26", "commit": "abc1234", "machine": "x86_64"}
+    about = {"command": "bench parts", "date": "2026-11-26", "commit": "abc1234", "machine": "x86_64", "load": 0.5}
     rows = [
         {"target": first.name, "measured": 2 * (first.at_least or 0), "words": ""},
         {"target": second.name, "measured": None, "words": "there was no peer"},
     ]
+    run = tmp_path / "parts.json"
     run.write_text(json.dumps({"about": about, "targets": rows}))
     lines = figures_table().splitlines()
-    assert lines[0] == "`bench all` (2026-11-26, commit abc1234, x86_64):"
+    assert lines[:3] == ["### Parts", "", "`bench parts` (2026-11-26, commit abc1234, x86_64, load 0.5):"]
     told = {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ")}
     assert told[first.name].endswith("| pass |")
     assert second.name not in told and second.name in lines[-1].split(", ") and first.name not in lines[-1].split(", ")
     run.unlink()
     assert {first.name, second.name} <= set(figures_table().splitlines()[-1].split(", "))
-    assert "pass" not in figures_table()
+    assert "| pass |" not in figures_table()
 
 
 def test_first_rounds_are_shown_if_a_run_of_them_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

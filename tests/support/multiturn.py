@@ -1,4 +1,4 @@
-"""Multi-turn acceptance run: conversations with hit rates that are known exactly in advance.
+"""Conversations with hit rates that are known exactly in advance.
 
 The page size is 64, and the first prompt has 64 tokens. Each later round appends the 129 tokens generated in the
 previous round, the last of which has no KV yet, and 63 user tokens: prompts of 64, 256, 448, … tokens. If decode keeps
@@ -8,12 +8,8 @@ prompt of the previous round: 64/256, 256/448, …
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from dataclasses import dataclass
-
-from rich.console import Console
-from rich.table import Table
 
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
@@ -34,8 +30,6 @@ PAGE_SIZE = 64
 OUTPUT_TOKENS = 129
 USER_TOKENS = 63
 ROUNDS = 6
-PROMPTS = tuple(PAGE_SIZE + number * (OUTPUT_TOKENS + USER_TOKENS) for number in range(ROUNDS))
-"""Tokens of the prompt of each round."""
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", page_size=PAGE_SIZE)
 
 
@@ -128,27 +122,3 @@ def _generate(engine: DecodeEngine, kv: SyntheticKV, ready: ReadyRequest, prompt
 def total_hit_rate(rounds: list[RoundHits]) -> float:
     """Return the hit rate over all rounds."""
     return 1 - sum(hits.sources["transfer"] for hits in rounds) / sum(hits.prompt_tokens for hits in rounds)
-
-
-def run_both_ways() -> dict[str, list[RoundHits]]:
-    """Serve the conversations with decode output kept, and not kept."""
-    return {
-        name: asyncio.run(run_multiturn(keep_output=keep_output))
-        for name, keep_output in (("output kept", True), ("not kept", False))
-    }
-
-
-def print_multiturn(ways: dict[str, list[RoundHits]]) -> None:
-    """Print the rates of both runs side by side."""
-    rates = Table(title="Hit rate by round: prompt tokens that prefill did not send (page 64)")
-    tiers = Table(title="Prompt tokens by source, all rounds")
-    for column in ("prompt", *(f"{prompt:,}" for prompt in PROMPTS), "all"):
-        rates.add_column(column, justify="right")
-    for column in ("kept", "l1", "l2", "l3", "transfer"):
-        tiers.add_column(column, justify="right")
-    for name, rounds in ways.items():
-        rates.add_row(name, *(f"{hits.hit_rate:.4f}" for hits in rounds), f"{total_hit_rate(rounds):.3f}")
-        tiers.add_row(name, *(f"{sum(hits.sources[tier] for hits in rounds):,}" for tier in rounds[0].sources))
-    console = Console()
-    console.print(rates)
-    console.print(tiers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import io
 import json
 import os
@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -21,10 +22,10 @@ from benchmarks import plots
 from tests.support.waits import LIMIT_S
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-GROUPS = {
-    "index", "keys", "engine", "transfer", "restore", "policies", "planner", "checksums", "paper", "cuda", "sessions",
-    "scaling",
-}  # fmt: skip
+KINDS = {
+    "user": {"run", "planner", "first_rounds", "policies", "modeled", "paper", "sessions"},
+    "parts": {"index", "keys", "engine", "transfer", "restore", "checksums", "cuda", "scaling"},
+}
 
 
 def module(name: str) -> ModuleType:
@@ -32,10 +33,10 @@ def module(name: str) -> ModuleType:
 
 
 def verdicts(tmp_path: Path, *arguments: str, **environment: str) -> tuple[str, dict[str, dict[str, object]]]:
-    """What `python3 dev.py bench all` prints, and its rows by target."""
+    """What `python3 dev.py bench GROUP` prints, and its rows by target."""
     file = tmp_path / "all.json"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "all", "--json", str(file), *arguments],
+        [sys.executable, "-m", "benchmarks", *arguments, "--json", str(file)],
         capture_output=True,
         text=True,
         check=False,
@@ -47,24 +48,20 @@ def verdicts(tmp_path: Path, *arguments: str, **environment: str) -> tuple[str, 
 
 def test_every_target_has_a_bound_and_a_program_or_a_reason() -> None:
     targets, programs = module("target_table").TARGETS, module("measurements").MEASUREMENTS
-    assert {target.group for target in targets} == GROUPS
+    assert {group: {target.kind for target in module("groups").targets_of(group)} for group in KINDS} == KINDS
     assert len({target.name for target in targets}) == len(targets)
     for target in targets:
         bounds = [target.at_least is not None, target.at_most is not None, target.is_model]
         assert sum(bounds) == 1, target.name
-        assert bool(target.measurement) != bool(target.not_measured), target.name
-        assert bool(target.measurement) == bool(target.figure), target.name
-        if target.measurement:
-            program = ROOT / programs[target.measurement].program.replace(".", "/")
-            program = program / "__main__.py" if program.is_dir() else program.with_suffix(".py")
-            assert 'if __name__ == "__main__":' in program.read_text(), program
-    assert {target.measurement for target in targets if target.measurement} == set(programs)
+        program = importlib.util.find_spec(programs[target.measurement].program)
+        assert program is not None, target.name
+    assert {target.measurement for target in targets} == set(programs)
 
 
 def test_a_bound_is_kept_at_its_edge_and_broken_beyond() -> None:
-    target = module("target_table").Target
-    least = target(name="a.b", asks="", at_least=3)
-    most = target(name="a.c", asks="", at_most=3, unit="µs")
+    target = partial(module("target_table").Target, asks="", measurement="", figure="")
+    least = target(name="a.b", at_least=3)
+    most = target(name="a.c", at_most=3, unit="µs")
     assert [least.passes(value) for value in (2.99, 3, 4)] == [False, True, True]
     assert [most.passes(value) for value in (2.99, 3, 4)] == [True, True, False]
     assert (least.asked, most.asked) == ("≥ 3 times", "≤ 3 µs")
@@ -72,9 +69,9 @@ def test_a_bound_is_kept_at_its_edge_and_broken_beyond() -> None:
 
 def test_ratios_and_times_are_counted_apart() -> None:
     rows = {target.name: target for target in module("target_table").TARGETS}
-    all_targets = module("all_targets")
+    groups = module("groups")
     found = [
-        all_targets.Verdict(rows[name], verdict, value, "")
+        groups.Verdict(rows[name], verdict, value, "")
         for name, verdict, value in (
             ("engine.cpu", "short", 500.0),
             ("engine.lag", "pass", 1.0),
@@ -85,7 +82,7 @@ def test_ratios_and_times_are_counted_apart() -> None:
         )
     ]
     console = Console(record=True, width=200, file=io.StringIO())
-    all_targets.show(found, console)
+    groups.show(found, console)
     told = console.export_text()
     assert "all that were measured: 3 of 5 pass, 60%" in told
     assert "ratios, shares and counts: 2 of 3 pass, 67%" in told
@@ -93,44 +90,50 @@ def test_ratios_and_times_are_counted_apart() -> None:
 
 
 def test_figures_of_models_are_shown_apart_and_counted_nowhere() -> None:
-    rows, all_targets = {target.name: target for target in module("target_table").TARGETS}, module("all_targets")
+    rows, groups = {target.name: target for target in module("target_table").TARGETS}, module("groups")
     assert {name for name, target in rows.items() if target.is_model} == {name for name in rows if name[:6] == "paper."}
-    outcome = all_targets.Outcome(figures={"capacity.requests": 0.5, "transfer.least": 99.0})
-    found = [all_targets.judge(rows[name], outcome) for name in ("paper.requests", "transfer.raw")]
+    outcome = groups.Outcome(figures={"capacity.requests": 0.5, "transfer.least": 99.0})
+    found = [groups.judge(rows[name], outcome) for name in ("paper.requests", "transfer.raw")]
     assert [each.verdict for each in found] == ["model", "pass"]
     console = Console(record=True, width=200, file=io.StringIO())
-    all_targets.show(found, console)
+    groups.show(found, console)
     told = console.export_text()
     assert "all that were measured: 1 of 1 pass" in told
     assert "1 model" not in told
     assert "published: 1.29" in told.partition("Model consistency")[2]
 
 
-def test_targets_are_chosen_by_name_group_and_measurement() -> None:
-    chosen = module("all_targets").chosen_targets
-    assert [target.name for target in chosen(["index.lock"])] == ["index.lock"]
-    assert {target.group for target in chosen(["sglang"])} == {"index", "keys"}
-    assert {target.group for target in chosen(["scaling"])} == {"scaling"}
-    assert len(chosen([])) == len(module("target_table").TARGETS)
-    with pytest.raises(SystemExit, match=r"no target 'index\.locks'; allowed: index, keys"):
-        chosen(["index.locks", "keys"])
+def test_targets_of_a_group_are_chosen_by_name_kind_and_measurement() -> None:
+    chosen = module("groups").targets_of
+    assert [target.name for target in chosen("parts", ["index.lock"])] == ["index.lock"]
+    assert {target.kind for target in chosen("parts", ["sglang"])} == {"index", "keys"}
+    assert {target.kind for target in chosen("parts", ["scaling"])} == {"scaling"}
+    assert len(chosen("user")) + len(chosen("parts")) == len(module("target_table").TARGETS)
+    with pytest.raises(SystemExit, match=r"bench parts: there is no target 'paper'; allowed: index, keys"):
+        chosen("parts", ["paper", "keys"])
 
 
 def test_a_short_run_measures_what_was_chosen_and_says_what_is_not_measured(tmp_path: Path) -> None:
-    said, rows = verdicts(tmp_path, "--only", "paper.hit_rate", "--only", "cuda")
-    assert set(rows) == {"paper.hit_rate", "cuda.copies", "cuda.compute", "cuda.polling"}
-    assert rows["paper.hit_rate"]["verdict"] == "model"
-    assert "0.0000 0.7500 0.8571" in str(rows["paper.hit_rate"]["words"])
+    said, rows = verdicts(tmp_path, "parts", "--only", "index.memory", "--only", "cuda")
+    assert set(rows) == {"index.memory", "cuda.copies", "cuda.compute", "cuda.polling"}
+    assert rows["index.memory"]["verdict"] == "pass"
     assert rows["cuda.copies"]["verdict"] == "not measured"
     assert "there was no GPU" in str(rows["cuda.copies"]["words"])
     assert "3 not measured" in said
-    # A figure of a model is shown apart and counted nowhere.
-    assert "Model consistency" in said
-    assert "pass" not in said.partition("Model consistency")[2]
+
+
+def test_what_a_group_has_no_time_for_is_not_begun_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = module("groups")
+    monkeypatch.setattr(groups, "run", lambda *_: pytest.fail("it was begun"))
+    targets = groups.targets_of("user", ["planner"])
+    options = groups.Options(peers=Path(), traces=Path())
+    outcomes = groups.measure(targets, options, Console(file=io.StringIO()), groups.LEAST_S / 2)
+    assert outcomes == {}
+    assert [groups.judge(target, None).verdict for target in targets] == ["not measured"] * len(targets)
 
 
 def test_a_peer_that_the_registry_does_not_have_is_named_as_missing(tmp_path: Path) -> None:
-    chosen = ("index.lock", "--only", "keys.page_64")
+    chosen = ("parts", "index.lock", "--only", "keys.page_64")
     _, rows = verdicts(tmp_path, *chosen, "--peers", str(tmp_path), PIP_NO_INDEX="1")
     assert {row["verdict"] for row in rows.values()} == {"missing"}
     for row in rows.values():
@@ -139,7 +142,7 @@ def test_a_peer_that_the_registry_does_not_have_is_named_as_missing(tmp_path: Pa
 
 
 def test_a_recording_that_is_not_there_is_named_as_missing(tmp_path: Path) -> None:
-    said, rows = verdicts(tmp_path, "--only", "sessions", "--traces", str(tmp_path))
+    said, rows = verdicts(tmp_path, "user", "--only", "sessions", "--traces", str(tmp_path))
     assert {row["verdict"] for row in rows.values()} == {"missing"}
     assert str(tmp_path) in str(rows["sessions.bytes"]["words"])
     assert "2 missing" in said
@@ -184,19 +187,19 @@ def test_who_ends_the_whole_run_ends_the_program_that_measures(tmp_path: Path, i
     )
     program = (
         "import sys, time\n"
-        "from benchmarks import all_targets, measurements\n"
+        "from benchmarks import groups, measurements\n"
         "begun = sys.argv.pop()\n"
         "class Late(measurements.subprocess.Popen):\n"
         "    def __init__(self, *arguments, **options):\n"
         "        super().__init__(*arguments, **options)\n"
         "        time.sleep(1.0)\n"
         f"if {is_late}: measurements.subprocess.Popen = Late\n"
-        "measurements.MEASUREMENTS['multiturn'] = measurements.Measurement(\n"
+        "measurements.MEASUREMENTS['memory'] = measurements.Measurement(\n"
         "    program='measuring', budget_s=3600, arguments=lambda _, file: [begun]\n"
         ")\n"
-        "all_targets.main()\n"
+        "groups.main()\n"
     )
-    arguments = [sys.executable, "-c", program, "--only", "multiturn", str(begun)]
+    arguments = [sys.executable, "-c", program, "parts", "--only", "memory", str(begun)]
     path = os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))
     told = os.open(begun, os.O_RDONLY | os.O_NONBLOCK)
     with subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": path}) as whole:

@@ -1,9 +1,10 @@
-"""Report of every target with its measured figure: `python -m benchmarks.all_targets`, or `python3 dev.py bench all`.
+"""Report of the targets of a group with their measured figures: `python3 dev.py bench user`, or `bench parts`.
 
 Runs the measurements that the chosen targets need, and prints for each target the bound, the figure and the verdict:
-pass, short, missing (a peer, a recording or a machine is not available), or failed. Figures of a model are listed
-apart, beside what was published, and have no verdict. Figures are reported, not asserted: the exit code is 0 in any
-case. A complete run takes more than half an hour on two cores, most of it for `policies`.
+pass, short, missing (a peer, a recording or a machine is not available), not measured, or failed. Figures of a model
+are listed apart, beside what was published, and have no verdict. Figures are reported, not asserted: the exit code is
+0 in any case. A group takes at most five minutes: what has not begun by then is not measured. Targets chosen by name
+are measured however long that takes.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measurements import MEASUREMENTS, Options, Outcome, run
+from benchmarks.measurements import GROUPS, MEASUREMENTS, Options, Outcome, run
 from benchmarks.peers import default_cache
 from benchmarks.target_table import TARGETS, Target
 from tidekv.engine.demo.artefact import about
 
 TRACES = Path(__file__).resolve().parent.parent.parent / "shared" / "traces"
+GROUP_S = 290.0
+"""Maximum seconds of a group."""
+LEAST_S = 5.0
+"""Seconds that a measurement needs at least."""
 COLORS = {
     "model": "cyan",
     "pass": "green",
@@ -47,16 +52,17 @@ class Verdict:
     words: str
 
 
-def chosen_targets(names: Sequence[str]) -> list[Target]:
-    """Return the targets selected by name, prefix of a name, or measurement; all by default. Raises SystemExit."""
-    if not names:
-        return list(TARGETS)
-    chosen = [target for target in TARGETS if any(_is_named(target, name) for name in names)]
-    unknown = [name for name in names if not any(_is_named(target, name) for target in TARGETS)]
-    if unknown:
-        groups = ", ".join(dict.fromkeys(target.group for target in TARGETS))
-        raise SystemExit(f"bench: there is no target {unknown[0]!r}; allowed: {groups}; --list shows all")
-    return chosen
+def targets_of(group: str, names: Sequence[str] = ()) -> list[Target]:
+    """Return the targets of a group selected by name, prefix of a name, or measurement; all by default.
+
+    Raises SystemExit for a name of none.
+    """
+    targets = [target for target in TARGETS if MEASUREMENTS[target.measurement].group == group]
+    for name in names:
+        if not any(_is_named(target, name) for target in targets):
+            kinds = ", ".join(dict.fromkeys(target.kind for target in targets))
+            raise SystemExit(f"bench {group}: there is no target {name!r}; allowed: {kinds}; --list shows all")
+    return [target for target in targets if not names or any(_is_named(target, name) for name in names)]
 
 
 def _is_named(target: Target, name: str) -> bool:
@@ -66,7 +72,7 @@ def _is_named(target: Target, name: str) -> bool:
 def judge(target: Target, outcome: Outcome | None) -> Verdict:
     """Return the verdict on one target."""
     if outcome is None:
-        return Verdict(target, "not measured", None, target.not_measured)
+        return Verdict(target, "not measured", None, f"the group's {GROUP_S:g} s were over; name it to measure it")
     value = outcome.figures.get(target.figure)
     if value is None:
         verdict, why = outcome.why_not(target.figure)
@@ -75,12 +81,15 @@ def judge(target: Target, outcome: Outcome | None) -> Verdict:
     return Verdict(target, verdict, value, outcome.words.get(target.figure, ""))
 
 
-def measure(targets: Sequence[Target], options: Options, console: Console) -> dict[str, Outcome]:
-    """Run what the targets need, one after the other; outcomes by measurement."""
+def measure(targets: Sequence[Target], options: Options, console: Console, limit_s: float) -> dict[str, Outcome]:
+    """Run what the targets need, one after the other, for `limit_s` in all; outcomes by measurement."""
     outcomes: dict[str, Outcome] = {}
-    for name in dict.fromkeys(target.measurement for target in targets if target.measurement):
+    until_s = time.monotonic() + limit_s
+    for name in dict.fromkeys(target.measurement for target in targets):
         began_s = time.monotonic()
-        outcomes[name] = run(MEASUREMENTS[name], options)
+        if until_s - began_s < LEAST_S:
+            break
+        outcomes[name] = run(MEASUREMENTS[name], options, until_s - began_s)
         console.print(f"{name}: {time.monotonic() - began_s:.0f} s", highlight=False)
         for note in outcomes[name].notes:
             console.print(f"  {note}", highlight=False)
@@ -123,9 +132,8 @@ def _table(verdicts: Sequence[Verdict], beside: str) -> Table:
 def main() -> None:
     """Parse the options, measure, judge, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", nargs="+", action="extend", default=[], metavar="NAME", help="targets, groups or measurements"
-    )
+    parser.add_argument("group", choices=GROUPS)
+    parser.add_argument("--only", nargs="+", action="extend", default=[], metavar="NAME", help="targets, measurements")
     parser.add_argument("--json", type=Path, help="write all verdicts there")
     parser.add_argument("--peers", type=Path, default=default_cache(), help="where peers are kept")
     parser.add_argument("--traces", type=Path, default=TRACES, help="the folder of recordings")
@@ -134,17 +142,16 @@ def main() -> None:
     chosen = parser.parse_args()
     # A measuring program runs in a session of its own and is ended with this one, so SIGTERM must unwind.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    targets = chosen_targets(chosen.only)
+    targets = targets_of(chosen.group, chosen.only)
     console = Console(width=None if Console().is_terminal else 200)
     if chosen.list:
         table = Table("target", "what is asked", "asked", "measured by")
         for target in targets:
-            program = MEASUREMENTS[target.measurement].program if target.measurement else target.not_measured
-            table.add_row(target.name, target.asks, target.asked, program)
+            table.add_row(target.name, target.asks, target.asked, MEASUREMENTS[target.measurement].program)
         console.print(table)
         return
     options = Options(peers=chosen.peers, traces=chosen.traces, plot=chosen.plot)
-    outcomes = measure(targets, options, console)
+    outcomes = measure(targets, options, console, float("inf") if chosen.only else GROUP_S)
     verdicts = [judge(target, outcomes.get(target.measurement)) for target in targets]
     show(verdicts, console)
     if chosen.json:
@@ -157,7 +164,7 @@ def main() -> None:
         ]  # fmt: skip
         notes = {name: outcome.notes for name, outcome in outcomes.items() if outcome.notes}
         chosen.json.write_text(
-            json.dumps({"about": about("python3 dev.py bench all"), "targets": rows, "notes": notes}, indent=1)
+            json.dumps({"about": about("python3 dev.py bench"), "targets": rows, "notes": notes}, indent=1)
         )
 
 
