@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.threads import one_torch_thread
 from tidekv.backends.copies.copier import PageCopier
 from tidekv.backends.copies.cpu_moves import PageCloner, PageMover, page_runs
 from tidekv.backends.copies.cuda import StagedCloner
@@ -45,12 +46,9 @@ PAGES = 24
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_torch_thread() -> Iterator[None]:
-    """On a loaded machine, torch's threads wait for each other longer than these small tensors take."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def small_tensors() -> Iterator[None]:
+    with one_torch_thread():
+        yield
 
 
 class Gate:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.support.threads import one_torch_thread
 from tidekv.engine.cli.main import app
 from tidekv.engine.demo import model as paged
 from tidekv.states.errors import InvalidConfig, InvalidRequest
@@ -21,10 +22,8 @@ SHAPE = paged.ModelShape()
 
 @pytest.fixture(scope="module")
 def llama() -> Iterator[paged.Llama]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield paged.build_llama(SHAPE)
-    torch.set_num_threads(threads)
+    with one_torch_thread():
+        yield paged.build_llama(SHAPE)
 
 
 def pool(pages: int, page_size: int, shape: paged.ModelShape = SHAPE) -> Any:  # A stand-in with only k and v.

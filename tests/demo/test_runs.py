@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.configs import engine_config
+from tests.support.threads import one_torch_thread
 from tidekv import (
     DecodeEngine,
     DecodeRequest,
@@ -51,10 +51,8 @@ WORKLOAD = make_workload(
 
 @pytest.fixture(scope="module")
 def llama() -> Iterator[paged.Llama]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield paged.build_llama(SHAPE)
-    torch.set_num_threads(threads)
+    with one_torch_thread():
+        yield paged.build_llama(SHAPE)
 
 
 @pytest.fixture

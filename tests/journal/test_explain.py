@@ -11,7 +11,8 @@ import pytest
 
 import tidekv.states
 from simulation.faults import FAULTS
-from tests.support import explained_components, explained_requests, explained_tiers
+from tests.support import explained_components, explained_requests, explained_tiers  # noqa: F401 - rows of the table
+from tests.support.explained import CASES, Play
 from tidekv import Replayer
 from tidekv.engine.trace import causes
 from tidekv.engine.trace.explain import explain
@@ -23,11 +24,6 @@ from tidekv.states.records.causes import DECLINED, LOAD_CAUSES
 from tidekv.states.records.stages import State
 from tidekv.states.request import guards_and_actions
 from tidekv.states.request.table import TRANSITIONS
-
-Play = Any  # A core played by hand: the fixture `play`, with a class that tests cannot import.
-
-
-CASES = {**explained_tiers.CASES, **explained_components.CASES, **explained_requests.CASES}
 
 
 def words_for(path: Path, request_id: str = "r1") -> str:

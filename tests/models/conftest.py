@@ -21,6 +21,7 @@ from tests.support.configs import engine_config
 from tests.support.group_model import GroupModel, choices
 from tests.support.model_pools import ModelPools, Places, layout_of_rank
 from tests.support.speculation import Answer
+from tests.support.threads import one_torch_thread
 from tests.support.waits import LEASE_S, PATIENT, PATIENT_GROUP, together
 from tidekv import (
     DecodeEngine,
@@ -45,12 +46,9 @@ FLUSHES: dict[str, tuple[str, ...]] = {"l1": (), "l2": ("l1",), "l3": ("l1", "l2
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_torch_thread() -> Iterator[None]:
-    """Small tensors: threads would wait for each other longer than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def small_tensors() -> Iterator[None]:
+    with one_torch_thread():
+        yield
 
 
 class Runner(Protocol):

@@ -14,6 +14,7 @@ import torch
 
 from tests.support.group_model import CausalModel, GroupModel
 from tests.support.model_pools import ModelPools
+from tests.support.prompts import drawn_prompt
 from tests.support.speculation import Answer, Speculation, dampen_later_layers, first_layers
 from tidekv import DevicePool, KVLayout
 from tidekv.backends.page_layout import PageLayout
@@ -52,11 +53,6 @@ def layout_of(draft_layers: int) -> PageLayout:
     return PageLayout.of(full=layers_of(4), draft=layers_of(draft_layers))
 
 
-def prompt_of(length: int, seed: int) -> list[int]:
-    source = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 64, (length,), generator=source).tolist()
-
-
 def in_one_process(draft_layers: int, shift: int, prompt: list[int]) -> Answer:
     """The pair on pages that go nowhere; its tokens are those of the target's own `generate()`."""
     pair, pages = (
@@ -69,7 +65,7 @@ def in_one_process(draft_layers: int, shift: int, prompt: list[int]) -> Answer:
 
 
 async def check_every_tier(draft_layers: int, shift: int, make_rig: Any, **options: Any) -> None:
-    prompt = prompt_of(26, seed=1)
+    prompt = drawn_prompt(26, seed=1)
     wanted = in_one_process(draft_layers, shift, prompt)
     assert wanted.accept_length >= 2
     assert any(step != 1 for step in wanted.steps)
@@ -91,7 +87,7 @@ async def check_every_tier(draft_layers: int, shift: int, make_rig: Any, **optio
                 await decode.forget(("l1",))
             # The draft KV that decode wrote while it proposed is kept as well: the next turn goes on from it.
             assert (await decode.ask(prompt, OUTPUT)).answer == wanted
-            longer = [*prompt, *wanted.output, *prompt_of(5, seed=2)]
+            longer = [*prompt, *wanted.output, *drawn_prompt(5, seed=2)]
             second = in_one_process(draft_layers, shift, longer)
             for tier in ("l2", "l3"):
                 await decode.forget(("l1",) if tier == "l2" else ("l1", "l2"))
@@ -109,7 +105,7 @@ async def check_every_tier(draft_layers: int, shift: int, make_rig: Any, **optio
 def test_both_have_kv_of_all_positions_but_the_last(draft_layers: int, shift: int, count: int) -> None:
     """Whatever was accepted last: what is given back is what both would have computed in one go."""
     for seed in range(3):
-        prompt, pages = prompt_of(10, seed), list(range(64))
+        prompt, pages = drawn_prompt(10, seed), list(range(64))
         said, afresh = (DevicePool.allocate(layout_of(draft_layers), 64) for _ in range(2))
         pair = pair_on(ModelPools.of_one(said), draft_layers, shift)
         answer = pair.answer(prompt, pair.prefill(prompt, pages), pages, count)
@@ -140,8 +136,8 @@ async def test_accept_length_over_nixl_equals_the_fresh_one(draft_layers: int, s
 
 async def test_a_page_is_not_shared_where_its_draft_kv_is_anothers(make_rig: Any) -> None:
     """Two prompts part in the token behind the second page; the draft of the second one saw another token there."""
-    first = prompt_of(26, seed=1)
-    second = [*first[:8], (first[8] + 1) % 64, *prompt_of(12, seed=3)]
+    first = drawn_prompt(26, seed=1)
+    second = [*first[:8], (first[8] + 1) % 64, *drawn_prompt(12, seed=3)]
     wanted = in_one_process(1, 1, second)
     async with (
         make_rig(layout_of(1), lambda pools: pair_on(pools, 1, 1), bigram_keys=True) as rig,

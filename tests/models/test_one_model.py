@@ -10,6 +10,7 @@ import torch
 
 from tests.support.group_model import CausalModel, GroupModel, ScaledKV
 from tests.support.model_pools import ModelPools
+from tests.support.prompts import drawn_prompt
 from tidekv import DevicePool, KVLayout
 from tidekv.backends.page_layout import Layout, PageLayout
 from tidekv.engine.demo.model import ModelShape, build_llama, generate_in_one_process
@@ -106,11 +107,6 @@ MODELS = {
 }
 
 
-def prompt_of(length: int, seed: int) -> list[int]:
-    source = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY, (length,), generator=source).tolist()
-
-
 def in_one_process(name: str, greedy: Any, prompt: list[int]) -> list[int]:
     """The reference output: `generate()`; for quantised KV the same model on pages that go nowhere."""
     if name != "fp8":
@@ -124,7 +120,7 @@ def in_one_process(name: str, greedy: Any, prompt: list[int]) -> list[int]:
 async def check_every_tier(name: str, make_rig: Any, greedy: Any, **options: Any) -> None:
     layout: Layout
     layout, model_on = MODELS[name]
-    prompt = prompt_of(25, seed=1)
+    prompt = drawn_prompt(25, seed=1)
     wanted = in_one_process(name, greedy, prompt)
     async with make_rig(layout, lambda pools: greedy(model_on(pools)), **options) as rig:
         async with rig.decode() as decode:
@@ -138,7 +134,7 @@ async def check_every_tier(name: str, make_rig: Any, greedy: Any, **options: Any
             # The check can fail: without the KV the output differs.
             assert (await decode.ask_from("l2", prompt, OUTPUT, zero="full")).answer.output != wanted
             # What decode wrote itself is restored too: the next turn goes on from prompt and output.
-            longer = [*prompt, *wanted, *prompt_of(5, seed=2)]
+            longer = [*prompt, *wanted, *drawn_prompt(5, seed=2)]
             second = in_one_process(name, greedy, longer)
             for tier in ("l2", "l3"):
                 await decode.forget(("l1",) if tier == "l2" else ("l1", "l2"))

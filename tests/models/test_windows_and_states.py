@@ -24,6 +24,7 @@ from tests.support.component_model import ComponentModel, Held, ModelLayouts, la
 from tests.support.configs import engine_config
 from tests.support.group_model import CausalModel, choices
 from tests.support.model_pools import ModelPools, Places
+from tests.support.prompts import drawn_prompt
 from tests.support.waits import LEASE_S, PATIENT, PATIENT_GROUP, together
 from tidekv import (
     ComponentPools,
@@ -162,11 +163,6 @@ def model_of(name: str) -> CausalModel:
                 ),
                 embedding_std=0.2,
             )
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    source = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY, (length,), generator=source).tolist()
 
 
 def pools_of(layouts: ModelLayouts, *, host: bool) -> tuple[ComponentPools, ...]:
@@ -530,12 +526,12 @@ def in_one_process(name: str, prompt: list[int], output: int = OUTPUT) -> list[i
 async def check_every_tier(
     name: str, folder: Path, *, nixl: bool = False, device_mode: DeviceMode = "owned", ranks: int = 1
 ) -> None:
-    prompt = prompt_of(PROMPT_TOKENS, seed=1)
+    prompt = drawn_prompt(PROMPT_TOKENS, seed=1)
     wanted = in_one_process(name, prompt)
     # The output is not one token repeated, which any prompt would match.
     assert len(set(wanted)) > 3
     whole = [*prompt, *wanted[:-1]]
-    longer = [*whole, *prompt_of(3, seed=2)]
+    longer = [*whole, *drawn_prompt(3, seed=2)]
     second, third = in_one_process(name, whole), in_one_process(name, longer)
     async with worker(name, folder, nixl=nixl, device_mode=device_mode, ranks=ranks) as decode:
         assert await decode.ask(prompt) == ({"transfer": len(prompt)}, wanted)
@@ -587,8 +583,8 @@ async def test_windows_and_states_over_nixl_lead_to_the_tokens_of_one_process(na
 async def test_users_of_one_system_prompt_share_its_transfer_and_get_the_tokens_of_one_process(
     name: str, tmp_path: Path
 ) -> None:
-    system = prompt_of(6 * SIZE, seed=5)
-    prompts = [[*system, *prompt_of(3, seed=10 + user)] for user in range(4)]
+    system = drawn_prompt(6 * SIZE, seed=5)
+    prompts = [[*system, *drawn_prompt(3, seed=10 + user)] for user in range(4)]
     wanted = [in_one_process(name, prompt) for prompt in prompts]
     async with worker(name, tmp_path) as decode:
         # Three at once, the fourth one afterwards: the system prompt is transferred once.
@@ -600,7 +596,7 @@ async def test_users_of_one_system_prompt_share_its_transfer_and_get_the_tokens_
 
 
 async def test_forty_pages_whose_last_snapshot_is_behind_the_thirty_second_are_restored(tmp_path: Path) -> None:
-    prompt = prompt_of(20 * SIZE, seed=4)
+    prompt = drawn_prompt(20 * SIZE, seed=4)
     wanted = in_one_process("bamba", prompt, 12 * SIZE + 1)
     to_32 = [*prompt, *wanted[:-1]]
     to_40 = [*to_32, *in_one_process("bamba", to_32, 8 * SIZE + 1)]

@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from openai import OpenAI
 
+from tests.support.threads import one_torch_thread
 from tidekv.engine.demo.model import ModelShape, build_llama, generate_in_one_process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,13 +156,11 @@ def service(shared: Shared) -> Service:
 def generate() -> Iterator[Any]:
     """`generate(prompt, count)`: what transformers' own generate() makes of a prompt, in this process."""
     llama = build_llama(ModelShape(vocab_size=256))
-    threads = torch.get_num_threads()
-    # Several would spin for the cores that the service computes on.
-    torch.set_num_threads(1)
 
     def run(prompt: str | Sequence[int], count: int) -> list[int]:
         tokens = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
         return generate_in_one_process(llama, tokens, count)
 
-    yield run
-    torch.set_num_threads(threads)
+    # Several threads would spin for the cores that the service computes on.
+    with one_torch_thread():
+        yield run

@@ -17,6 +17,7 @@ import torch
 from examples.service.model import ByteTokenizer
 from examples.service.phrases import ANSWER, Phrases
 from tests.support.page_looks import PHONE_WIDTH, check_looks
+from tests.support.threads import one_torch_thread
 from tidekv.engine.demo.model import ModelShape, build_llama
 from tools.browser import find_browser, opened_page
 
@@ -29,8 +30,6 @@ Messages = list[dict[str, str]]
 def reply() -> Iterator[Callable[[Messages], str]]:
     """`reply(messages)`: the answer by transformers' own generate() in this process, restricted to the phrases."""
     llama = build_llama(ModelShape(vocab_size=256))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
 
     def run(messages: Messages) -> str:
         prompt = ByteTokenizer().encode_chat([(message["role"], message["content"]) for message in messages])
@@ -55,8 +54,8 @@ def reply() -> Iterator[Callable[[Messages], str]]:
             )
         return bytes(out[0, len(prompt) :].tolist()).rstrip(b"\0").decode()
 
-    yield run
-    torch.set_num_threads(threads)
+    with one_torch_thread():
+        yield run
 
 
 def ask(service: Any, messages: Messages, **options: object) -> Any:

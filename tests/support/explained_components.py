@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
+from tests.support.explained import Play, says
 from tidekv.engine.trace import causes
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
 from tidekv.states.records.causes import LOST_CAUSES
 from tidekv.states.types import FULL
 
-Play = Any  # A core played by hand by the fixture `play`; tests cannot import its class.
-CASES: dict[str, tuple[Callable[[Play], None], tuple[str, ...], tuple[str, ...]]] = {}
-"""By name: what is injected, words about request r1, and counters of the core that the injection moves."""
 COMPONENTS = (Component(name="window", kind="window", window_tokens=4, device_pages=12, host_pages=8),)
 AGAIN = "of pages [2, 4) of window (extend 1, since "
 """Prefill was asked for the window by an extend."""
-
-
-def says(*words: str, counts: str = "") -> Callable[[Callable[[Play], None]], Callable[[Play], None]]:
-    def add(play: Callable[[Play], None]) -> Callable[[Play], None]:
-        CASES[play.__name__] = (play, words, tuple(counts.split()))
-        return play
-
-    return add
 
 
 def leave(play: Play, request_id: str, tokens: bytes) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from tests.support.explained import Play, says
 from tidekv.engine.trace import causes
 from tidekv.states import commands, events
 from tidekv.states.handover.rooms import Rooms
@@ -13,19 +13,8 @@ from tidekv.states.records.causes import LOAD_CAUSES
 from tidekv.states.request.ready import Serving
 from tidekv.states.request.restore import Restore
 
-Play = Any  # A core played by hand by the fixture `play`; tests cannot import its class.
-CASES: dict[str, tuple[Callable[[Play], None], tuple[str, ...], tuple[str, ...]]] = {}
-"""By name: what is injected, words about request r1, and counters of the core that the injection moves."""
 STATES = ("PREALLOC", "PREFETCH", "LOCAL_RESTORE", "TRANSFER")
 WITH_ROOM = STATES[1:]
-
-
-def says(*words: str, counts: str = "", name: str = "") -> Callable[[Callable[[Play], None]], Callable[[Play], None]]:
-    def add(play: Callable[[Play], None]) -> Callable[[Play], None]:
-        CASES[name or play.__name__] = (play, words, tuple(counts.split()))
-        return play
-
-    return add
 
 
 # --- Prefill ---

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
+from tests.support.explained import Play, says
 from tidekv.engine.trace import causes
 from tidekv.states import commands, events
 from tidekv.states.records.causes import DECLINED, LOAD_CAUSES
-
-Play = Any  # A core played by hand by the fixture `play`; tests cannot import its class.
-CASES: dict[str, tuple[Callable[[Play], None], tuple[str, ...], tuple[str, ...]]] = {}
-"""By name: what is injected, words about request r1, and counters of the core that the injection moves."""
-
-
-def says(*words: str, counts: str = "") -> Callable[[Callable[[Play], None]], Callable[[Play], None]]:
-    def add(play: Callable[[Play], None]) -> Callable[[Play], None]:
-        CASES[play.__name__] = (play, words, tuple(counts.split()))
-        return play
-
-    return add
-
 
 # --- Storage ---
 
