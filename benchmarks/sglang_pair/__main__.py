@@ -149,7 +149,8 @@ def conversations(
     # SGLang's decode tells them at its own promise; tidekv finds its tiers later, and counts them in its metrics.
     told = {name: given for name, given in promised.items() if VARIANTS[name].settings is None}
     asked = [told[one.variant.name] for one in figures if one.variant.name in told]
-    shown.print(tiers_table(load, asked))
+    if asked:
+        shown.print(tiers_table(load, asked))
     shown.print(totals_table(figures, titles={}, ours=OURS))
     print_lost(figures)
     if json_file is not None:
