@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +26,8 @@ from benchmarks.servers.model import ModelShape, make_model
 from benchmarks.servers.table import first_token_table, totals_table
 from benchmarks.vllm_pair.cluster import running
 from benchmarks.vllm_pair.overhead import measure_overhead, overhead_table
+from benchmarks.vllm_pair.placement import measure_placement
+from benchmarks.vllm_pair.rest import measure_rest, rest_table
 from benchmarks.vllm_pair.server import ACTIONS, ROOT, ServerOptions, kernel_options
 from benchmarks.vllm_pair.variants import VARIANTS, Variant
 from tidekv.engine.demo.artefact import about
@@ -190,6 +193,71 @@ def conversations(
         json_file.write_text(json.dumps(report, indent=1))
     if any(one.outcome.wrong or one.outcome.lost for one in figures):
         raise typer.Exit(1)
+
+
+@app.command()
+def placement(
+    prompts: Annotated[int, typer.Option(min=2, help="Number of prompts.")] = 20,
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens of each.")] = 600,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Have vllm-router place prompts whose prefix only the host memory or storage of one decode server has.
+
+    The exit code is 1 if one is placed at the other server.
+    """
+    shape = ModelShape()
+    of_a_server = prompts // 2 * tokens * shape.kv_bytes_per_token
+    options = ServerOptions(
+        model=make_model(BUILD, shape),
+        kv_bytes=_rounded(4 * of_a_server),
+        max_model_len=tokens + 64,
+        # Host memory has a third of a server's prompts, and only storage the others.
+        handover={"host": of_a_server // 3},
+    )
+    found = asyncio.run(measure_placement(options, _run_folder(), prompts=prompts, tokens=tokens))
+    console().print(
+        f"{found.right} of {found.prompts} prompts were placed at the server that has their prefix; the servers had "
+        f"{found.host_tokens} of their tokens in host memory, {found.storage_tokens} in storage and "
+        f"{found.own_tokens} in vLLM's own caches"
+    )
+    if json_file is not None:
+        report = {"about": about("python3 dev.py vllm"), "figures": asdict(found)}
+        json_file.write_text(json.dumps(report, indent=1))
+    if found.right < found.prompts:
+        raise typer.Exit(1)
+
+
+@app.command()
+def rest(
+    first: Annotated[int, typer.Option(min=64, help="Tokens of the first prompts.")] = 1000,
+    lengths: Annotated[str, typer.Option(help="Tokens by which second prompts are longer.")] = "32,128,512,1024,2048",
+    streams: Annotated[str, typer.Option(help="Other clients whose requests decode serves meanwhile.")] = "0,4",
+    repeats: Annotated[int, typer.Option(min=1, help="Second turns of each way and length.")] = 9,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Measure second turns of conversations whose rest prefill computes, or decode alone."""
+    wanted = [int(each) for each in lengths.split(",")]
+    shape = ModelShape()
+    longest = first + max(wanted) + 64
+    options = ServerOptions(
+        model=make_model(BUILD, shape),
+        kv_bytes=_rounded(16 * longest * shape.kv_bytes_per_token),
+        max_model_len=longest,
+    )
+    turns = asyncio.run(
+        measure_rest(
+            options,
+            _run_folder(),
+            first=first,
+            lengths=wanted,
+            streams=[int(each) for each in streams.split(",")],
+            repeats=repeats,
+        )
+    )
+    console().print(rest_table(turns))
+    if json_file is not None:
+        report = {"about": about("python3 dev.py vllm"), "figures": [asdict(one) for one in turns]}
+        json_file.write_text(json.dumps(report, indent=1))
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -26,13 +26,29 @@ class Client(HttpClient):
 
         Cancellation closes the connection, upon which vLLM aborts the request.
         """
-        body = {**_body(prompt, count, transfer), "stream": True}
         watch = Stopwatch()
+        found = self.tokens(url, prompt, count=count, request_id=request_id, transfer=transfer)
+        async with aclosing(found) as arriving:
+            async for tokens in arriving:
+                watch.set([*watch.tokens, *tokens])
+        return watch.answer(url, count)
+
+    async def tokens(
+        self,
+        url: str,
+        prompt: list[int],
+        *,
+        count: int,
+        request_id: str,
+        transfer: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[list[int], None]:
+        """Yield greedy tokens as they arrive. Raises RequestLost."""
+        body = {**_body(prompt, count, transfer), "stream": True}
         async with aclosing(self.stream(f"{url}/v1/completions", body, {"X-Request-Id": request_id})) as events:
             async for event in events:
                 for choice in event["choices"]:
-                    watch.set([*watch.tokens, *(choice.get("token_ids") or ())])
-        return watch.answer(url, count)
+                    if tokens := choice.get("token_ids"):
+                        yield tokens
 
     async def prefill(
         self, url: str, prompt: list[int], *, request_id: str, transfer: Mapping[str, Any]

@@ -116,7 +116,7 @@ def _tidekv(place: Place) -> Mapping[str, object]:
     if is_prefill:
         handover["listen"] = f"{HOST}:{free_port(place.ranks)}"
     else:
-        handover |= {"host": "512MB", "uri": place.storage, "dials": [f"{HOST}:*"]}
+        handover = {"host": "512MB", "uri": place.storage, "dials": [f"{HOST}:*"], **handover}
     return {
         "kv_connector": "TidekvConnector",
         "kv_connector_module_path": MODULE,

@@ -6,6 +6,7 @@ With vLLM: tests/integrations/test_vllm_server.py.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import typer
 import uvicorn
@@ -43,10 +45,13 @@ from benchmarks.servers.samples import add_samples, read_samples
 from benchmarks.servers.table import progress_line
 from benchmarks.vllm_pair.client import Client
 from benchmarks.vllm_pair.overhead import Cost, median_interval, overhead_table, read_pairs
+from benchmarks.vllm_pair.placement import Listener, PlacingRouter
+from benchmarks.vllm_pair.rest import ASKED, WAYS, Stream, Turns, meeting, rest_table
 from benchmarks.vllm_pair.routes import PrefillThenDecode
 from benchmarks.vllm_pair.server import ServerOptions
 from benchmarks.vllm_pair.variants import STEP_TIMES, TOGGLED, VARIANTS
 from tests.support.waits import expected as happens
+from tests.support.waits import until
 from tidekv.states.errors import InvalidConfig
 
 OPTIONS = ServerOptions(model=Path("tiny"), kv_bytes=1 << 20, max_model_len=512, ranks=2)
@@ -341,6 +346,68 @@ def test_the_interval_of_a_median_holds_it_in_nineteen_of_twenty_cases() -> None
         lowest, highest = median_interval(sorted(chance.expovariate(1.0) for _ in range(30)))
         held += lowest <= math.log(2) <= highest
     assert 940 <= held <= 990
+
+
+def test_a_listener_knows_the_blocks_of_each_medium() -> None:
+    listener = Listener("inproc://nobody")
+
+    def tell(*events: dict[str, Any]) -> tuple[int, set[str]]:
+        listener.take(msgspec.msgpack.encode([0.0, list(events), 0]))
+        return listener.blocks, listener.media
+
+    def stored(medium: str, *hashes: int) -> dict[str, Any]:
+        return {"type": "BlockStored", "medium": medium, "block_hashes": hashes}
+
+    assert tell(stored("GPU", 1, 2), stored("CPU", 2, 3)) == (3, {"GPU", "CPU"})
+    assert tell({"type": "BlockRemoved", "medium": "CPU", "block_hashes": [2, 3, 9]}) == (2, {"GPU"})
+    assert tell({"type": "AllBlocksCleared"}, stored("STORAGE", 4)) == (1, {"STORAGE"})
+    assert tell({"type": "BlockRemoved", "medium": "CPU", "block_hashes": [4]}) == (1, {"STORAGE"})
+    listener.close()
+
+
+def test_a_router_that_places_is_told_where_each_server_publishes(tmp_path: Path) -> None:
+    servers = [SimpleNamespace(url=f"http://127.0.0.1:{number}") for number in (1, 2)]
+    sources = [("tcp://127.0.0.1:3", "tcp://127.0.0.1:4"), ("tcp://127.0.0.1:5", "tcp://127.0.0.1:6")]
+    command = PlacingRouter("router", tmp_path, decodes=cast(list[Program], servers), sources=sources).command()
+    pairs = list(itertools.pairwise(command))
+    assert ("--kv-event-source", "http://127.0.0.1:2=tcp://127.0.0.1:5") in pairs
+    assert ("--kv-event-replay-source", "http://127.0.0.1:1=tcp://127.0.0.1:4") in pairs
+    assert command[-2:] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+
+
+def turns_of(medians_s: dict[int, tuple[float, float]], *, streams: int = 0) -> list[Turns]:
+    """Second turns of both kinds of ways: seconds of decode alone, and of the others, by length."""
+    return [
+        Turns(way, rest, streams, [each_s], [0.25])
+        for rest, (alone_s, asked_s) in medians_s.items()
+        for way, each_s in zip(WAYS, (alone_s, asked_s, asked_s), strict=True)
+    ]
+
+
+def test_ways_of_a_rest_meet_at_the_length_from_which_on_decode_alone_is_no_faster() -> None:
+    turns = turns_of({64: (0.1, 0.1), 128: (0.1, 0.2), 256: (0.3, 0.3), 512: (0.5, 0.4)})
+    turns += turns_of({64: (0.1, 0.2), 128: (0.2, 0.3)}, streams=4)
+    assert [meeting(turns, 0, way) for way in ASKED] == [256, 256]
+    assert meeting(turns, 4, ASKED[0]) is None
+    cells = [list(column.cells) for column in rest_table(turns).columns]
+    assert cells[:3] == [
+        ["0", "0", "0", "0", "4", "4"],
+        ["64", "128", "256", "512", "64", "128"],
+        ["100, 250", "100, 250", "300, 250", "500, 250", "100, 250", "200, 250"],
+    ]
+    assert cells[-1] == ["1.00", "0.50", "1.00", "1.25", "0.50", "0.67"]
+
+
+async def test_a_stream_notes_its_longest_pause_and_begins_again() -> None:
+    fake = FakeVllm()
+    async with serving(fake) as server, client_of() as client:
+        stream = Stream(client, server, tokens=3)
+        running = asyncio.create_task(stream.run())
+        await until(lambda: len(fake.seen) > 1)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert stream.running.is_set()
+    assert stream.take_pause() > 0
 
 
 def test_a_step_with_the_calls_is_compared_with_its_neighbour_without() -> None:

@@ -178,6 +178,19 @@ async def test_the_published_router_serves_through_two_pairs_and_survives_kills(
     assert figures["metrics"][COUNT.format("restore_tokens_transfer")] > 0
 
 
+async def test_the_published_router_places_prompts_where_only_l2_or_l3_has_their_prefix(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "figures"
+    code, printed = await program("benchmarks.vllm_pair", "placement", "--prompts", 20, "--json", file)
+    assert code == 0, printed[-4000:]
+    found = json.loads(await asyncio.to_thread(file.read_text))["figures"]
+    assert (found["right"], found["prompts"]) == (20, 20), found
+    assert found["own_tokens"] == 0, "vLLM's own caches were not empty"
+    assert found["host_tokens"] > 0, found
+    assert found["storage_tokens"] > 0, found
+
+
 # In vLLM 0.32 a plain server with CPU_MLA gives a token another KV in a prefill than in a decode step, and a prefix
 # another rotary part in prompts of other lengths. Tokens are therefore compared with those of another pair, for prompts
 # that are sent whole and one at a time.
@@ -218,9 +231,24 @@ async def test_later_turns_are_served_by_decode_alone(tmp_path: Path) -> None:
         2,
     )
     events = ("--at", "2:reset:decode-0", "--at", "3:restart:decode-0")
-    figures = await serve(tmp_path / "figures", *options, *events)
+    # On a busy machine a look-up takes longer than by default.
+    patient = ("--handover", json.dumps({"lookup_timeout_s": 60}))
+    figures = await serve(tmp_path / "figures", *options, "--parallel", 2, *events, *patient)
     counts = {name: figures["metrics"].get(COUNT.format(name), 0) for name in HANDOVER_COUNTS}
     assert counts["restore_tokens_l2"] > 0, counts
     assert counts["restore_tokens_l3"] > 0, counts
     # Prefill computed the first turns only.
     assert counts["restore_tokens_transfer"] <= 4 * 300, counts
+
+
+@pytest.mark.parametrize("event", ["restart", "kill"])
+async def test_the_next_turn_is_served_from_host_memory_that_outlives_decode(tmp_path: Path, event: str) -> None:
+    options = ("--connector", "tidekv", "--conversations", 4, "--turns", 2, "--tokens", "300:900", "--parallel", 2)
+    # Without storage, and with room for everything in vLLM's own cache, which ends with the server.
+    lasting = ("--handover", json.dumps({"host_path": str(tmp_path / "pool"), "uri": None}), "--decode-share", 1)
+    figures = await serve(tmp_path / "figures", *options, *lasting, "--at", f"1:{event}:decode-0")
+    counts = {name: figures["metrics"].get(COUNT.format(name), 0) for name in HANDOVER_COUNTS}
+    # Before the second turn all prompts of the first are kept; amid it half of them are asked for at least.
+    blocks = 300 // 32 * 32
+    assert counts["restore_tokens_l2"] >= (4 if event == "restart" else 2) * blocks, counts
+    assert counts["restore_tokens_l3"] == 0, counts
