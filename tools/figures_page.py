@@ -170,6 +170,104 @@ def handover_table() -> str:
     return "\n".join(lines)
 
 
+def vllm_table() -> str:
+    """Return who computes a rest sooner, where a router placed prompts, and what a model with windows took from where.
+
+    Times are shown as shares of one another: they are the machine's.
+    """
+    parts = [part for make in (_rest, _placement, _windows) if (part := make()) is not None]
+    return "\n\n".join(parts) or "No run was kept."
+
+
+def _rest() -> str | None:
+    report = _read("vllm_rest.json")
+    if report is None:
+        return None
+    turns, meets = report["figures"]["turns"], report["figures"]["meets"]
+    by_case = {(one["streams"], one["rest"], one["way"]): one for one in turns}
+    columns = [(one["streams"], one["way"]) for one in meets]
+
+    def share(count: int, rest: int, way: str, name: str) -> str:
+        alone, other = (median(by_case[count, rest, each][name]) for each in ("decode alone", way))
+        return f"{alone / other:.2f}" if other else "-"
+
+    pauses = [(count, way) for count, way in columns if count]
+    titles = [f"{way}, {_beside(count)}" for count, way in columns]
+    titles += [f"longest pause of streams: {way}, {_beside(count)}" for count, way in pauses]
+    rows = [
+        [
+            f"{rest:,}",
+            *(share(count, rest, way, "first_s") for count, way in columns),
+            *(share(count, rest, way, "pause_s") for count, way in pauses),
+        ]
+        for rest in sorted({one["rest"] for one in turns})
+    ]
+    ends = "; ".join(
+        f"{one['way']}, {_beside(one['streams'])}: "
+        + (f"from {one['rest']:,} tokens on" if one["rest"] is not None else "at none of these lengths")
+        for one in meets
+    )
+    return "\n".join(
+        [
+            f"{_command(report)}, medians of {len(turns[0]['first_s'])} turns each. Time to the first token of a "
+            "second turn with decode alone, as a share of that with prefill first, or with both at once:",
+            "",
+            f"| tokens of the rest | {' | '.join(titles)} |",
+            f"|---:|{'---:|' * len(titles)}",
+            *(f"| {' | '.join(row)} |" for row in rows),
+            "",
+            f"Decode alone takes as long or longer: {ends}.",
+        ]
+    )
+
+
+def _beside(streams: int) -> str:
+    return f"{streams} other clients" if streams else "nobody else"
+
+
+def _placement() -> str | None:
+    report = _read("vllm_placement.json")
+    if report is None:
+        return None
+    found = report["figures"]
+    return (
+        f"{_command(report)}: the router placed {found['right']} of {found['prompts']} prompts at the server that had "
+        f"their prefix, {found['host_tokens']:,} tokens in host memory, {found['storage_tokens']:,} in storage, "
+        f"{found['own_tokens']:,} in vLLM's own caches."
+    )
+
+
+def _windows() -> str | None:
+    report = _read("vllm_windows.json")
+    if report is None:
+        return None
+    (one,) = report["figures"]
+    metrics = one["metrics"]
+    sources = {
+        "vLLM's own cache in decode": "vllm:prompt_tokens_by_source_total{local_cache_hit}",
+        "decode's host memory": "vllm:tidekv_restore_tokens_l2_total",
+        "decode's storage": "vllm:tidekv_restore_tokens_l3_total",
+        "prefill": "vllm:tidekv_restore_tokens_transfer_total",
+        "computed by decode": "vllm:prompt_tokens_by_source_total{local_compute}",
+    }
+    held = "no block is held" if not any(one["held"].values()) else "blocks are held"
+    return "\n".join(
+        [
+            f"{_command(report)}: {one['answers']} answers, {len(one['wrong'])} wrong, {len(one['lost'])} lost; {held} "
+            "at the end. Prompt tokens by source:",
+            "",
+            f"| {' | '.join(sources)} |",
+            f"|{'---:|' * len(sources)}",
+            f"| {' | '.join(f'{metrics.get(name, 0):,.0f}' for name in sources.values())} |",
+        ]
+    )
+
+
+def _command(report: Mapping[str, Any]) -> str:
+    about = report["about"]
+    return f"`{about['command']}` ({about['date']}, commit {about['commit']}, {about['machine']}, load {about['load']})"
+
+
 def sglang_table() -> str:
     """Return what real SGLang servers did: each cache of decode beside the others, and what clients got amid faults."""
     lines = [line for file in SGLANG_RUNS if (report := _read(file)) is not None for line in _sglang_caches(report)]
@@ -340,6 +438,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/gpu.md": gpu_table,
     "docs/sglang.md": sglang_table,
     "docs/vllm-handover.md": handover_table,
+    "docs/vllm.md": vllm_table,
     "examples/fleet/README.md": fleet_table,
 }
 """The table of each page, by its path in the checkout."""

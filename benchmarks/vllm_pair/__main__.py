@@ -27,7 +27,7 @@ from benchmarks.servers.table import first_token_table, totals_table
 from benchmarks.vllm_pair.cluster import running
 from benchmarks.vllm_pair.overhead import measure_overhead, overhead_table
 from benchmarks.vllm_pair.placement import measure_placement
-from benchmarks.vllm_pair.rest import measure_rest, rest_table
+from benchmarks.vllm_pair.rest import ASKED, measure_rest, meeting, rest_table
 from benchmarks.vllm_pair.server import ACTIONS, ROOT, ServerOptions, kernel_options
 from benchmarks.vllm_pair.variants import VARIANTS, Variant
 from tidekv.engine.demo.artefact import about
@@ -256,8 +256,13 @@ def rest(
     )
     console().print(rest_table(turns))
     if json_file is not None:
-        report = {"about": about("python3 dev.py vllm"), "figures": [asdict(one) for one in turns]}
-        json_file.write_text(json.dumps(report, indent=1))
+        meets = [
+            {"streams": count, "way": way, "rest": meeting(turns, count, way)}
+            for count in sorted({one.streams for one in turns})
+            for way in ASKED
+        ]
+        figures = {"turns": [asdict(one) for one in turns], "meets": meets}
+        json_file.write_text(json.dumps({"about": about("python3 dev.py vllm"), "figures": figures}, indent=1))
 
 
 @app.command()

@@ -112,13 +112,14 @@ async def measure_rest(
     found: list[Turns] = []
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(running(VARIANTS["tidekv"], own, folder))
-        client = Client()
+        _, first_route = cluster.connect()
+        assert isinstance(first_route, PrefillThenDecode)
+        client, prefills, (decode,) = first_route.client, first_route.prefills, first_route.decodes
         stack.push_async_callback(client.close)
-        (decode,) = cluster.decodes
         routes: dict[str, Route] = {
             ALONE: OneServer(client, decode),
-            ASKED[0]: PrefillThenDecode(client, cluster.prefills, cluster.decodes),
-            ASKED[1]: PrefillAndDecode(client, cluster.prefills, cluster.decodes),
+            ASKED[0]: first_route,
+            ASKED[1]: PrefillAndDecode(client, prefills, [decode]),
         }
         for count in streams:
             others = [Stream(client, decode, options.max_model_len - STREAM_PROMPT - 1) for _ in range(count)]
