@@ -85,7 +85,10 @@ def from_environment(environment: Mapping[str, str]) -> tuple[list[Given], list[
 
 
 def from_settings(settings: Sequence[str]) -> tuple[list[Given], list[Mistake]]:
-    """Read `--set section.option=value`."""
+    """Read the values of `--set`, each `section.option=value`. Returns what was given, and what is wrong with the rest.
+
+    The secret is refused: a command line is visible to other users of the machine.
+    """
     given: list[Given] = []
     mistakes: list[Mistake] = []
     for setting in settings:

@@ -83,7 +83,10 @@ def checked_components(
 
 
 class LentPages:
-    """The pages in use by live calls of one engine, by group."""
+    """Device pages of a host engine that calls of one engine use: lent to a request, or read by offers, by group.
+
+    A page is lent to one request only, and not while an offer reads it.
+    """
 
     def __init__(self) -> None:
         self._lent: dict[str, dict[int, str]] = {}

@@ -172,8 +172,9 @@ class PendingCalls:
         return is_restoring
 
     def end_use(self, request_id: str) -> None:
-        """End the caller's use of the pages of an early READY, of a live request or one that has failed. Does nothing
-        if there is none.
+        """End the caller's use of a request's pages after an early READY; the request may have failed meanwhile.
+
+        A request without such a use is left as it is.
         """
         live = self._live.get(request_id)
         ready = None if live is None else live.ready

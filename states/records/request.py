@@ -747,7 +747,7 @@ class RequestComponents:
         self.copies -= 1
 
     def add_fetch(self, fetch: ComponentFetch) -> None:
-        """Note a fetch from storage."""
+        """Own a fetch from storage, until `forget_fetch`."""
         self.fetches[fetch] = None
 
     def forget_fetch(self, fetch: ComponentFetch) -> None:

@@ -382,15 +382,15 @@ class RecomputeRecord:
         """Its error, once it has failed."""
 
     def choose(self) -> None:
-        """Let the caller compute from the next plan on."""
+        """Let the caller compute, starting with the next plan."""
         self.is_chosen = True
 
     def choose_short(self, *, is_short: bool) -> None:
-        """Note whether the caller computes the rest because it is short."""
+        """Let the caller compute the rest of the prompt if it is short, else ask prefill for it."""
         self.is_chosen = self.is_short = is_short
 
     def give_short_up(self) -> None:
-        """Ask prefill from the next plan on: the caller has failed."""
+        """Ask prefill, starting with the next plan: the caller could not compute the short rest."""
         self.is_chosen = self.is_short = False
         self.has_failed_short, self.error = True, ""
 

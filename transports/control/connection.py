@@ -571,7 +571,10 @@ async def dial(address: str, options: ControlOptions) -> ControlLink:
 
 
 async def listen(address: str, on_link: Callable[[Link], Awaitable[None]], options: ControlOptions) -> ControlListener:
-    """Listen on `address` ("host:port", port 0 for any free one). The caller closes it. Raises InvalidConfig."""
+    """Listen on `address` ("host:port", port 0 for any free one), and call `on_link` with each link that is proven.
+
+    The caller closes the listener. Raises InvalidConfig for an address that cannot be used.
+    """
     listener = ControlListener(on_link, options)
     await listener.open(address)
     return listener

@@ -19,7 +19,7 @@ NIXL_LENGTH = struct.Struct("<Q")
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Wire form: the agent's name, NIXL's blob, and the SHA-256 of both."""
+    """NIXL metadata as a peer sends it: the agent's name, NIXL's blob, and the SHA-256 of both."""
 
     name: str
     blob: bytes

@@ -102,7 +102,10 @@ class _LiveRestores:
         return self._waits[request_id] in self._place
 
     def begin(self, request: Any, computed: int) -> None:
-        """Note a restore that begins with `computed` tokens."""
+        """Let later equal prompts wait for this restore, which begins behind `computed` tokens.
+
+        Nothing waits for a second restore of the same prompt, nor for one whose prefill has not computed it yet.
+        """
         place = self._place_of(request)
         if (
             place is not None
@@ -113,7 +116,7 @@ class _LiveRestores:
             self._place[request.request_id] = place
 
     def end(self, request_id: str) -> None:
-        """Note that a restore has ended or is aborted: what waits for it goes on."""
+        """Release the requests that wait for a restore, which has ended or is aborted."""
         place = self._place.pop(request_id, None)
         if place is not None:
             del self._first[place]
