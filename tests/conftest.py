@@ -29,7 +29,7 @@ from tidekv import (
 )
 from tidekv.backends.storage.base import Storage
 from tidekv.engine.decode.values import ReadyRequest
-from tidekv.engine.prefill.prefill_config import PrefillConfig
+from tidekv.engine.prefill.prefill_config import PrefillConfig, PromptStoreSettings
 from tidekv.states.commands import ReportReady
 from tidekv.states.events import AbortRequested
 from tidekv.states.handover.rooms import Rooms
@@ -133,6 +133,7 @@ def make_pair() -> Iterator[MakePair]:
         storage: Storage | None = None,
         prefill_storage: Storage | None = None,
         prefill_host: HostPool | None = None,
+        prefill_store: PromptStoreSettings | None = None,
         prefill_namespace: str = "",
         **config: object,
     ):  # type: ignore[no-untyped-def]  # Typed by the fixture.
@@ -145,7 +146,7 @@ def make_pair() -> Iterator[MakePair]:
             prefill_pages=prefill_pages,
             storage=storage,
             prefill_namespace=prefill_namespace,
-            prefill_config=PrefillConfig(lease_s=LEASE_S),
+            prefill_config=PrefillConfig(lease_s=LEASE_S, store=prefill_store or PromptStoreSettings()),
             prefill_parts={"storage": prefill_storage, "host": prefill_host},
         ) as pair:
             yield Pair(pair.engine, pair.peer, pair.prefill, pair.device, pair.host, pair.network, pair.faults)

@@ -39,9 +39,8 @@ async def test_an_engine_that_takes_prefix_keys_gets_the_whole_prompt_with_each_
 async def test_a_prompt_that_prefill_stores_is_named_to_the_engine_with_each_call(make_pair) -> None:
     storage = PlacingStorage()
     digests = page_digests(pack_tokens(PROMPT[:20]), 4)
-    async with make_pair(prefill_storage=storage) as pair:
-        assert pair.peer._store is not None
-        pair.peer._store.settings = PromptStoreSettings(batch_pages=2)
+    settings = PromptStoreSettings(batch_pages=2)
+    async with make_pair(prefill_storage=storage, prefill_store=settings) as pair:
         ready = await pair.restore("a", PROMPT[:9])
         await pair.peer.wait_stored()
         await pair.finish(ready, PROMPT[:9], [1])

@@ -45,9 +45,9 @@ class Failing:
 
 async def test_prompts_are_not_stored_until_a_probe_succeeds(make_pair) -> None:
     storage = Failing()
-    async with make_pair(prefill_storage=storage) as pair:
+    settings = PromptStoreSettings(breaker_failures=2, breaker_backoff_s=0.005, breaker_backoff_max_s=0.02)
+    async with make_pair(prefill_storage=storage, prefill_store=settings) as pair:
         store = pair.peer._store
-        store.settings = PromptStoreSettings(breaker_failures=2, breaker_backoff_s=0.005, breaker_backoff_max_s=0.02)
 
         async def serve(name: str, token: int) -> None:
             tokens = [token] * 12
@@ -71,8 +71,8 @@ async def test_prompts_are_not_stored_until_a_probe_succeeds(make_pair) -> None:
 
 
 async def test_a_worker_that_ends_does_not_wait_for_a_probe(make_pair) -> None:
-    async with make_pair(prefill_storage=Failing()) as pair:
-        pair.peer._store.settings = PromptStoreSettings(breaker_failures=1, breaker_backoff_s=3600.0)
+    settings = PromptStoreSettings(breaker_failures=1, breaker_backoff_s=3600.0)
+    async with make_pair(prefill_storage=Failing(), prefill_store=settings) as pair:
         await pair.finish(await pair.restore("a", [1] * 12), [1] * 12, [1])
         await pair.peer.wait_stored()
         assert pair.peer.statistics()["store_breaker_open"] == 1
@@ -108,9 +108,9 @@ class Cancelling:
 async def test_calls_that_storage_cancels_have_failed_and_a_probe_that_it_cancels_is_not_the_last(make_pair) -> None:
     """SGLang #38428: one exception that nothing expected ended backups for the life of the process."""
     storage = Cancelling()
-    async with make_pair(prefill_storage=storage) as pair:
+    settings = PromptStoreSettings(breaker_failures=2, breaker_backoff_s=0.005, breaker_backoff_max_s=0.02)
+    async with make_pair(prefill_storage=storage, prefill_store=settings) as pair:
         store = pair.peer._store
-        store.settings = PromptStoreSettings(breaker_failures=2, breaker_backoff_s=0.005, breaker_backoff_max_s=0.02)
 
         async def serve(number: int) -> None:
             tokens = [number] * 12

@@ -58,7 +58,7 @@ async def all_pages_back(pair: Any) -> None:
     async with asyncio.timeout(LIMIT_S), pair.prefill.freed:
         await pair.prefill.freed.wait_for(lambda: pair.prefill.pages_free == 256)
     await pair.peer.wait_stored()
-    assert pair.peer._store._full.bounce.free == pair.peer._store._full.bounce.total
+    assert pair.peer.statistics()["store_bounce_free"] == 256
 
 
 @pytest.mark.parametrize("name", ["batch_pages", "rooms_max", "hold_s", "put_timeout_s", "close_wait_s"])
@@ -71,8 +71,8 @@ def test_a_bound_that_bounds_nothing_is_named(name: str, value: float) -> None:
 async def test_prompts_over_the_bound_are_declined_and_served_all_the_same(make_pair) -> None:
     storage = Gated()
     storage.answers.clear()
-    async with make_pair(prefill_storage=storage) as pair:
-        pair.peer._store.settings = PromptStoreSettings(rooms_max=1, hold_s=60.0)
+    settings = PromptStoreSettings(rooms_max=1, hold_s=60.0)
+    async with make_pair(prefill_storage=storage, prefill_store=settings) as pair:
         for number in range(3):
             await serve_one(pair, number)
         assert pair.peer.statistics()["store_rooms_declined"] == 2
@@ -85,8 +85,8 @@ async def test_prompts_over_the_bound_are_declined_and_served_all_the_same(make_
 async def test_storage_that_does_not_answer_holds_a_prompt_for_a_while_only(make_pair) -> None:
     storage = Gated()
     storage.answers.clear()
-    async with make_pair(prefill_storage=storage) as pair:
-        pair.peer._store.settings = PromptStoreSettings(hold_s=0.02, close_wait_s=0.02)
+    settings = PromptStoreSettings(hold_s=0.02, close_wait_s=0.02)
+    async with make_pair(prefill_storage=storage, prefill_store=settings) as pair:
         await serve_one(pair)
         await all_pages_back(pair)
         statistics = pair.peer.statistics()
@@ -141,9 +141,11 @@ async def test_host_pages_stay_taken_while_a_copy_writes_to_them_though_the_peer
 ) -> None:
     copying, may_end = asyncio.Event(), asyncio.Event()
     free_then: list[int] = []
-    async with make_pair(prefill_storage=Gated(), prefill_host=HostPool.allocate(LAYOUT, 8)) as pair:
+    settings = PromptStoreSettings(close_wait_s=0.01)
+    async with make_pair(
+        prefill_storage=Gated(), prefill_host=HostPool.allocate(LAYOUT, 8), prefill_store=settings
+    ) as pair:
         store = pair.peer._store
-        store.settings = PromptStoreSettings(close_wait_s=0.01)
         to_host = store._full.copier.to_host
 
         def hold(*pages: object) -> asyncio.Future[None]:
@@ -211,8 +213,8 @@ async def test_storage_that_hangs_is_left_behind_and_the_peer_closes(
     never = asyncio.Event()
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(StorageFailed, match="storage of gated: did not end within"):
-            async with make_pair(prefill_storage=Hanging(never)) as pair:
-                pair.peer._store.settings = PromptStoreSettings(close_wait_s=0.01)
+            settings = PromptStoreSettings(close_wait_s=0.01)
+            async with make_pair(prefill_storage=Hanging(never), prefill_store=settings) as pair:
                 await serve_one(pair)
     assert "puts that were cancelled of gated: did not end" in caplog.text
     never.set()

@@ -151,8 +151,10 @@ class Slow:
 
 async def test_slow_storage_holds_no_page_of_prefill_for_longer_than_the_copy(make_pair) -> None:
     slow = Slow()
-    async with make_pair(prefill_storage=slow, prefill_host=HostPool.allocate(LAYOUT, 5)) as pair:
-        pair.peer._store.settings = PromptStoreSettings(hold_s=0.05)
+    settings = PromptStoreSettings(hold_s=0.05)
+    async with make_pair(
+        prefill_storage=slow, prefill_host=HostPool.allocate(LAYOUT, 5), prefill_store=settings
+    ) as pair:
         for number in range(3):
             ready = await pair.restore(f"r{number}", [*PROMPT[:-1], number])
             await pair.engine.finish(ready)
@@ -212,8 +214,8 @@ async def test_broken_storage_fails_nobody(make_pair) -> None:
 
 async def test_closing_waits_a_while_for_puts_and_then_cuts_them(make_pair) -> None:
     slow = Slow()
-    async with make_pair(prefill_storage=slow) as pair:
-        pair.peer._store.settings = PromptStoreSettings(close_wait_s=0.01)
+    settings = PromptStoreSettings(close_wait_s=0.01)
+    async with make_pair(prefill_storage=slow, prefill_store=settings) as pair:
         ready = await pair.restore("r1", PROMPT)
         await pair.engine.finish(ready)
     assert slow.closed
