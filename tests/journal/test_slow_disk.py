@@ -19,6 +19,7 @@ from tidekv.engine.journal import Journal
 from tidekv.engine.journal import journal as journal_module
 from tidekv.engine.journal.format import EndLine, GapLine, TurnLine, unseal
 from tidekv.engine.journal.reader import _DECODER
+from tidekv.engine.journal.recorder import Recorder
 from tidekv.states import events
 from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings
@@ -98,8 +99,7 @@ def test_loop_goes_on_while_the_disk_hangs_and_what_does_not_fit_is_a_gap(core: 
     assert journal._queued_bytes - journal._taken_bytes <= BYTES_MAX + LINE_BYTES
     assert journal._missing_events > 2000
     disk.works()
-    journal.close()
-    journal._thread.join()
+    journal.close(timeout_s=LIMIT_S)
     disk.end()
     lines = lines_of(Path(journal.place))
     gaps = [line.events for line in lines if isinstance(line, GapLine)]
@@ -204,7 +204,7 @@ def test_full_disk_ends_the_journal_and_not_the_run(
 def test_mistake_of_the_writer_ends_the_journal_with_its_traceback(
     core: Core, journal: Journal, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal._recorder, "render", lambda turn: 1 // 0)
+    monkeypatch.setattr(Recorder, "render", lambda self, turn: 1 // 0)
     with caplog.at_level(logging.WARNING, "tidekv.journal"):
         step(core, journal, 10)
         journal.close()

@@ -59,6 +59,7 @@ class Member:
 
     def __init__(self, rank: int, ranks: int, address: str, **fields: object) -> None:
         self.owner = Owner()
+        self.address = address
         self.channel = RankChannel(
             self.owner,
             rank=rank,
@@ -136,8 +137,7 @@ async def test_a_rank_that_ends_is_named_to_all_and_a_new_epoch_is_formed_when_i
             _, rank, _ = await members[at].owner.expect("lost")
             assert rank == 1
             members[at].channel.settled()
-        host, port = members[0].channel._host, members[0].channel._port
-        members[1] = Member(1, 3, f"{host}:{port}")
+        members[1] = Member(1, 3, members[0].address)
         await members[1].begin()
         for member in members:
             assert await member.owner.expect("formed") == ("formed", 2)
@@ -238,7 +238,7 @@ async def test_a_leader_that_ends_is_named_and_its_successor_counts_on() -> None
     async with group(2) as members:
         for member in members:
             await member.owner.expect("formed")
-        address = f"{members[0].channel._host}:{members[0].channel._port}"
+        address = members[0].address
         members[0].channel.leave()
         await members[0].channel.close()
         _, rank, _ = await members[1].owner.expect("lost")
