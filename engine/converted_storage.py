@@ -111,7 +111,7 @@ class OpenLayout:
         self, call: Call, keys: Sequence[bytes], pages: PageIds, *, prefix_keys: Sequence[bytes]
     ) -> list[bool]:
         """Read pages and copy our slices to these host pages; True for each that is there, whole."""
-        good = [False] * len(keys)
+        valid = [False] * len(keys)
         if len(self.sources) == 1 and self.sources[0].is_whole:
             storage = self.sources[0].storage
             above = prefix_of(storage, prefix_keys)
@@ -127,13 +127,13 @@ class OpenLayout:
                     part = slice(first, first + self._batch_pages)
                     above = [*prefix_keys, *keys[:first]]
                     ours = staged[: len(keys[part])]
-                    good[part] = await self._get_batch(call, keys[part], pages[part], ours, above)
+                    valid[part] = await self._get_batch(call, keys[part], pages[part], ours, above)
                 finally:
                     self._free.append(staged)
                     self._limit.release()
 
         await all_settled(lane() for _ in range(min(BATCHES, -(-len(keys) // self._batch_pages))))
-        return good
+        return valid
 
     async def _get_batch(
         self, call: Call, keys: Sequence[bytes], pages: PageIds, staged: PageIds, prefix_keys: Sequence[bytes]
@@ -227,11 +227,11 @@ class ConvertedStorage:
         """Read pages as they are in the rank's own namespace; convert those that only other layouts have."""
         call = Call(timeout_s)
         above = prefix_of(self.storage, prefix_keys)
-        good = await self.storage.get_into(keys, pages, timeout_s=timeout_s, **above)
+        valid = await self.storage.get_into(keys, pages, timeout_s=timeout_s, **above)
         # A read that began before the close ends with what it has.
-        if all(good) or not self._layouts or self._calls.closed:
-            return good
-        return await self._calls.run(lambda call: self._convert(call, keys, pages, good, prefix_keys), _left_s(call))
+        if all(valid) or not self._layouts or self._calls.closed:
+            return valid
+        return await self._calls.run(lambda call: self._convert(call, keys, pages, valid, prefix_keys), _left_s(call))
 
     async def put_from(
         self, keys: Sequence[bytes], pages: PageIds, *, timeout_s: float, prefix_keys: Sequence[bytes] = ()
@@ -298,10 +298,10 @@ class ConvertedStorage:
         return [self.storage, *(source.storage for layout in self._layouts for source in layout.sources)]
 
     async def _convert(
-        self, call: Call, keys: Sequence[bytes], pages: PageIds, good: list[bool], prefix_keys: Sequence[bytes]
+        self, call: Call, keys: Sequence[bytes], pages: PageIds, valid: list[bool], prefix_keys: Sequence[bytes]
     ) -> list[bool]:
         for layout in self._layouts:
-            missing = [at for at, is_good in enumerate(good) if not is_good]
+            missing = [at for at, is_valid in enumerate(valid) if not is_valid]
             if not missing or not call.may_start():
                 break
             got = await layout.get_into(
@@ -310,10 +310,10 @@ class ConvertedStorage:
                 page_ids(pages[at] for at in missing),
                 prefix_keys=[*prefix_keys, *keys[: missing[0]]],
             )
-            for at, is_good in zip(missing, got, strict=True):
-                good[at] = is_good
+            for at, is_valid in zip(missing, got, strict=True):
+                valid[at] = is_valid
             self._converted += sum(got)
-        return good
+        return valid
 
     async def _find(
         self, ask: LookUp, call: Call, keys: Sequence[bytes], found: list[bool], prefix_keys: Sequence[bytes]

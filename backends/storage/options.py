@@ -197,8 +197,8 @@ class Name:
 
     def read(self, value: object) -> str | None:
         """Return the name."""
-        good = isinstance(value, str) and 0 < len(value) <= 64 and value.isascii()
-        plain = good and str(value).replace("_", "").replace("-", "").replace(".", "").isalnum()
+        valid = isinstance(value, str) and 0 < len(value) <= 64 and value.isascii()
+        plain = valid and str(value).replace("_", "").replace("-", "").replace(".", "").isalnum()
         return str(value) if plain else None
 
 

@@ -42,9 +42,9 @@ async def put_prefix(
     missing = [*compress(range(len(pages)), map(not_, there))]
     intact = None
     if missing and checked is not None:
-        good = await checked(page_ids(map(pages.__getitem__, missing)))
-        if good is not None:
-            intact, missing = missing[good], missing[:good]
+        valid = await checked(page_ids(map(pages.__getitem__, missing)))
+        if valid is not None:
+            intact, missing = missing[valid], missing[:valid]
     if not missing:
         return PrefixPut(there, 0, intact)
     ours = page_ids(map(pages.__getitem__, missing))

@@ -367,10 +367,10 @@ class RemoteStorage:
         if used := [key for key, cause in zip(keys, causes, strict=True) if not cause]:
             await self._service.used(used)
 
-    def _checked(self, causes: Sequence[str], good: list[bool]) -> list[bool]:
+    def _checked(self, causes: Sequence[str], valid: list[bool]) -> list[bool]:
         if causes and all(cause in NO_SERVICE for cause in causes):
             raise StorageFailed(f"{self.uri}: {self._service.last_error}")
-        return good
+        return valid
 
     def _answered(self, asked: asyncio.Task[None]) -> None:
         self._asked.discard(asked)

@@ -57,8 +57,8 @@ class FailingStorage:
         """Read pages, or only some of them."""
         flags = await self._inner.get_into(keys, pages, timeout_s=timeout_s)
         if self._faults.hits("storage_is_short"):
-            good = self._faults.random.randrange(len(flags) + 1)
-            return [*flags[:good], *([False] * (len(flags) - good))]
+            valid = self._faults.random.randrange(len(flags) + 1)
+            return [*flags[:valid], *([False] * (len(flags) - valid))]
         return flags
 
 

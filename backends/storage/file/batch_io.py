@@ -144,8 +144,8 @@ class BatchIO:
             return [error.cause] * len(keys)
         kept = len(slots)
         moved = await self._io.store(keys[:kept], slots, pages[:kept], call.may_start) if kept else []
-        good = [at for at in range(kept) if not moved[at]]
-        written = [(keys[at], slots[at]) for at in good]
+        without_cause = [at for at in range(kept) if not moved[at]]
+        written = [(keys[at], slots[at]) for at in without_cause]
         wasted = [slots[at] for at in range(kept) if moved[at]]
         causes = moved + ["full"] * (len(keys) - kept)
         try:
@@ -153,7 +153,7 @@ class BatchIO:
         except IndexFailed as error:
             index.give_up(slots)
             return [given or error.cause for given in causes]
-        for at, published in zip(good, done, strict=True):
+        for at, published in zip(without_cause, done, strict=True):
             # Another process took the slot: the segment was retired, or this writer was considered dead.
             causes[at] = "" if published else "reservation lost"
         return causes

@@ -191,11 +191,11 @@ class FileIndex:
         with self._change() as seq:
             self._set([slot for slot in wasted if self.mirror.owner(slot) == self._me], SlotState.FREE, seq)
             done = [self.mirror.owner(slot) == self._me for _, slot in pairs]
-            ours = {key: slot for (key, slot), good in zip(pairs, done, strict=True) if good}
+            ours = {key: slot for (key, slot), is_done in zip(pairs, done, strict=True) if is_done}
             # The previous slots of the keys, and slots whose key is repeated later in the batch.
             kept = set(ours.values())
             stale = [self.mirror.slot_by_key[key] for key in ours if key in self.mirror.slot_by_key]
-            stale += [slot for (_, slot), good in zip(pairs, done, strict=True) if good and slot not in kept]
+            stale += [slot for (_, slot), is_done in zip(pairs, done, strict=True) if is_done and slot not in kept]
             self._set(stale, SlotState.FREE, seq)
             by_slot = {slot: key for key, slot in ours.items()}
             slots = sorted(by_slot)
@@ -227,9 +227,9 @@ class FileIndex:
             found: list[bool] = []
             for key, expected in pairs:
                 slot = self.mirror.slot_by_key.get(key)
-                good = slot is not None and expected in (None, slot)
-                found.append(good)
-                if slot is not None and good:
+                is_there = slot is not None and expected in (None, slot)
+                found.append(is_there)
+                if slot is not None and is_there:
                     self._set([slot], SlotState.FREE, seq)
         return found
 

@@ -263,10 +263,12 @@ def seal(
     segments: Segments, keys: Sequence[bytes], slots: Sequence[int], checksums: Sequence[bytes], causes: list[str]
 ) -> list[str]:
     """Write the headers of the pages without a cause; returns the causes, including failures of this step."""
-    good = [at for at, cause in enumerate(causes) if not cause]
-    if not good:
+    without_cause = [at for at, cause in enumerate(causes) if not cause]
+    if not without_cause:
         return causes
-    if len(good) < len(slots):
-        keys, slots, checksums = [keys[at] for at in good], [slots[at] for at in good], [checksums[at] for at in good]
+    if len(without_cause) < len(slots):
+        keys = [keys[at] for at in without_cause]
+        slots = [slots[at] for at in without_cause]
+        checksums = [checksums[at] for at in without_cause]
     cause = write_headers(segments, keys, slots, checksums)
     return [given or cause for given in causes]

@@ -125,24 +125,24 @@ def test_a_page_is_read_if_one_layout_has_all_its_parts_whole(
             storage = reader.converted(poller)
             await storage.look()
             found = await storage.exists(KEYS, timeout_s=LIMIT_S)
-            good = await storage.get_into(KEYS, page_ids(range(PAGES)), timeout_s=LIMIT_S)
+            valid = await storage.get_into(KEYS, page_ids(range(PAGES)), timeout_s=LIMIT_S)
             right = [reader.has(page) for page in range(PAGES)]
             converted = storage.statistics().converted
             await storage.close()
             for writer in writers.values():
                 await writer.storage.close()
-        return found, good, right, converted
+        return found, valid, right, converted
 
-    found, good, right, converted = asyncio.run(run())
+    found, valid, right, converted = asyncio.run(run())
     own = [stored[width, rank].get(page) is False for page in range(PAGES)]
     for page in range(PAGES):
         sources = [
             [stored[ranks, number].get(page) for number in needed(model, component, place, ranks)] for ranks in WIDTHS
         ]
         assert found[page] == any(None not in parts for parts in sources)
-        assert good[page] == any(all(part is False for part in parts) for parts in sources)
-        assert right[page] or not good[page]
-    assert converted == sum(good) - sum(own)
+        assert valid[page] == any(all(part is False for part in parts) for parts in sources)
+        assert right[page] or not valid[page]
+    assert converted == sum(valid) - sum(own)
 
 
 async def stored_by_two(poller: PollerThread, root: MemoryStorage) -> StoredRank:
@@ -171,10 +171,10 @@ async def test_reads_in_several_batches_at_once_keep_their_staging_pages_apart(m
     ) -> list[bool]:
         assert not set(in_use) & set(staged)
         in_use.extend(staged)
-        good = await get_batch(layout, call, keys, pages, staged, prefix_keys)
+        valid = await get_batch(layout, call, keys, pages, staged, prefix_keys)
         for page in staged:
             in_use.remove(page)
-        return good
+        return valid
 
     monkeypatch.setattr(OpenLayout, "_get_batch", watched)
     async with polling() as poller:
@@ -262,8 +262,8 @@ async def test_closing_waits_for_reads_and_closes_every_engine() -> None:
         await storage.close()
         assert len(await look) == PAGES + 1
         # Cut short or whole: what it says is there is right.
-        for page, is_good in enumerate(await read):
-            assert reader.has(page) or not is_good
+        for page, is_valid in enumerate(await read):
+            assert reader.has(page) or not is_valid
         with pytest.raises(EngineClosed):
             await storage.get_into(KEYS, page_ids(range(PAGES)), timeout_s=LIMIT_S)
         await root.close()
