@@ -47,42 +47,48 @@ SGLANG_LONG = ("sglang_faults.json", "sglang_faults_hicache.json")
 
 
 class Row(NamedTuple):
-    """A figure: its files, the command that writes them, and the sentence about their figures."""
+    """A figure: its files, the command that writes them, and the sentence about their reports."""
 
     files: tuple[str, ...]
     command: str
     words: Callable[..., str]
 
 
-def _run(found: Mapping[str, Any]) -> str:
+def _run(report: Mapping[str, Any]) -> str:
+    found = report["figures"]
     return (
         f"median time to the first token {found['times_shorter']:.1f} times shorter at the speed of a large model's KV "
         "on the link of a deployment (stated constants, throttled to scale)"
     )
 
 
-def _simulate(found: Mapping[str, Any]) -> str:
+def _simulate(report: Mapping[str, Any]) -> str:
+    found = report["figures"]
     violations = found["violations"]
     end = "no violation" if not violations else f"violations in {violations} seeds"
     return f"{found['requests']:,} simulated requests, {found['faults']:,} faults of {found['kinds']} kinds, {end}"
 
 
-def _pairs(*engines: Sequence[Mapping[str, Any]]) -> str:
+def _pairs(*reports: Mapping[str, Any]) -> str:
     told = []
-    for peer, found in zip(PAIRS.values(), engines, strict=True):
+    for peer, report in zip(PAIRS.values(), reports, strict=True):
+        words = []
         # Ours first: it is what the others are compared with.
-        order = sorted(found, key=lambda one: not one["variant"].startswith("tidekv"))
-        words = (
-            f"{_from_prefill(one):.1f} MiB and {_later_turns_ms(one):,.0f} ms with {PAIR_TITLES[one['variant']]}"
-            for one in order
-        )
+        for one in sorted(report["figures"], key=lambda one: not one["variant"].startswith("tidekv")):
+            times = f" and {_later_turns_ms(one):,.0f} ms" if _has_times(report) else ""
+            words.append(f"{_from_prefill(one):.1f} MiB{times} with {PAIR_TITLES[one['variant']]}")
         told.append(f"{peer}: {'; '.join(words)}")
-    everything = [one for found in engines for one in found]
-    right = "all answers equal" if not any(map(_failures, everything)) else "not all answers equal"
+    failed = any(_failures(one) for report in reports for one in report["figures"])
+    right = "Not all" if failed else "All"
     return (
         "real pairs of servers, multi-turn conversations: bytes that prefill sends, and median time to the first token "
-        f"from the second turn on. {'. '.join(told)}. {right.capitalize()} those of one server"
+        f"from the second turn on. {'. '.join(told)}. {right} answers equal those of one server"
     )
+
+
+def _has_times(report: Mapping[str, Any]) -> bool:
+    """Whether its pairs served by turns, so that other load has met all of them: only then times can be compared."""
+    return "--alternate" in report["about"]["command"]
 
 
 def _later_turns_ms(one: Mapping[str, Any]) -> float:
@@ -110,9 +116,7 @@ def readme_table() -> str:
             abouts = [report["about"] for report in reports]
             command = abouts[0]["command"] if len(abouts) == 1 else row.command.removesuffix(" --keep")
             where = dict.fromkeys(f"{about['date']}, commit {about['commit']}, {about['machine']}" for about in abouts)
-            lines.append(
-                f"| {row.words(*(report['figures'] for report in reports))} | `{command}` ({'; '.join(where)}) |"
-            )
+            lines.append(f"| {row.words(*reports)} | `{command}` ({'; '.join(where)}) |")
     return "\n".join(lines)
 
 
@@ -303,24 +307,22 @@ def _sglang_caches(report: Mapping[str, Any]) -> list[str]:
 
 def peers_table_rows(reports: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return titles and rows of the table of whole pairs, from the reports of `dev.py sglang` and `dev.py vllm`."""
-    pairs = [(PAIRS[peer], one) for peer, report in reports.items() for one in report["figures"]]
+    pairs = [(peer, one) for peer, report in reports.items() for one in report["figures"]]
     found = [one for _, one in pairs]
-    turns = sorted({turn for one in found for turn in one["first_token_s"]}, key=int)
-    parts = sorted({part for one in found for part in one["cpu_s"]})
+    timed = [one if _has_times(reports[peer]) else {"first_token_s": {}, "cpu_s": {}} for peer, one in pairs]
+    turns = sorted({turn for one in timed for turn in one["first_token_s"]}, key=int)
+    parts = sorted({part for one in timed for part in one["cpu_s"]})
     rows = [
         ["MiB from prefill", *(f"{_from_prefill(one):.1f}" for one in found)],
         *(
-            [f"ms to the first token, turn {turn}, p50", *(_median_ms(one["first_token_s"].get(turn)) for one in found)]
+            [f"ms to the first token, turn {turn}, p50", *(_median_ms(one["first_token_s"].get(turn)) for one in timed)]
             for turn in turns
         ),
-        *(
-            [f"ms of CPU a request: {part}", *(_cpu_ms(one, part) for one in found)]
-            for part in parts
-        ),
+        *([f"ms of CPU a request: {part}", *(_cpu_ms(one, part) for one in timed)] for part in parts),
         ["answers", *(f"{one['answers']:,}" for one in found)],
         ["wrong or lost answers, HTTP errors", *(str(_failures(one)) for one in found)],
-    ]  # fmt: skip
-    return [f"{peer}: {PAIR_TITLES.get(one['variant'], one['variant'])}" for peer, one in pairs], rows
+    ]
+    return [f"{PAIRS[peer]}: {PAIR_TITLES.get(one['variant'], one['variant'])}" for peer, one in pairs], rows
 
 
 def peers_table() -> str:
@@ -336,9 +338,10 @@ def peers_table() -> str:
     )
     lines = [
         f"`python3 dev.py bench peers --sglang DIR --vllm DIR`. {'. '.join(commands)}. Pairs of an engine run at once "
-        "and serve by turns. A process's CPU is that of all its work: decode's has the forward passes of the answer's "
-        "tokens, which are the same in all pairs of an engine, and what a cache adds or saves is the difference of two "
-        "columns.",
+        "and serve by turns; a run in which they did not has no times. A process's CPU is that of all its work: "
+        "decode's has the forward passes of the answer's tokens, which are the same in all pairs of an engine, so that "
+        "what a cache adds or saves is the difference of two columns. How many times less the scheduling alone costs "
+        "cannot be seen from that.",
         "",
         f"| | {' | '.join(titles)} |",
         f"|---|{'---:|' * len(titles)}",

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from benchmarks import pairs
 from tidekv import InvalidConfig
-from tools.figures_page import RESULTS
+from tools.figures_page import RESULTS, peers_table_rows
 
 
 def printed(folder: Path) -> str:
@@ -89,3 +89,12 @@ def test_a_run_past_its_limit_is_asked_to_end_its_servers(tmp_path: Path, monkey
     monkeypatch.setattr(subprocess.Popen, "kill", lambda _: pytest.fail("it was killed, and its servers were not"))
     folder = stand_in(tmp_path / "late", "import time\ntime.sleep(3600)\n")
     assert pairs.serve("vllm", folder / "bin" / "python", tmp_path / "none.json") == "not done after 0.1 s"
+
+
+def test_pairs_that_did_not_serve_by_turns_are_compared_by_bytes_only() -> None:
+    report = json.loads((RESULTS / "sglang.json").read_text())
+    with_times = peers_table_rows({"sglang": report})[1]
+    report["about"]["command"] = report["about"]["command"].replace(" --alternate", "")
+    without = peers_table_rows({"sglang": report})[1]
+    assert any(cells[0].startswith("ms ") for cells in with_times)
+    assert [cells[0] for cells in without] == ["MiB from prefill", "answers", "wrong or lost answers, HTTP errors"]
