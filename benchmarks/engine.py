@@ -25,7 +25,7 @@ import tempfile
 import time
 from array import array
 from collections import Counter
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -201,8 +201,8 @@ class Rig:
             self.engine.grow(ready, OUTPUT_TOKENS)
         await self.engine.finish(ready, output)
 
-    async def block(self, sampler: Sampler | None = None) -> Block:
-        """Serve one block."""
+    async def block(self, sampler: AbstractContextManager[object] | None = None) -> Block:
+        """Serve one block; `sampler` is entered while its requests are served."""
         prompts = await self.prepare()
         outputs = [self.tokens(OUTPUT_TOKENS) for _ in prompts]
         await asyncio.sleep(3 * COALESCE_S)
