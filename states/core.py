@@ -545,6 +545,8 @@ class Core:
         if self.queue and self._runs_as_many_as_may():
             return
         for request in self.queue.candidates(self.state.now_s) if self.queue else ():
+            if request.answer.is_awaited:
+                continue  # Most of the requests that have just arrived do: the wait must not hold pages.
             try:
                 granted = self.restore.grant(request)
             except BrokenInvariant:

@@ -93,28 +93,28 @@ class Queue:
         (`Request.over_quota`, once the caller has tried it) no other of its prefill follows. At most
         `admission_scan_max` requests are tried that are not.
         """
-        begun: list[tuple[Rank, int]] = []
-        """The next request of each line that was begun, and its place there. Lines behind are not looked at."""
+        begun: list[tuple[Rank, int, list[Rank]]] = []
+        """The next request of each begun line, its place there, and the line. Lines behind are not looked at."""
+        firsts, settings = self._firsts, self._settings
         tried = lines = 0
-        while tried < self._settings.admission_scan_max:
-            if lines < len(self._firsts) and (not begun or self._firsts[lines] < begun[0][0]):
-                rank, at = self._firsts[lines], 0
+        while tried < settings.admission_scan_max:
+            if lines < len(firsts) and (not begun or firsts[lines] < begun[0][0]):
+                rank, at, line = firsts[lines], 0, self._lines[firsts[lines].request.prefill]
                 lines += 1
             elif begun:
-                rank, at = heappop(begun)
+                rank, at, line = heappop(begun)
             else:
                 return
-            request = rank.request
-            line = self._lines[request.prefill]
-            if request.admission.retry_at_s <= now_s:
-                yield request
-                if request.admission.over_quota:
+            admission = rank.request.admission
+            if admission.retry_at_s <= now_s:
+                yield rank.request
+                if admission.over_quota:
                     continue
                 tried += 1
-                if request.admission.passed >= self._settings.passes_max:
+                if admission.passed >= settings.passes_max:
                     return
             if at + 1 < len(line):
-                heappush(begun, (line[at + 1], at + 1))
+                heappush(begun, (line[at + 1], at + 1, line))
 
     def _replace_first(self, line: list[Rank], first: Rank | None) -> None:
         """Note that another request, or none, becomes the first of a line."""

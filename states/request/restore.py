@@ -172,13 +172,11 @@ class Restore:
     def grant(self, request: Request) -> bool:
         """Match the prompt, lock the match, and reserve device pages for the rest. All of it, or nothing and False.
 
-        False as well while the request waits for storage: the wait must not hold pages. After an exception, `leave`
-        gives back what was taken so far.
+        False as well if the request waits for storage from now on: the wait must not hold pages. It must not wait for
+        storage already. After an exception, `leave` gives back what was taken so far.
         """
         state = self._state
         request.admission.note_quota(is_over=False)
-        if request.answer.is_awaited:
-            return False
         if request.lent is not None:
             return self._lending.grant(request, request.lent)
         self._decide_rest(request)

@@ -56,7 +56,7 @@ def end_of_the_fetch(rig: Rig) -> Step:
     ("prepare", "owner", "name"),
     [
         (arrival, Restore, "ask_storage"),
-        (arrival, Restore, "grant"),
+        (answer, Restore, "grant"),
         (answer, StorageAdmission, "note"),
         (answer, Restore, "fix_plan"),
         (failed_copy, Loads, "fill"),
@@ -87,7 +87,7 @@ def test_any_other_raise_of_a_put_that_waited_ends_the_backup_and_nothing_else(m
     fetch, promise = waiting_put(rig)
     original, raised = Backups._put, list[bool]()
 
-    def put(self: Backups, backup: object) -> None:
+    def put(self: Backups, *_: object) -> None:
         raised.append(True)
         raise RuntimeError("put is broken")
 
