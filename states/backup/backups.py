@@ -255,10 +255,11 @@ class Backups:
     def _begin(self, backup: Backup) -> None:
         leaf = backup.leaf
         backup.lock = self._state.index.lock(leaf)
+        host_leaf = self._host_leaf(leaf)
         # The part that is on the host must stay there: copied pages can only join the tree below their parent's.
-        self._pin(backup, self._host_leaf(leaf))
-        backup.first, count = self._without_host(leaf)
-        count = self._state.make_host_room(count)
+        self._pin(backup, host_leaf)
+        backup.first = 0 if host_leaf is None else host_leaf.depth_pages
+        count = self._state.make_host_room(leaf.depth_pages - backup.first)
         if backup.copies_ahead:
             self._state.use_write_credit(count)
         if count:
@@ -283,7 +284,7 @@ class Backups:
         state.count("pages_stored", put)
         state.count("pages_stored_again", max(put - backup.unmarked, 0))
         has_answered = isinstance(event, PagesStored) and not event.error
-        for node, _ in self._ranges(backup.leaf):
+        for node in state.index.path(backup.leaf):
             was_marked = state.index.tree.is_stored(node)
             if node.depth_pages <= stored:
                 state.index.mark_stored(node, renewed=renewal)
@@ -349,7 +350,7 @@ class Backups:
         """Start a waiting put although fetches are in flight."""
         del self.waiting[backup]
         self._state.operations.pop(backup.op, None)
-        self._state.run_guarded(partial(self._put, backup), recover=backup.abandon)
+        self._state.run_guarded(partial(self._put_late, backup), recover=backup.abandon)
 
     # --- Steps ---
 
@@ -412,16 +413,19 @@ class Backups:
         if not self.storage.may_put_beside(others):
             self._end(backup)
             return
-        is_due = self._to_put(backup.leaf, renews=backup.renews).is_due
-        if state.settings.put_wait_s and self.storage.holds_puts and is_due:
+        path = self._to_put(backup.leaf, renews=backup.renews)
+        if state.settings.put_wait_s and self.storage.holds_puts and path.is_due:
             self.waiting[backup] = None
             backup.op = state.start_operation(backup, deadline_s=state.settings.put_wait_s)
         else:
-            self._put(backup)
+            self._put(backup, path)
 
-    def _put(self, backup: Backup) -> None:
+    def _put_late(self, backup: Backup) -> None:
+        # Another backup may have put a part of its path meanwhile.
+        self._put(backup, self._to_put(backup.leaf, renews=backup.renews))
+
+    def _put(self, backup: Backup, path: PathToPut) -> None:
         state = self._state
-        path = self._to_put(backup.leaf, renews=backup.renews)
         if not path.is_due or not self.storage.is_usable:
             self._end(backup)
             return
@@ -495,20 +499,13 @@ class Backups:
         """The nodes of a path, each with the number of its first page."""
         return [(node, node.depth_pages - node.page_count) for node in self._state.index.path(leaf)]
 
-    def _without_host(self, leaf: Node) -> tuple[int, int]:
-        """The first page of the path that is not on the host, and the number of pages missing from there on."""
-        for node, first in self._ranges(leaf):
-            if node.host is None:
-                return first, leaf.depth_pages - first
-        return leaf.depth_pages, 0
-
     def _host_leaf(self, leaf: Node) -> Node | None:
-        found = None
-        for node, _ in self._ranges(leaf):
-            if node.host is None:
-                break
-            found = node
-        return found
+        """The last node of the path that is on the host; None if there is none."""
+        # By closure, all nodes above it are on the host as well.
+        while leaf.host is None:
+            assert leaf.parent is not None, "the root has an empty list of host pages"
+            leaf = leaf.parent
+        return None if leaf.is_root else leaf
 
     def _to_put(self, leaf: Node, *, renews: bool = False) -> PathToPut:
         """What a put of the path names: its pages from the first on, as far as the policy allows. With `renews`, as far
@@ -518,7 +515,7 @@ class Backups:
         path = PathToPut()
         if leaf.depth_pages * settings.page_size < settings.write_tokens_min:
             return path
-        for node, _ in self._ranges(leaf):
+        for node in self._state.index.path(leaf):
             if not is_stored(node):
                 is_rare = settings.write == "selective" and node.served < settings.write_hits_min
                 if renews or node.host is None or is_rare:
