@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, TypeVar
 
 from transitions import MachineError
@@ -143,11 +144,7 @@ class Core:
         self.admitted = 0
         """Requests that this step has admitted."""
         self._arrivals = 0
-        self._of_queues = tuple(
-            (consequence.queue(self.state), consequence.rule)
-            for consequence in CONSEQUENCES
-            if consequence.queue is not None
-        )
+        self._queues = tuple(each.queue(self.state) for each in _OF_QUEUES if each.queue is not None)
         self._triggers = build_machine(
             Rules(
                 restore=self.restore,
@@ -447,19 +444,18 @@ class Core:
 
     def settle(self) -> None:
         """Run the first due rule of CONSEQUENCES, from the top each time, until none is due."""
-        # Most steps leave work in the queues only, so testing them is all that most runs of this loop do.
         while True:
-            for queue, rule in self._of_queues:
-                if queue:
-                    rule(self)
-                    break
-            else:
+            # Most runs of this loop find nothing in the queues; `compress` tests all of them in one call.
+            consequence = next(compress(_OF_QUEUES, self._queues), None)
+            if consequence is None:
                 for is_due, rule in _OF_CONDITIONS:
                     if is_due(self):
                         rule(self)
                         break
                 else:
                     return
+            else:
+                consequence.rule(self)
 
     def send_back(self) -> None:
         """Fire `PagesLost`: the request starts over on other pages."""
@@ -642,24 +638,24 @@ class Consequence:
     """The condition of a rule without a queue. Rules with queues come first."""
 
 
-def _may_put(core: Core) -> bool:
+def _may_put(core: Core) -> object:
     waits = core.backups.waiting or (core.component_backups is not None and core.component_backups.puts.waiting)
-    return bool(waits) and not core.storage.holds_puts
+    return waits and not core.storage.holds_puts
 
 
-def _may_admit(core: Core) -> bool:
+def _may_admit(core: Core) -> object:
     state = core.state
     # Freed pages concern waiting requests and loads. Without any, `pages_freed` stays set until there are some.
     is_due = state.reclaimable_loads or (state.pages_freed and (core.queue or core.loads.has_settled))
-    return bool(is_due) and core.admitted < PART_MAX
+    return is_due and core.admitted < PART_MAX
 
 
-def _may_hand_back(core: Core) -> bool:
-    return bool(core.lending.returning) and core.lending.is_due
+def _may_hand_back(core: Core) -> object:
+    return core.lending.returning and core.lending.is_due
 
 
-def _may_work_ahead(core: Core) -> bool:
-    return bool(core.state.ahead_over) or core.state.ahead_due or core.state.write_due
+def _may_work_ahead(core: Core) -> object:
+    return core.state.ahead_over or core.state.ahead_due or core.state.write_due
 
 
 CONSEQUENCES = (
@@ -675,6 +671,7 @@ CONSEQUENCES = (
 )
 
 
+_OF_QUEUES = tuple(consequence for consequence in CONSEQUENCES if consequence.queue is not None)
 _OF_CONDITIONS = tuple(
     (consequence.is_due, consequence.rule) for consequence in CONSEQUENCES if consequence.is_due is not None
 )
