@@ -498,9 +498,9 @@ def _check_names(message: AnyMessage) -> None:
         case _:
             room = message.room
             names = (room.instance, room.epoch, room.request_id)
-    for name in names:
-        if not name.isprintable():
-            raise RemoteProtocolError(f"peer sent {type(message).__name__} with a name that is not printable: {name!r}")
+    if not "".join(names).isprintable():
+        name = next(name for name in names if not name.isprintable())
+        raise RemoteProtocolError(f"peer sent {type(message).__name__} with a name that is not printable: {name!r}")
 
 
 def _clean_cause(message: Refused | FailedRoom | Bye) -> None:

@@ -92,6 +92,13 @@ class DecodeRoom:
         """Rank links whose link has not been opened yet."""
         return [rank_link for rank_link in self.rank_links if rank_link.link.theirs is None]
 
+    def rank_link_of(self, link: PrefillLink[RankLink]) -> RankLink | None:
+        """Return the part of the room at this link; None if it has none."""
+        for rank_link in self.rank_links:
+            if rank_link.link is link:
+                return rank_link
+        return None
+
     def stop_connect_timer(self) -> None:
         """Stop the timer for links that are not open."""
         if self.connect_timer is not None:

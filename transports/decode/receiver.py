@@ -408,8 +408,7 @@ class Receiver:
                 | wire.Drained()
             ):
                 room = self._rooms.get((message.room.request_id, message.room.generation))
-                rank_links = [] if room is None or room.key != message.room else room.rank_links
-                rank_link = next((rank_link for rank_link in rank_links if rank_link.link is link), None)
+                rank_link = None if room is None or room.key != message.room else room.rank_link_of(link)
                 if rank_link is None:
                     self.counts["frames_foreign"] += 1
                 elif isinstance(message, wire.StagingRequest | wire.StagingReturned):
@@ -589,16 +588,9 @@ class Receiver:
 
     def _take_of_rank_link(self, rank_link: RankLink, message: FrameOfRoom, hashed: bytes | None) -> None:
         """Handle a message. `hashed` are the checksums of the pages that it reports; None: they are not verified."""
-        # Every writing rank sends an Aux: the content of the first writer's is delivered, before its event.
-        is_first = rank_link.number == 0 and not rank_link.state.has_aux
-        first_aux = message if isinstance(message, wire.Aux) and is_first else None
         try:
-            if isinstance(message, wire.Aux) and 0 < self._rank.vocabulary <= message.first_token:
-                raise RemoteProtocolError(
-                    f"the first token is {message.first_token}, and the vocabulary has {self._rank.vocabulary} tokens"
-                )
             # Before the event, which would otherwise report values that cannot be read.
-            aux = {} if first_aux is None else decode_aux(first_aux.aux)
+            aux = self._first_aux(rank_link, message) if isinstance(message, wire.Aux) else None
             event = event_of(rank_link, message, self._clock())
             damaged = None if hashed is None else damaged_page(rank_link.destinations, message, hashed)
         except RemoteProtocolError as error:
@@ -610,17 +602,28 @@ class Receiver:
         if isinstance(message, wire.FailedRoom | wire.Refused):
             rank_link.has_ended |= isinstance(message, wire.FailedRoom)
             _log_of(rank_link).warning("prefill ended a room", cause=message.cause)
-        is_recorded = isinstance(message, wire.Chunk) and message.component != FULL and message.span == 0
-        if is_recorded or isinstance(message, wire.Staged):
-            return
         if event is None:
-            self.counts["frames_late"] += 1
+            # A Staged, or a chunk of component pages of the promise, is recorded; anything else is late.
+            self.counts["frames_late"] += not isinstance(message, wire.Chunk | wire.Staged)
             return
-        if first_aux is not None:
-            if first_aux.cached:
-                aux["cached_tokens"] = first_aux.cached
-            self._deliver_aux(*rank_link.room.room_key, first_aux.first_token, aux)
+        if aux is not None and isinstance(message, wire.Aux):
+            self._deliver_aux(*rank_link.room.room_key, message.first_token, aux)
         self._deliver(event)
+
+    def _first_aux(self, rank_link: RankLink, message: wire.Aux) -> dict[str, object] | None:
+        """Return the values beside the first token. None for all but the first writer's first Aux: every writing rank
+        sends one. Raises RemoteProtocolError.
+        """
+        if 0 < self._rank.vocabulary <= message.first_token:
+            raise RemoteProtocolError(
+                f"the first token is {message.first_token}, and the vocabulary has {self._rank.vocabulary} tokens"
+            )
+        if rank_link.number != 0 or rank_link.state.has_aux:
+            return None
+        aux = decode_aux(message.aux)
+        if message.cached:
+            aux["cached_tokens"] = message.cached
+        return aux
 
     def _break_room(self, rank_link: RankLink, error: RemoteProtocolError) -> None:
         """Fail the room of a message that contradicts it."""
