@@ -101,6 +101,8 @@ class Driver:
         """The last step, while its watchers and commands other than those of RESTORED have not run."""
         self._armed = False
         self._stepping = False
+        self._in_turn = False
+        """Whether events were taken since `after_drain` was last called."""
         self._broken = False
         self._seq = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -137,10 +139,7 @@ class Driver:
         if self._broken:
             return
         if not self._armed:
-            # Before the event is queued: if this raises, the event was not posted.
-            # Not in the context of the caller: this callback also serves the requests of others.
-            self._loop.call_soon(self._drain, context=self._context)
-            self._armed = True
+            self._arm()  # Before the event is queued: if this raises, the event was not posted.
         if type(event) is AbortRequested:
             self._is_in_order = True
         elif not self._calls:
@@ -150,8 +149,15 @@ class Driver:
         else:
             self._completed.append(event)
 
+    def _arm(self) -> None:
+        # Not in the context of the caller: this callback also serves the requests of others.
+        self._loop.call_soon(self._drain, context=self._context)
+        self._armed = True
+
     def take_now(self, event: Event) -> None:
-        """Take everything that is queued, and then this event, before returning."""
+        """Take everything that is queued, and then this event, before returning. Events that are taken so until the
+        loop's next turn are of one turn.
+        """
         assert not self._stepping, "the core is not stepped from within a step"
         self._calls.append(event)
         # A copy: a context cannot be entered twice, and this may be called from it.
@@ -161,6 +167,8 @@ class Driver:
         while not (self.is_caught_up or self._broken):
             self._take_batch()
         self._arm_timer()
+        if self._in_turn and not self._armed:
+            self._arm()
 
     def stop(self) -> None:
         """Take no more events. Commands that were not started never are."""
@@ -180,14 +188,17 @@ class Driver:
             if not self.is_caught_up:
                 self._take_batch()
                 self._arm_timer()
+            if self._in_turn and self._owed is None:
+                self._in_turn = False
+                self._after_drain()
         finally:
-            self._armed = not (self.is_caught_up or self._broken)
-            if self._armed:
-                self._loop.call_soon(self._drain, context=self._context)
+            self._armed = False
+            if not (self.is_caught_up or self._broken):
+                self._arm()
 
     def _take_batch(self) -> None:
         ends_at_s = self.clock() + TURN_S_MAX
-        self._stepping = True
+        self._stepping = self._in_turn = True
         try:
             self._settle_step()
             while (queue := self._completed or self._calls) and not self._broken:
@@ -204,7 +215,6 @@ class Driver:
             self._on_broken(error)
         finally:
             self._stepping = False
-        self._after_drain()
 
     def _step(self, event: Event) -> bool:
         """Step the core with an event, and resolve the calls that became READY; return whether there are any."""

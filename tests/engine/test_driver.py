@@ -259,6 +259,20 @@ async def test_what_is_taken_now_comes_behind_all_that_was_posted_and_in_one_go(
     rig.driver.stop()
 
 
+async def test_what_is_taken_now_until_the_loop_goes_on_is_one_turn() -> None:
+    rig = Rig(ScriptedCore())
+    for call in (1, 2, 3):
+        rig.driver.take_now(flush(call))
+    assert (rig.core.taken, rig.drains) == ([1, 2, 3], 0)
+    await asyncio.sleep(0)
+    assert rig.drains == 1
+    rig.driver.take_now(flush(4))
+    rig.driver.post(flush(5))
+    await asyncio.sleep(0)
+    assert (rig.core.taken, rig.drains) == ([1, 2, 3, 4, 5], 2)
+    rig.driver.stop()
+
+
 async def test_the_core_is_stepped_neither_from_within_a_step_nor_from_another_thread() -> None:
     def perform(command: Command) -> None:
         rig.driver.take_now(flush(9))
