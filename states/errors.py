@@ -165,8 +165,8 @@ class JournalDamaged(TidekvError):
 class ReplayDiverged(TidekvError):
     """In a replay, the core's result of an event differs from the recorded one: its rules have changed.
 
-    `seq`, `event` and `turn` identify the first such event; `parts` names what differs: "raises", "error", "moves",
-    "commands", "evictions", or a part of the state. `recorded` and `replayed` describe both results.
+    `seq`, `event` and `turn` identify the first such event; `parts` names what differs: "raises", "error", "effects"
+    (moves, commands and evictions), or a part of the state. `recorded` and `replayed` describe both results.
     """
 
     def __init__(

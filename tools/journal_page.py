@@ -53,8 +53,8 @@ A turn in which one request arrives (`journal.tokens`; the line is one line):
 seeded with the sum of the line before (0 for the first). A changed, lost, repeated or moved line is reported at that
 line (`JournalDamaged`).
 
-**Digests.** `digest` is XXH3-64, rolling: over the MessagePack of each step's moves, commands and evictions, and
-behind each turn over the numbers of each part of the state ({parts}, and each tier of each component). `checks` and
+**Digests.** `digest` is XXH3-64, rolling: over the MessagePack of each step's effects (moves, commands and evictions),
+and behind each turn over the numbers of each part of the state ({parts}, and each tier of each component). `checks` and
 `parts` hold 16 bits of it behind each of these. A replay by changed rules stops at the first event from which something
 else follows, and `ReplayDiverged` names the event and what differs.
 

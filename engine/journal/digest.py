@@ -75,25 +75,18 @@ class StepDigest:
 
     def stepped(self, commands: Sequence[Command]) -> int:
         """Add the core's last step; returns its check (see `TurnLine.checks`)."""
-        value, check = self.value, 0
-        moves = self._core.moves
-        if moves:
-            value = xxh3_64_intdigest(_encoded(moves), value)
-            check = (value & 0xFFFF) << 32
-        if commands:
-            for command in commands:
-                if type(command) in WITH_TEXTS:
-                    # Texts of exceptions differ between a run and its replay, which raises again in their place.
-                    commands = [_without_texts(command) for command in commands]
-                    break
-            value = xxh3_64_intdigest(_encoded(commands), value)
-            check |= (value & 0xFFFF) << 16
-        if self._evicted:
-            value = xxh3_64_intdigest(_encode(self._evicted), value)
-            check |= value & 0xFFFF
+        moves, evicted = self._core.moves, self._evicted
+        if not (moves or commands or evicted):
+            return 0
+        for command in commands:
+            if type(command) in WITH_TEXTS:
+                # Texts of exceptions differ between a run and its replay, which raises again in their place.
+                commands = [_without_texts(command) for command in commands]
+                break
+        self.value = value = xxh3_64_intdigest(_encoded((moves, commands, evicted)), self.value)
+        if evicted:
             self._evicted = []
-        self.value = value
-        return check
+        return value & 0xFFFF
 
     def followed(self, commands: list[Command]) -> Followed:
         """Return the effects of the core's last step. Call it before `stepped`."""

@@ -334,7 +334,7 @@ class TurnLine(Line, frozen=True, kw_only=True, omit_defaults=True, tag="turn"):
     took: list[EventRecord]
     """The events, each as `[type, field, …]`."""
     checks: list[int]
-    """By event: 16 bits each of the digest after its moves, its commands, its evictions; 0 for an empty list."""
+    """By event: 16 bits of the digest after its effects, which are moves, commands and evictions; 0 if it has none."""
     parts: list[int]
     """16 bits of a digest of each part of the state after the turn, in the order of the table below."""
     digest: str

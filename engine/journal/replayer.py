@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from tidekv.engine.watching import Watcher
 
 OTHER_CODE = "the code of the core is not the code that wrote the journal"
-FOLLOWED = ("moves", "commands", "evictions")
-"""Parts of a check in `TurnLine.checks`, 16 bits each, highest first."""
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -207,14 +205,10 @@ class Replayer:
             recorded = {name: theirs[name] or "none" for name in differing}
             replayed = {name: found[name] or "none" for name in differing}
             if ours != check:
-                for name, shift, what in zip(FOLLOWED, (32, 16, 0), followed, strict=True):
-                    digests = check >> shift & 0xFFFF, ours >> shift & 0xFFFF
-                    if digests[0] != digests[1]:
-                        differing.append(name)
-                        recorded[name] = f"digest {digests[0]:04x}" if digests[0] else "none"
-                        replayed[name] = f"digest {digests[1]:04x} of {_in_words(what)}" if what else "none"
-                        # The digest rolls: all checks after the first difference differ as well.
-                        break
+                differing.append("effects")
+                recorded["effects"] = f"digest {check:04x}" if check else "none"
+                words = ", ".join(f"{name} {_in_words(what)}" for name, what in followed._asdict().items())
+                replayed["effects"] = f"digest {ours:04x} of {words}" if ours else "none"
             if differing:
                 self._diverge(seq, in_short(event), line, differing, recorded, replayed)
         return Step(seq, event, commands, self.core.moves, raised, raises)

@@ -111,7 +111,7 @@ def test_a_changed_rule_diverges_in_a_journal_with_raises(raising_run: Path, mon
     monkeypatch.setattr(Rooms, "leave", lambda self, room, *, settled: leave(self, room, settled=True))
     with pytest.raises(ReplayDiverged) as diverged:
         Replayer(raising_run).run()
-    decisions = {"moves", "commands", "evictions", "index", "device pool", "host pool"}
+    decisions = {"effects", "index", "device pool", "host pool"}
     assert set(diverged.value.parts) & decisions
     assert set(diverged.value.parts) <= {*decisions, "raises"}  # The changed rule is another function on the stack.
     assert diverged.value.turn >= 0 and first

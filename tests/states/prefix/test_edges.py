@@ -46,7 +46,7 @@ def test_errors_carry_their_fields_and_words_built_from_them() -> None:
     assert str(lost) == "rank 2 is lost: no answer within 2 s"
     apart = RanksDiverged(turn=9, parts=("index", "free pages"))
     assert (apart.turn, str(apart)) == (9, "ranks differ at turn 9 in: index, free pages")
-    diverged = ReplayDiverged(seq=7, event="E", turn=2, parts=("moves",), recorded="x", replayed="y", hint="look")
+    diverged = ReplayDiverged(seq=7, event="E", turn=2, parts=("effects",), recorded="x", replayed="y", hint="look")
     assert (diverged.seq, str(diverged).splitlines()[1:]) == (7, ["  recorded: x", "  replayed: y", "  look"])
 
 
