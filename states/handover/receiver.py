@@ -46,21 +46,23 @@ class ReceiverRoom:
 
     def land(self, *, span: int, first: int, count: int, last: bool, component: str = FULL) -> None:
         """Accept prefill's report of a chunk. Raises RemoteProtocolError, and then changes nothing."""
-        expected = self._spans.get((component, span))
-        of = "" if component == FULL else f" of component {component!r}"
-        chunk = f"chunk [{first}, {first + count}) of span {span}{of}"
+        expected, end = self._spans.get((component, span)), first + count
+        wrong = ""
         if expected is None:
-            raise RemoteProtocolError(f"{chunk} was never requested, or was refused")
-        if expected.ended:
-            raise RemoteProtocolError(f"{chunk} comes after the span's last one")
-        if first != expected.cursor or first + count > expected.end:
-            raise RemoteProtocolError(f"{chunk} does not continue at its cursor: [{expected.cursor}, {expected.end})")
-        if last and first + count != expected.end:
-            raise RemoteProtocolError(f"{chunk} is marked as the last; the span ends at {expected.end}")
-        if last and (component, span) == (FULL, 0) and (missing := self._missing_component):
-            raise RemoteProtocolError(f"{chunk} is marked as the last; the pages of {missing!r} were not sent")
-        expected.cursor += count
-        expected.ended = last
+            wrong = "was never requested, or was refused"
+        elif expected.ended:
+            wrong = "comes after the span's last one"
+        elif first != expected.cursor or end > expected.end:
+            wrong = f"does not continue at its cursor: [{expected.cursor}, {expected.end})"
+        elif last and end != expected.end:
+            wrong = f"is marked as the last; the span ends at {expected.end}"
+        elif last and (component, span) == (FULL, 0) and (missing := self._missing_component):
+            wrong = f"is marked as the last; the pages of {missing!r} were not sent"
+        else:
+            expected.cursor, expected.ended = end, last
+        if wrong:
+            of = "" if component == FULL else f" of component {component!r}"
+            raise RemoteProtocolError(f"chunk [{first}, {end}) of span {span}{of} {wrong}")
 
     @property
     def _missing_component(self) -> str:
