@@ -504,7 +504,8 @@ class Core:
             # The request ended, and its id may be in use again.
             return
         at_s = state.now_s
-        self._fire_due(request, events.PlanDue(at_s=at_s))
+        if has_rows(request, events.PlanDue):
+            self._fire_due(request, events.PlanDue(at_s=at_s))
         if self.component_pages is not None:
             self.component_pages.shared_ends.look(request)
         if has_rows(request, events.Progressed):

@@ -93,16 +93,17 @@ class Queue:
         (`Request.over_quota`, once the caller has tried it) no other of its prefill follows. At most
         `admission_scan_max` requests are tried that are not.
         """
-        begun: list[tuple[Rank, int, list[Rank]]] = []
-        """The next request of each begun line, its place there, and the line. Lines behind are not looked at."""
-        firsts, settings = self._firsts, self._settings
-        tried = lines = 0
-        while tried < settings.admission_scan_max:
+        begun: list[tuple[Rank, Iterator[Rank]]] = []
+        """The next request of each begun line, and those behind it. Lines behind are not looked at."""
+        firsts, tries, passes_max = self._firsts, self._settings.admission_scan_max, self._settings.passes_max
+        lines = 0
+        while tries:
             if lines < len(firsts) and (not begun or firsts[lines] < begun[0][0]):
-                rank, at, line = firsts[lines], 0, self._lines[firsts[lines].request.prefill]
+                behind = iter(self._lines[firsts[lines].request.prefill])
+                rank = next(behind)
                 lines += 1
             elif begun:
-                rank, at, line = heappop(begun)
+                rank, behind = heappop(begun)
             else:
                 return
             admission = rank.request.admission
@@ -110,11 +111,11 @@ class Queue:
                 yield rank.request
                 if admission.over_quota:
                     continue
-                tried += 1
-                if admission.passed >= settings.passes_max:
+                if admission.passed >= passes_max:
                     return
-            if at + 1 < len(line):
-                heappush(begun, (line[at + 1], at + 1, line))
+                tries -= 1
+            if (following := next(behind, None)) is not None:
+                heappush(begun, (following, behind))
 
     def _replace_first(self, line: list[Rank], first: Rank | None) -> None:
         """Note that another request, or none, becomes the first of a line."""
