@@ -239,6 +239,10 @@ from tidekv.testing import loopback_pair
 
 PROMPTS = 12
 
+def tell(**fields):
+    # In one write: a line of the child must not begin within one of the parent.
+    os.write(1, json.dumps(fields).encode() + b"\\n")
+
 def tokens_of(number):
     source = random.Random(number)
     return [source.randrange(1000) for _ in range(source.randint(9, 40))]
@@ -248,7 +252,7 @@ async def work(path, seed, is_last):
     source = random.Random(seed)
     async with loopback_pair(config=engine_config(**PATIENT), device_pages=32, host_pages=48, host_path=path) as pair:
         found = pair.engine.statistics()["core"]["l2_pages_found"]
-        print(json.dumps({"found": found}), flush=True)
+        tell(found=found)
         restored = 0
         for turn in range(2 * PROMPTS if is_last else 10**9):
             prompt = tokens_of(turn % PROMPTS if is_last else source.randrange(PROMPTS))
@@ -258,22 +262,22 @@ async def work(path, seed, is_last):
             # A page whose record was not cleared before its bytes changed.
             assert not pair.engine.statistics()["core"]["l2_damaged"], turn
         await pair.check_idle()
-        print(json.dumps({"restored": restored}), flush=True)
+        tell(restored=restored)
 
 path = sys.argv[1]
 for line in sys.stdin:
     seed, is_last = json.loads(line)
     child = os.fork()
     if not child:
+        tell(child=os.getpid())
         try:
             asyncio.run(work(path, seed, is_last))
         except BaseException as error:
-            print(json.dumps({"error": repr(error)}), flush=True)
+            tell(error=repr(error))
             os._exit(1)
         os._exit(0)
-    print(json.dumps({"child": child}), flush=True)
     os.waitpid(child, 0)
-    print(json.dumps({"ended": child}), flush=True)
+    tell(ended=child)
 """
 
 
