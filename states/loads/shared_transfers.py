@@ -105,12 +105,10 @@ class SharedTransfers:
 
     # --- Landing ---
 
-    def note_landed(self, request: Request) -> None:
+    def note_landed(self, request: Request, *, is_complete: bool) -> None:
         """Queue the loads of the request's room from which pages may be handed over, after something has landed."""
-        room = request.room
         for load in request.loads:
-            is_own = load.sender is request and load.span is not None
-            if is_own and (len(load.waiters) > 1 or (room is not None and room.is_complete)):
+            if load.sender is request and load.span is not None and (is_complete or len(load.waiters) > 1):
                 self._state.load_progressed(load)
 
     def take_landed(self, load: Load) -> None:

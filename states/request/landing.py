@@ -39,8 +39,10 @@ class Landing:
         self._landed(request)
 
     def _landed(self, request: Request) -> None:
+        is_complete = request.room is not None and request.room.is_complete
         # Guards, waiters of component pages and early READY ask whether the room is complete, and nothing else of it.
-        if request.room is not None and request.room.is_complete:
+        if is_complete:
             self._state.request_changed(request)
-        self._shared_transfers.note_landed(request)
-        self._loads.divide_again(request)
+        self._shared_transfers.note_landed(request, is_complete=is_complete)
+        if is_complete:
+            self._loads.divide_again(request)
