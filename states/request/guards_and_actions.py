@@ -72,11 +72,6 @@ def waits_for_copies(request: Request, event: Event) -> bool:
     return request.waits_for_components
 
 
-def is_planned(request: Request, event: Event) -> bool:
-    """Whether prefill has the promise, or the caller was asked to compute the rest."""
-    return request.is_planned
-
-
 def needs_no_storage(request: Request, event: Event) -> bool:
     """Whether every fetch has landed or was given up."""
     return not waits_for_storage(request, event)
@@ -87,7 +82,17 @@ def needs_no_local_tier(request: Request, event: Event) -> bool:
     return not waits_for_storage(request, event) and not waits_for_copies(request, event)
 
 
+def waits_for_prefill(request: Request, event: Event) -> bool:
+    """Whether the request is planned and waits for prefill, or for the caller's computation, only."""
+    return request.is_planned and needs_no_local_tier(request, event)
+
+
 def has_everything(request: Request, event: Event) -> bool:
+    """Whether everything is in place in device pages of the engine."""
+    return request.lent is None and is_in_place(request)
+
+
+def is_in_place(request: Request) -> bool:
     """Whether every load has ended, every span is written, and the first token has arrived."""
     is_written = request.recompute.is_done or (request.room is not None and request.room.is_complete)
     return is_written and not (request.loads or request.waits_for_components or request.waits_for_sender)

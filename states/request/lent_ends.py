@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidekv.states.request.guards_and_actions import has_everything
+from tidekv.states.request.guards_and_actions import is_in_place
 
 if TYPE_CHECKING:
     from tidekv.states.events import DeadlinePassed, Event, PrefillLost
@@ -24,7 +24,7 @@ def fills_lent_pages(request: Request, event: Event) -> bool:
 
 def has_filled_lent_pages(request: Request, event: Event) -> bool:
     """Whether everything is in place in the embedder's pages."""
-    return request.lent is not None and has_everything(request, event)
+    return request.lent is not None and is_in_place(request)
 
 
 class LentEnds:

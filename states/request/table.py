@@ -161,11 +161,15 @@ TRANSITIONS = (
     Row(events.RequestChanged, LIVE, None, before=lambda of: of.actions.change),
     Row(events.Granted, (PREALLOC,), MATCH),
     Row(events.PlanDue, (MATCH,), None, before=lambda of: of.restore.fix_plan, only_if=guards.can_plan),
+    # Most prompts have nothing in the lower tiers. A trigger tries the rows in order, and its price is that of each.
+    Row(events.Progressed, (MATCH,), TRANSFER, only_if=guards.waits_for_prefill),
     Row(events.Progressed, (MATCH,), PREFETCH, only_if=guards.waits_for_storage),
     Row(events.Progressed, (MATCH,), LOCAL_RESTORE, only_if=guards.waits_for_copies),
-    Row(events.Progressed, (MATCH,), TRANSFER, only_if=guards.is_planned),
     Row(events.Progressed, (PREFETCH,), LOCAL_RESTORE, only_if=guards.needs_no_storage),
     Row(events.Progressed, (LOCAL_RESTORE,), TRANSFER, only_if=guards.needs_no_local_tier),
+    # The usual end comes first. A request that has failed to recompute never has everything.
+    Row(events.Progressed, (TRANSFER,), READY, before=lambda of: of.restore.commit, only_if=guards.has_everything),
+    Row(events.Progressed, (TRANSFER,), READY, before=lambda of: of.lending.commit, only_if=has_filled_lent_pages),
     Row(
         events.Progressed,
         (TRANSFER,),
@@ -180,8 +184,6 @@ TRANSITIONS = (
         before=lambda of: of.actions.fail_by_recompute,
         only_if=guards.has_failed_to_recompute,
     ),
-    Row(events.Progressed, (TRANSFER,), READY, before=lambda of: of.lending.commit, only_if=has_filled_lent_pages),
-    Row(events.Progressed, (TRANSFER,), READY, before=lambda of: of.restore.commit, only_if=guards.has_everything),
     # The hand-over, which runs in parallel with the local restore.
     Row(events.PromiseSent, WITH_ROOM, None, before=lambda of: of.rooms.note_writer),
     Row(events.ChunkLanded, WITH_ROOM, None, before=lambda of: of.landing.land_chunk),

@@ -233,7 +233,7 @@ PLACES = [
 def play(row: Row, part: str, state: State, times: int) -> tuple[Plant, Rig, list[commands.Command], list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         plant = Plant(patch, row, part, state)
-        lends = part == "before" and row.only_if in (fills_lent_pages, has_filled_lent_pages)
+        lends = row.only_if is has_filled_lent_pages or (part == "before" and row.only_if is fills_lent_pages)
         threshold = 8 if row.only_if is has_failed_short else 0
         rig = Rig(growth_reserve_pages=0 if lends else 1, lends_device=lends, recompute_threshold=threshold)
         noted: list[Any] = []
