@@ -51,7 +51,7 @@ PARTS = {
     "engine loop": ("engine/decode/", "engine/", "asyncio/"),
 }
 """Parts, each with what a place of its functions contains: `states/core.py:Core.settle`. The first one counts."""
-ROW, WIDTH, SHOWN = 17, 1400, 1.2
+ROW, WIDTH, SHOWN = 17, 1400, 2.0
 """Pixels of the flame graph: height of a box, width of all, width of the narrowest box."""
 COLORS = ("#f2b880", "#9cc5a1", "#8fb8de", "#d9a5b3", "#c8b6ff", "#e6d690", "#a8dadc", "#d4b483", "#b5c99a", "#cdb4db")
 

@@ -17,7 +17,7 @@ from tidekv.states import commands
 from tidekv.states.events import Event
 
 PROMPT = bytes(range(64))
-MOST = {"transfer": (5, 4, 600), "l1": (4, 3, 480), "l2": (5, 4, 600), "l3": (7, 6, 790)}
+MOST = {"transfer": (5, 4, 545), "l1": (4, 3, 430), "l2": (5, 4, 585), "l3": (7, 6, 745)}
 """By source, the most events, commands and calls. Those of calls leave room for a method more here and there."""
 
 
