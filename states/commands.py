@@ -299,6 +299,21 @@ class ReportFlushed(Command, frozen=True, kw_only=True):
     spared: dict[str, int]
 
 
+class ReportStored(Command, frozen=True, kw_only=True):
+    """Report a run that has stored everything, or has ended before. All are numbers of full pages but the second.
+
+    Storage has got `stored`, and `component_pages` of components; it had `present`. It lacks `left` of what device and
+    host have; the last write of `failed` of them has failed.
+    """
+
+    call: int
+    stored: int
+    component_pages: int
+    present: int
+    left: int
+    failed: int
+
+
 class ReportHinted(Command, frozen=True, kw_only=True):
     """Report the outcome of a hint: "accepted", "clipped" (for fewer pages), "deferred" (in use), "missing" or
     "rejected", and the number of pages it concerns.

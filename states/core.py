@@ -40,6 +40,7 @@ from tidekv.states import events
 from tidekv.states.backup.backups import Backups
 from tidekv.states.backup.found_pages import FoundPages
 from tidekv.states.backup.offers import Offers
+from tidekv.states.backup.store_all import StoreAll
 from tidekv.states.backup.write_back import WriteBack
 from tidekv.states.components.backups import ComponentBackups
 from tidekv.states.components.request_components import ComponentRestore
@@ -119,6 +120,7 @@ class Core:
         self.offers = Offers(self.state, self.backups, self.component_backups)
         self.lending = Lending(self.state, self.storage, self.rooms, self.offers, self.backups, self.component_pages)
         self.write_back = WriteBack(self.state, self.storage, self.backups)
+        self.store_all = StoreAll(self.state, self.storage, self.backups)
         component_storage = None if self.component_pages is None else self.component_pages.storage
         self.lookahead = LookAhead(self.state, self.storage, component_storage)
         self.hints = Hints(self.state, self.storage, lambda: self.lookahead.pages)
@@ -164,6 +166,7 @@ class Core:
             events.RetractedDropped: self._retracted_dropped,
             events.PagesOffered: self._pages_offered,
             events.FlushRequested: self._flush_requested,
+            events.StoreRequested: self._store_requested,
             events.HintReceived: self._hint_received,
             events.StorageChanged: self.storage.changed,
             events.PolicyChanged: self.storage.policy_changed,
@@ -289,6 +292,9 @@ class Core:
         if "l2" in event.tiers:
             self.state.run_guarded(partial(self.hints.flushed, event.namespace))
         self.state.run_guarded(partial(self.serving.flush, event))
+
+    def _store_requested(self, event: events.StoreRequested) -> None:
+        self.state.run_guarded(partial(self.store_all.take, event))
 
     def _operation_ended(self, event: events.Outcome) -> None:
         # Pop first, so that a repeated outcome, or one of an abandoned operation, finds nothing and changes nothing.
@@ -607,7 +613,7 @@ class Core:
         self.state.run_guarded(self.lending.hand_back)
 
     def work_ahead(self) -> None:
-        """Release prefetches of planned requests, prefetch for waiting ones, back up pages next to be evicted."""
+        """Release prefetches of planned requests, prefetch for waiting ones, back up pages next to be evicted, or all."""
         state = self.state
         while state.ahead_over:
             request, _ = state.ahead_over.popitem()
@@ -619,6 +625,8 @@ class Core:
                 state.run_guarded(partial(self.lookahead.start, request), recover=abandon)
         if state.write_due:
             state.run_guarded(self.write_back.look)
+        if state.store_due:
+            state.run_guarded(self.store_all.look)
 
 
 def _pop_first(queue: dict[Key, Value]) -> tuple[Key, Value]:
@@ -656,7 +664,8 @@ def _may_hand_back(core: Core) -> object:
 
 
 def _may_work_ahead(core: Core) -> object:
-    return core.state.ahead_over or core.state.ahead_due or core.state.write_due
+    state = core.state
+    return state.ahead_over or state.ahead_due or state.write_due or state.store_due
 
 
 CONSEQUENCES = (

@@ -201,6 +201,10 @@ class CoreState:
         """Whether a change may allow look-ahead for a waiting request."""
         self.write_due = False
         """Whether a change may have left too few evictable pages that have a copy in a lower tier."""
+        self.store_due = False
+        """Whether a change may allow the next write of the run that stores everything."""
+        self.is_storing = False
+        """Whether such a run is under way."""
         self.write_credit = 0
         """Pages that write-back may still copy before the next `renew_write_credit`."""
 
@@ -264,6 +268,22 @@ class CoreState:
     def begin_write_back(self) -> None:
         """Note that pages are about to be written back."""
         self.write_due = False
+
+    def storing_began(self) -> None:
+        """Note that a run has begun that stores everything."""
+        self.is_storing = self.store_due = True
+
+    def storing_ended(self) -> None:
+        """Note that no such run is under way any more."""
+        self.is_storing = self.store_due = False
+
+    def may_store(self) -> None:
+        """Note that the next write of such a run may start now, if there is one."""
+        self.store_due = self.is_storing
+
+    def begin_storing(self) -> None:
+        """Note that its next writes are about to be started."""
+        self.store_due = False
 
     def request_changed(self, request: Request) -> None:
         """Note that a request may be able to move on."""

@@ -188,6 +188,16 @@ class FlushRequested(Event, frozen=True, kw_only=True):
     namespace: str | None = None
 
 
+class StoreRequested(Event, frozen=True, kw_only=True):
+    """This worker is about to go away: what storage lacks of all cached pages is put there, at most for `within_s`.
+
+    It ends the run of an earlier one; with 0 it does nothing else. ReportStored returns `call`.
+    """
+
+    call: int
+    within_s: float
+
+
 class HintReceived(Event, frozen=True, kw_only=True):
     """An orchestrator advises something about a prefix: "prefetch", "demote", "pin", "unpin" or "retain".
 
@@ -464,6 +474,7 @@ AnyEvent = (
     | RetractedDropped
     | PagesOffered
     | FlushRequested
+    | StoreRequested
     | HintReceived
     | StorageChanged
     | PolicyChanged

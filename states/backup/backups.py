@@ -15,6 +15,8 @@ can be evicted, and a host receipt for the part of the path that is on the host 
 until they join the tree. A put owns no pages: a host receipt protects those that it reads until it has ended. The host
 pages of a retracted request are protected by one more receipt, until the request resumes or is dropped.
 
+Before this worker goes away, `tidekv.states.backup.store_all` starts backups of all paths that storage lacks.
+
 With write-back (`tidekv.states.backup.write_back`) a finished request is not backed up. Copies and puts start for
 leaves that are about to be evicted, and each backup ends after its one step.
 
@@ -60,6 +62,7 @@ class Backup:
         "copies_ahead",
         "fallbacks",
         "first",
+        "has_failed",
         "host_pages",
         "leaf",
         "lock",
@@ -69,6 +72,7 @@ class Backup:
         "request_id",
         "request_number",
         "retracts",
+        "stores_all",
         "storing",
         "unmarked",
     )
@@ -83,6 +87,10 @@ class Backup:
         """Whether it copies, for no request, pages that are about to be evicted."""
         self.brought = False
         """Whether a page has got another copy by this backup."""
+        self.stores_all = False
+        """Whether it puts its path in storage whatever `write` says, since this worker is about to go away."""
+        self.has_failed = False
+        """Whether a copy or a put of it has failed."""
         self.retracts = retracts
         self.lock: Receipt | None = None
         self.pin: Receipt | None = None
@@ -127,6 +135,8 @@ class Backups:
         self._retracted: dict[str, tuple[Receipt, Callable[[], None]] | None] = {}
         """By request: the receipt of its host pages, and the call that gives it back. None: it holds nothing."""
         self._retracting: dict[str, Backup] = {}
+        self.pages_marked = 0
+        """Pages that puts have marked as stored so far, each time that they were not."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -223,6 +233,15 @@ class Backups:
         elif self.storage.is_usable:
             self._start(Backup(self, None, leaf), self._begin_put)
 
+    def store(self, leaf: Node) -> Backup:
+        """Put the path to `leaf` in storage, pages that only the device has by way of the host, and the component pages
+        at its end. Returns the backup, which may have ended already.
+        """
+        backup = Backup(self, None, leaf)
+        backup.stores_all = True
+        self._start(backup, self._begin_put if leaf.device is None else self._begin)
+        return backup
+
     def keys_put(self, op: int) -> tuple[str, bytes]:
         """Namespace and keys, from the first page on, of an operation without a request, or of component pages."""
         backup = self._state.operations[op]
@@ -271,6 +290,7 @@ class Backups:
         """Let the copied pages join the tree; with an error they hold garbage and are given back."""
         if error:
             self._state.count("backups_failed")
+            backup.has_failed = True
             self._state.host.give_back(backup.host_pages)
             backup.host_pages = page_ids()
         else:
@@ -284,11 +304,13 @@ class Backups:
         state.count("pages_stored", put)
         state.count("pages_stored_again", max(put - backup.unmarked, 0))
         has_answered = isinstance(event, PagesStored) and not event.error
+        backup.has_failed |= not has_answered
         for node in state.index.path(backup.leaf):
             was_marked = state.index.tree.is_stored(node)
             if node.depth_pages <= stored:
                 state.index.mark_stored(node, renewed=renewal)
                 backup.brought |= not was_marked
+                self.pages_marked += 0 if was_marked else node.page_count
             elif has_answered and was_marked:
                 state.index.unmark_stored(node)
                 # With write-back, its only other copy may be the one that storage has lost.
@@ -318,6 +340,7 @@ class Backups:
         """End a backup of which a step raised, with nothing in flight. Safe to call again after a raise."""
         state = self._state
         state.count("backups_failed")
+        backup.has_failed = True
         state.operations.pop(backup.op, None)
         self.waiting.pop(backup, None)
         state.host.give_back(backup.host_pages)
@@ -396,7 +419,7 @@ class Backups:
             self._component_pages.begin(host_leaf)
         if backup.retracts:
             self._report_retracted(backup, host_leaf)
-        puts = self.storage.is_usable and state.settings.write != "back"
+        puts = self.storage.is_usable and (state.settings.write != "back" or backup.stores_all)
         self._pin(backup, host_leaf if puts else None)
         self._unlock(backup)
         if backup.pin is None:
@@ -427,6 +450,8 @@ class Backups:
     def _put(self, backup: Backup, path: PathToPut) -> None:
         state = self._state
         if not path.is_due or not self.storage.is_usable:
+            if backup.stores_all and self._component_pages is not None:
+                self._component_pages.puts.begin(backup.leaf)
             self._end(backup)
             return
         if backup.renews:
@@ -447,6 +472,7 @@ class Backups:
             self._state.emit(ForgetTokens(request_number=backup.request_number))
         del self._live[backup]
         self._state.pages_were_freed()
+        self._state.may_store()
         if backup.brought:
             self._state.may_write_back()
 

@@ -153,6 +153,7 @@ class ComponentPuts:
         self._index.unpin(put.pin)
         self._live.pop(put, None)
         self._state.pages_were_freed()
+        self._state.may_store()
 
 
 class ComponentBackup:
@@ -271,6 +272,7 @@ class ComponentBackups:
             backup.lock = None
         self._index.unpin(backup.pin)
         self._state.pages_were_freed()
+        self._state.may_store()
 
     def is_late(self) -> None:
         """Count a late copy."""

@@ -169,7 +169,9 @@ class Agreement:
             case events.GrowthTaken(request_id=request_id):
                 if (request := self._requests.get(request_id)) is not None:
                     request.grow(self._vote_vector, event.page_count, event.wanted)
-            case events.FlushRequested() | events.HintReceived() | events.PolicyChanged() | events.RequestChanged():
+            case events.FlushRequested() | events.HintReceived() | events.StoreRequested():
+                self._unnamed.append(event)
+            case events.PolicyChanged() | events.RequestChanged():
                 self._unnamed.append(event)
             case events.StorageChanged():
                 self._storage, self._has_news = encode_storage(event), True

@@ -268,6 +268,8 @@ class StorageAdmission:
         self._renewal_begun_s = float("-inf")
         self._renewal_pages = float("inf")
         """Pages put after which a period ends."""
+        self.capacity_pages = 0
+        """Full pages that the attached storage can hold; 0: unknown."""
         self._put_since = 0
         self._level_pages = 0.0
         self._level_at_s = float("-inf")
@@ -486,8 +488,10 @@ class StorageAdmission:
         self._throughput.forget()
         self.answer_time.forget()
         self._state.index.forget_stored()
+        self.capacity_pages = event.capacity_pages
         self._renewal_pages = max(event.capacity_pages / RENEWALS, 1.0) if event.capacity_pages else float("inf")
         self._state.renew_write_credit()
+        self._state.may_store()
 
     def call_ended(self, event: Outcome) -> None:
         """Count the outcome of a call in the breaker. A call that could not be started is no evidence about storage."""
@@ -548,6 +552,7 @@ class StorageAdmission:
             # Puts are due again. Copies to the host are not: they did not wait for storage, and a new credit at each
             # closing would let a storage that fails every put cause copies without end.
             self._state.may_write_back()
+            self._state.may_store()
 
     def _wait(self) -> None:
         self.op = self._state.start_operation(BreakerWait(self), deadline_s=self._breaker.backoff_s)
