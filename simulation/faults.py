@@ -99,12 +99,13 @@ FAULTS: dict[str, str] = {
     "peer_is_silent": "prefill takes promises and answers aborts, but sends nothing until it is restarted",
     "component_tier_is_lost": "host memory and storage deliver nothing of one component any more",
     "same_id_elsewhere": "another decode worker has a room of the same id, for another prompt, at the same prefill",
+    "all_is_stored": "what storage lacks is to be stored, as before the end of a worker, while requests run",
 }
 """Kinds of faults by name, with a description."""
 OF_LENDING = frozenset({"pages_are_not_offered"})
 """Kinds that strike only if device pages are lent. Other runs do not depend on whether they are chosen."""
 
-ALWAYS = frozenset({"same_id_elsewhere"})
+ALWAYS = frozenset({"all_is_stored", "same_id_elsewhere"})
 """Kinds that strike at every opportunity of a run that has them; nothing is drawn for them."""
 
 Chosen = Literal["all", "none"] | Iterable[str]

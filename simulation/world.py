@@ -67,6 +67,8 @@ def audit(world: Surroundings) -> None:
 
 
 AUDIT_EVENTS = 100
+STORED_SEEDS = 4
+"""One of so many seeds stores everything now and then, and at its end."""
 PREFILL_CAUSES = ("refused by prefill", "prefill failed", "prefill lost", "pages damaged")
 
 
@@ -129,6 +131,10 @@ class World:
         self.arrivals_left = requests
         self._ids = 0
         self._numbers = 0
+        self._stores_all = self.faults.is_on("all_is_stored") and seed % STORED_SEEDS == STORED_SEEDS - 1
+        self._to_report: set[int] = set()
+        """Requests to store everything that have no report."""
+        self._stored: commands.ReportStored | None = None
         self._callers: dict[str, Caller] = {}
         self._generations: dict[str, int] = {}
         self._left: dict[int, list[int]] = {}
@@ -159,6 +165,7 @@ class World:
             commands.ReportDropped: self._nothing,
             commands.ReportRetracted: self._retracted,
             commands.ReportFlushed: self._nothing,
+            commands.ReportStored: self._all_stored,
             commands.ReportHinted: self.orchestrator.answered if self.orchestrator is not None else self._nothing,
             commands.ForgetTokens: self._forget_tokens,
         }
@@ -178,6 +185,8 @@ class World:
             self.schedule.after(self.delay(), client.begin)
         while self.schedule.run_next():
             pass
+        if self._stores_all:
+            self._store_at_end()
         self._check_end()
 
     # --- Used by the parts of the world ---
@@ -239,7 +248,47 @@ class World:
         if self.faults.hits("storage_is_detached"):
             self._change_storage(available=False)
             self.schedule.after(self.delay() * 20, lambda: self._change_storage(available=True))
+        # By their numbers and not drawn, so that other draws of a seed stay what they were.
+        if self._stores_all and self.arrivals_left % 23 == 7 and self.faults.hits("all_is_stored"):
+            self.schedule.after(0.0, self._store_all, (0.02, 1.0, 20.0, 0.0)[self.arrivals_left % 4])
         return True
+
+    def _store_all(self, within_s: float) -> None:
+        call = self.faults.counts["all_is_stored"]
+        self._to_report.add(call)
+        self.step(events.StoreRequested(at_s=self.now_s, call=call, within_s=within_s))
+
+    def _all_stored(self, command: commands.ReportStored) -> None:
+        if command.call not in self._to_report:
+            raise Violation(f"{command}, which was not asked for, or is reported twice")
+        self._to_report.remove(command.call)
+        self._stored = command
+        if min(command.stored, command.present, command.left - command.failed, command.failed) < 0:
+            raise Violation(f"{command} does not add up")
+
+    def _store_at_end(self) -> None:
+        """Store everything without faults: of what the policy lets pass, storage must have all that fits the host."""
+        self.faults.counts["all_is_stored"] += 1
+        self.faults.is_over = True
+        self._store_all(3600.0)
+        while self.schedule.run_next():
+            pass
+        if self._to_report:
+            raise Violation(f"requests {self._to_report} to store everything have no report")
+        assert self._stored is not None
+        core, settings = self.core, self.core.state.settings  # The policies may have changed.
+        tree, is_held = core.state.index.tree, bool(core.hints.pins) or bool(core.state.index.host_protected)
+        lacking = [node for node in core.state.index.nodes() if not tree.is_stored(node)]
+        if self._stored.left != sum(node.page_count for node in lacking):
+            raise Violation(f"{self._stored}, but storage lacks {lacking}")
+        for node in lacking:
+            # Below a page that the policy keeps out nothing is stored, and of a path only what the host has room for.
+            path = core.state.index.path(node)
+            is_rare = settings.write == "selective" and any(each.served < settings.write_hits_min for each in path)
+            is_short = max(each.depth_pages for each in node.subtree()) * settings.page_size < settings.write_tokens_min
+            is_flipped = any(page in self.host.flipped for each in path for page in each.host or ())
+            if not (is_held or is_rare or is_short or is_flipped or node.depth_pages > settings.host_pages):
+                raise Violation(f"{self._stored}, but storage lacks {node}")
 
     def _change_storage(self, *, available: bool) -> None:
         component_pages = available and bool(self.settings.components)

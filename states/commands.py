@@ -300,7 +300,7 @@ class ReportFlushed(Command, frozen=True, kw_only=True):
 
 
 class ReportStored(Command, frozen=True, kw_only=True):
-    """Report a run that has stored everything, or has ended before. All are numbers of full pages but the second.
+    """Report a run that has stored everything, or has ended before. Numbers of full pages, but for the second.
 
     Storage has got `stored`, and `component_pages` of components; it had `present`. It lacks `left` of what device and
     host have; the last write of `failed` of them has failed.
@@ -312,6 +312,8 @@ class ReportStored(Command, frozen=True, kw_only=True):
     present: int
     left: int
     failed: int
+    seconds: float
+    """Duration of the run."""
 
 
 class ReportHinted(Command, frozen=True, kw_only=True):

@@ -613,7 +613,9 @@ class Core:
         self.state.run_guarded(self.lending.hand_back)
 
     def work_ahead(self) -> None:
-        """Release prefetches of planned requests, prefetch for waiting ones, back up pages next to be evicted, or all."""
+        """Release prefetches of planned requests, prefetch for waiting ones, back up pages next to be evicted, or all
+        that storage lacks.
+        """
         state = self.state
         while state.ahead_over:
             request, _ = state.ahead_over.popitem()

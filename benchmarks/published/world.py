@@ -102,6 +102,7 @@ class World:
             commands.GiveReserve: _nothing,
             commands.ReportFinished: _nothing,
             commands.ReportFlushed: _nothing,
+            commands.ReportStored: _nothing,
             commands.ReportHinted: _nothing,
             commands.ForgetTokens: self._forget,
         }

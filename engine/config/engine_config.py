@@ -21,6 +21,7 @@ from tidekv.states.validation import (
     PositiveCount,
     PositiveShare,
     Seconds,
+    SecondsOrZero,
     Text,
     host_and_port,
     is_loopback_host,
@@ -306,6 +307,11 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
     close_deadline_s: Seconds = 10.0
     """Maximum time that closing waits for work in flight."""
+    close_store_s: SecondsOrZero = 0.0
+    """Maximum time for which closing stores what storage lacks of all cached pages first, so that a successor finds
+    them there; beside `close_deadline_s`. With ranks, that of the first one counts. 0: pages are lost that only this
+    worker has.
+    """
     loop_stall_report_s: Seconds = 0.05
     """A callback that blocks the event loop for longer than this, while there is work, is logged: one line with the
     place as a warning, its stack at debug level.

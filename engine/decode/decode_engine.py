@@ -24,6 +24,7 @@ from tidekv.engine.decode.storage_swap import CLEAR_S, check_storage
 from tidekv.engine.decode.stored_namespace import delete_stored
 from tidekv.engine.decode.values import (
     DecodeRequest,
+    DrainOutcome,
     EngineStatistics,
     OfferedPages,
     PoolBalance,
@@ -92,7 +93,7 @@ class DecodeEngine:
             transport=transport,
             ranks=ranks,
         )
-        self._runtime.make_status = lambda runtime: StatusServer(runtime, self.hint)
+        self._runtime.make_status = lambda runtime: StatusServer(runtime, self.hint, self._store)
         self.layout = device.layout
         self.device = device
         self.components = tuple(components)
@@ -123,6 +124,7 @@ class DecodeEngine:
         self._arrivals = Arrivals(self._runtime)
         self._lending = LentCalls(self._runtime, self._arrivals)
         self._hints = HintCalls(self._runtime, self._arrivals)
+        self._stores = self._runtime.store_calls
         return self
 
     @property
@@ -568,21 +570,54 @@ class DecodeEngine:
         joined = self._arrivals.namespace(namespace, lora_name)
         return await look_up(self._runtime, packed, joined, timeout_s=within_s)
 
-    async def drain(self, timeout_s: float | None = None) -> list[str]:
+    async def drain(self, timeout_s: float | None = None, *, store_s: float = 0.0) -> DrainOutcome:
         """Take no new requests, and wait until live requests are given back, or until the timeout.
 
-        Resuming is still possible. Returns the ids of the requests that are still live. Without `timeout_s` it waits as
-        long as callers keep READY requests, or until the engine ends (EngineClosed).
+        Resuming is still possible. Without `timeout_s` it waits as long as callers keep READY requests, or until the
+        engine ends (EngineClosed).
+
+        With `store_s`, storage gets what it lacks of all cached pages, whatever `storage.write` is, so that a successor
+        finds them there: meanwhile, and after the last live request once more. Hottest prompts first, for at most
+        `store_s` seconds in all, which no storage prolongs. Pages that only the device has go by way of host memory;
+        `write_tokens_min`, `write_hits_min` and `put_wait_s` still hold. With ranks, give it on the first one
+        (InvalidRequest elsewhere), for all.
         """
         self._runtime.check_open()
         checked(timeout_s, SecondsOrZero | None, "timeout_s")
+        within_s: float = checked(store_s, SecondsOrZero, "store_s")
+        first = self._stores.begin(within_s) if within_s else None
+        has_live = bool(self._calls.live_ids())
         self._runtime.is_draining = True
+        try:
+            live = await self._live_after(timeout_s)
+            told = [] if first is None else [await first]
+            if told and has_live and within_s > told[0].seconds:
+                # What the live requests have left since.
+                told.append(await self._stores.begin(within_s - told[0].seconds))
+        except BaseException:
+            self._stores.stop()
+            raise
+        return self._stores.outcome(live, told)
+
+    async def _live_after(self, timeout_s: float | None) -> list[str]:
+        """Wait until no request is live, or until the timeout; return the ids of those that are."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._calls.wait_until(lambda: not self._calls.live_ids())
         except TimeoutError:
             return self._calls.live_ids()
         return []
+
+    async def _store(self, within_s: float) -> DrainOutcome:
+        """Store what storage lacks, as `drain` does, and go on taking requests."""
+        self._runtime.check_open()
+        done = self._stores.begin(within_s)
+        try:
+            told = await done
+        except BaseException:
+            self._stores.stop()
+            raise
+        return self._stores.outcome(self._calls.live_ids(), [told])
 
     async def wait_formed(self) -> None:
         """Wait until all ranks of the instance are connected; returns at once without ranks.

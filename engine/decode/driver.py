@@ -41,6 +41,7 @@ from tidekv.states.events import (
     RetractedDropped,
     RetractRequested,
     StorageChanged,
+    StoreRequested,
 )
 
 LOG = engine_log("tidekv.engine")
@@ -62,6 +63,7 @@ CALLS = frozenset(
         PagesOffered,
         FlushRequested,
         HintReceived,
+        StoreRequested,
         StorageChanged,
         PolicyChanged,
         ClockAdvanced,

@@ -103,6 +103,7 @@ class PendingCalls:
         self._ends: dict[str, asyncio.Future[int]] = {}
         self._flushes: dict[int, asyncio.Future[FlushAnswer]] = {}
         self._hints: dict[int, asyncio.Future[tuple[str, int]]] = {}
+        self._stores: dict[int, asyncio.Future[commands.ReportStored]] = {}
         self._waiters: dict[str, list[tuple[Callable[[], bool], asyncio.Future[None]]]] = {}
         """Waits with a condition, by the request that it is about; "" are those about all."""
         self._changed: dict[str, None] = {}
@@ -124,6 +125,7 @@ class PendingCalls:
             commands.ReportRetracted: self._tell_retracted,
             commands.ReportFlushed: self._tell_flushed,
             commands.ReportHinted: self._tell_hinted,
+            commands.ReportStored: self._tell_stored,
             commands.ForgetTokens: self._forget_tokens,
         }
 
@@ -261,13 +263,14 @@ class PendingCalls:
         self._flushes.pop(call, None)
 
     def fail_flushes(self, error: Exception) -> None:
-        """Fail all flushes: a rank is lost, which had to agree to them."""
-        waiting: list[asyncio.Future[Any]] = [*self._flushes.values(), *self._hints.values()]
+        """Fail all flushes, hints and runs that store everything: a rank is lost, which had to agree to them."""
+        waiting: list[asyncio.Future[Any]] = [*self._flushes.values(), *self._hints.values(), *self._stores.values()]
         for done in waiting:
             if not done.done():
                 done.set_exception(error)
         self._flushes.clear()
         self._hints.clear()
+        self._stores.clear()
 
     def expect_offer(self, offer: int, pages: PagesByGroup) -> asyncio.Future[OfferedPages]:
         """Return a future for the answer to an offer, which reads these pages; `unexpect_offer` takes it back."""
@@ -294,6 +297,22 @@ class PendingCalls:
     def unexpect_hint(self, call: int) -> None:
         """Undo `expect_hint`, if the event was not posted."""
         self._hints.pop(call, None)
+
+    def expect_stored(self, call: int) -> asyncio.Future[commands.ReportStored]:
+        """Return a future for the report of a run that stores everything; `unexpect_stored` takes it back."""
+        self._check_not_ended()
+        done: asyncio.Future[commands.ReportStored] = asyncio.get_running_loop().create_future()
+        self._stores[call] = done
+        return done
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether a run that stores everything has no report yet."""
+        return bool(self._stores)
+
+    def unexpect_stored(self, call: int) -> None:
+        """Undo `expect_stored`, if the event was not posted."""
+        self._stores.pop(call, None)
 
     async def wait_until(self, holds: Callable[[], bool], *, request_id: str = "") -> None:
         """Wait until a condition holds after a drain. Unbounded: the caller sets the deadline, or knows that the core's
@@ -339,6 +358,7 @@ class PendingCalls:
             *self._ends.values(),
             *self._flushes.values(),
             *self._hints.values(),
+            *self._stores.values(),
             *(waiter for waiting in self._waiters.values() for _, waiter in waiting),
         ]
         futures += self.lent.end_all()
@@ -355,6 +375,7 @@ class PendingCalls:
         self._ends.clear()
         self._flushes.clear()
         self._hints.clear()
+        self._stores.clear()
         self._waiters.clear()
         self._tokens_left.clear()
 
@@ -600,6 +621,12 @@ class PendingCalls:
         done = self._hints.pop(command.call, None)
         if done is not None and not done.done():
             done.set_result((command.outcome, command.page_count))
+
+    def _tell_stored(self, command: commands.ReportStored) -> None:
+        # As with a flush, other ranks have no call.
+        done = self._stores.pop(command.call, None)
+        if done is not None and not done.done():
+            done.set_result(command)
 
     def _forget_tokens(self, command: commands.ForgetTokens) -> None:
         self._tokens_left.pop(command.request_number, None)

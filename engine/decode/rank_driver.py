@@ -55,6 +55,14 @@ class RankPhase(enum.Enum):
 EPOCH_GENERATIONS = 1 << 44
 """Generations of one epoch of a group; none is used again after a change of the leader."""
 TIMER_MIN_S = 0.001
+OF_THE_LEADER = (
+    events.FlushRequested,
+    events.HintReceived,
+    events.PolicyChanged,
+    events.RequestChanged,
+    events.StoreRequested,
+)
+"""Calls for all ranks, which only rank 0 may make."""
 LAST_VOTE_S = 0.1
 """Maximum seconds between the ends of one complete vote on different ranks."""
 
@@ -185,12 +193,11 @@ class RankDriver:
         """
         if self._phase is RankPhase.CLOSED:
             return
-        if isinstance(
-            event, events.FlushRequested | events.HintReceived | events.PolicyChanged | events.RequestChanged
-        ):
+        if isinstance(event, OF_THE_LEADER):
             if self._group.rank != LEADER:
                 raise InvalidRequest(
-                    f"flush, hint, change_policy and change_request are for all ranks: call them on rank {LEADER} only"
+                    "flush, hint, change_policy, change_request and drain(store_s=) are for all ranks: call them on"
+                    f" rank {LEADER} only"
                 )
             self.check()
         if isinstance(event, events.RequestArrived):

@@ -30,6 +30,7 @@ from tidekv.engine.decode.load import LoadReader
 from tidekv.engine.decode.pending_calls import PendingCalls
 from tidekv.engine.decode.rank_driver import RankDriver
 from tidekv.engine.decode.storage_swap import StorageInUse, check_storage
+from tidekv.engine.decode.store_calls import StoreCalls
 from tidekv.engine.decode.stored_sweep import StoredPagesSweep
 from tidekv.engine.journal import Journal, RunInfo
 from tidekv.engine.kv_events.content import KVContent
@@ -46,7 +47,7 @@ from tidekv.engine.watchdog import Watchdog
 from tidekv.engine.watching import Watcher
 from tidekv.states import events
 from tidekv.states.core import Core
-from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, TidekvError
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, RankLost, TidekvError
 from tidekv.states.records.stages import State
 from tidekv.states.types import FULL
 from tidekv.states.validation import checked, short
@@ -160,6 +161,7 @@ class Runtime:
         self._fold: MetricsFold | None = None
         self.journal: Journal | None = None
         self.metrics: MetricsServer | None = None
+        self.store_calls = StoreCalls(self)
         self.status: Server | None = None
         self.make_status: Callable[[Runtime], Server] | None = None
         """Makes the status server, if one is configured."""
@@ -520,6 +522,7 @@ class Runtime:
             )
             self.calls.mark_aborted(request_id)
         self.calls.end_uses()
+        await self._store_at_close()
         try:
             async with asyncio.timeout(SETTLE_SHARE * self.config.close_deadline_s):
                 await self.calls.wait_until(lambda: self.core.is_idle)
@@ -536,6 +539,19 @@ class Runtime:
             )
         self.driver.stop()
         self.calls.end_all("the engine was closed")
+
+    async def _store_at_close(self) -> None:
+        """Store what storage lacks, for at most `close_store_s`, or end the run that a caller has left under way."""
+        within_s = 0.0 if self.storage is None else self.config.close_store_s
+        if self.rank_group is not None and self.rank_group.rank:
+            return  # The first rank's run is that of all.
+        if not within_s:
+            self.store_calls.stop()
+            return
+        try:
+            self.store_calls.outcome([], [await self.store_calls.begin(within_s)])
+        except (EngineClosed, RankLost):
+            return  # The engine broke meanwhile, or has lost a rank: nothing more can be stored.
 
     async def _stop(self) -> None:
         stop_s = max((1 - SETTLE_SHARE) * self.config.close_deadline_s, STOP_MIN_S)

@@ -9,6 +9,7 @@
 | POST /probe | tokens of each prompt in device and host memory |
 | POST /look_up | tokens of each prompt by tier, storage asked, tokens that prefill would send, and seconds to READY |
 | POST /hints | an outcome for each action of an envelope of KV hints |
+| POST /store | what storage lacked is stored, for a worker that is about to be stopped: `DrainOutcome`, at its end |
 
 The server's thread parses and packs; the engine's loop only looks up, a few prompts at a time.
 """
@@ -40,6 +41,7 @@ from tidekv.states.validation import PlainText, Seconds
 if TYPE_CHECKING:
     from tidekv.engine.decode.hints import HintOutcome
     from tidekv.engine.decode.runtime import Runtime
+    from tidekv.engine.decode.values import DrainOutcome
 
 T = TypeVar("T")
 PROMPTS_MAX: Final = 256
@@ -48,6 +50,7 @@ AT_ONCE: Final = 16
 """Prompts that are looked up before the engine's loop may do something else."""
 LOOP_S: Final = 2.0
 """Maximum wait for the engine's loop; one that does not answer by then is not healthy."""
+STORE_S_MAX: Final = 3600.0
 OPEN_PATHS: Final = ("/health", "/ready")
 """Asked without a token: they say nothing of prompts, and orchestrators have no token."""
 
@@ -69,17 +72,29 @@ class LookUpRequest(ProbeRequest, frozen=True, forbid_unknown_fields=True):
     timeout_s: Seconds = 0.05
 
 
+class StoreAllRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds within which storage gets what it lacks."""
+
+    within_s: Annotated[float, Meta(gt=0, le=STORE_S_MAX)]
+
+
 class StatusServer:
     """Serves one engine, from construction until `close`. Make it on the engine's loop."""
 
-    def __init__(self, runtime: Runtime, hint: Callable[[object], Coroutine[Any, Any, list[HintOutcome]]]) -> None:
-        """`hint` acts on an envelope, on the engine's loop. Raises InvalidConfig for an address that cannot be served,
-        and a token file that cannot be read.
+    def __init__(
+        self,
+        runtime: Runtime,
+        hint: Callable[[object], Coroutine[Any, Any, list[HintOutcome]]],
+        store: Callable[[float], Coroutine[Any, Any, DrainOutcome]],
+    ) -> None:
+        """`hint` acts on an envelope, and `store` stores all within so many seconds; both on the engine's loop. Raises
+        InvalidConfig for an address that cannot be served, and a token file that cannot be read.
         """
         options = runtime.config.status
         assert options.listen is not None, "without it there is no server"
         self._runtime = runtime
         self._hint = hint
+        self._store_all = store
         self._token = b"" if options.token_file is None else read_token(options.token_file)
         self._loop = asyncio.get_running_loop()
         self._reader = LoadReader()
@@ -111,6 +126,7 @@ class StatusServer:
             "/probe": ("POST", self._probe),
             "/look_up": ("POST", self._look_up),
             "/hints": ("POST", self._hints),
+            "/store": ("POST", self._store),
         }
         if request.path not in routes:
             return HttpResponse(HTTPStatus.NOT_FOUND, f"paths are {', '.join(routes)}\n".encode())
@@ -144,14 +160,14 @@ class StatusServer:
         kind, _, token = request.headers.get("authorization", "").partition(" ")
         return kind.lower() == "bearer" and hmac.compare_digest(token.encode("latin-1"), self._token)
 
-    async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _on_loop(self, work: Coroutine[Any, Any, T], *, within_s: float = LOOP_S) -> T:
         """Run a coroutine on the engine's loop. Raises TimeoutError."""
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:
             work.close()  # The loop is closed, and the server about to be.
             raise TimeoutError from None
-        async with asyncio.timeout(LOOP_S):
+        async with asyncio.timeout(within_s):
             return await asyncio.wrap_future(future)
 
     # --- State ---
@@ -237,6 +253,10 @@ class StatusServer:
     async def _hints(self, request: HttpRequest) -> HttpResponse:
         envelope = msgspec.json.decode(request.body)
         return _json([asdict(each) for each in await self._on_loop(self._hint(envelope))])
+
+    async def _store(self, request: HttpRequest) -> HttpResponse:
+        asked = msgspec.json.decode(request.body, type=StoreAllRequest)
+        return _json(asdict(await self._on_loop(self._store_all(asked.within_s), within_s=asked.within_s + LOOP_S)))
 
     def _packed(self, asked: ProbeRequest) -> tuple[str, list[bytes]]:
         """Return the joined namespace and the packed prompts. Raises InvalidRequest."""

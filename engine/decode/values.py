@@ -298,6 +298,28 @@ class OfferedPages:
     """Components of which host memory does not have all pages that were offered, for the same reasons."""
 
 
+@dataclass(frozen=True, slots=True)
+class DrainOutcome:
+    """The end of `DecodeEngine.drain`. Counts are of full pages, but for `component_pages`, and 0 with `store_s=0`."""
+
+    live: list[str]
+    """Ids of the requests that are still live."""
+    stored: int = 0
+    """Pages that storage has got."""
+    component_pages: int = 0
+    """Pages of windows and states that storage has got."""
+    present: int = 0
+    """Pages that storage had."""
+    left: int = 0
+    """Pages that storage lacks: the time was over, storage failed or is full, the policy keeps them out, or their
+    prompt is longer than host memory.
+    """
+    failed: int = 0
+    """Those of `left` of which the last write has failed."""
+    seconds: float = 0.0
+    """Duration of the writes."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RetractedRequest:
     """A request without device pages. Its KV in host memory stays there until `resume`."""

@@ -15,6 +15,7 @@ CONDITIONS = ("free", "owned", "cached", "draining", "total", "evictable", "prot
 LIVE = (
     "queue", "loads", "lookahead_pages", "backups", "offers", "operations", "rooms", "rooms_draining",
     "requests_retracted", "requests_returning", "requests_running", "hint_pinned_pages",
+    "pages_to_store",
 )  # fmt: skip
 POLLERS = {"poller": "transport", "storage_poller": "storage"}
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from tidekv.backends.keys.chain import Tokens
     from tidekv.engine.decode.component_pages import LeftComponents
     from tidekv.engine.decode.lent_pages import LentComponents, Pages
-    from tidekv.engine.decode.values import ReadyRequest
+    from tidekv.engine.decode.values import DrainOutcome, ReadyRequest
     from tidekv.states.types import PageIds
 
 __all__ = [
@@ -145,7 +145,7 @@ class EngineThread:
         left: list[str] = []
         try:
             if self._loop.is_up:
-                left = self.drain(timeout_s if drain else 0)
+                left = self.drain(timeout_s if drain else 0).live
         except EngineClosed:
             pass  # The engine ended meanwhile; its error is raised below.
         self._loop.stop()
@@ -449,17 +449,18 @@ class EngineThread:
         """See `DecodeEngine.flush`; waits for it."""
         return self.call(lambda engine: engine.flush(tiers, namespace=namespace))
 
-    def drain(self, timeout_s: float | None = None) -> list[str]:
-        """Accept no new requests from now on, and wait until live requests are given back or the time is up.
-
-        Returns the ids of the requests that are still live. `resume` is still possible.
+    def drain(self, timeout_s: float | None = None, *, store_s: float = 0.0) -> DrainOutcome:
+        """Accept no new requests from now on, and wait until live requests are given back or the time is up, and
+        storage has got what it lacked, as far as that takes at most `store_s`. See `DecodeEngine.drain`.
         """
         checked(timeout_s, SecondsOrZero | None, "timeout_s")
+        checked(store_s, SecondsOrZero, "store_s")
         # Refused before it has an effect: without a running thread, and on the engine's own, which cannot wait.
         self._loop.check()
         self._loop.check_elsewhere()
         self._is_draining = True
-        return self.call(lambda engine: engine.drain(timeout_s))
+        outcome: DrainOutcome = self.call(lambda engine: engine.drain(timeout_s, store_s=store_s))
+        return outcome
 
     def wait_settled(self) -> None:
         """See `DecodeEngine.wait_settled`; waits for it."""

@@ -78,15 +78,16 @@ class EngineLoop:
             raise
 
     def stop(self) -> None:
-        """Close the engine and join the thread. Raises TidekvError if it has not ended after `close_deadline_s` and
-        END_S, and leaves it running.
+        """Close the engine and join the thread. Raises TidekvError if it has not ended after `close_store_s`,
+        `close_deadline_s` and END_S, and leaves it running.
         """
         self._wants_stop = True
         with self._lock:
             if not self._closed:
                 self._loop.call_soon_threadsafe(self._stop.set, context=own_context())
         if self._thread.ident is not None:
-            limit_s = self.engine.config.close_deadline_s + END_S
+            config = self.engine.config
+            limit_s = config.close_store_s + config.close_deadline_s + END_S
             self._thread.join(limit_s)
             if self._thread.is_alive():
                 raise TidekvError(

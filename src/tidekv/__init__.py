@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from tidekv.engine.decode.hints import HintOutcome
     from tidekv.engine.decode.values import (
         DecodeRequest,
+        DrainOutcome,
         EngineStatistics,
         OfferedPages,
         PoolBalance,
@@ -112,6 +113,7 @@ __all__ = [
     "DecodeEngine",
     "DecodeRequest",
     "DevicePool",
+    "DrainOutcome",
     "EngineClosed",
     "EngineConfig",
     "EngineStatistics",
@@ -210,6 +212,7 @@ _LATER = {
     "DecodeEngine": "tidekv.engine.decode.decode_engine",
     "DecodeRequest": "tidekv.engine.decode.values",
     "DevicePool": "tidekv.backends.device.pool",
+    "DrainOutcome": "tidekv.engine.decode.values",
     "EngineStatistics": "tidekv.engine.decode.values",
     "EngineConfig": "tidekv.engine.config.engine_config",
     "EngineThread": "tidekv.engine.thread.engine_thread",

@@ -75,6 +75,7 @@ class Backup:
         "stores_all",
         "storing",
         "unmarked",
+        "was_declined",
     )
 
     def __init__(self, backups: Backups, request: Request | None, leaf: Node, *, retracts: bool = False) -> None:
@@ -89,6 +90,8 @@ class Backup:
         """Whether a page has got another copy by this backup."""
         self.stores_all = False
         """Whether it puts its path in storage whatever `write` says, since this worker is about to go away."""
+        self.was_declined = False
+        """Whether its put did not begin, since the host memory that others hold is too much."""
         self.has_failed = False
         """Whether a copy or a put of it has failed."""
         self.retracts = retracts
@@ -304,7 +307,7 @@ class Backups:
         state.count("pages_stored", put)
         state.count("pages_stored_again", max(put - backup.unmarked, 0))
         has_answered = isinstance(event, PagesStored) and not event.error
-        backup.has_failed |= not has_answered
+        backup.has_failed |= not has_answered or (isinstance(event, PagesStored) and event.intact is not None)
         for node in state.index.path(backup.leaf):
             was_marked = state.index.tree.is_stored(node)
             if node.depth_pages <= stored:
@@ -434,6 +437,7 @@ class Backups:
         # Waiting puts hold host pages too, so they count like those in flight.
         others = bool(self.waiting) or any(other.storing for other in self._live)
         if not self.storage.may_put_beside(others):
+            backup.was_declined = True
             self._end(backup)
             return
         path = self._to_put(backup.leaf, renews=backup.renews)

@@ -7,14 +7,14 @@
 A page is of no use without all pages before it, so whole paths are written, by the same backups as those of finished
 requests (`tidekv.states.backup.backups`): pages that only the device has go to the host first, and component pages of
 the end follow. The hottest end, which eviction would take last, comes first. What the policy keeps out of storage
-(`write_tokens_min`, rare pages with "selective") stays out, and so does what a storage of known capacity could only hold
-in place of hotter pages.
+(`write_tokens_min`, rare pages with "selective") stays out, and so does what a storage of known capacity could only
+hold in place of hotter pages.
 
 A copy to the host may have to evict host pages. Those that storage lacks are stored before it, since they may have no
 other copy.
 
 A path of which storage got a part only, or nothing since others had the host memory, is tried again after the others.
-The last scan finds nothing that was not tried since storage got its last page. While the breaker is open, nothing is
+The last scan finds no end that has not had its turn since storage got its last page. While the breaker is open, nothing is
 started. At the end of its time a run is reported as it is: writes under way go on, as those of finished requests do.
 
 Ownership. A run owns nothing: its backups hold their receipts until they end.
@@ -54,14 +54,17 @@ class StoreRun:
     __slots__ = (
         "_store_all",
         "begun",
+        "begun_at_s",
         "begun_marked",
         "call",
+        "declined",
         "failed",
         "is_scanned",
         "lacking",
         "marked_before",
         "op",
         "present",
+        "progress_before",
         "queue",
         "stack",
         "started",
@@ -69,10 +72,11 @@ class StoreRun:
         "with_components",
     )
 
-    def __init__(self, store_all: StoreAll, call: int, *, begun: dict[str, int], marked: int) -> None:
+    def __init__(self, store_all: StoreAll, call: int, *, at_s: float, begun: dict[str, int], marked: int) -> None:
         self._store_all = store_all
         self.call = call
         self.op = 0
+        self.begun_at_s = at_s
         self.begun = begun
         """The counters at its begin."""
         self.begun_marked = marked
@@ -87,8 +91,10 @@ class StoreRun:
         """Ends of paths that had their turn since the last scan before which storage got a page."""
         self.with_components: dict[Node, None] = {}
         """Ends with component pages that had their turn."""
-        self.started: dict[Backup, None] = {}
-        """Its backups that are not known to have ended."""
+        self.started: dict[Backup, Node] = {}
+        """Its backups that are not known to have ended, with the ends that they were begun for."""
+        self.declined: dict[Node, None] = {}
+        """Ends whose put did not begin beside others; they get another turn when these have ended."""
         self.failed: dict[Node, None] = {}
         """Nodes whose last write failed."""
         self.present = 0
@@ -97,6 +103,11 @@ class StoreRun:
         """Pages that storage lacked at the last scan, as far as that has come."""
         self.marked_before = 0
         """`Backups.pages_marked` when the last scan began."""
+        self.progress_before = 0
+
+    def began(self, op: int) -> None:
+        """Note the number of this operation."""
+        self.op = op
 
     def ended(self, event: Outcome, error: str) -> None:
         """Do nothing: without a command there is no outcome."""
@@ -128,13 +139,15 @@ class StoreAll:
         """End the run under way, which is reported as it is, and begin another one unless its time is 0."""
         if self.run is not None:
             self.report(self.run)
-        run = StoreRun(self, event.call, begun=dict(self._state.counters), marked=self._backups.pages_marked)
+        state, marked = self._state, self._backups.pages_marked
+        run = StoreRun(self, event.call, at_s=state.now_s, begun=dict(state.counters), marked=marked)
         if event.within_s <= 0:
             self._emit_report(run)
             return
         with Rollback() as undo:
-            run.op = self._state.start_operation(run, deadline_s=event.within_s)
-            undo.callback(self._state.end_operation, run.op)
+            op = self._state.start_operation(run, deadline_s=event.within_s)
+            undo.callback(self._state.end_operation, op)
+            run.began(op)
             self._state.storing_began()
             undo.keep()
         self.run = run
@@ -187,6 +200,7 @@ class StoreAll:
                 present=run.present + found,
                 left=left,
                 failed=min(failed, left),
+                seconds=self._state.now_s - run.begun_at_s,
             )
         )
 
@@ -199,13 +213,23 @@ class StoreAll:
         state = self._state
         with Rollback() as undo:
             undo.callback(self._drop_scan, run)
-            if self._backups.pages_marked > run.marked_before:
+            if self._progress() > run.progress_before:
                 run.tried.clear()
+            for leaf in run.declined:
+                run.tried.pop(leaf, None)
+            run.declined.clear()
             roots = state.index.tree.roots.values()
             run.stack = [(child, False) for root in roots for child in root.children.values()]
             run.lacking, run.marked_before = 0, self._backups.pages_marked
+            run.progress_before = self._progress()
             state.begin_work(partial(self._scan, run))
             undo.keep()
+
+    def _progress(self) -> int:
+        """A number that grows with what may let a path be written that could not be before: a damaged host page was
+        dropped, of which the device may have another copy, or storage has got a page.
+        """
+        return self._backups.pages_marked + self._state.counters["l2_damaged"]
 
     def _drop_scan(self, run: StoreRun) -> None:
         run.stack = None
@@ -274,6 +298,8 @@ class StoreAll:
                 run.failed.pop(node, None)
             if backup.has_failed:
                 run.failed.update((node, None) for node in path if not tree.is_stored(node))
+            if backup.was_declined:
+                run.declined[run.started[backup]] = None
             del run.started[backup]
 
     def _start_writes(self, run: StoreRun) -> None:
@@ -282,10 +308,12 @@ class StoreAll:
                 return
             leaf = run.queue[0][-1]
             if self._is_due(leaf):
-                if not self._has_room_for(run, leaf):
+                if self._is_being_written(leaf) or not self._has_room_for(run, leaf):
                     return
                 self._start(run, leaf)
-            run.tried[leaf] = run.with_components[leaf] = None
+            else:
+                run.tried[leaf] = None
+            run.with_components[leaf] = None
             heapq.heappop(run.queue)
         if run.queue:
             Continuation(self._state, self._look_again)
@@ -296,7 +324,7 @@ class StoreAll:
 
     def _start(self, run: StoreRun, leaf: Node) -> None:
         run.tried[leaf] = None
-        run.started[self._backups.store(leaf)] = None
+        run.started[self._backups.store(leaf)] = leaf
 
     def _is_due(self, leaf: Node) -> bool:
         """Whether a path is still there, and the policy and the capacity of storage allow to write what it lacks."""
@@ -314,6 +342,12 @@ class StoreAll:
         capacity = self._storage.capacity_pages
         return not capacity or self._pages_named() + self._lacking(leaf) <= capacity
 
+    def _is_being_written(self, leaf: Node) -> bool:
+        """Whether a write under way has the first page of a path that storage lacks, which would be written twice."""
+        index = self._state.index
+        first = next((node for node in index.path(leaf) if not index.tree.is_stored(node)), None)
+        return first is not None and any(first in index.path(backup.leaf) for backup in self._backups)
+
     def _pages_named(self) -> int:
         """Pages of device and host that storage has, or will have when the writes under way have ended."""
         assert self.run is not None
@@ -326,8 +360,8 @@ class StoreAll:
         return sum(node.page_count for node in index.path(leaf) if not index.tree.is_stored(node))
 
     def _has_room_for(self, run: StoreRun, leaf: Node) -> bool:
-        """Whether host memory can take the device pages of a path now, without losing pages that storage lacks. Starts to
-        store those.
+        """Whether host memory can take the device pages of a path now without losing pages that storage lacks, which
+        begin to be stored otherwise.
         """
         state = self._state
         short = sum(node.page_count for node in state.index.path(leaf) if node.host is None) - state.host.free

@@ -42,6 +42,7 @@ from tidekv.states.types import FULL, PageIds, page_ids, without
 if TYPE_CHECKING:
     from tidekv.states.backup.backups import Backups
     from tidekv.states.backup.offers import Offers
+    from tidekv.states.backup.store_all import StoreAll
     from tidekv.states.core_state import CoreState
     from tidekv.states.handover.rooms import Rooms
     from tidekv.states.hints import Hints
@@ -69,6 +70,7 @@ class Parts(Protocol):
     backups: Backups
     lending: Lending
     offers: Offers
+    store_all: StoreAll
 
     @property
     def running(self) -> int:

@@ -48,6 +48,7 @@ def count_core(core: Parts) -> dict[str, int]:
         "requests_returning": len(core.lending.returning),
         "requests_running": core.running,
         "hint_pinned_pages": core.hints.pinned_pages,
+        "pages_to_store": core.store_all.pages_left,
         "requests_retracted": core.backups.retracted_requests,
         **state.counters,
     }

@@ -95,7 +95,7 @@ async def test_a_raise_at_every_call_of_a_restore_leaves_its_id_free_and_its_pla
             if not injection.raised_in:
                 break
         assert at > 40, "the calls of a restore were not reached"
-        assert await pair.engine.drain(5.0) == []
+        assert (await pair.engine.drain(5.0)).live == []
         await pair.assert_nothing_held()
 
 

@@ -174,12 +174,12 @@ async def test_a_live_id_is_refused_a_second_time(make_pair) -> None:
 async def test_drain_waits_for_live_requests_and_takes_no_new_ones(make_pair) -> None:
     async with make_pair() as pair:
         ready = await pair.restore("r1", PROMPT)
-        assert await pair.engine.drain(timeout_s=0.01) == ["r1"]
+        assert (await pair.engine.drain(timeout_s=0.01)).live == ["r1"]
         with pytest.raises(EngineClosed, match="drains"):
             await pair.engine.restore(pair.request("r2", PROMPT))
         draining = asyncio.create_task(pair.engine.drain())
         await pair.engine.finish(ready, [1])
-        assert await draining == []
+        assert (await draining).live == []
 
 
 async def test_probe_prefix_tells_what_is_cached_and_changes_nothing(make_pair) -> None:

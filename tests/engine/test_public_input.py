@@ -182,7 +182,7 @@ async def test_a_request_that_cannot_be_made_leaves_its_id_free(make_pair, field
             )
         assert pair.engine.states() == {}
         await pair.finish(await pair.restore("r", PROMPT), PROMPT, [1])
-        assert await pair.engine.drain(5.0) == []
+        assert (await pair.engine.drain(5.0)).live == []
 
 
 def test_seconds_and_counts_of_a_request_are_checked_as_numpy_gives_them() -> None:

@@ -73,7 +73,7 @@ async def test_a_malformed_address_is_refused_by_the_call(address: str) -> None:
             with pytest.raises(InvalidRequest, match="prefill"):
                 await engine.restore(DecodeRequest(request_id="r", tokens=[1], prefill=prefill))
         assert engine.states() == {}
-        assert await engine.drain(5.0) == []
+        assert (await engine.drain(5.0)).live == []
 
 
 def test_names_of_engine_and_request_are_joined_so_that_none_can_be_forged() -> None:

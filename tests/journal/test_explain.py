@@ -170,7 +170,7 @@ FAULTS_WITHOUT_CAUSE = {
     "component_write_is_slow",
     # A miss is a miss, whatever made it.
     "query_promises_too_little", "storage_forgets", "flush", "no_cache", "output_is_dropped", "retracted_is_dropped",
-    "pages_are_not_offered", "component_is_not_left",
+    "pages_are_not_offered", "component_is_not_left", "all_is_stored",
     # It is not believed, and nothing follows from it.
     "query_is_nonsense", "fetch_reports_nonsense", "outcome_repeats", "frame_repeats", "frame_is_foreign",
     "frame_is_of_old_generation", "frame_of_wrong_rank", "frame_of_wrong_span", "chunk_skips_pages",

@@ -166,6 +166,48 @@ def flush(rig: Rig) -> Step:
     return lambda rig: rig.step(events.FlushRequested, call=1, tiers=("l1", "l2"))
 
 
+def lacking_everything(rig: Rig) -> None:
+    """Two prompts on the device only, and one on the host only, none of them in storage."""
+    rig.make_ready("past", EIGHT[:4])
+    rig.step(events.RetractRequested, request_id="past", keys=EIGHT[:4], tokens=4)
+    rig.copied(rig.take(commands.CopyPages, target="host"))
+    rig.settle()
+    rig.step(events.RetractedDropped, request_id="past")
+    rig.flush("l1")
+    for name in ("b", "c"):
+        rig.make_ready(name, name.encode() * 4)
+        rig.finish(name, name.encode() * 4)
+        rig.copied(rig.take(commands.CopyPages, target="host"), error="failed")
+    rig.settle()
+    rig.attach_storage()
+
+
+def store_all(rig: Rig) -> Step:
+    lacking_everything(rig)
+    return lambda rig: rig.step(events.StoreRequested, call=1, within_s=10.0)
+
+
+def store_all_copied(rig: Rig) -> Step:
+    lacking_everything(rig)
+    rig.step(events.StoreRequested, call=1, within_s=10.0)
+    copy, *others = rig.take_all(commands.CopyPages, target="host")
+    rig.pending += others
+    return lambda rig: rig.copied(copy)
+
+
+def store_all_stored(rig: Rig) -> Step:
+    lacking_everything(rig)
+    rig.step(events.StoreRequested, call=1, within_s=10.0)
+    put = rig.take(commands.StorePages)
+    return lambda rig: rig.stored(put)
+
+
+def store_all_late(rig: Rig) -> Step:
+    lacking_everything(rig)
+    rig.step(events.StoreRequested, call=1, within_s=10.0)
+    return lambda rig: rig.wait_until(10.0)
+
+
 READY, FAILED = "ReportReady", "ReportFailed"
 STORIES = [
     RequestTrace("arrival", arrival, ends=(READY,)),
@@ -188,4 +230,8 @@ STORIES = [
     RequestTrace("backup stored", backup_stored, ends=("ReportFinished",)),
     RequestTrace("resumed", resumed, ends=(READY,)),
     RequestTrace("flush", flush, ends=("",)),
+    RequestTrace("store all", store_all, ends=("",)),
+    RequestTrace("store all copied", store_all_copied, ends=("",)),
+    RequestTrace("store all stored", store_all_stored, ends=("",)),
+    RequestTrace("store all late", store_all_late, ends=("",)),
 ]

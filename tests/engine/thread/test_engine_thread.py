@@ -266,7 +266,7 @@ def test_a_call_of_a_plain_method_has_its_result_and_its_error(running) -> None:
 def test_a_loop_of_one_thread_drains_itself(running) -> None:
     with running() as rig:
         ready = rig.restore("r1")
-        assert rig.thread.drain(0) == ["r1"]
+        assert rig.thread.drain(0).live == ["r1"]
         with pytest.raises(EngineClosed, match="drains"):
             rig.thread.submit(rig.request("r2"))
         assert rig.thread.close(drain=True, timeout_s=0.01) == ["r1"]

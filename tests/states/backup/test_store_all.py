@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulation.rig import Rig
 from tests.states.backup.test_write_back import back_rig, turn
+from tests.support.each_call import raised_at_each_call
+from tests.support.raise_stories import store_all, store_all_copied, store_all_late, store_all_stored
 from tests.support.rigs import change
 from tidekv.states import commands, events
+
+
+STORING = (store_all, store_all_copied, store_all_stored, store_all_late)
 
 
 def store(rig: Rig, within_s: float = 10.0) -> None:
@@ -18,7 +26,7 @@ def store(rig: Rig, within_s: float = 10.0) -> None:
 def report(rig: Rig) -> tuple[int, int, int, int]:
     """Pages stored, present, left and failed."""
     told = rig.take(commands.ReportStored)
-    assert told.call == 7
+    assert told.call == 7 and 0 <= told.seconds <= rig.now_s
     return told.stored, told.present, told.left, told.failed
 
 
@@ -251,6 +259,22 @@ def test_what_a_request_leaves_meanwhile_is_stored_as_well() -> None:
     rig.expect_nothing_held()
 
 
+@pytest.mark.parametrize("story", STORING, ids=lambda story: story.__name__)
+def test_a_raise_at_any_call_of_a_run_ends_in_one_report(story: Callable[[Rig], Callable[[Rig], object]]) -> None:
+    def prepare() -> tuple[Rig, Callable[[], object]]:
+        rig = Rig(put_wait_s=0.0)
+        step = story(rig)
+        return rig, lambda: step(rig)
+
+    for call, rig in raised_at_each_call(prepare):
+        told = rig.settle()
+        rig.wait_until(10.0)
+        told += rig.settle()
+        assert sum(isinstance(wish, commands.ReportStored) for wish in told) == 1, (call, told)
+        assert not rig.core.store_all.pages_left and not rig.core.state.is_storing
+        rig.expect_nothing_held()
+
+
 def test_a_large_tree_is_looked_at_in_several_steps() -> None:
     rig = Rig(device_pages=9000, host_pages=9000, key_bytes=2, put_wait_s=0.0)
     for number in range(4500):
@@ -279,7 +303,9 @@ def _unaudited(rig: Rig, kind: type[events.Event], **fields: object) -> list[com
     st.sampled_from(("through", "back", "selective")),
     st.integers(4, 24),
 )
-def test_after_a_run_storage_has_all_that_fits_through_the_host(prompts: list[str], write: str, host_pages: int) -> None:
+def test_after_a_run_storage_has_all_that_fits_through_the_host(
+    prompts: list[str], write: str, host_pages: int
+) -> None:
     rig = Rig(device_pages=64, host_pages=host_pages, write=write, write_hits_min=1, put_wait_s=0.0)
     rig.attach_storage()
     for number, prompt in enumerate(prompts):
