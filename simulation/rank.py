@@ -230,6 +230,10 @@ class SimulatedRank:
             self.lender.ask(self.callers[script.request_id])
         if self.number == 0 and script.flushes:
             self.receive(events.FlushRequested(at_s=0.0, call=int(script.request_id[1:]), tiers=script.flushes))
+        # By their numbers and not drawn, as in `simulation.world`.
+        if self.number == 0 and world.seed % 4 == 3 and int(script.request_id[1:]) % 11 == 5:
+            call = int(script.request_id[1:])
+            self.receive(events.StoreRequested(at_s=0.0, call=call, within_s=(0.02, 1.0, 20.0)[call % 3]))
         if script.aborted_by == self.number:
             self.after(self.random.random() * 0.05, self._give_up, script.request_id)
 

@@ -302,13 +302,13 @@ class ReportFlushed(Command, frozen=True, kw_only=True):
 class ReportStored(Command, frozen=True, kw_only=True):
     """Report a run that has stored everything, or has ended before. Numbers of full pages, but for the second.
 
-    Storage has got `stored`, and `component_pages` of components; it had `present`. It lacks `left` of what device and
+    Storage has got `stored`, and `components_stored` pages of components; it had `present`. It lacks `left` of what device and
     host have; the last write of `failed` of them has failed.
     """
 
     call: int
     stored: int
-    component_pages: int
+    components_stored: int
     present: int
     left: int
     failed: int

@@ -68,7 +68,7 @@ class StoreCalls:
         outcome = DrainOutcome(
             live,
             stored=stored,
-            component_pages=sum(each.component_pages for each in told),
+            component_pages=sum(each.components_stored for each in told),
             present=max(last.present + last.stored - stored, 0),
             left=last.left,
             failed=last.failed,

@@ -196,7 +196,7 @@ class StoreAll:
             ReportStored(
                 call=run.call,
                 stored=stored,
-                component_pages=counters["component_pages_stored"] - run.begun["component_pages_stored"],
+                components_stored=counters["component_pages_stored"] - run.begun["component_pages_stored"],
                 present=run.present + found,
                 left=left,
                 failed=min(failed, left),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.inside import calls_of, runtime_of
-from tests.support.waits import PATIENT
+from tests.support.waits import LIMIT_S, PATIENT
 from tidekv import InvalidConfig, Replayer, open_storage
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.storage.base import Storage
@@ -75,6 +75,23 @@ async def test_another_engine_on_the_same_directory_goes_on_where_the_first_one_
     # With other components nothing of it means anything.
     async with worker("window", storage=place, **FETCHES) as made:
         assert await made.answer("r3", KEPT, OUTPUT) == {"transfer": len(KEPT)}
+
+
+@pytest.mark.parametrize("kinds", [("window",), ("state",), ("window", "state")])
+async def test_a_drain_stores_windows_and_records_of_each_end(worker, tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    place = f"file:{tmp_path}/l3?capacity=64MiB"
+    async with worker(*kinds, storage=place, write="back", **FETCHES) as made:
+        # The first prompt ends within the second one.
+        await made.answer("r1", PROMPT, OUTPUT)
+        await made.answer("r2", [*KEPT, *range(900, 900 + 3 * SIZE)], OUTPUT)
+        assert made.core()["pages_stored"] == made.core()["component_pages_stored"] == 0
+        outcome = await made.engine.drain(store_s=LIMIT_S)
+        assert outcome.stored == 13 and outcome.component_pages > 0 and (outcome.left, outcome.failed) == (0, 0)
+        made.expect_nothing_held()
+    for prompt in (KEPT, [*KEPT, *range(900, 900 + 3 * SIZE), *OUTPUT[:-1]]):
+        async with worker(*kinds, storage=place, **FETCHES) as made:
+            assert await made.answer("r1", [*prompt, 1], OUTPUT) == {"l3": len(prompt), "transfer": 1}
+            made.expect_nothing_held()
 
 
 async def test_records_that_storage_has_lost_come_from_prefill(worker) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.inside import core_of, runtime_of
-from tests.support.waits import expected
+from tests.support.waits import LIMIT_S, expected
 from tidekv import Replayer
 from tidekv.engine.decode import driver
 from tidekv.states.errors import (
@@ -200,6 +200,20 @@ async def test_only_the_leader_flushes_and_changes_policies(world) -> None:
         await world.finish_all(members, await world.restore_all(members, "a"))
         await world.settle(members)
         assert [member.engine.policy.breaker_failures for member in members] == [3, 3]
+
+
+async def test_the_drain_of_the_leader_stores_for_all_ranks(world) -> None:
+    async with world.instance(2) as members:
+        members[0].engine.change_policy(write="back")
+        await world.finish_all(members, await world.restore_all(members, "a"))
+        await world.settle(members)
+        assert [member.storage.statistics().pages for member in members] == [0, 0]
+        with pytest.raises(InvalidRequest, match="call them on rank 0"):
+            await members[1].engine.drain(store_s=LIMIT_S)
+        outcome = await members[0].engine.drain(store_s=LIMIT_S)
+        assert outcome.stored > 0 == outcome.left
+        assert [member.storage.statistics().pages for member in members] == [outcome.stored] * 2
+        await world.settle(members)
 
 
 async def test_storage_is_used_while_all_ranks_have_one(world) -> None:
