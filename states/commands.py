@@ -302,8 +302,8 @@ class ReportFlushed(Command, frozen=True, kw_only=True):
 class ReportStored(Command, frozen=True, kw_only=True):
     """Report a run that has stored everything, or has ended before. Numbers of full pages, but for the second.
 
-    Storage has got `stored`, and `components_stored` pages of components; it had `present`. It lacks `left` of what device and
-    host have; the last write of `failed` of them has failed.
+    Storage has got `stored`, and `components_stored` pages of components; it had `present`. It lacks `left` of what
+    device and host have; the last write of `failed` of them has failed.
     """
 
     call: int

@@ -111,8 +111,8 @@ REQUIRED: dict[str, dict[str, str]] = {
         "flush": "Locked and pinned pages are spared and reported; everything else is forgotten.",
         "retract": "The KV is held in host memory until the resume, which restores prompt and output.",
         "retracted_is_dropped": "The KV held in host memory becomes ordinary cache.",
-        "all_is_stored": "Each request to store is reported once, at its limit at the latest. One at the end of the run, "
-        "without faults, leaves nothing that the policy lets pass and host memory has room for.",
+        "all_is_stored": "Each request to store is reported once, at its limit at the latest. One at the end of the "
+        "run, without faults, leaves nothing that the policy lets pass and host memory has room for.",
         "output_is_dropped": "The prompt's pages stay cached; those of the output are free.",
         "pages_are_not_offered": "Nothing of the request is kept; later requests get its pages from prefill.",
         "component_is_not_left": "The next request that ends there gets them from prefill.",

@@ -45,6 +45,9 @@ def main(
     batch_max: Annotated[int, typer.Option(help="Maximum requests computed in one step.")] = 16,
     queue_max: Annotated[int, typer.Option(help="Maximum requests that wait for admission; others get 429.")] = 64,
     drain_timeout_s: Annotated[float, typer.Option(help="Seconds that SIGTERM waits for accepted requests.")] = 30.0,
+    drain_store_s: Annotated[
+        float, typer.Option(help="Seconds for which SIGTERM then stores what --storage lacks, for a successor.")
+    ] = 0.0,
     recompute_threshold: Annotated[
         int, typer.Option(help="Tokens of a prompt that this worker computes itself rather than ask prefill.")
     ] = 0,

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from tidekv import InvalidConfig, KVEventsOptions, open_storage
-from tidekv.states.validation import checked
+from tidekv.states.validation import SecondsOrZero, checked
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -36,6 +36,7 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
     batch_max: int
     queue_max: int
     drain_timeout_s: float
+    drain_store_s: float
     recompute_threshold: int
     layer_by_layer: bool
     journal: str
@@ -65,6 +66,8 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("device_pages", "host_pages", "batch_max", "queue_max"):
             option = f"--{name.replace('_', '-')}"
             checked(getattr(self, name), Annotated[int, Meta(ge=1)], option, InvalidConfig)
+        for name in ("drain_timeout_s", "drain_store_s"):
+            checked(getattr(self, name), SecondsOrZero, f"--{name.replace('_', '-')}", InvalidConfig)
         checked(self.recompute_threshold, Annotated[int, Meta(ge=0)], "--recompute-threshold", InvalidConfig)
         self.events()
         if self.storage:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 
@@ -22,6 +23,7 @@ from tidekv import (
     AdmissionOptions,
     DecodeEngine,
     DevicePool,
+    EngineClosed,
     EngineConfig,
     HostPool,
     JournalOptions,
@@ -37,10 +39,11 @@ from tidekv.engine.demo.model import PagedModel
 class DrainingServer(uvicorn.Server):
     """Stops once the worker has drained. A second signal stops it at once, as in uvicorn."""
 
-    def __init__(self, config: uvicorn.Config, worker: DecodeWorker, *, drain_timeout_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, worker: DecodeWorker, *, drain_timeout_s: float, store_s: float) -> None:
         super().__init__(config)
         self._worker = worker
         self._drain_timeout_s = drain_timeout_s
+        self._store_s = store_s
         self._loop = asyncio.get_running_loop()
         self._is_told = asyncio.Event()
 
@@ -60,6 +63,8 @@ class DrainingServer(uvicorn.Server):
     async def _stop_when_drained(self) -> None:
         await self._is_told.wait()
         await self._worker.drain(self._drain_timeout_s)
+        with suppress(EngineClosed):  # Then the worker's own end says why.
+            await self._worker.engine.drain(0, store_s=self._store_s)
         self.should_exit = True
 
 
@@ -119,7 +124,9 @@ async def _serve(options: ServiceOptions, listener: socket.socket, compute: Comp
             config = uvicorn.Config(
                 Api(worker, storage=options.storage).app(), lifespan="off", log_level="warning", access_log=False
             )
-            server = DrainingServer(config, worker, drain_timeout_s=options.drain_timeout_s)
+            server = DrainingServer(
+                config, worker, drain_timeout_s=options.drain_timeout_s, store_s=options.drain_store_s
+            )
             await prefill_worker.is_up.wait()
             # uvicorn sets these when it serves; a supervisor may stop the service as soon as it has read the address.
             for number in (signal.SIGTERM, signal.SIGINT):

@@ -14,8 +14,8 @@ A copy to the host may have to evict host pages. Those that storage lacks are st
 other copy.
 
 A path of which storage got a part only, or nothing since others had the host memory, is tried again after the others.
-The last scan finds no end that has not had its turn since storage got its last page. While the breaker is open, nothing is
-started. At the end of its time a run is reported as it is: writes under way go on, as those of finished requests do.
+The last scan finds no end that has not had its turn since storage got its last page. While the breaker is open, nothing
+is started. At the end of its time a run is reported as it is: writes under way go on, as those of finished requests do.
 
 Ownership. A run owns nothing: its backups hold their receipts until they end.
 """

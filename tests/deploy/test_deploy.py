@@ -7,8 +7,10 @@ import json
 import re
 import shutil
 import subprocess
+import threading
 import tomllib
 from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any  # Parsed YAML has no types.
 
@@ -21,6 +23,7 @@ from packaging.utils import canonicalize_name
 from tests.support.manifest_schemas import mistakes
 from tidekv.engine.cli.main import app
 from tidekv.engine.config import gather
+from tidekv.engine.decode.status_server import StoreAllRequest
 from tidekv.engine.integrations.sglang.handover.settings import BACKEND, VARIABLE, read_settings
 from tidekv.engine.integrations.vllm.handover.settings import HandoverSettings
 from tidekv.transports.control.addresses import Dials
@@ -212,14 +215,47 @@ def test_a_server_leaves_in_order_and_has_no_more_rights_than_it_needs(engine: s
     spec = template["spec"]
     (container,) = spec["containers"]
     assert container["readinessProbe"]["httpGet"]["path"] == "/health"
-    wait_s = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
-    assert wait_s < spec["terminationGracePeriodSeconds"]
+    command = " ".join(container["lifecycle"]["preStop"]["exec"]["command"])
+    waits_s = [int(seconds) for seconds in re.findall(r"(?:sleep |timeout=)(\d+)", command)]
+    # The rest is for the requests that are live then.
+    assert 0 < sum(waits_s) < 0.6 * spec["terminationGracePeriodSeconds"]
     assert spec["automountServiceAccountToken"] is False
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     # Of all servers: llm-d's endpoint picker tells roles and engines apart by these labels.
     assert template["metadata"]["labels"] == {"app": "tidekv", "llm-d.ai/role": name, "llm-d.ai/engine-type": engine}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_decode_server_stores_what_its_host_memory_has_before_it_is_stopped(engine: str) -> None:
+    (container,) = servers(engine)["decode"]["spec"]["containers"]
+    if engine == "vllm":
+        transfer = json.loads(value_of(container, "--kv-transfer-config"))
+        status = transfer["kv_connector_extra_config"]["handover"]["engine"]["status"]
+    else:
+        (text,) = (each["value"] for each in container["env"] if each["name"] == VARIABLE)
+        status = json.loads(text)["engine"]["status"]
+    asked: list[tuple[str, bytes]] = []
+
+    class Status(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+    shell, flag, command = container["lifecycle"]["preStop"]["exec"]["command"]
+    with HTTPServer(("127.0.0.1", 0), Status) as server:
+        server.timeout = 60
+        serving = threading.Thread(target=server.handle_request)
+        serving.start()
+        address = f"127.0.0.1:{server.server_address[1]}"
+        at_once = re.sub(r"sleep \d+; ", "", command).replace(status["listen"], address)
+        subprocess.run([shell, flag, at_once], check=True, timeout=60)
+        serving.join()
+    ((path, body),) = asked
+    within_s = msgspec.json.decode(body, type=StoreAllRequest).within_s
+    assert path == "/store" and within_s < int(re.findall(r"timeout=(\d+)", command)[0])
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

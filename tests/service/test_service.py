@@ -235,6 +235,7 @@ def test_the_status_page_shows_the_machine_of_each_live_request(service, tmp_pat
         (["--page-size", "0"], "--page-size must be a whole number from 1 to 65,536, not 0"),
         (["--host-pages", "0"], "--host-pages must be a whole number, 1 or more, not 0"),
         (["--storage", "tape:"], "there is no storage engine 'tape'; allowed: file, memory, "),
+        (["--drain-store-s", "-1"], "--drain-store-s must be a number from 0 to 31,536,000, not -1"),
         (["--journal", "/nowhere/j"], "--journal: /nowhere is not a directory that this process can write to"),
     ],
 )
@@ -263,6 +264,20 @@ def test_a_short_rest_is_computed_by_the_decode_worker_with_equal_tokens(generat
     # All full pages of the first turn are on the device, and no prefill was asked.
     assert answer.usage.sources["l1"] == 80
     assert answer.usage.sources["recompute"] == len(longer) - 80
+
+
+@pytest.mark.slow
+def test_sigterm_stores_for_the_next_service_what_only_this_one_has(generate, tmp_path: Path) -> None:
+    options = ["--storage", f"file:{tmp_path}/pages?io=threads&capacity=256MiB", "--drain-store-s", "60"]
+    prompt = prompt_of(77, 400)
+    with run_service(tmp_path / "first", *options) as service:
+        assert httpx.post(f"{service.url}/policy", json={"write": "back"}, timeout=LIMIT_S).status_code == 200
+        service.tokens(prompt, 12)
+    with run_service(tmp_path / "second", *options) as service:
+        answer = service.complete(prompt, 12)
+        # All full pages but that of the last token, which has to be computed.
+        assert answer.usage.sources["l3"] >= 384
+        assert answer.choices[0].token_ids == generate(prompt, 12)
 
 
 def test_sigterm_answers_what_was_accepted_and_refuses_what_comes(service, generate) -> None:

@@ -15,7 +15,6 @@ from tests.support.raise_stories import store_all, store_all_copied, store_all_l
 from tests.support.rigs import change
 from tidekv.states import commands, events
 
-
 STORING = (store_all, store_all_copied, store_all_stored, store_all_late)
 
 
