@@ -27,7 +27,7 @@ from benchmarks.servers.table import first_token_table, totals_table
 from benchmarks.vllm_pair.cluster import running
 from benchmarks.vllm_pair.overhead import measure_overhead, overhead_table
 from benchmarks.vllm_pair.placement import measure_placement
-from benchmarks.vllm_pair.rest import ASKED, measure_rest, meeting, rest_table
+from benchmarks.vllm_pair.rest import ASKED, Turns, measure_rest, meeting, rest_table
 from benchmarks.vllm_pair.server import ACTIONS, ROOT, ServerOptions, kernel_options
 from benchmarks.vllm_pair.variants import VARIANTS, Variant
 from tidekv.engine.demo.artefact import about
@@ -244,18 +244,11 @@ def rest(
         kv_bytes=_rounded(16 * longest * shape.kv_bytes_per_token),
         max_model_len=longest,
     )
-    turns = asyncio.run(
-        measure_rest(
-            options,
-            _run_folder(),
-            first=first,
-            lengths=wanted,
-            streams=[int(each) for each in streams.split(",")],
-            repeats=repeats,
-        )
-    )
-    console().print(rest_table(turns))
-    if json_file is not None:
+
+    def show(turns: list[Turns]) -> None:
+        console().print(rest_table(turns))
+        if json_file is None:
+            return
         meets = [
             {"streams": count, "way": way, "rest": meeting(turns, count, way)}
             for count in sorted({one.streams for one in turns})
@@ -263,6 +256,12 @@ def rest(
         ]
         figures = {"turns": [asdict(one) for one in turns], "meets": meets}
         json_file.write_text(json.dumps({"about": about("python3 dev.py vllm"), "figures": figures}, indent=1))
+
+    numbers = [int(each) for each in streams.split(",")]
+    measured = measure_rest(
+        options, _run_folder(), first=first, lengths=wanted, streams=numbers, repeats=repeats, progress=show
+    )
+    asyncio.run(measured)
 
 
 @app.command()

@@ -16,7 +16,7 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -102,10 +102,11 @@ async def measure_rest(
     lengths: Sequence[int],
     streams: Sequence[int],
     repeats: int,
-) -> list[Turns]:
+    progress: Callable[[list[Turns]], None],
+) -> None:
     """Measure `repeats` second turns of each way and length, beside each number of streams.
 
-    `first`: tokens of the first prompts.
+    `first`: tokens of the first prompts. `progress` gets all turns so far after each number of streams.
     """
     # Decode asks for each rest, however short; nothing is written to storage meanwhile.
     own = replace(options, handover={**options.handover, "recompute_threshold": 0, "uri": None})
@@ -130,7 +131,7 @@ async def measure_rest(
                 found += await _measured(routes, others, first=first, lengths=lengths, repeats=repeats)
                 for task in tasks:
                     task.cancel()
-    return found
+            progress(found)
 
 
 async def _measured(
