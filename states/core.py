@@ -124,7 +124,8 @@ class Core:
         component_storage = None if self.component_pages is None else self.component_pages.storage
         self.lookahead = LookAhead(self.state, self.storage, component_storage)
         self.hints = Hints(self.state, self.storage, lambda: self.lookahead.pages)
-        self.early = EarlyReady(self.state, self.rooms)
+        missing = None if self.component_pages is None else self.component_pages.missing
+        self.early = EarlyReady(self.state, self.rooms, missing)
         self.restore = Restore(
             self.state,
             PlanSources(

@@ -418,7 +418,7 @@ class Progressed(Event, frozen=True, kw_only=True):
 
 
 class PagesLost(Event, frozen=True, kw_only=True):
-    """Pages that the request was to share have another writer now, so it starts over on other pages."""
+    """Pages that the request was to share belong to another writer, and no other page is free: it starts over."""
 
     cause: str
 

@@ -61,8 +61,8 @@ REQUIRED: dict[str, dict[str, str]] = {
     "Copies on this machine": {
         "copy_in_fails": "The destination is never published; prefill is asked by extend to write to the same pages.",
         "copy_in_raises": "As a copy that failed: nothing was started, so nothing writes there.",
-        "copy_in_is_late": "The load is reclaimed and its pages belong to the copy until it ends; its requests start "
-        "over on others.",
+        "copy_in_is_late": "Prefill sends the pages to fresh ones after an extend; those of the copy are owned until "
+        "it ends. Without fresh pages the copy is waited for.",
         "copy_in_is_stuck": "As late; a write after all its requests have ended hits pages without another owner.",
         "copy_out_fails": "The host pages are given back unpublished; device pages are unchanged; the request ends.",
         "copy_out_raises": "As a copy that failed.",

@@ -23,7 +23,6 @@ CONSEQUENCES = {
     "component copy": "the pages were asked of prefill by an extend",
     "component fetch": "the pages were asked of prefill by an extend",
     "shared component copy": "the pages were asked of its own prefill by an extend",
-    "late copy": "the pages were given up, since the copy may still write to them",
     "backup": "the pages are not kept in host memory",
     "late backup": "the device pages stay locked until it has ended",
     "store": "the pages are not kept in storage",

@@ -33,9 +33,9 @@ from tidekv.states.components.look_ahead import ComponentAheadRead
 from tidekv.states.components.missing import LateComponentCopy
 from tidekv.states.components.request_components import ComponentCopy
 from tidekv.states.components.shared_ends import SharedEndCopy
-from tidekv.states.loads.loads import LoadCopy, LoadFetch
+from tidekv.states.loads.loads import LateCopy, LoadCopy, LoadFetch
 from tidekv.states.loads.look_ahead import AheadRead
-from tidekv.states.records.stages import Stage, State
+from tidekv.states.records.stages import State
 from tidekv.states.storage.admission import LateFetch
 from tidekv.states.storage_policy import StoragePolicy, policy_of
 from tidekv.states.types import FULL
@@ -298,16 +298,14 @@ class RequestTraces:
             owner = core.state.operations.get(op)
             if work.error:
                 continue
-            if isinstance(owner, Backup | ComponentCopy | SharedEndCopy):
+            if isinstance(owner, Backup | ComponentCopy | LoadCopy | SharedEndCopy):
                 wait_s = STORE_DEADLINE_S if work.kind == "store" else core.settings.copy_deadline_s
                 if work.begun_at_s + wait_s > at_s:
                     continue
             elif owner is None and work.kind == "query":
                 work.ended_at_s = at_s
                 del self._open[op]
-            elif not isinstance(owner, LateFetch | LateComponentCopy) and not (
-                isinstance(owner, LoadCopy) and owner.load.stage is Stage.RECLAIMING
-            ):
+            elif not isinstance(owner, LateFetch | LateComponentCopy | LateCopy):
                 continue
             is_cut = _is_cut(owner)
             work.error = EXTENDED["transfer_done"] if is_cut else LATE[work.kind]

@@ -26,7 +26,7 @@ from tidekv.states.components.shared_ends import SharedEndCopy, SharedEndWatch
 from tidekv.states.components.storage import ComponentRead
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.hints import HintPin
-from tidekv.states.loads.loads import LoadCopy, LoadFetch
+from tidekv.states.loads.loads import LateCopy, LoadCopy, LoadFetch
 from tidekv.states.loads.look_ahead import AheadRead
 from tidekv.states.loads.shared_transfers import ShareWatch
 from tidekv.states.pages.page_pool import PagePool, PageState
@@ -149,7 +149,7 @@ def _check_device_pages(core: Parts) -> None:
     for request in core.state.requests.values():
         owned += request.held.own + request.held.reserve
     for owner in core.state.operations.values():
-        if isinstance(owner, LateRecomputation):
+        if isinstance(owner, LateRecomputation | LateCopy):
             owned += owner.device_pages
     for left in core.rooms.quarantine:
         draining += left.pages
@@ -348,7 +348,7 @@ def _check_host_pages(core: Parts, loads: dict[Load, None]) -> None:
     for load in loads:
         owned += load.host_pages
     for owner in core.state.operations.values():
-        if isinstance(owner, LateFetch) and not owner.component:
+        if (isinstance(owner, LateFetch) and not owner.component) or isinstance(owner, LateCopy):
             owned += owner.host_pages
     for writer in (*core.backups, *core.offers):
         owned += writer.host_pages
@@ -387,6 +387,8 @@ def _check_receipts(core: Parts, loads: dict[Load, None]) -> None:
             receipts += [part.full for part in (owner.lock, owner.pin) if part is not None]
         elif isinstance(owner, ComponentPut) and owner.pin is not None:
             receipts.append(owner.pin.full)
+        elif isinstance(owner, LateCopy):
+            receipts.append(owner.pin)
     held = [receipt for receipt in receipts if receipt is not None]
     _require(not any(receipt.released for receipt in held), "a receipt that was given back is still held")
     _require(len(set(map(id, held))) == len(held), "a receipt has two holders")

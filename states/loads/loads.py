@@ -7,7 +7,7 @@ through a load are its waiters and wait for it; nothing else connects them to it
         │ short, late        │ error
         ▼                    ▼
       FAILED ──a waiter with an open room extends into the pages──▶ RECEIVING ──last chunk──▶ (ended)
-        │ no waiter left                                              │ the sender left, or its room is lost
+        │ no waiter left                                              │ the sender left, and no page is free
         ▼                                                             ▼
       RECLAIMING: no match passes it; the pages are freed when they have no writer and nothing below is in use
 
@@ -16,7 +16,10 @@ RECEIVING, as a part of its sender's delta, and ends as pages land; see `tidekv.
 
 A fetch past its deadline continues in the background. `LateFetch` keeps its host pages until it ends. Only the copy
 would have written the device pages, so a waiter can extend into them at once. A copy past its deadline may still write
-the device pages: its load goes to RECLAIMING, and its waiters start over on other pages.
+the device pages: the load gets fresh ones and fails, and `LateCopy` keeps the old ones until it ends. So it is when the
+sender of an extend leaves, whose prefill may still write: the old pages are the sender's. If no device page is free, a
+late copy is waited for, since what it brings is as good as before. For a sender that has left nothing can be waited
+for: the waiters start over on other pages.
 
 Any step may raise. A method that begins a load reverses its own changes; a method that ends one can be called again.
 """
@@ -88,23 +91,54 @@ class LoadFetch:
 class LoadCopy:
     """Operation: a copy of a load's pages from host memory to the device."""
 
-    __slots__ = ("_loads", "load")
+    __slots__ = ("_loads", "is_counted", "load")
 
     def __init__(self, loads: Loads, load: Load) -> None:
         self._loads = loads
         self.load = load
+        self.is_counted = False
+        """Whether it was counted as late."""
 
     def ended(self, event: Outcome, error: str) -> None:
         """End the load, or fail it if the copy failed."""
         self._loads.copied(self.load, error, is_damaged=isinstance(event, CopyEnded) and event.intact is not None)
 
     def late(self) -> None:
-        """Reclaim the load: the copy may still write to its pages."""
-        self._loads.copy_is_late(self.load)
+        """Give the load fresh pages: the copy may still write to its present ones."""
+        self._loads.copy_is_late(self)
 
     def abandon(self) -> None:
         """Fail the load."""
         self._loads.outcome_raised(self.load)
+
+
+class LateCopy:
+    """Operation: a copy that no load waits for any more. It owns what it reads and writes until it has ended."""
+
+    __slots__ = ("_loads", "device_pages", "first", "host_pages", "is_damaged", "pin")
+
+    def __init__(self, loads: Loads, load: Load, device_pages: PageIds) -> None:
+        """Take over what a load's copy reads; `device_pages` are those that it writes."""
+        self._loads = loads
+        self.first = load.first
+        self.device_pages = device_pages
+        self.pin, self.host_pages = load.pin, load.host_pages
+        load.copy_from(None)
+        load.own_host(page_ids())
+        self.is_damaged = load.is_damaged
+        """Whether a host page that it reads did not have its checksum."""
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Give everything back, and drop damaged host pages."""
+        self.is_damaged |= isinstance(event, CopyEnded) and event.intact is not None
+        self.abandon()
+
+    def late(self) -> None:
+        """Never called: the copy has no deadline any more."""
+
+    def abandon(self) -> None:
+        """Give everything back. Can be called again after an exception."""
+        self._loads.late_copy_ended(self)
 
 
 class Loads:
@@ -384,11 +418,42 @@ class Loads:
         now_s = self._state.now_s
         self._throughput.note_trial(taken_s=now_s - load.begun_at_s, pages=load.queued_pages, now_s=now_s)
 
-    def copy_is_late(self, load: Load) -> None:
-        """Reclaim the load of a late copy. The copy may still write, so no waiter can extend into the pages."""
-        self._state.count("copies_late")
-        self._note_copy(load)
-        self._reclaim(load, "a copy to the device did not end in time")
+    def copy_is_late(self, copy: LoadCopy) -> None:
+        """Fail the load of a late copy, on fresh pages; without any, wait for the copy. Can be called again."""
+        load, state = copy.load, self._state
+        if not copy.is_counted:
+            copy.is_counted = True
+            state.count("copies_late")
+            self._note_copy(load)
+        if not load.waiters:
+            self._reclaim(load, "no request needs it")
+            return
+        if load.op:
+            old = self.placement.renew(load)
+            if old is None:
+                state.set_deadline(copy, state.now_s + state.settings.copy_deadline_s, op=load.op)
+                return
+            # Nothing below raises, so that the old pages have one owner.
+            state.replace_operation(load.op, LateCopy(self, load, old))
+            load.run_as(0)
+        self.fail(load, "copy_late")
+
+    def late_copy_ended(self, copy: LateCopy) -> None:
+        """Free what a late copy has kept. Can be called again after an exception."""
+        state = self._state
+        state.device.give_back(copy.device_pages)
+        copy.device_pages = page_ids()
+        state.host.give_back(copy.host_pages)
+        copy.host_pages = page_ids()
+        if copy.pin is not None:
+            leaf = copy.pin.node
+            state.index.unpin(copy.pin)
+            copy.pin = None
+            if copy.is_damaged:
+                state.count("l2_damaged")
+                # A cache tier never fails a request: the pages stay in the index if a hook raises.
+                state.run_guarded(partial(self._drop_host_path, leaf, copy.first), recover=lambda: None)
+        state.pages_were_freed()
 
     def filled(self, load: Load) -> None:
         """End a load whose pages a room has brought by extend."""
@@ -451,8 +516,12 @@ class Loads:
 
     def leave(self, load: Load, request: Request) -> None:
         """Remove a waiter that is about to leave its room."""
-        if load.sender is request:
-            # Prefill may still write the pages. They are reclaimed when the room has no writer (`RoomRecord.lost`).
+        if load.sender is request and len(load.waiters) > 1 and (old := self.placement.renew(load)) is not None:
+            # Prefill may still write the old pages. They leave with the others of its room.
+            request.held.take_back(old)
+            self.fail(load, "sender_left")
+        elif load.sender is request:
+            # So it is here. The pages are reclaimed when the room has no writer (`RoomRecord.lost`).
             assert request.room is not None
             request.room.lose(load)
             self._reclaim(load, "the transfer that was to fill its pages was lost")

@@ -57,6 +57,10 @@ class Placement(Protocol):
         """Protect the source of the load's copy, if it belongs to the tree; return its host pages."""
         ...
 
+    def renew(self, load: Load) -> PageIds | None:
+        """Give a load fresh device pages; the caller owns the old ones. None, with nothing changed, without any."""
+        ...
+
     def cut(self, load: Load, at: int) -> Load:
         """Cut a load at its page `at`. `load` keeps the first part; the rest is returned, without waiters."""
         ...
@@ -129,6 +133,22 @@ class TreePlacement:
             assert node.host is not None
             source += node.host
         return source
+
+    def renew(self, load: Load) -> PageIds | None:
+        """See Placement."""
+        state = self._state
+        if not state.make_device_room(load.page_count):
+            return None
+        fresh = state.device.take(load.page_count)
+        # Nothing below raises, so nodes and page pool cannot end up with different pages.
+        state.device.to_cache(fresh)
+        old, at = load.device_pages, 0
+        for node in load.nodes:
+            node.device = fresh[at : at + node.page_count]
+            state.index.tree.touch(node)
+            at += node.page_count
+        state.device.own_cached(old)
+        return old
 
     def cut(self, load: Load, at: int) -> Load:
         """See Placement."""
@@ -219,6 +239,10 @@ class LentPlacement:
     def pin_source(self, load: Load) -> PageIds:
         """See Placement."""
         return load.source or load.host_pages
+
+    def renew(self, load: Load) -> PageIds | None:
+        """See Placement. The place of lent pages is fixed."""
+        return None
 
     def cut(self, load: Load, at: int) -> Load:
         """See Placement."""

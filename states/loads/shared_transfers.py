@@ -16,8 +16,8 @@ A waiter does not fail with the sender:
 
 - A sender that leaves (aborted, failed, late, moved to the next prefill) takes along the pages that its prefill may
   still write. The load receives fresh pages and fails, and its oldest waiter extends into them at once, in its own
-  room. Without waiters the pages leave the tree. Without fresh pages the load goes to RECLAIMING, as after a late copy,
-  and its waiters start over.
+  room. Without waiters the pages leave the tree. Without fresh pages the load goes to RECLAIMING, and its waiters
+  start over: nothing tells when the writer will have ended.
 - A waiter that waits for nothing else waits at most `share_wait_s` while nothing lands. Then the sender keeps its pages
   to itself, as if the transfer had never been shared, and the waiter extends into fresh ones.
 
@@ -189,18 +189,9 @@ class SharedTransfers:
 
     def _renew(self, load: Load, request: Request) -> bool:
         """Give a load fresh device pages; the request owns the old ones. False, with nothing changed, without any."""
-        state = self._state
-        if not state.make_device_room(load.page_count):
+        old = self._loads.placement.renew(load)
+        if old is None:
             return False
-        fresh = state.device.take(load.page_count)
-        # Nothing below raises, so nodes and page pool cannot end up with different pages.
-        state.device.to_cache(fresh)
-        old, at = load.device_pages, 0
-        for node in load.nodes:
-            node.device = fresh[at : at + node.page_count]
-            state.index.tree.touch(node)
-            at += node.page_count
-        state.device.own_cached(old)
         request.held.take_back(old)
         return True
 

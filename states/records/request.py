@@ -254,8 +254,8 @@ class Request:
 
     @property
     def waits_for_components(self) -> bool:
-        """Whether copies or fetches of its components are under way."""
-        return self.component_pages is not None and self.component_pages.copies > 0
+        """Whether copies or fetches of its components are under way, or its caller writes to records that were lost."""
+        return self.component_pages is not None and (self.component_pages.copies > 0 or self.early.is_spoilt)
 
     @property
     def waits_for_sender(self) -> bool:
@@ -406,8 +406,8 @@ class Load:
         """Own these host pages, and no others."""
         self.host_pages = pages
 
-    def copy_from(self, pin: Receipt, source: PageIds | None = None) -> None:
-        """Note the pin on the source of its copy; with lent pages, the host pages as well."""
+    def copy_from(self, pin: Receipt | None, source: PageIds | None = None) -> None:
+        """Note the pin on the source of its copy, or that it has none; with lent pages, the host pages as well."""
         self.pin = pin
         if source is not None:
             self.source = source

@@ -429,7 +429,7 @@ class RecomputeRecord:
 class EarlyRecord:
     """The early READY of a request (`tidekv.states.request.early_ready`)."""
 
-    __slots__ = ("is_wanted", "layers", "op")
+    __slots__ = ("is_spoilt", "is_wanted", "layers", "op")
 
     def __init__(self, *, is_wanted: bool) -> None:
         self.is_wanted = is_wanted
@@ -438,10 +438,12 @@ class EarlyRecord:
         """Operation of an early READY whose pages the caller may still use, of this or an earlier generation."""
         self.layers = 0
         """Leading layers that its caller was reported to be in place. 0 without an early READY, or if it was lost."""
+        self.is_spoilt = False
+        """Whether its caller may have updated records of states before layers were lost, and may write to them yet."""
 
-    def want_all(self) -> None:
-        """Wait for all layers from now on."""
-        self.is_wanted = False
+    def spoil(self, *, is_spoilt: bool) -> None:
+        """Note that the records are not those of the prompt's end any more, or that prefill is asked for them."""
+        self.is_spoilt = is_spoilt
 
     def begin(self, op: int, layers: int) -> None:
         """Note the first report."""

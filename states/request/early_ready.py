@@ -8,15 +8,16 @@ itself stays in its state, with everything that it owns there, and becomes READY
         ▲                                           │ a source failed, or the room was left
         └────────── EarlyUseEnded ──────────────── lost
 
-A fault takes the usual way: prefill is asked for the missing pages, or the request starts over in a new generation. The
-caller gets `ReportLayersLost` and begins again after the next report. It may have been writing meanwhile, to the last
+A fault takes the usual way: prefill is asked for the missing pages, or the next one in a new generation. The caller
+gets `ReportLayersLost` and begins again after the next report. It may have been writing meanwhile, to the last
 page of the prompt behind the prompt, to the reserve, and to its own component pages. If the request leaves its room,
 these pages go to the quarantine and stay there until the caller's use has ended (`EarlyUseEnded`) and prefill does not
 write to them any more. All other pages are only read by the caller, whose results are dropped after a loss.
 
 Component pages are in place before the first layer is reported. The caller updates the record of a state in place, so
-after a loss the record may not be that of the prompt's end any more. A request with a state therefore starts over, and
-then waits for all layers. Pages of a window are written only behind the prompt, and serve the next attempt.
+after a loss the record may not be that of the prompt's end any more. Once the caller's use has ended, prefill is asked
+for it by an extend, into the same page. Pages of a window are written only behind the prompt, and serve the next
+attempt.
 
 A request has one early READY at a time: none is reported while the caller may still use the pages of the last one. With
 lent pages, or pages that the caller computes, there is no early READY.
@@ -33,6 +34,7 @@ from tidekv.states.records.stages import Stage
 from tidekv.states.rollback import Rollback
 
 if TYPE_CHECKING:
+    from tidekv.states.components.missing import MissingPages
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.handover.rooms import Rooms
@@ -42,9 +44,10 @@ if TYPE_CHECKING:
 class EarlyUse:
     """Operation: the caller uses the pages of an early READY. Ends with the caller's use, or with READY."""
 
-    __slots__ = ("_rooms", "_state", "op", "request")
+    __slots__ = ("_early", "_rooms", "_state", "op", "request")
 
-    def __init__(self, state: CoreState, rooms: Rooms, request: Request) -> None:
+    def __init__(self, early: EarlyReady, state: CoreState, rooms: Rooms, request: Request) -> None:
+        self._early = early
         self._state = state
         self._rooms = rooms
         self.request = request
@@ -63,6 +66,7 @@ class EarlyUse:
         self._rooms.user_left(self.op)
         if request.room is not None and request.room.user_op == self.op:
             request.room.end_use()
+        self._early.ask_for_records(request)
         request.early.end()
         if self._state.requests.get(request.request_id) is request:
             self._state.request_changed(request)
@@ -71,10 +75,12 @@ class EarlyUse:
 class EarlyReady:
     """Reports of layers to the callers of requests with `early`."""
 
-    def __init__(self, state: CoreState, rooms: Rooms) -> None:
+    def __init__(self, state: CoreState, rooms: Rooms, missing: MissingPages | None) -> None:
+        """`missing` is None without components."""
         self._state = state
         self._rooms = rooms
-        self._has_states = any(not component.is_shared for component in state.settings.components)
+        self._missing = missing
+        self._states = [component.name for component in state.settings.components if not component.is_shared]
 
     def look(self, request: Request) -> None:
         """Report the layers that have arrived since the last report, or that layers were lost.
@@ -85,10 +91,7 @@ class EarlyReady:
         if layers < request.early.layers:
             cause = next((LOAD_CAUSES[load.cause] for load in request.loads if load.cause), "")
             self._lose(request, cause)
-            if self._has_states:
-                # Once is enough: starting over for each failure could repeat the same one until the deadline.
-                request.early.want_all()
-                self._state.pages_were_lost(request, f"layers were lost: {cause}")
+            request.early.spoil(is_spoilt=bool(self._states))
         elif layers > request.early.layers:
             if request.early.layers:
                 self._state.emit(
@@ -101,7 +104,7 @@ class EarlyReady:
     def _begin(self, request: Request, layers: int) -> None:
         state, room = self._state, request.room
         assert room is not None and request.held.lock is not None
-        use = EarlyUse(state, self._rooms, request)
+        use = EarlyUse(self, state, self._rooms, request)
         with Rollback() as undo:
             use.op = state.start_operation(use, deadline_s=float("inf"))
             undo.callback(state.operations.pop, use.op)
@@ -124,6 +127,15 @@ class EarlyReady:
         self._state.emit(ReportLayersLost(request_id=request.request_id, generation=request.generation, cause=cause))
         request.early.report(0)
 
+    def ask_for_records(self, request: Request) -> None:
+        """Ask prefill for records that the caller may have updated, and does not write to any more."""
+        held = request.component_pages
+        if not request.early.is_spoilt or held is None or self._missing is None:
+            return
+        for name in self._states:
+            self._missing.lost(held, name, range(held.plan.firsts[name], request.page_count), "record_updated")
+        request.early.spoil(is_spoilt=False)
+
     def complete(self, request: Request, room: RoomRecord | None) -> None:
         """End the use of a request that is READY: its pages are the caller's now. Raises nothing."""
         if room is not None and room.user_op:
@@ -136,6 +148,7 @@ class EarlyReady:
         """Report the loss of an early READY whose request is about to leave its room."""
         if request.early.layers:
             self._lose(request, request.fallbacks.last_error)
+        request.early.spoil(is_spoilt=False)
 
 
 def layers_in_place(request: Request) -> int:

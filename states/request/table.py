@@ -71,7 +71,8 @@ raises again:
 - A lost room (`PrefillLost`: prefill refused it, failed, or is unreachable) returns the request to the queue in a new
   generation, with the next prefill of its list, until each was tried `attempts_per_prefill` times. After the last
   attempt, a caller that can compute the rest of the prompt itself receives that command; TRANSFER waits for it.
-- A request whose pages were lost to another writer returns to the queue as well (`PagesLost`).
+- A request whose pages were lost to another writer returns to the queue as well (`PagesLost`): the sender of pages that
+  it shares has left while its prefill may still write to them, and no device page is free to go on with instead.
 - A caller that can compute does so at once, and prefill is not asked, if the device lacks no more than
   `recompute_threshold` tokens of the prompt. If it fails, the next generation asks prefill.
 

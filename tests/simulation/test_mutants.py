@@ -11,7 +11,7 @@ from simulation import SimulationFailed, simulate
 from tidekv.states.backup.backups import Backup, Backups
 from tidekv.states.core_state import CoreState
 from tidekv.states.handover.rooms import Rooms
-from tidekv.states.loads.loads import Loads
+from tidekv.states.loads.loads import LoadCopy, Loads
 from tidekv.states.loads.look_ahead import LookAhead
 from tidekv.states.pages.prefill_quota import PrefillQuota
 from tidekv.states.prefix.index import Node
@@ -82,9 +82,9 @@ def pages_are_published_before_their_copy(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def an_extend_goes_to_pages_under_a_late_copy(patch: pytest.MonkeyPatch) -> None:
-    def copy_is_late(self: Loads, load: Load) -> None:
-        self._state.operations.pop(load.op)
-        self.fail(load, "copy_failed")
+    def copy_is_late(self: Loads, copy: LoadCopy) -> None:
+        self._state.operations.pop(copy.load.op)
+        self.fail(copy.load, "copy_failed")
 
     patch.setattr(Loads, "copy_is_late", copy_is_late)
 

@@ -231,18 +231,26 @@ def sender_is_lost(state: str) -> None:
           counts="loads_reclaimed sent_back",
           name=f"the room that fills shared pages is lost in {state}")  # fmt: skip
     def play(play: Play) -> None:
-        longer = state == "PREFETCH"
+        longer = state != "TRANSFER"
+        # With fresh pages r1 would be the next to ask for them.
+        play.begin_with(device_pages=9 if longer else 8)
         fetch = play.plan_with_storage("r0", found=2)
         play.send_promise("r0")
         play.take(events.PagesFetched, op=fetch.op, valid=0, error="disk on fire")
         play.arrive("r1", tokens=b"aabbccddee" if longer else b"aabbccdd")
         play.answer_queries(found=3 if longer else 0)
+        if state == "LOCAL_RESTORE":
+            fetch = play.last(commands.FetchPages)
+            play.take(events.PagesFetched, op=fetch.op, valid=len(fetch.positions))
         assert play.core.request("r1").state.value == state
         is_lost(play)
+        if state == "PREFETCH":
+            play.take(events.PagesFetched, op=play.last(commands.FetchPages).op, valid=0, error="disk on fire")
+        is_dead(play)
         play.bring_everything("r1")
 
 
-for waiting_state in ("PREFETCH", "TRANSFER"):
+for waiting_state in ("PREFETCH", "LOCAL_RESTORE", "TRANSFER"):
     sender_is_lost(waiting_state)
 
 # --- Callers ---

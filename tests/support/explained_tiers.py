@@ -317,8 +317,7 @@ def copy_raises(play: Play) -> None:
     play.bring_everything("r1")
 
 
-@says(causes.LATE["copy"], "given up", "a copy to the device did not end in time", "for other pages", "READY",
-      counts="copies_late loads_reclaimed sent_back")  # fmt: skip
+@says(causes.LATE["copy"], causes.CONSEQUENCES["copy"], LOAD_CAUSES["copy_late"], "READY", counts="copies_late extends")
 def copy_is_late(play: Play) -> None:
     copy = play.plan_with_host("r1")
     play.wait_for_clock()

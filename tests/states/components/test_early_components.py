@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from simulation.rig import Rig
 from tests.support.component_stories import PROMPT, cached, device_pages, rig_with, state, window
 from tidekv.states import commands, events
 from tidekv.states.component_specs import Component
+from tidekv.states.types import FULL
 
 
 def on_host(*components: Component) -> Rig:
@@ -80,30 +83,70 @@ def test_window_pages_in_use_are_not_exchanged_for_those_that_another_request_ha
     rig.core.check()
 
 
-def test_after_a_loss_a_request_with_a_state_starts_over_on_another_record() -> None:
+@pytest.mark.parametrize("arrives", ["before the caller has stopped", "after it"])
+def test_after_a_loss_prefill_sends_the_record_again_once_the_caller_has_stopped(arrives: str) -> None:
     rig = on_host()
     copy, _ = begin(rig)
     early = rig.take(commands.ReportEarly)
     rig.copied(copy, error="injected")
-    lost = rig.take(commands.ReportLayersLost)
-    assert lost.cause == "the copy from host to device failed"
-    abort = rig.take(commands.SendAbort)
-    assert rig.request("a").generation == lost.generation + 1
-    # The caller may still update the old record: nothing else gets it before it has stopped.
+    assert rig.take(commands.ReportLayersLost).cause == "the copy from host to device failed"
+    (full,) = rig.take_all(commands.SendExtend)
+    assert full.component == FULL
+    if arrives == "before the caller has stopped":
+        rig.chunk(full)
+        rig.nothing_else()
     assert early.component_pages is not None
-    record = early.component_pages[1].pages[0]
-    assert rig.core.state.components is not None
-    of_state = rig.core.state.components.device["state"].pool
-    assert of_state.condition(record).name == "DRAINING"
-    rig.drained(abort)
-    assert of_state.condition(record).name == "DRAINING"
+    record = early.component_pages[1].pages
     rig.step(events.EarlyUseEnded, op=early.op)
-    assert of_state.condition(record).name in ("FREE", "OWNED")
-    # It waits for all layers now.
-    rig.serve(rig.take(commands.SendPromise))
-    assert not rig.take_all(commands.ReportEarly)
+    (again,) = rig.take_all(commands.SendExtend, of_components=True)
+    assert (again.component, again.pages) == ("state", record)
+    if arrives == "after it":
+        rig.chunk(full)
+    rig.nothing_else()
+    rig.chunk(again)
     ready = rig.take(commands.ReportReady)
-    assert ready.component_pages is not None and ready.component_pages[1].pages[0] != record
+    assert ready.generation == early.generation and ready.component_pages is not None
+    assert ready.component_pages[1].pages == record
+    assert rig.core.statistics()["sent_back"] == 0
+    rig.core.check()
+
+
+def test_a_second_loss_of_a_request_with_a_state_is_one_more_extend_of_its_record() -> None:
+    rig = on_host()
+    # Two loads, the first of which another request has begun.
+    rig.arrive("b", PROMPT[:4])
+    first, promise = rig.take(commands.CopyPages, target="device"), rig.take(commands.SendPromise)
+    rig.take_all(commands.CopyPages, of_components=True)
+    rig.serve(promise)
+    copy, _ = begin(rig)
+    rig.step(events.LayersCopied, op=first.op, layers=1)
+    early = rig.take(commands.ReportEarly)
+    rig.copied(copy, error="injected")
+    rig.take(commands.ReportLayersLost)
+    rig.chunk(rig.take(commands.SendExtend))
+    rig.step(events.EarlyUseEnded, op=early.op)
+    rig.chunk(rig.take(commands.SendExtend, of_components=True, component="state"))
+    early = rig.take(commands.ReportEarly)
+    rig.copied(first, error="injected")
+    rig.take(commands.ReportLayersLost)
+    rig.step(events.EarlyUseEnded, op=early.op)
+    rig.chunk(rig.take(commands.SendExtend, of_components=True, component="state"))
+    rig.core.check()
+
+
+def test_a_request_that_leaves_after_a_loss_asks_for_no_record() -> None:
+    rig = on_host()
+    copy, _ = begin(rig)
+    early = rig.take(commands.ReportEarly)
+    rig.copied(copy, error="injected")
+    rig.take(commands.ReportLayersLost)
+    rig.abort("a")
+    rig.take_all(commands.SendExtend)
+    rig.step(events.EarlyUseEnded, op=early.op)
+    assert not rig.take_all(commands.SendExtend, of_components=True)
+    for abort in rig.take_all(commands.SendAbort):
+        rig.drained(abort)
+    rig.expect_nothing_held()
 
 
 def test_after_a_loss_a_window_serves_again_in_the_same_room() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from simulation.rig import Rig
+from tests.support.each_call import raised_at_each_call
 from tidekv.states import commands, events
 from tidekv.states.errors import RemoteProtocolError
 from tidekv.states.handover.receiver import ReceiverRoom
@@ -70,6 +73,117 @@ def test_late_puts_open_the_breaker_like_failed_ones() -> None:
     rig.stored(another, 0)
     rig.step(events.StorageProbed, op=rig.take(commands.ProbeStorage).op)
     rig.expect_nothing_held()
+
+
+# --- Copies to the device ---
+
+
+def late_copy(rig: Rig) -> commands.CopyPages:
+    """A copy of the first six pages of a request, which prefill has sent the rest, is late."""
+    rig.make_cached("past", EIGHT[:6])
+    rig.flush("l1")
+    rig.arrive("a", EIGHT)
+    copy = rig.take(commands.CopyPages, target="device")
+    rig.serve(rig.take(commands.SendPromise))
+    rig.wait_until(1.5)
+    return copy
+
+
+@pytest.mark.parametrize("end", ["well", "failed", "damaged"])
+def test_after_a_late_copy_prefill_sends_the_pages_into_fresh_ones(end: str) -> None:
+    rig = Rig(copy_deadline_s=1.0)
+    copy = late_copy(rig)
+    extend = rig.take(commands.SendExtend)
+    assert len(extend.pages) == 6 and not set(extend.pages) & set(copy.target_pages)
+    rig.chunk(extend)
+    ready = rig.take(commands.ReportReady)
+    assert (ready.generation, ready.sources["transfer"]) == (extend.generation, 8)
+    # The copy has what it reads and writes until it ends.
+    statistics = rig.core.statistics()
+    assert (statistics["device_owned"], statistics["host_protected"]) == (6, 6)
+    rig.core.check()
+    if end == "damaged":
+        rig.step(events.CopyEnded, op=copy.op, error="PagesDamaged: host page 3 has changed", intact=1)
+    else:
+        rig.copied(copy, error="" if end == "well" else "failed")
+    statistics = rig.core.statistics()
+    assert (statistics["device_owned"], statistics["host_protected"], statistics["copies_late"]) == (0, 0, 1)
+    assert (statistics["l2_damaged"], statistics["host_cached"]) == ((1, 0) if end == "damaged" else (0, 6))
+    assert statistics["sent_back"] == statistics["loads_reclaimed"] == 0
+    rig.core.check()
+
+
+def test_without_a_fresh_page_a_late_copy_is_waited_for() -> None:
+    rig = Rig(copy_deadline_s=1.0, device_pages=13)
+    copy = late_copy(rig)
+    rig.wait_until(5.0)
+    rig.nothing_else()
+    assert (rig.state("a"), rig.core.statistics()["copies_late"]) == ("LOCAL_RESTORE", 1)
+    rig.copied(copy)
+    assert rig.take(commands.ReportReady).sources["l2"] == 6
+
+
+def test_a_late_copy_gives_way_once_there_are_fresh_pages() -> None:
+    rig = Rig(copy_deadline_s=1.0, device_pages=16)
+    rig.make_ready("other", b"xyz")
+    copy = late_copy(rig)
+    rig.nothing_else()
+    rig.abort("other")
+    rig.wait_until(5.0)
+    rig.chunk(rig.take(commands.SendExtend))
+    rig.take(commands.ReportReady)
+    rig.copied(copy)
+    rig.core.check()
+
+
+def test_a_request_that_leaves_while_its_copy_is_waited_for_leaves_pages_that_are_reclaimed() -> None:
+    rig = Rig(copy_deadline_s=1.0, device_pages=13)
+    copy = late_copy(rig)
+    rig.abort("a")
+    rig.take(commands.ReportFailed)
+    rig.drained(rig.take(commands.SendAbort))
+    rig.wait_until(5.0)
+    assert rig.core.statistics()["device_draining"] == 6
+    rig.copied(copy)
+    rig.expect_nothing_held()
+
+
+def copying() -> tuple[Rig, commands.CopyPages]:
+    """Request "a" waits for a copy of six pages only."""
+    rig = Rig(copy_deadline_s=1.0)
+    rig.make_cached("past", EIGHT[:6])
+    rig.flush("l1")
+    rig.arrive("a", EIGHT)
+    rig.serve(rig.take(commands.SendPromise))
+    return rig, rig.take(commands.CopyPages, target="device")
+
+
+def test_whatever_raises_when_a_copy_is_late_no_page_is_lost() -> None:
+    copies: list[commands.CopyPages] = []
+
+    def is_late() -> tuple[Rig, Callable[[], object]]:
+        rig, copy = copying()
+        copies.append(copy)
+        return rig, lambda: rig.wait_until(1.5)
+
+    for _, rig in raised_at_each_call(is_late):
+        rig.core.check()
+        rig.copied(copies[-1])
+        rig.settle()
+        rig.core.check()
+        assert rig.core.statistics()["device_draining"] == 0
+
+
+def test_whatever_raises_when_a_late_copy_ends_no_page_is_lost() -> None:
+    def ends() -> tuple[Rig, Callable[[], object]]:
+        rig, copy = copying()
+        rig.wait_until(1.5)
+        rig.chunk(rig.take(commands.SendExtend))
+        return rig, lambda: rig.step(events.CopyEnded, op=copy.op, error="PagesDamaged: page 3", intact=1)
+
+    for _, rig in raised_at_each_call(ends):
+        rig.core.check()
+        assert rig.core.statistics()["host_protected"] == rig.core.statistics()["device_owned"] == 0
 
 
 # --- Loads without a waiter ---

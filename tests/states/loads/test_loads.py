@@ -87,8 +87,27 @@ def test_a_sender_extends_no_further_than_its_own_prompt_goes() -> None:
     assert {ready.request_id for ready in rig.take_all(commands.ReportReady)} == {"old", "young"}
 
 
-def test_an_abort_of_the_sender_sends_the_others_back_and_frees_its_pages_when_drained() -> None:
+def test_when_the_sender_of_an_extend_leaves_another_waiter_extends_into_fresh_pages() -> None:
     rig = Rig()
+    make_waiters(rig, EIGHT, b"abcdefxy")
+    rig.copied(rig.take(commands.CopyPages, target="device"), error="failed")
+    extend = rig.take(commands.SendExtend)
+    rig.abort("r0")
+    (abort,) = rig.take_all(commands.SendAbort)
+    rig.take(commands.ReportFailed)
+    again = rig.take(commands.SendExtend)
+    assert (extend.request_id, again.request_id, again.generation) == ("r0", "r1", 0)
+    assert len(again.pages) == 6 and not set(again.pages) & set(extend.pages)
+    # The prefill of the sender may still write its pages.
+    assert rig.core.statistics()["device_draining"] == 8
+    rig.chunk(again)
+    assert rig.take(commands.ReportReady).request_id == "r1"
+    rig.drained(abort)
+    assert (rig.core.statistics()["device_draining"], rig.core.statistics()["sent_back"]) == (0, 0)
+
+
+def test_without_fresh_pages_the_waiters_of_a_sender_that_leaves_start_over() -> None:
+    rig = Rig(device_pages=13)
     make_waiters(rig, EIGHT, b"abcdefxy")
     rig.copied(rig.take(commands.CopyPages, target="device"), error="failed")
     extend = rig.take(commands.SendExtend)
@@ -96,18 +115,20 @@ def test_an_abort_of_the_sender_sends_the_others_back_and_frees_its_pages_when_d
     aborts = {abort.request_id: abort for abort in rig.take_all(commands.SendAbort)}
     assert set(aborts) == {"r0", "r1"}
     rig.take(commands.ReportFailed)
-    for query in rig.take_all(commands.QueryStorage):
-        rig.answer(query, 0)
-    again = rig.take(commands.SendPromise)
-    assert (again.request_id, again.generation, again.promised_tokens) == ("r1", 1, 0)
-    assert not set(again.pages) & set(extend.pages)
     assert rig.core.statistics()["device_draining"] == 8
     rig.drained(aborts["r1"])
     assert rig.core.statistics()["device_draining"] == 8
+    for query in rig.take_all(commands.QueryStorage):
+        rig.answer(query, 0)
+    assert rig.state("r1") == "PREALLOC"
     rig.drained(aborts["r0"])
-    assert rig.core.statistics()["device_draining"] == 0
+    again = rig.take(commands.SendPromise)
+    assert (again.request_id, again.generation, again.promised_tokens) == ("r1", 1, 6)
     rig.serve(again)
+    rig.copied(rig.take(commands.CopyPages, target="device"))
     rig.take(commands.ReportReady)
+    assert (rig.core.statistics()["device_draining"], rig.core.statistics()["sent_back"]) == (0, 1)
+    assert len(extend.pages) == 6
 
 
 def test_an_abort_of_a_waiter_leaves_the_load_to_the_others() -> None:

@@ -133,29 +133,6 @@ def test_a_copy_that_fails_is_asked_of_prefill(raised: bool) -> None:
     assert rig.core.statistics()["host_protected"] == 0
 
 
-def test_a_late_copy_may_still_write_so_the_request_starts_over_on_other_pages() -> None:
-    rig = Rig(copy_deadline_s=2.0)
-    rig.make_cached("past", EIGHT[:6])
-    rig.flush("l1")
-    rig.arrive("a", EIGHT)
-    copy, promise = rig.take(commands.CopyPages, target="device"), rig.take(commands.SendPromise)
-    rig.promised(promise)
-    rig.wait_until(3.0)
-    abort = rig.take(commands.SendAbort)
-    again = rig.take(commands.SendPromise)
-    # No match passes pages that have a writer, so what lies behind them comes from prefill.
-    assert (again.generation, again.promised_tokens) == (promise.generation + 1, 0)
-    assert rig.core.statistics()["device_draining"] == 8
-    rig.serve(again)
-    ready = rig.take(commands.ReportReady)
-    assert not set(ready.pages) & {*copy.target_pages, *promise.pages}
-    rig.copied(copy)
-    assert rig.core.statistics()["device_draining"] == 2
-    assert rig.core.statistics()["host_cached"] == 6
-    rig.drained(abort)
-    assert rig.core.statistics()["device_draining"] == 0
-
-
 def test_an_extend_that_prefill_refuses_starts_over_with_the_next_prefill() -> None:
     rig = Rig()
     rig.attach_storage()
