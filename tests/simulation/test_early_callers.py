@@ -19,6 +19,7 @@ from tidekv.states.components.request_components import ComponentRestore
 from tidekv.states.handover.rooms import Rooms
 from tidekv.states.loads.loads import Loads
 from tidekv.states.records.request import Request, RequestComponents, RoomRecord
+from tidekv.states.records.request_parts import EarlyRecord
 from tidekv.states.request import early_ready
 from tidekv.states.request.early_ready import EarlyReady
 from tidekv.states.request.restore import Restore
@@ -202,13 +203,18 @@ def component_pages_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
 @component_mutant
 def a_record_that_the_caller_has_updated_is_used_again(patch: pytest.MonkeyPatch) -> None:
-    original = EarlyReady.__init__
+    patch.setattr(EarlyRecord, "spoil", lambda self, *, is_spoilt: None)
 
-    def init(self: EarlyReady, *arguments: object) -> None:
-        original(self, *arguments)  # type: ignore[arg-type]  # As the core calls it.
-        self._has_states = False
 
-    patch.setattr(EarlyReady, "__init__", init)
+@component_mutant
+def prefill_sends_a_record_to_which_the_caller_still_writes(patch: pytest.MonkeyPatch) -> None:
+    original = EarlyReady.look
+
+    def look(self: EarlyReady, request: Request) -> None:
+        original(self, request)
+        self.ask_for_records(request)
+
+    patch.setattr(EarlyReady, "look", look)
 
 
 @component_mutant
