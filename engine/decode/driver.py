@@ -175,6 +175,7 @@ class Driver:
     def stop(self) -> None:
         """Take no more events. Commands that were not started never are."""
         self._broken = True
+        self._in_turn = self._stepping  # A step that breaks still ends its turn. After any other stop none ends.
         self._completed.clear()
         self._calls.clear()
         if self._owed is not None:

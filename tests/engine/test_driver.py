@@ -270,7 +270,10 @@ async def test_what_is_taken_now_until_the_loop_goes_on_is_one_turn() -> None:
     rig.driver.post(flush(5))
     await asyncio.sleep(0)
     assert (rig.core.taken, rig.drains) == ([1, 2, 3, 4, 5], 2)
+    rig.driver.take_now(flush(6))
     rig.driver.stop()
+    await asyncio.sleep(0)
+    assert rig.drains == 2
 
 
 async def test_the_core_is_stepped_neither_from_within_a_step_nor_from_another_thread() -> None:
