@@ -28,7 +28,7 @@ from tidekv.backends.storage.base import Storage
 from tidekv.engine.converted_storage import ConvertedStorage
 from tidekv.engine.demo.synthetic import prompt_digests
 from tidekv.states.handover.rank_place import RankPlace
-from tidekv.states.types import page_ids
+from tidekv.states.types import FULL, page_ids
 from tidekv.transports.loopback import LoopbackNetwork
 from tidekv.transports.prefill.prefill_room import Room
 
@@ -137,6 +137,27 @@ class Instances:
                 await member.served.wait()
             await member.peer.wait_stored()
         return {source: count for source, count in readies[0].sources.items() if count}
+
+    async def serve_and_leave(self, request_id: str, tokens: Sequence[int]) -> dict[str, int]:
+        """The same, and leave windows and records as they are at the prompt's end, which is that of a page."""
+        readies = await asyncio.gather(*(member.restore(request_id, tokens) for member in self.decodes))
+        assert all(ready.sources == readies[0].sources for ready in readies)
+        left = {name: (tail.first, tail.pages) for name, tail in readies[0].component_pages.items()}
+        await asyncio.gather(
+            *(
+                member.engine.finish(ready, component_pages=left)
+                for member, ready in zip(self.decodes, readies, strict=True)
+            )
+        )
+        await asyncio.gather(*(member.engine.wait_settled() for member in self.decodes))
+        return {source: count for source, count in readies[0].sources.items() if count}
+
+    def storage_of(self, rank: int, component: str) -> Storage:
+        """What decode rank `rank` reads from storage: full pages, or those of a component."""
+        in_use = runtime_of(self.decodes[rank].engine).storage_in_use
+        storage = in_use.current if component == FULL else in_use.component_pages[component]
+        assert storage is not None
+        return storage
 
     def converted(self) -> dict[str, int]:
         """Pages that decode read from other layouts, by component; "" for full pages."""

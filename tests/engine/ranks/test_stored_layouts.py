@@ -6,14 +6,16 @@ The table in docs/ranks.md has what is tested here.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.parallel_instances import PAGE_SIZE
 from tests.support.stored_instances import Open, instances
-from tests.transports.test_layout_pairs import MODELS
+from tests.transports.test_layout_pairs import MODELS, REFUSED, relation
 from tidekv import open_storage
+from tidekv.states.types import FULL
 
 TOKENS = list(range(50, 50 + 5 * PAGE_SIZE))
 OTHERS = [token + 1000 for token in TOKENS]
@@ -64,6 +66,40 @@ async def test_what_decode_ranks_wrote_decode_ranks_of_another_number_read(
         assert await first.serve("first", TOKENS) == {"transfer": len(TOKENS)}
     async with instances(MODELS[name], prefill=(reader, 1), decode=(reader, 1), decode_storage=open_one) as second:
         assert await second.serve("stored", TOKENS) == {"l3": len(TOKENS)}
+
+
+OF_EACH_RELATION = [((2, 1), (2, 1)), ((1, 1), (2, 1)), ((2, 1), (2, 2)), ((4, 1), (1, 2))]
+"""Prefill and decode (TP, PP), one pair of each row of the table."""
+
+
+CASES = [
+    pytest.param(*pair, name, id=f"{relation(*pair)}: {name}")
+    for pair, name in itertools.product(OF_EACH_RELATION, MODELS)
+    if (relation(*pair), name) not in REFUSED
+]
+
+
+@pytest.mark.parametrize(("prefill", "decode", "name"), CASES)
+async def test_what_the_storage_of_one_rank_loses_of_a_group_prefill_of_another_layout_sends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prefill: tuple[int, int], decode: tuple[int, int], name: str
+) -> None:
+    async def nothing(keys: Sequence[bytes], pages: object, **_: object) -> list[bool]:
+        return [False] * len(keys)
+
+    model = MODELS[name]
+    async with instances(model, prefill=prefill, decode=decode, decode_storage=opener("memory", tmp_path)) as made:
+        assert await made.serve_and_leave("first", TOKENS) == {"transfer": len(TOKENS)}
+        groups = [FULL, *(pools.name for pools in made.decodes[0].components)]
+        for number, group in enumerate(groups, 1):
+            await made.decodes[0].engine.flush(("l1", "l2"))
+            with monkeypatch.context() as patch:
+                patch.setattr(made.storage_of(len(made.decodes) - 1, group), "get_into", nothing)
+                # `restore` compares every byte of every group.
+                source = "transfer" if group == FULL else "l3"
+                assert await made.serve_and_leave(f"lost {group}", TOKENS) == {source: len(TOKENS)}
+            for member in made.decodes:
+                counts = member.engine.statistics()["core"]
+                assert (counts["extends"], counts["sent_back"]) == (number, 0)
 
 
 @pytest.mark.parametrize(
