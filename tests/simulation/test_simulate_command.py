@@ -87,14 +87,14 @@ def test_a_violation_is_printed_with_the_seed_that_repeats_it_and_stops_no_other
         self.lock = None
 
     monkeypatch.setattr(Load, "unlock", forgets)
-    done = simulate("--seed", "11", "--seeds", "3", "--requests", "60", "--journals", str(tmp_path))
+    done = simulate("--seed", "4", "--seeds", "3", "--requests", "120", "--ranks", "0", "--journals", str(tmp_path))
     assert done.exit_code == 1
     (failed, seeds) = re.findall(r"VIOLATIONS in (\d+) of (\d+) seeds", done.output)[0]
     assert (int(failed) > 0, seeds) == (True, "3")
-    assert len(re.findall(r"^seed \d+, 60 requests, faults 'all': ", done.output, re.MULTILINE)) == int(failed)
+    assert len(re.findall(r"^seed \d+, 120 requests, faults 'all': ", done.output, re.MULTILINE)) == int(failed)
     assert "the last events and what followed from each" in done.output
     seed, smaller = re.findall(r"^seed (\d+) fails like this with (\d+) requests", done.output, re.MULTILINE)[0]
-    assert int(smaller) <= 60
+    assert int(smaller) <= 120
     assert (tmp_path / f"simulation-{seed}.journal").is_file()
     again = re.search(rf"again: tidekv simulate (--seed {seed} .*)$", done.output, re.MULTILINE)
     assert again is not None
