@@ -147,20 +147,7 @@ def ready_does_not_close_the_vote(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Agreement, "_close_early", lambda self, op: None)
 
 
-@mutant
-def ready_in_other_pages_closes_the_vote(patch: pytest.MonkeyPatch) -> None:
-    def close(self: Agreement, op: int) -> None:
-        if op in self._operations:
-            self._operations.pop(op).close(self._vote_vector)
-
-    patch.setattr(Agreement, "_close_early", close)
-
-
-SLOW_TO_FIND = {"ready_in_other_pages_closes_the_vote"}
-NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW_TO_FIND else ()) for name in [*MUTANTS, *CORE_NAMES]]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*MUTANTS, *CORE_NAMES])
 def test_the_simulation_of_ranks_finds_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ({**CORE_MUTANTS, **MUTANTS})[name](monkeypatch)
     with pytest.raises((TidekvError, AssertionError)):
