@@ -42,6 +42,8 @@ class FetchPages(OperationCommand, frozen=True, kw_only=True):
     → PagesFetched.
 
     The driver need not start reads after `timeout_s`. Without a `request_id` it gets the keys from `Core.keys_put`.
+    With `peer`, the address of a decode worker, they are read from its host memory: as many of the first ones as it
+    has.
     """
 
     request_id: str
@@ -49,6 +51,7 @@ class FetchPages(OperationCommand, frozen=True, kw_only=True):
     host_pages: PageIds
     timeout_s: float
     component: str = FULL
+    peer: str = ""
 
 
 class CopyPages(OperationCommand, frozen=True, kw_only=True):
@@ -64,6 +67,16 @@ class CopyPages(OperationCommand, frozen=True, kw_only=True):
     target_pages: PageIds
     component: str = FULL
     by_layer: bool = False
+
+
+class SharePages(OperationCommand, frozen=True, kw_only=True):
+    """Copy host pages to the peer that asked for them by the hint `call` → CopyEnded.
+
+    They are the first pages of the hint's prefix. They stay where they are until that event.
+    """
+
+    call: int
+    host_pages: PageIds
 
 
 class StorePages(OperationCommand, frozen=True, kw_only=True):

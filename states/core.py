@@ -67,6 +67,7 @@ from tidekv.states.request.ready import Serving
 from tidekv.states.request.restore import PlanSources, Restore
 from tidekv.states.request.table import Rules, build_machine, has_rows, takes
 from tidekv.states.storage.admission import StorageAdmission
+from tidekv.states.storage.peer_fetches import PeerFetches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sized
@@ -107,7 +108,8 @@ class Core:
         self.rooms = Rooms(self.state)
         self.storage = StorageAdmission(self.state, lambda: self.rooms.source_load)
         placement = LentPlacement(self.state) if settings.lends_device else TreePlacement(self.state)
-        self.loads = Loads(self.state, self.storage, self.rooms, placement)
+        self.peers = PeerFetches(self.state)
+        self.loads = Loads(self.state, self.storage, self.peers, self.rooms, placement)
         self.shared_transfers = SharedTransfers(self.state, self.loads)
         components = self.state.components
         self.component_pages = (
@@ -130,6 +132,7 @@ class Core:
             self.state,
             PlanSources(
                 storage=self.storage,
+                peers=self.peers,
                 rooms=self.rooms,
                 loads=self.loads,
                 shared_transfers=self.shared_transfers,

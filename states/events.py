@@ -105,6 +105,8 @@ class RequestArrived(Event, frozen=True, kw_only=True):
     tokens_max: int = 0
     """Tokens of the prompt and of its output that will have KV at most. 0: unknown."""
     lent_components: dict[str, tuple[int, ...]] = {}
+    peers: tuple[str, ...] = ()
+    """Decode workers that may have the prompt in their host memory, in the order in which they are asked."""
 
 
 class AbortRequested(Event, frozen=True, kw_only=True):
@@ -199,11 +201,12 @@ class StoreRequested(Event, frozen=True, kw_only=True):
 
 
 class HintReceived(Event, frozen=True, kw_only=True):
-    """An orchestrator advises something about a prefix: "prefetch", "demote", "pin", "unpin" or "retain".
+    """An orchestrator advises something about a prefix: "prefetch", "demote", "pin", "unpin" or "retain"; or another
+    decode worker asks for it: "share".
 
     `keys` name its full pages. `tier` is the lowest tier that a demotion goes to: "host" or "storage". A pin, and the
-    reads of a prefetch, end `ttl_s` later. All pins together hold `pages_max` host pages at most. ReportHinted returns
-    `call`.
+    reads of a prefetch, end `ttl_s` later. All pins together hold `pages_max` host pages at most, and so do all shares.
+    ReportHinted returns `call`, after SharePages if pages are shared.
     """
 
     call: int
@@ -265,8 +268,8 @@ class PagesFetched(Event, frozen=True, kw_only=True):
 
 
 class CopyEnded(Event, frozen=True, kw_only=True):
-    """A copy between device and host has ended. Nothing writes to its destination any more, whose contents are
-    undefined after an error.
+    """A copy between device and host, or from the host to a peer, has ended. Nothing reads its source, and nothing
+    writes to its destination any more, whose contents are undefined after an error.
 
     `intact` is the number of leading source pages whose checksums match, if one does not; the event has an error then.
     """

@@ -6,6 +6,9 @@ the answers of requests are the same without it.
 
 Pins hold host pages only, and each with an end: device memory belongs to requests. Of all pins together, `pages_max` of
 the event is the limit.
+
+A share copies host pages to another decode worker, which asked for them. It holds them until the copy has ended, and
+evicts nothing; `pages_max` is the limit of all shares together.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from tidekv.states.commands import FetchPages, ReportHinted
+from tidekv.states.commands import FetchPages, ReportHinted, SharePages
+from tidekv.states.events import CopyEnded
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage.admission import Measurement
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
@@ -52,6 +56,29 @@ class HintPin:
 
     def abandon(self) -> None:
         """Do nothing: see `ended`."""
+
+
+class Share:
+    """Operation: a copy of host pages to a peer, which holds them."""
+
+    __slots__ = ("_hints", "op", "page_count", "receipt")
+
+    def __init__(self, hints: Hints, receipt: Receipt, page_count: int) -> None:
+        self._hints = hints
+        self.receipt = receipt
+        self.page_count = page_count
+        self.op = 0
+
+    def ended(self, event: Outcome, error: str) -> None:
+        """Give the pages up: nothing reads them any more. Those that were found to be damaged leave host memory."""
+        self._hints.shared(self, event.intact if isinstance(event, CopyEnded) else None)
+
+    def late(self) -> None:
+        """Never called: the lease of the peer bounds the copy, and only its end makes the pages safe to evict."""
+
+    def abandon(self) -> None:
+        """Give the pages up."""
+        self._hints.shared(self, None)
 
 
 class HintRead(Measurement):
@@ -94,12 +121,14 @@ class Hints:
         self._storage = storage
         self._ahead_pages = ahead_pages
         self.pins: dict[HintPin, None] = {}
+        self.shares: dict[Share, None] = {}
         self._actions: dict[str, Callable[[HintReceived], tuple[str, int]]] = {
             "prefetch": self._prefetch,
             "demote": self._demote,
             "pin": self._pin,
             "unpin": self._unpin,
             "retain": self._retain,
+            "share": self._share,
         }
 
     @property
@@ -162,6 +191,56 @@ class Hints:
         """End the pins of a namespace, or all: host memory is about to be flushed."""
         for pin in [pin for pin in self.pins if namespace is None or pin.namespace == namespace]:
             self.end(pin)
+
+    # --- Shares ---
+
+    @property
+    def shared_pages(self) -> int:
+        """Host pages that are being copied to peers; those of a common prefix count for each."""
+        return sum(share.page_count for share in self.shares)
+
+    def _share(self, event: HintReceived) -> tuple[str, int]:
+        state = self._state
+        wanted = self._pages_of(event)
+        allowed = min(wanted, event.pages_max - self.shared_pages)
+        if allowed < 1 or len(self.shares) >= state.settings.peer_reads_max:
+            return "rejected", 0
+        node = self._cut_to(self._host_end(event), allowed)
+        if not node.depth_pages:
+            return "missing", 0
+        host_pages = page_ids()
+        for part in state.index.path(node):
+            assert part.host is not None, "a node with host pages has them up to its root"
+            host_pages += part.host
+        with Rollback() as undo:
+            receipt = state.index.pin(node)
+            undo.callback(state.index.unpin, receipt)
+            share = Share(self, receipt, node.depth_pages)
+            share.op = state.start_operation(share, deadline_s=float("inf"))
+            undo.callback(state.operations.pop, share.op)
+            state.emit(SharePages(op=share.op, call=event.call, host_pages=host_pages))
+            undo.keep()
+        self.shares[share] = None
+        state.count("pages_shared", node.depth_pages)
+        return _outcome(node.depth_pages, wanted), node.depth_pages
+
+    def shared(self, share: Share, intact: int | None) -> None:
+        """Give up a share, of which the first `intact` pages have their checksums, if one has not. Can be called again
+        after an exception.
+        """
+        state = self._state
+        leaf = share.receipt.node
+        if not share.receipt.released:
+            state.index.unpin(share.receipt)
+        self.shares.pop(share, None)
+        state.may_look_ahead()
+        state.pages_were_freed()
+        if intact is None:
+            return
+        state.count("l2_damaged")
+        damaged = next((node for node in state.index.path(leaf) if node.depth_pages > intact), None)
+        if damaged is not None:
+            state.index.drop_host_path(damaged)
 
     # --- Other copies ---
 

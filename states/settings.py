@@ -61,6 +61,16 @@ class CoreSettings(StoragePolicy, frozen=True, kw_only=True):
     """Seconds until a query to storage counts as failed."""
     copy_deadline_s: Seconds = 30.0
     """Seconds until a copy between host and device counts as failed."""
+    peer_wait_s: Seconds = 1.0
+    """Maximum seconds in which a peer may send pages of a prompt that a request has named it for."""
+    peer_wait_share: PositiveShare = 0.25
+    """The same as a share of the time that the request has left."""
+    peer_pause_s: Seconds = 5.0
+    """Seconds for which a peer is not asked after it was late, or failed."""
+    peer_host_share: PositiveShare = 0.25
+    """Maximum share of the host pool that peers may write to at once."""
+    peer_reads_max: PositiveCount = 16
+    """Maximum reads by peers at once."""
     attempts_per_prefill: PositiveCount = 1
     """Attempts per prefill of a request's list before the request fails."""
     retries_late: bool = False

@@ -113,6 +113,7 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
     rest: bytes
     tokens_max: int
     lent_components: dict[str, tuple[int, ...]]
+    peers: tuple[str, ...]
 
     @classmethod
     def of(cls, event: RequestArrived, keys: bytes, rest: bytes, namespace: str) -> ArrivalRecord:
@@ -136,6 +137,7 @@ class ArrivalRecord(msgspec.Struct, frozen=True, array_like=True, tag="RequestAr
             rest,
             event.tokens_max,
             event.lent_components,
+            event.peers,
         )
 
     def event(self) -> RequestArrived:

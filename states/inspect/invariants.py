@@ -25,7 +25,7 @@ from tidekv.states.components.request_components import ComponentCopy
 from tidekv.states.components.shared_ends import SharedEndCopy, SharedEndWatch
 from tidekv.states.components.storage import ComponentRead
 from tidekv.states.errors import BrokenInvariant
-from tidekv.states.hints import HintPin
+from tidekv.states.hints import HintPin, Share
 from tidekv.states.loads.loads import LateCopy, LoadCopy, LoadFetch
 from tidekv.states.loads.look_ahead import AheadRead
 from tidekv.states.loads.shared_transfers import ShareWatch
@@ -36,7 +36,8 @@ from tidekv.states.records.stages import ComponentStage, Stage
 from tidekv.states.request.early_ready import EarlyUse, layers_in_place
 from tidekv.states.request.restore import LateRecomputation, Recomputation
 from tidekv.states.request.table import takes
-from tidekv.states.storage.admission import LateFetch, StorageQuery
+from tidekv.states.storage.admission import StorageQuery
+from tidekv.states.storage.fetch_source import LateFetch
 from tidekv.states.types import FULL, PageIds, page_ids, without
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from tidekv.states.request.lending import Lending
     from tidekv.states.settings import CoreSettings
     from tidekv.states.storage.admission import StorageAdmission
+    from tidekv.states.storage.peer_fetches import PeerFetches
 
 
 class Parts(Protocol):
@@ -62,6 +64,7 @@ class Parts(Protocol):
     settings: CoreSettings
     state: CoreState
     storage: StorageAdmission
+    peers: PeerFetches
     queue: Queue
     rooms: Rooms
     loads: Loads
@@ -380,6 +383,7 @@ def _check_receipts(core: Parts, loads: dict[Load, None]) -> None:
         receipts += (holder.lock, holder.pin)
     receipts += (offer.pin for offer in core.offers)
     receipts += (pin.receipt for pin in core.hints.pins)
+    receipts += (share.receipt for share in core.hints.shares)
     for component_pages in _component_pages_of(core):
         receipts += [part.full for part in (component_pages.lock, component_pages.pin) if part is not None]
     for owner in core.state.operations.values():
@@ -468,6 +472,8 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
             _require(not run.is_landed, "a read ahead has landed, but its operation is in flight")
         elif isinstance(owner, HintPin):
             _require(owner in core.hints.pins and owner.op == op, "an operation belongs to a pin that is over")
+        elif isinstance(owner, Share):
+            _require(owner in core.hints.shares and owner.op == op, "an operation belongs to a share that is over")
         elif isinstance(owner, SharedEndWatch):
             is_live = owner.waiter.sender is not None and owner.waiter.request is not None
             _require(is_live, "a request is watched that waits for no other")
@@ -475,7 +481,9 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
             is_live = owner.read in component_reads and owner.read.op == op and not owner.read.is_landed
             _require(is_live, "an operation belongs to a read of component pages that is over")
     _require(all(offer.reads or offer.follows in set(core.offers) for offer in offers), "an offer waits for nothing")
-    fetching = {load for load in core.loads if load.stage is Stage.FETCHING}
+    from_peers = {load for load in core.loads if load.stage is Stage.FETCHING and load.tier == "peer"}
+    fetching = {load for load in core.loads if load.stage is Stage.FETCHING} - from_peers
+    _require(set(core.peers.fetching) == from_peers, "other loads wait for a peer than are counted")
     operations = core.state.operations
     of_components = {one.fetch for one in operations.values() if isinstance(one, ComponentRead)}
     _require(
@@ -489,6 +497,10 @@ def _check_operations(core: Parts, loads: dict[Load, None]) -> None:
     reading = [run for run in runs if not run.is_landed]
     reading_components = [read for read in component_reads if not read.is_landed]
     late = [owner for owner in core.state.operations.values() if isinstance(owner, LateFetch)]
+    late_of_peers = [owner for owner in late if owner.source is core.peers]
+    late = [owner for owner in late if owner.source is core.storage]
+    sent = sum(load.page_count for load in from_peers) + sum(len(fetch.host_pages) for fetch in late_of_peers)
+    _require(core.peers.pages_in_flight == sent, f"{sent} pages come from peers, not {core.peers.pages_in_flight}")
     in_flight = sum(load.page_count for load in fetching) + sum(len(fetch.host_pages) for fetch in of_components)
     in_flight += sum(len(run.host_pages) for run in reading) + sum(len(fetch.host_pages) for fetch in late)
     in_flight += sum(len(read.host_pages) for read in reading_components)

@@ -49,6 +49,8 @@ def count_core(core: Parts) -> dict[str, int]:
         "requests_running": core.running,
         "hint_pinned_pages": core.hints.pinned_pages,
         "pages_to_store": core.store_all.pages_left,
+        "peer_pages_in_flight": core.peers.pages_in_flight,
+        "shared_pages": core.hints.shared_pages,
         "requests_retracted": core.backups.retracted_requests,
         **state.counters,
     }

@@ -1,4 +1,4 @@
-"""Loads: device pages of the tree whose contents are on their way from storage, the host, or a room.
+"""Loads: device pages of the tree whose contents are on their way from storage, a peer, the host, or a room.
 
 A load holds a lock on its destination nodes, and its source: host pages of its own or a pin. Requests whose path runs
 through a load are its waiters and wait for it; nothing else connects them to it. Its stages:
@@ -33,6 +33,7 @@ from tidekv.states.commands import CopyPages, FetchPages
 from tidekv.states.events import CopyEnded
 from tidekv.states.records.request import Load, Request
 from tidekv.states.records.stages import Stage
+from tidekv.states.storage.peer_fetches import STOP_SHARE, PeerCalls
 from tidekv.states.storage.source_split import SourceLoad, fetches_to_keep
 from tidekv.states.storage.throughput import ThroughputEstimator
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from tidekv.states.loads.placement import Placement
     from tidekv.states.prefix.index import Node
     from tidekv.states.storage.admission import StorageAdmission
+    from tidekv.states.storage.fetch_source import FetchSource
+    from tidekv.states.storage.peer_fetches import PeerFetches
 
 
 OVERDUE_FACTOR = 1.5
@@ -60,27 +63,32 @@ def _overdue_s(expected_s: float) -> float:
     return max(OVERDUE_FACTOR * expected_s, OVERDUE_MIN_S)
 
 
+def _is_of_peer(load: Load) -> bool:
+    """Whether a load is fetched from a peer, or was."""
+    return load.tier == "peer"
+
+
 class LoadFetch:
-    """Operation: a fetch of a load's pages from storage to host memory."""
+    """Operation: a fetch of a load's pages from storage, or from a peer, to host memory."""
 
-    __slots__ = ("_loads", "_storage", "load")
+    __slots__ = ("_calls", "_loads", "load")
 
-    def __init__(self, loads: Loads, storage: StorageAdmission, load: Load) -> None:
+    def __init__(self, loads: Loads, calls: StorageAdmission | PeerCalls, load: Load) -> None:
         self._loads = loads
-        self._storage = storage
+        self._calls = calls
         self.load = load
 
     def ended(self, event: Outcome, error: str) -> None:
         """Copy the verified pages to the device; fail the rest."""
-        self._loads.fetched(self.load, self._storage.fetch_ended(event))
+        self._loads.fetched(self.load, self._calls.fetch_ended(event))
 
     def late(self) -> None:
         """Fail the load; the fetch continues without it. If it is overdue only, prefill may be asked for its pages."""
         if self._loads.is_only_overdue(self.load):
             self._loads.divide_overdue(self.load)
             return
-        self._storage.call_is_late()
-        self._storage.note_throughput(begun_at_s=self.load.begun_at_s, pages=self.load.queued_pages)
+        self._calls.call_is_late()
+        self._calls.note_throughput(begun_at_s=self.load.begun_at_s, pages=self.load.queued_pages)
         self._loads.fetch_is_late(self.load)
 
     def abandon(self) -> None:
@@ -144,9 +152,12 @@ class LateCopy:
 class Loads:
     """All loads of a core."""
 
-    def __init__(self, state: CoreState, storage: StorageAdmission, rooms: Rooms, placement: Placement) -> None:
+    def __init__(
+        self, state: CoreState, storage: StorageAdmission, peers: PeerFetches, rooms: Rooms, placement: Placement
+    ) -> None:
         self._state = state
         self._storage = storage
+        self._peers = peers
         self._rooms = rooms
         self.placement = placement
         self._live: dict[Load, None] = {}
@@ -210,30 +221,41 @@ class Loads:
         return load
 
     def begin_fetch(
-        self, request: Request, parent: Node, first: int, keys: bytes, pages: PageIds, *, deadline_s: float
+        self,
+        request: Request,
+        parent: Node,
+        first: int,
+        keys: bytes,
+        pages: PageIds,
+        *,
+        deadline_s: float,
+        peer: str = "",
     ) -> Load:
-        """Start a load that fetches `keys` from storage as a new child of `parent`.
+        """Start a load that fetches `keys` from storage, or from a peer, as a new child of `parent`.
 
         It takes over the device pages `pages` from the caller, and takes as many free host pages for the fetch.
         """
         state = self._state
-        load = Load(first=first, tier="l3", stage=Stage.FETCHING)
+        load = Load(first=first, tier="peer" if peer else "l3", stage=Stage.FETCHING)
+        source = self._source_of(load)
+        calls = PeerCalls(self._peers, peer) if peer else self._storage
         try:
             self.placement.place_fetch(load, request, parent, keys, pages)
             load.own_host(state.host.take(len(pages)))
             self.hold(load)
-            load.run_as(state.start_operation(LoadFetch(self, self._storage, load), deadline_s=deadline_s))
+            load.run_as(state.start_operation(LoadFetch(self, calls, load), deadline_s=deadline_s))
             state.emit(
                 FetchPages(
                     op=load.op,
                     request_id=request.request_id,
                     positions=page_ids(range(first, first + len(pages))),
                     host_pages=load.host_pages,
-                    timeout_s=min(deadline_s, FETCH_TIMEOUT_MAX_S),
+                    timeout_s=min((STOP_SHARE if peer else 1.0) * deadline_s, FETCH_TIMEOUT_MAX_S),
+                    peer=peer,
                 )
             )
-            self._storage.fetch_began(load, len(pages))
-            load.was_queued(state.now_s, self._storage.pages_in_flight, until_s=state.now_s + deadline_s)
+            source.fetch_began(load, len(pages))
+            load.was_queued(state.now_s, source.pages_in_flight, until_s=state.now_s + deadline_s)
         except BaseException:
             self.abandon(load)
             raise
@@ -243,7 +265,7 @@ class Loads:
         """Reverse the begin of a load in the same step; the caller owns its device pages again."""
         state = self._state
         self._live.pop(load, None)
-        self._storage.fetch_over(load)
+        self._source_of(load).fetch_over(load)
         self._copy_over(load)
         state.operations.pop(load.op, None)
         self._release_source(load)
@@ -284,7 +306,7 @@ class Loads:
             )
         )
         load.copy()
-        self._storage.fetch_over(load)
+        self._source_of(load).fetch_over(load)
         self._copying[load] = load.page_count
         self._pages_copying += load.page_count
         load.was_queued(self._state.now_s, self._pages_copying, until_s=self._state.now_s + deadline_s)
@@ -294,17 +316,21 @@ class Loads:
     def _copy_over(self, load: Load) -> None:
         self._pages_copying -= self._copying.pop(load, 0)
 
+    def _source_of(self, load: Load) -> FetchSource:
+        """The source that a load is fetched from, or was."""
+        return self._peers if _is_of_peer(load) else self._storage
+
     # --- Outcomes ---
 
     def fetched(self, load: Load, valid: int) -> None:
         """Take the outcome of a fetch: its first `valid` pages are verified; fail the rest."""
         valid = max(0, min(valid, load.page_count))
         if valid == load.page_count:
-            self._storage.note_throughput(begun_at_s=load.begun_at_s, pages=load.queued_pages)
+            self._source_of(load).note_throughput(begun_at_s=load.begun_at_s, pages=load.queued_pages)
         else:
-            self._state.count("l3_pages_short", load.page_count - valid)
+            self._state.count("peer_pages_short" if _is_of_peer(load) else "l3_pages_short", load.page_count - valid)
             rest = load if valid == 0 else self.split(load, valid)
-            self.fail(rest, "fetch_short")
+            self.fail(rest, "peer_short" if _is_of_peer(load) else "fetch_short")
             if rest is load:
                 return
         self.placement.publish(load)
@@ -316,8 +342,8 @@ class Loads:
 
     def fetch_is_late(self, load: Load) -> None:
         """Fail the load; the fetch keeps its host pages until it ends."""
-        self._state.count("l3_fetches_late")
-        self._cut_fetch(load, "fetch_late")
+        self._state.count("peer_fetches_late" if _is_of_peer(load) else "l3_fetches_late")
+        self._cut_fetch(load, "peer_late" if _is_of_peer(load) else "fetch_late")
 
     def divide_again(self, request: Request) -> None:
         """Give up fetches once prefill has sent everything else, if the policy prefers prefill for their pages."""
@@ -326,7 +352,7 @@ class Loads:
             return
         keep = self._fetches_to_keep(request) if policy == "soonest" else 0
         for load in request.fetches[keep:]:
-            self._state.count("l3_fetches_cut")
+            self._state.count("peer_fetches_cut" if _is_of_peer(load) else "l3_fetches_cut")
             self._cut_fetch(load, "transfer_done")
 
     def _fetches_to_keep(self, request: Request) -> int:
@@ -335,12 +361,13 @@ class Loads:
         if not fetches:
             return 0
         now_s, link, first = self._state.now_s, self._rooms.source_load, fetches[0]
-        age_s, page_s = now_s - first.begun_at_s, self._storage.source_load.page_s
+        source = self._source_of(first)
+        age_s, page_s = now_s - first.begun_at_s, source.source_load.page_s
         if first.overdue_at_s <= now_s:
             # The first fetch is much later than expected. Its age is a lower bound on the time that storage takes per
             # page: use it here, and note it for later plans. Without this, a stalled storage would keep the estimate of
             # its better days until the fetch ends. A little late is latency, which the others share.
-            self._storage.note_throughput(begun_at_s=first.begun_at_s, pages=first.queued_pages)
+            source.note_throughput(begun_at_s=first.begun_at_s, pages=first.queued_pages)
             page_s = age_s / first.queued_pages
         elif page_s and age_s > _overdue_s(first.queued_pages * page_s):
             # Its outcome may wait behind this event.
@@ -351,8 +378,12 @@ class Loads:
             page_s = age_s / first.queued_pages
         # A fetch lands when everything queued before it, and itself, has been read. One that should have landed by now
         # takes as long as its own pages do.
-        left_s = [load.begun_at_s + load.queued_pages * page_s - now_s for load in fetches]
-        lands_s = [left if left > 0 else load.page_count * page_s for left, load in zip(left_s, fetches, strict=True)]
+        sources = [self._source_of(load) for load in fetches]
+        pages_s = [page_s if one is source else one.source_load.page_s for one in sources]
+        lands_s = []
+        for load, each_s in zip(fetches, pages_s, strict=True):
+            left_s = load.begun_at_s + load.queued_pages * each_s - now_s
+            lands_s.append(left_s if left_s > 0 else load.page_count * each_s)
         pages = [load.page_count for load in fetches]
         keep = fetches_to_keep(list(zip(lands_s, pages, strict=True)), link=link)
         for load, in_s in zip(fetches[:keep], lands_s, strict=False):
@@ -381,7 +412,7 @@ class Loads:
                 self.divide_again(request)
 
     def _cut_fetch(self, load: Load, cause: str) -> None:
-        self._storage.fetch_given_up(load, cause=cause)
+        self._source_of(load).fetch_given_up(load, cause=cause)
         load.own_host(page_ids())
         self.fail(load, cause)
 
@@ -477,7 +508,7 @@ class Loads:
         A load with other waiters is left as it is: they still rely on the fetch. A copy cannot be interrupted.
         """
         if load.stage is Stage.FETCHING and len(load.waiters) == 1:
-            self._state.count("l3_fetches_late")
+            self._state.count("peer_fetches_late" if _is_of_peer(load) else "l3_fetches_late")
             self._cut_fetch(load, "rule_raised")
 
     # --- Extending into failed loads ---
@@ -568,7 +599,7 @@ class Loads:
         """
         load.fail(cause)
         self._clear_sender(load)
-        self._storage.fetch_over(load)
+        self._source_of(load).fetch_over(load)
         self._copy_over(load)
         self._state.load_failed(load)
         for request in load.waiters:
@@ -586,7 +617,7 @@ class Loads:
         self.placement.drain(load)
         load.unlock(self._state.index)
         load.reclaim()
-        self._storage.fetch_over(load)
+        self._source_of(load).fetch_over(load)
         self._state.count("loads_reclaimed")
         for request in load.waiters:
             self._state.pages_were_lost(request, cause)

@@ -108,7 +108,7 @@ class TreePlacement:
     def publish(self, load: Load) -> None:
         """See Placement."""
         state = self._state
-        for node in load.nodes:
+        for node in load.nodes if load.tier == "l3" else ():
             state.index.mark_stored(node)
         parent = load.nodes[0].parent
         assert parent is not None
@@ -232,7 +232,7 @@ class LentPlacement:
         # Pages that were in the tree already, because another request has brought them meanwhile.
         self._state.host.give_back(load.host_pages)
         load.own_host(page_ids())
-        while node.parent is not None and node.depth_pages > load.first:
+        while load.tier == "l3" and node.parent is not None and node.depth_pages > load.first:
             index.mark_stored(node)
             node = node.parent
 

@@ -29,7 +29,9 @@ LOST_CAUSES = {
 LOAD_CAUSES = {
     "fetch_short": "the fetch from storage failed or returned fewer pages",
     "fetch_late": "the fetch from storage missed its deadline",
-    "transfer_done": "the transfer ended before the fetch from storage, and the policy does not wait for the fetch",
+    "peer_short": "the peer had fewer of the pages, or failed",
+    "peer_late": "the peer did not send the pages in time",
+    "transfer_done": "the transfer ended before the fetch, and the policy does not wait for the fetch",
     "copy_failed": "the copy from host to device failed",
     "copy_late": "the copy from host to device did not end in time",
     "sender_left": "the request whose transfer was to bring them has left",

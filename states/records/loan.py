@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tidekv.states.component_specs import Component
 
-SOURCES = ("", "l1", "l2", "l3", "transfer")
+SOURCES = ("", "l1", "l2", "l3", "transfer", "peer")
 
 
 class LentGroup:
@@ -74,9 +74,12 @@ class LentGroup:
         self._sources[restored:] = bytes(len(self.pages) - restored)
 
     def counts(self, end: int) -> dict[str, int]:
-        """Return the number of pages before position `end` by source."""
+        """Return the number of pages before position `end` by source; of peers, if there are any."""
         part = self._sources[: end - self.first]
-        return {name: part.count(number) for number, name in enumerate(SOURCES) if number}
+        counts = {name: part.count(number) for number, name in enumerate(SOURCES) if number}
+        if not counts["peer"]:
+            del counts["peer"]
+        return counts
 
     def source_of(self, position: int) -> str:
         """Return the source of the page at a position; "" if it is not in place."""

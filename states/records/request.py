@@ -86,6 +86,7 @@ class Request:
         "loads",
         "namespace",
         "page_count",
+        "peers",
         "prefills",
         "priority",
         "prompt_tokens",
@@ -107,6 +108,7 @@ class Request:
         self.prompt_tokens = event.prompt_tokens
         self.namespace = event.namespace
         self.prefills = event.prefills
+        self.peers = event.peers
         self.deadline_at_s = event.deadline_at_s
         self.priority = event.priority
         self.tokens_max = event.tokens_max

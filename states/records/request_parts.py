@@ -501,7 +501,8 @@ class Sources:
 
     def note(self, source: str, count: int) -> None:
         """Note that `count` pages are in place, from this source."""
-        self.pages[source] += count
+        # Pages of peers are counted if there are any.
+        self.pages[source] = self.pages.get(source, 0) + count
 
     def note_rest(self, count: int) -> None:
         """Note that of `count` pages those which no source has brought are from the device."""

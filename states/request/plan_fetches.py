@@ -1,9 +1,10 @@
-"""The part of a plan that storage provides: query, adoption of look-ahead reads, fetches.
+"""The part of a plan that storage and peers provide: query, adoption of look-ahead reads, fetches.
 
 A plan divides the prompt's pages in three; this module is about the second part:
 
     [0, host_end)            in device and host memory: `tidekv.states.request.restore`
-    [host_end, promised)     look-ahead reads that the plan adopts, then fetches of pages that storage has
+    [host_end, promised)     look-ahead reads that the plan adopts, then fetches of pages that storage has, then a fetch
+                             of those that a peer may have
     [promised, page_count)   sent by prefill
 
 The plan adopts look-ahead reads as loads, so that no page is read twice:
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from tidekv.states.records.request import Request
     from tidekv.states.rollback import Rollback
     from tidekv.states.storage.admission import StorageAdmission
+    from tidekv.states.storage.fetch_source import FetchSource
+    from tidekv.states.storage.peer_fetches import PeerFetches
     from tidekv.states.types import PageIds
 
 
@@ -102,6 +105,7 @@ class PlanFetches:
         self,
         state: CoreState,
         storage: StorageAdmission,
+        peers: PeerFetches,
         rooms: Rooms,
         loads: Loads,
         lookahead: LookAhead,
@@ -109,6 +113,7 @@ class PlanFetches:
     ) -> None:
         self._state = state
         self._storage = storage
+        self._peers = peers
         self._rooms = rooms
         self._loads = loads
         self._lookahead = lookahead
@@ -176,18 +181,57 @@ class PlanFetches:
             return
         cause = "limit"
         if settings.prefetch == "soonest":
-            rest = request.page_count - plan.end - allowed
-            storage, link = self._storage.source_load.before(self._loads.source_load), self._rooms.source_load
-            is_old, shortest = not self._storage.is_measured, -(-threshold // settings.page_size)
-            sooner = pages_to_load(allowed, rest, tier=storage, link=link, is_old=is_old, shortest=shortest)
+            sooner = self._sooner(request, plan, self._storage, allowed)
             if sooner < allowed:
-                cause = "slower" if storage.page_s and link.page_s else "unmeasured"
+                is_known = self._storage.source_load.page_s and self._rooms.source_load.page_s
+                cause = "slower" if is_known else "unmeasured"
                 allowed = sooner
         if allowed < count:
             state.count("l3_declined_pages", count - allowed)
             request.sources.decline(cause, count - allowed)
             found_to = plan.end + allowed
         self._fetch_to(request, plan, found_to, deadline_s, undo)
+
+    def _sooner(self, request: Request, plan: Plan, source: FetchSource, allowed: int) -> int:
+        """Return how many of the next `allowed` pages a source is to bring, so that the last page of all is early."""
+        settings = self._state.settings
+        rest = request.page_count - plan.end - allowed
+        shortest = -(-max(settings.prefetch_threshold_tokens, 1) // settings.page_size)
+        tier, link = source.source_load.before(self._loads.source_load), self._rooms.source_load
+        return pages_to_load(allowed, rest, tier=tier, link=link, is_old=not source.is_measured, shortest=shortest)
+
+    def load_from_peer(self, request: Request, plan: Plan, undo: Rollback) -> None:
+        """Start a fetch of the full pages that no tier has from the first peer of the request that may be asked.
+
+        Counts the pages that it is not asked for in `peer_pages_declined`.
+        """
+        state, settings = self._state, self._state.settings
+        count = request.full_pages - plan.end
+        threshold = max(settings.prefetch_threshold_tokens, 1)
+        if not request.peers or count * settings.page_size < threshold:
+            return
+        peer = self._peers.choose(request.peers)
+        pages = self._peers.allowance(count) if peer else 0
+        if pages and settings.prefetch == "soonest":
+            pages = self._sooner(request, plan, self._peers, pages)
+        deadline_s = self._peers.deadline_s(request.deadline_at_s - state.now_s)
+        width = settings.key_bytes
+        first_key = request.keys[plan.end * width : (plan.end + 1) * width]
+        if deadline_s <= 0 or self._loads.placement.is_blocked(plan.node, first_key):
+            pages = 0
+        # Room last: it evicts, and the fetch takes the pages at once.
+        pages = state.make_host_room(pages) if pages * settings.page_size >= threshold else 0
+        if pages * settings.page_size < threshold:
+            pages = 0
+        state.count("peer_pages_declined", count - pages)
+        if not pages:
+            return
+        keys = request.keys[plan.end * width : (plan.end + pages) * width]
+        own = plan.own[:pages]
+        load = self._loads.begin_fetch(request, plan.node, plan.end, keys, own, deadline_s=deadline_s, peer=peer)
+        undo.callback(self._loads.abandon, load)
+        state.count("peer_fetches")
+        plan.add(load)
 
     def _fetch_to(self, request: Request, plan: Plan, found_to: int, deadline_s: float, undo: Rollback) -> None:
         state = self._state

@@ -5,7 +5,8 @@ plan cuts the prompt's pages into four parts:
 
     [0, matched)             in device memory (L1), locked; a part may still be loading for another request
     [matched, host_end)      in host memory (L2), pinned; loaded by copy
-    [host_end, promised)     in storage (L3), according to its answer; loaded by fetch, then copy
+    [host_end, promised)     in storage (L3), according to its answer, and then perhaps at a peer; loaded by fetch, then
+                             copy
     [promised, page_count)   the delta: prefill writes it (span 0 of the room). With shared transfers, its full pages
                              are in the tree meanwhile (`tidekv.states.loads.shared_transfers`)
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from tidekv.states.request.early_ready import EarlyReady
     from tidekv.states.request.lending import Lending
     from tidekv.states.storage.admission import StorageAdmission
+    from tidekv.states.storage.peer_fetches import PeerFetches
     from tidekv.states.types import PageIds
 
 
@@ -109,6 +111,7 @@ class PlanSources:
     """What brings the pages of a plan."""
 
     storage: StorageAdmission
+    peers: PeerFetches
     rooms: Rooms
     loads: Loads
     shared_transfers: SharedTransfers
@@ -139,6 +142,7 @@ class Restore:
         self._fetches = PlanFetches(
             state,
             sources.storage,
+            sources.peers,
             sources.rooms,
             sources.loads,
             sources.lookahead,
@@ -282,6 +286,7 @@ class Restore:
             if request.restore_limit < 1 and plan.end >= plan.host_node.depth_pages:
                 adopted = self._fetches.adopt_reads(request, plan, undo)
                 self._fetches.load(request, plan, undo)
+                self._fetches.load_from_peer(request, plan, undo)
             if self._component_pages is not None:
                 self._component_pages.begin(request, plan, plan.host_node, undo)
                 if request.early.is_wanted:

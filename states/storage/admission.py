@@ -6,9 +6,6 @@ open, storage is not called and requests continue without it. Its back-off and i
     closed ──consecutive failures──▶ open, waiting ──back-off is over──▶ open, probing ──StorageProbed──▶ closed
                                           ▲                                 │ with an error
                                           └─────────────────────────────────┘
-
-Ownership: a fetch writes to host pages that belong to its load, its read ahead or its `ComponentFetch`. If nothing
-waits for the fetch any more, a `LateFetch` owns them until the fetch ends.
 """
 
 from __future__ import annotations
@@ -21,8 +18,8 @@ from tidekv.states.events import PagesFetched, PagesStored, StorageAnswered
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage.answer_time import AnswerTime
 from tidekv.states.storage.circuit_breaker import CircuitBreaker
-from tidekv.states.storage.source_split import SourceLoad, gain_s
-from tidekv.states.storage.throughput import ThroughputEstimator
+from tidekv.states.storage.fetch_source import FetchSource, LateFetch
+from tidekv.states.storage.source_split import gain_s
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
 from tidekv.states.types import page_ids
 
@@ -33,9 +30,8 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome, PolicyChanged, StorageChanged, StoredComponent
     from tidekv.states.prefix.node import Node
-    from tidekv.states.records.ahead import AheadRun, ComponentAhead
-    from tidekv.states.records.component_fetch import ComponentFetch
-    from tidekv.states.records.request import Load, Request
+    from tidekv.states.records.request import Request
+    from tidekv.states.storage.source_split import SourceLoad
     from tidekv.states.types import PageIds
 
 
@@ -130,63 +126,19 @@ class StorageQuery:
             self._state.pages_were_freed()
 
 
-class LateFetch:
-    """Operation: a fetch that no request waits for any more. It owns its host pages until it has ended."""
-
-    __slots__ = ("_begun_at_s", "_queued_pages", "_state", "_storage", "cause", "component", "host_pages")
-
-    def __init__(
-        self,
-        state: CoreState,
-        storage: StorageAdmission,
-        fetch: Load | ComponentFetch | AheadRun | ComponentAhead,
-        *,
-        component: str,
-        cause: str,
-    ) -> None:
-        self._state = state
-        self._storage = storage
-        self._begun_at_s, self._queued_pages = fetch.begun_at_s, fetch.queued_pages
-        self.cause = cause
-        """Key of `LOAD_CAUSES` if the fetch was that of a load. No decision depends on it."""
-        self.host_pages = fetch.host_pages
-        self.component = component
-        """The component of the host pages; empty for full pages."""
-
-    def ended(self, event: Outcome, error: str) -> None:
-        """Free the host pages, and note how long the fetch took. The breaker has counted it if it was late."""
-        if isinstance(event, PagesFetched) and event.valid == len(self.host_pages):
-            # Without this, a slow storage whose fetches are all given up would only be known by lower bounds.
-            self._storage.note_throughput(begun_at_s=self._begun_at_s, pages=self._queued_pages)
-        self.abandon()
-
-    def late(self) -> None:
-        """Do nothing: the fetch has no deadline any more."""
-
-    def abandon(self) -> None:
-        """Free the host pages."""
-        if self.component:
-            assert self._state.components is not None
-            self._state.components.give_back({self.component: self.host_pages}, "host")
-        else:
-            self._state.host.give_back(self.host_pages)
-        self._storage.pages_in_flight -= len(self.host_pages)
-        self._state.pages_were_freed()
-
-
 class Measurement(LateFetch):
     """Operation: a read of pages that were just put, for no request, to learn how fast storage is.
 
     It owns its host pages. `keys` name the pages: their path may leave the tree at once.
     """
 
-    __slots__ = ("_is_late", "keys", "namespace", "op")
+    __slots__ = ("_is_late", "_storage", "keys", "namespace", "op")
 
     def __init__(
         self, state: CoreState, storage: StorageAdmission, *, namespace: str, keys: bytes, host_pages: PageIds
     ) -> None:
         self._state = state
-        self._storage = storage
+        self._storage = self._source = storage
         self._begun_at_s, self._queued_pages = state.now_s, storage.pages_in_flight + len(host_pages)
         self.cause = self.component = ""
         self.host_pages = host_pages
@@ -253,15 +205,14 @@ class Probe:
         self._storage.probed(self._error)
 
 
-class StorageAdmission:
+class StorageAdmission(FetchSource):
     """Decides whether storage is called, and accounts for its calls."""
 
     def __init__(self, state: CoreState, link_load: Callable[[], SourceLoad]) -> None:
         """`link_load` gives the load of the link to prefill: what storage competes with."""
-        self._state = state
+        super().__init__(state)
         self._link_load = link_load
         self._breaker = CircuitBreaker()
-        self._throughput = ThroughputEstimator()
         self.answer_time = AnswerTime()
         self._has_components = False
         self._renewal = 1
@@ -275,10 +226,6 @@ class StorageAdmission:
         self._level_at_s = float("-inf")
         self.op = 0
         """The operation of the back-off or the probe; 0 while the breaker is closed."""
-        self.fetching: dict[Load | ComponentFetch, int] = {}
-        """Loads and component fetches in flight, with the number of pages that each fetches."""
-        self.pages_in_flight = 0
-        """Host pages that storage writes to: of loads, of look-ahead, and of fetches that no request waits for."""
         self.ahead_in_flight = 0
         """Fetches of look-ahead that have not ended."""
         self.queries_left: set[StorageQuery] = set()
@@ -356,16 +303,6 @@ class StorageAdmission:
 
     # --- Limits ---
 
-    @property
-    def source_load(self) -> SourceLoad:
-        """Measured speed of storage, and the number of pages under way from there."""
-        return SourceLoad(self._throughput.page_s, self.pages_in_flight)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether storage has been measured in the last seconds."""
-        return not self._throughput.is_old(self._state.now_s)
-
     def allowance(self, wanted: int, deadline_s: float) -> int:
         """Return how many of `wanted` pages a plan may fetch now, if the fetch may take `deadline_s`."""
         # Three independent limits: pages in flight, the deadline at the measured throughput, and the rate.
@@ -412,23 +349,6 @@ class StorageAdmission:
         state.count("l3_puts_declined")
         return False
 
-    def fetch_began(self, load: Load | ComponentFetch, page_count: int) -> None:
-        """Record that storage writes to the host pages of a load from now on, and that the load waits for it."""
-        self.fetching[load] = page_count
-        self.pages_in_flight += page_count
-
-    def fetch_over(self, load: Load | ComponentFetch) -> None:
-        """Record that the load does not wait for a fetch any more."""
-        self.pages_in_flight -= self.fetching.pop(load, 0)
-
-    def fetch_given_up(
-        self, fetch: Load | ComponentFetch | AheadRun | ComponentAhead, *, component: str = "", cause: str = ""
-    ) -> None:
-        """Hand the host pages of a fetch to a `LateFetch` until the fetch ends: full pages, or those of a component."""
-        late = LateFetch(self._state, self, fetch, component=component, cause=cause)
-        self._state.replace_operation(fetch.op, late)
-        self.pages_in_flight += len(fetch.host_pages)
-
     def measure(self, leaf: Node, stored: int) -> None:
         """Read some of the first `stored` pages of a path, which storage has now, until its speed is confirmed.
 
@@ -465,16 +385,6 @@ class StorageAdmission:
             )
             undo.keep()
         self.pages_in_flight += count
-
-    def note_throughput(self, *, begun_at_s: float, pages: int, is_trial: bool = False) -> None:
-        """Record the speed of a complete or late fetch, which began with `pages` pages under way.
-
-        `is_trial`: it was made to measure, and is complete.
-        """
-        if not self.is_measured:
-            self._throughput.begin_again()
-        note = self._throughput.note_trial if is_trial else self._throughput.note
-        note(taken_s=self._state.now_s - begun_at_s, pages=pages, now_s=self._state.now_s)
 
     # --- The breaker ---
 
