@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tidekv.states.handover.rank_place import SOLE, RankPlace
 from tidekv.states.types import Identity, PoolMemory
-from tidekv.transports import base
+from tidekv.transports import base, wire
 from tidekv.transports.staging import Staging
 
 
@@ -26,5 +26,7 @@ class LocalRank:
     """Computes checksums of pages. Decode with it requires them of prefill; prefill without it refuses such decode
     workers.
     """
+    sends: wire.Sends = "computed"
+    """What is exchanged: pages that prefill computes, or pages in the host memory of decode workers."""
     staging: Staging | None = None
     """The ring through which prefill ranks send slices of heads; None: as short stretches."""

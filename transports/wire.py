@@ -48,6 +48,7 @@ PROMISE_BYTES_MAX = 64 * 1024
 Checksums = Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
 PackedPages = Annotated[bytes, msgspec.Meta(max_length=FRAME_BYTES_MAX)]
 AuxBytes = Annotated[bytes, msgspec.Meta(max_length=AUX_BYTES_MAX)]
+Sends = Literal["computed", "cached"]
 CACHE_SOURCES_MAX = 16
 """Maximum number of sources in the counts of cached tokens."""
 
@@ -109,6 +110,8 @@ class Hello(Message, frozen=True, tag="hello"):
     ranks of prefill are counted context by context, each with all stages, and hold parts of every prompt's pages: see
     `tidekv.states.handover.context_parts`, also for `stripe_pages`.
     `liveness_key` is the key of questions for signs of life of prefill; see `tidekv.transports.control.liveness`.
+    `sends` is what the links of this listener are for: pages that prefill computes, or those in the host memory of a
+    decode worker. Who dials names what it wants.
     """
 
     version: Count
@@ -129,6 +132,7 @@ class Hello(Message, frozen=True, tag="hello"):
     contexts: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 1
     stripe_pages: Count = 0
     liveness_key: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    sends: Sends = "computed"
 
     @property
     def place(self) -> RankPlace:

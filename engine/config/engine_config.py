@@ -133,6 +133,40 @@ class PeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise InvalidConfig(f"silence_s must be at most lease_s, {self.lease_s:g}, not {self.silence_s:g}")
 
 
+class CachePeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prefixes from the host memory of other decode workers, between storage and prefill. Not with components, ranks or
+    `bigram_keys`.
+    """
+
+    enabled: bool = False
+    """Requests may name peers (`DecodeRequest.peers`). The host pool is registered with the transport, which touches
+    all of its memory.
+    """
+    listen: PlainText | None = None
+    """host:port at which peers read this worker's host memory; with port 0 the system chooses, see
+    `DecodeEngine.peer_address`. None: they do not. As for prefill, an address of the network needs a secret.
+    """
+    wait_s: Seconds = 1.0
+    """Maximum time in which a peer may send pages of a prompt; prefill sends the rest."""
+    wait_share: PositiveShare = 0.25
+    """The same as a share of the time that the request has left. The shorter one applies."""
+    pause_s: Seconds = 5.0
+    """Time for which a peer is not asked after it was late, or failed."""
+    host_share: PositiveShare = 0.25
+    """Maximum share of the host pool that peers may write to at once."""
+    read_share: PositiveShare = 0.25
+    """Maximum share of the host pool that is held for reads by peers at once. Nothing is evicted for them."""
+    reads_max: PositiveCount = 16
+    """Maximum reads by peers at once; further ones are refused."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.listen is not None:
+            host_and_port(self.listen, "listen", InvalidConfig, any_port=True)
+            if not self.enabled:
+                raise InvalidConfig("cache_peers.listen needs cache_peers.enabled, which registers the host pool")
+
+
 class JournalOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The journal: every event of a run, in a file or in the application's log."""
 
@@ -326,6 +360,8 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Snapshots of recurrent states."""
     peer: PeerOptions = PeerOptions()
     """Links to prefill workers."""
+    cache_peers: CachePeerOptions = CachePeerOptions()
+    """Prefixes of other decode workers."""
     journal: JournalOptions = JournalOptions()
     """The journal."""
     metrics: MetricsOptions = MetricsOptions()
@@ -344,6 +380,10 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         check_routers(self.kv_events.routers, bigrams=self.bigram_keys)
         if self.kv_events.curve_clients is not None and self.kv_events.curve_secret_file is None:
             raise InvalidConfig("kv_events.curve_clients needs kv_events.curve_secret_file")
+        if self.cache_peers.enabled and self.bigram_keys:
+            raise InvalidConfig(
+                "cache_peers.enabled goes without bigram_keys: the last page of a read would need one token more"
+            )
         if self.device == "lent":
             self._check_lent()
 
@@ -395,6 +435,11 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             running_max=self.admission.running_max,
             share_transfers=self.sharing.enabled and self.device != "lent",
             share_wait_s=self.sharing.wait_s,
+            peer_wait_s=self.cache_peers.wait_s,
+            peer_wait_share=self.cache_peers.wait_share,
+            peer_pause_s=self.cache_peers.pause_s,
+            peer_host_share=self.cache_peers.host_share,
+            peer_reads_max=self.cache_peers.reads_max,
             attempts_per_prefill=self.peer.attempts,
             recompute_threshold=self.recompute_threshold,
             retries_late=self.peer.retries_late,

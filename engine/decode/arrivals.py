@@ -43,7 +43,20 @@ class Arrivals:
         checked(request, DecodeRequest, "request")
         if self._runtime.is_draining:
             raise EngineClosed("the engine drains: it takes no new requests")
+        self._check_peers(request)
         return pack_tokens(request.tokens, vocabulary=self._runtime.config.vocabulary or None)
+
+    def _check_peers(self, request: DecodeRequest) -> None:
+        """Raise InvalidRequest for peers that may not be dialled, or if this engine reads from none."""
+        if not request.peers:
+            return
+        if self._runtime.peers is None:
+            raise InvalidRequest(
+                f"request {request.request_id!r}: peers are named, but this engine reads from none: set"
+                " cache_peers.enabled"
+            )
+        for address in request.peers:
+            self._runtime.transport.check_address(address)
 
     def namespace(self, namespace: str, lora_name: str = "") -> str:
         """Return the namespace of a call, with its adapter, within that of the engine. Raises InvalidRequest."""
@@ -115,6 +128,7 @@ class Arrivals:
         now_s = runtime.front.clock()
         lent = dict(lent_pages or {})
         full = lent.pop(FULL, page_ids())
+        own_address = None if runtime.peers is None else runtime.peers.address
         arrival = events.RequestArrived(
             at_s=now_s,
             request_id=request.request_id,
@@ -135,6 +149,7 @@ class Arrivals:
             # With bigrams, the KV of the prompt's end depends on the first token of the answer.
             rest=packed[len(keys) :] if runtime.core.settings.components and not page_keys.bigrams else b"",
             # The last token that is generated has no KV.
+            peers=tuple(peer for peer in request.peers if peer != own_address),
             tokens_max=request.max_new_tokens and len(packed) // TOKEN_BYTES + request.max_new_tokens - 1,
         )
         # From here on the id is live and the event is posted: both or neither, even if a statement in between raises.

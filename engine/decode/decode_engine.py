@@ -643,6 +643,11 @@ class DecodeEngine:
         return None if self._runtime.metrics is None else self._runtime.metrics.address
 
     @property
+    def peer_address(self) -> str | None:
+        """host:port at which other decode workers read host memory; None if `cache_peers.listen` is not set."""
+        return None if self._runtime.peers is None else self._runtime.peers.address
+
+    @property
     def status_address(self) -> str | None:
         """host:port of the status server; None if `status.listen` is not set, and on ranks behind the first one."""
         return None if self._runtime.status is None else self._runtime.status.address

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tidekv.backends.copies.copier import PageCopier
     from tidekv.backends.keys.prompt_keys import Prompt, PromptKeys
     from tidekv.backends.storage.base import Storage
+    from tidekv.engine.decode.peer_cache import PeerCache
     from tidekv.engine.decode.pending_calls import PendingCalls
     from tidekv.engine.log import CoreLog
     from tidekv.states.commands import Command
@@ -120,12 +121,15 @@ class Executor:
         self._receiver = receiver
         self._log = log
         self._prompt_keys = prompt_keys
+        self.peers: PeerCache | None = None
+        """The host pool as peers see it, if it is shared."""
         self.on_missing: Callable[[Sequence[bytes]], None] | None = None
         """Called with keys that storage was asked for and does not have."""
         self._in_flight = CallsInFlight()
         self._starters: dict[type[Command], Callable[..., None]] = {
             commands.QueryStorage: self._query,
             commands.FetchPages: self._fetch,
+            commands.SharePages: self._share,
             commands.StorePages: self._store,
             commands.ProbeStorage: self._probe,
             commands.CopyPages: self._copy,
@@ -227,6 +231,10 @@ class Executor:
         return await own_cancels_only(asked, "storage")
 
     def _fetch(self, command: commands.FetchPages) -> None:
+        if command.peer:
+            prompt = self._calls.live(command.request_id).prompt
+            self._spawn(self._run_peer_fetch(self._peers, prompt, command), f"fetch {command.op}")
+            return
         is_of_request = bool(command.request_id)
         prompt = self._calls.live(command.request_id).prompt if is_of_request else self._prompt_put(command.op)
         storage = self._storage_of(command.component)
@@ -245,6 +253,22 @@ class Executor:
         except Exception as raised:
             error = self._text_of(command, raised)
         self._post(events.PagesFetched(at_s=self._clock(), op=command.op, valid=valid, error=error))
+
+    async def _run_peer_fetch(self, peers: PeerCache, prompt: Prompt, command: commands.FetchPages) -> None:
+        try:
+            valid, error = await peers.fetch(command, prompt.packed, prompt.seed)
+        except Exception as raised:
+            valid, error = 0, self._text_of(command, raised)
+        self._post(events.PagesFetched(at_s=self._clock(), op=command.op, valid=valid, error=error))
+
+    def _share(self, command: commands.SharePages) -> None:
+        self._peers.share(command)
+
+    @property
+    def _peers(self) -> PeerCache:
+        if self.peers is None:
+            raise TidekvError("host memory is not shared with peers: cache_peers.enabled is not set")
+        return self.peers
 
     def _store(self, command: commands.StorePages) -> None:
         prompt = (

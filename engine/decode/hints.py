@@ -151,7 +151,7 @@ class HintCalls:
             return HintOutcome(action.action_id, "rejected", cause=cause)
 
         if action.action_type == "kv.fetch":
-            return rejected("pages are not read from other workers")
+            return rejected("a request names the workers that it reads from: DecodeRequest.peers")
         if action.action_type not in ACTIONS or action.action_version != ACTION_VERSION:
             return rejected(f"{short(action.action_type)} {short(action.action_version)} is not known")
         try:

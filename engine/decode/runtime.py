@@ -27,6 +27,7 @@ from tidekv.engine.decode.driver import Driver
 from tidekv.engine.decode.executor import EffectLoop, Executor, StorageCalls
 from tidekv.engine.decode.host_records import HostRecords, PoolRecords, check_lasting
 from tidekv.engine.decode.load import LoadReader
+from tidekv.engine.decode.peer_cache import PeerCache, check_peers, shared_memory
 from tidekv.engine.decode.pending_calls import PendingCalls
 from tidekv.engine.decode.rank_driver import RankDriver
 from tidekv.engine.decode.storage_swap import StorageInUse, check_storage
@@ -115,6 +116,7 @@ class Runtime:
             raise InvalidConfig(f"host pool has layout {host.layout}, device pool has {device.layout}")
         check_components(components, device=device, host=host, is_lent=config.device == "lent")
         check_lasting(host, components, is_rank=ranks is not None)
+        check_peers(config.cache_peers, host, components, is_rank=ranks is not None)
         if config.page_checksums:
             check_hashable(device.memory, "device pool")
         self.config = config
@@ -174,6 +176,7 @@ class Runtime:
         self.broken: BaseException | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self._device = device
+        self.peers: PeerCache | None = None  # The host pool as peers see it, if it is shared.
         self._staging = make_staging(
             config.peer.staging_bytes, (device.memory, *(pools.device.memory for pools in components))
         )
@@ -242,11 +245,12 @@ class Runtime:
         self.storage_in_use.own_first()
         self.poller.start()
         self.storage_poller.start()
-        await self.transport.start(poller=self.poller)
+        await self.transport.start(poller=self.poller, listen=config.cache_peers.listen or "")
         memory = self._device.memory
         component_memory = {name: pools.device.memory for name, pools in self.components.items()}
         ring = [] if self._staging is None else [self._staging.staging.ring.memory]
-        await self.transport.register(memory, *component_memory.values(), *ring)
+        shared = shared_memory(config.cache_peers, self.host, self.identity)
+        await self.transport.register(memory, *component_memory.values(), *ring, *shared)
         if self.rank_group is not None:
             self.ranks = RankDriver(
                 self.rank_group,
@@ -269,26 +273,28 @@ class Runtime:
         await self._take_found_pages()
         self.front = self.ranks or self.driver
         self.calls.on_use_end = self._end_use
+        times = LinkTimes(
+            lease_s=config.peer.lease_s,
+            heartbeat_s=config.peer.heartbeat_s,
+            missed_s=config.peer.silence_s,
+            late_s=config.peer.late_s,
+        )
+        rank = LocalRank(
+            identity=self.identity,
+            memory=memory,
+            component_memory=component_memory,
+            place=place_of(self.rank_group),
+            vocabulary=config.vocabulary,
+            hashing=self.checksum_thread if config.page_checksums else None,
+            staging=None if self._staging is None else self._staging.staging,
+        )
         self.receiver = Receiver(
             self.transport,
-            LocalRank(
-                identity=self.identity,
-                memory=memory,
-                component_memory=component_memory,
-                place=place_of(self.rank_group),
-                vocabulary=config.vocabulary,
-                hashing=self.checksum_thread if config.page_checksums else None,
-                staging=None if self._staging is None else self._staging.staging,
-            ),
+            rank,
             deliver=self._deliver,
             deliver_aux=self.calls.note_aux,
             clock=self.driver.clock,
-            times=LinkTimes(
-                lease_s=config.peer.lease_s,
-                heartbeat_s=config.peer.heartbeat_s,
-                missed_s=config.peer.silence_s,
-                late_s=config.peer.late_s,
-            ),
+            times=times,
             group=lambda: "" if self.ranks is None else self.ranks.group_name,
         )
         await self.receiver.start()
@@ -296,12 +302,13 @@ class Runtime:
         self.group = EffectGroup(self._break)
         await self.group.start()
         full = {} if self.copier is None else {FULL: self.copier}
+        checks = StorageChecks(self.checksum_thread, self.host_checksums)
         self.executor = Executor(
             calls=self.calls,
             loop=EffectLoop(self.front.post, self.driver.clock, self.group.spawn),
             copiers={**full, **self.component_copiers},
             storage_calls=StorageCalls(
-                checks=StorageChecks(self.checksum_thread, self.host_checksums),
+                checks=checks,
                 keys_put=lambda op: self.core.keys_put(op),
                 store_timeout_s=config.storage.store_timeout_s,
                 query_timeout_s=config.storage.query_deadline_s,
@@ -310,6 +317,9 @@ class Runtime:
             log=self.log,
             prompt_keys=self.prompt_keys,
         )
+        if shared:
+            self.peers = self.executor.peers = PeerCache(self, rank, shared[0], times, checks)
+            await self.peers.start()
         await self.storage_in_use.register_first()
         if self.kv_event_watcher is not None:
             self.executor.on_missing = self._note_missing
@@ -525,6 +535,8 @@ class Runtime:
         await self._store_at_close()
         try:
             async with asyncio.timeout(SETTLE_SHARE * self.config.close_deadline_s):
+                if self.peers is not None:
+                    await self.peers.stop_sharing()
                 await self.calls.wait_until(lambda: self.core.is_idle)
                 await self.executor.storage_is_quiet()
                 if self.ranks is not None:
@@ -563,7 +575,7 @@ class Runtime:
             LOG.error("cancelled commands did not end in time", after_s=stop_s / 4)
         late_s = stop_s / 4
         failures = await close_in_order(
-            [self.ranks, getattr(self, "receiver", None)], part_s=CLOSE_PART_S, late_s=late_s
+            [self.ranks, self.peers, getattr(self, "receiver", None)], part_s=CLOSE_PART_S, late_s=late_s
         )
         # Closing other parts does not end a copy that hangs.
         copiers = [self.copier, *self.component_copiers.values(), self._lanes]
@@ -637,6 +649,7 @@ class Runtime:
             "core": self.core.statistics(),
             "prefill_pages": dict(self.core.state.quota.held),
             "receiver": self.receiver.statistics(),
+            "peers": None if self.peers is None else self.peers.statistics(),
             "transport": self.transport.statistics(),
             "poller": msgspec.to_builtins(self.poller.statistics()),
             "storage_poller": msgspec.to_builtins(self.storage_poller.statistics()),

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 else:
     Tokens = Any  # Packing the tokens checks each of them.
 
+PEERS_MAX = 8
+"""Maximum peers that a request names."""
 PRIORITY_MAX = 1_000_000
 Priority = Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
 
@@ -68,6 +70,11 @@ class DecodeRequest:
     `namespace`, with `lora_name`, and in the namespace of the engine. A prefill with storage does not store a prompt
     with one.
     """
+    peers: Sequence[str] = ()
+    """Addresses of decode workers that may have the prompt in their host memory (`DecodeEngine.peer_address`), 8 at
+    most. The first one that was not late or broken lately is asked for the full pages that device, host and storage do
+    not have; prefill sends what it does not. It needs `cache_peers.enabled`.
+    """
     early: bool = False
     """Return from `restore` when the first layer of all pages is in place; `ReadyRequest.wait_layer` waits for each
     further one. Windows and records are in place with the first layer. With ranks, a layer is in place once all ranks
@@ -85,6 +92,10 @@ class DecodeRequest:
             raise InvalidRequest(
                 f"request {self.request_id!r}: tokens must be a sequence of ints, an array of integers, or packed "
                 f"little-endian u32 bytes, not {short(self.tokens)}"
+            )
+        if len(self.peers) > PEERS_MAX or not all(self.peers):
+            raise InvalidRequest(
+                f"request {self.request_id!r}: peers must be at most {PEERS_MAX} addresses, not {short(self.peers)}"
             )
         ranks = [address.split(",") for address in self.prefills]
         if any(len(set(addresses)) < len(addresses) or "" in addresses for addresses in ranks):
@@ -264,6 +275,8 @@ class EngineStatistics(TypedDict):
     """By prefill address, device pages that its requests withhold before they are READY."""
     receiver: Mapping[str, int | float]
     """Links to prefill workers, rooms, and counts of unusual messages."""
+    peers: Mapping[str, Mapping[str, int | float]] | None
+    """Links to and by other decode workers: `reads` and `shares`; None unless host memory is shared with peers."""
     transport: Mapping[str, int | float]
     poller: Mapping[str, Any]
     """The thread that polls transfers; `storage_poller` polls file I/O."""

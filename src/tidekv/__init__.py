@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from tidekv.backends.storage.uri import open_storage
     from tidekv.engine.config.engine_config import (
         AdmissionOptions,
+        CachePeerOptions,
         EngineConfig,
         HintOptions,
         JournalOptions,
@@ -106,6 +107,7 @@ __all__ = [
     "AdmissionOptions",
     "BackoffLimits",
     "BrokenInvariant",
+    "CachePeerOptions",
     "CapacityError",
     "ComponentKind",
     "ComponentPools",
@@ -207,6 +209,7 @@ __all__ = [
 _LATER = {
     "AdmissionOptions": "tidekv.engine.config.engine_config",
     "BackoffLimits": "tidekv.transports.control.peer_backoff",
+    "CachePeerOptions": "tidekv.engine.config.engine_config",
     "ComponentKind": "tidekv.states.component_specs",
     "ComponentPools": "tidekv.backends.component_pools",
     "DecodeEngine": "tidekv.engine.decode.decode_engine",

@@ -35,7 +35,7 @@ def raises_logged(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 async def test_a_fallback_by_raise_is_logged_once_counted_and_told(make_pair, monkeypatch, caplog) -> None:
     raise_once(monkeypatch, PrefixIndex, "insert")
-    async with make_pair(metrics_listen="127.0.0.1:0", enabled=False) as pair:
+    async with make_pair(metrics_listen="127.0.0.1:0", sharing_enabled=False) as pair:
         with caplog.at_level(logging.ERROR, logger="tidekv.engine"):
             ready = await pair.restore("r1", PROMPT)
             # Watchers of the step run behind the caller that it made READY.

@@ -240,9 +240,9 @@ async def spawn_decode() -> AsyncIterator[Callable[..., Awaitable[FaultProcess]]
     """Starts decode children, which are gone at the end."""
     children: list[FaultProcess] = []
 
-    async def spawn(storage: str, **config: Any) -> FaultProcess:
+    async def spawn(storage: str, name: str = "decode", **config: Any) -> FaultProcess:
         order = DecodeOrder(
-            name="decode",
+            name=name,
             layout=LAYOUT,
             device_pages=96,
             host_pages=96,

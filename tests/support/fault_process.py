@@ -56,6 +56,7 @@ class Turn(Message, frozen=True, kw_only=True):
     tokens: list[int]
     prefill: list[str]
     output: list[int]
+    peers: list[str] = []
 
 
 class EarlyTurn(Turn, frozen=True, kw_only=True):
@@ -67,7 +68,7 @@ class Settle(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """The worker is running. A prefill worker includes its address."""
+    """The worker is running. A prefill worker includes its address, a decode worker that at which peers read."""
 
     address: str = ""
 

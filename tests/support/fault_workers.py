@@ -106,7 +106,7 @@ async def serve_decode(line: said.Line, order: DecodeOrder) -> None:
         async with engine, asyncio.TaskGroup() as group:
             assert storage.gate is not None
             telling = group.create_task(_tell_halts(line, storage.gate))
-            line.say(said.Ready())
+            line.say(said.Ready(address=engine.peer_address or ""))
             async for message in line:
                 if isinstance(message, said.EarlyTurn):
                     group.create_task(_begin_early(line, engine, device, message))
@@ -125,7 +125,9 @@ async def serve_decode(line: said.Line, order: DecodeOrder) -> None:
 
 
 async def _take_turn(line: said.Line, engine: DecodeEngine, kv: SyntheticKV, turn: said.Turn) -> None:
-    request = DecodeRequest(request_id=turn.request_id, tokens=turn.tokens, prefill=turn.prefill, send_prompt=True)
+    request = DecodeRequest(
+        request_id=turn.request_id, tokens=turn.tokens, prefill=turn.prefill, send_prompt=True, peers=turn.peers
+    )
     try:
         ready = await engine.restore(request)
     except RequestFailed as failed:

@@ -178,6 +178,7 @@ def test_hello_keeps_its_fields_in_order() -> None:
         1,
         0,
         b"",
+        "computed",
     ]
     assert wire.decode_body(body(HELLO)) == HELLO
 
@@ -192,7 +193,7 @@ def test_a_hello_tells_each_component_and_where_its_pages_lie() -> None:
     hello = msgspec.structs.replace(HELLO, identity=identity, components={"w": HELLO.memory})
     fields = msgspec.msgpack.decode(body(hello))
     assert fields[3]["components"] == [of_component | {"groups": [group]}]
-    assert fields[-7] == {"w": msgspec.msgpack.decode(body(HELLO))[7]}
+    assert fields[-8] == {"w": msgspec.msgpack.decode(body(HELLO))[7]}
     assert wire.decode_body(body(hello)) == hello
 
 

@@ -34,6 +34,7 @@ def make_hello(
     checksums: Literal["none", "required", "offered"] = "none",
     staging: PoolMemory | None = None,
     liveness_key: bytes = b"",
+    sends: wire.Sends = "computed",
 ) -> wire.Hello:
     """Return our Hello. `memory`, that of components and `staging` must be registered with the transport already.
 
@@ -59,6 +60,7 @@ def make_hello(
         contexts=place.contexts,
         stripe_pages=place.stripe_pages,
         liveness_key=liveness_key,
+        sends=sends,
     )
 
 
@@ -77,6 +79,7 @@ def as_hello(link: base.Link, message: wire.AnyMessage) -> wire.Hello:
 def check_hello(ours: wire.Hello, theirs: wire.Hello) -> None:
     """Raise PeerMismatch with the first field that differs, RemoteProtocolError for invalid memory or ranks."""
     _must_equal("version", ours.version, theirs.version)
+    _must_equal("what is sent (computed pages by prefill, cached ones by decode)", ours.sends, theirs.sends)
     if theirs.ranks % (theirs.stages * theirs.contexts) or not theirs.rank < theirs.ranks:
         raise RemoteProtocolError(
             f"peer announces itself as rank {theirs.rank} of {theirs.ranks} in {theirs.stages} stages and"

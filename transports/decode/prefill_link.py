@@ -204,6 +204,10 @@ class PrefillLink(Generic[Part]):
             link.send(ours)
             theirs = await handshake.receive_hello(link)
             handshake.check_hello(ours, theirs)
+            if ours.instance == theirs.instance:
+                raise PeerMismatch(
+                    field="instance (this process dialled itself)", ours=ours.instance, theirs="the same"
+                )
             transport.check_metadata(theirs.instance, theirs.metadata)
             link.mark_greeted()
         except BaseException as error:

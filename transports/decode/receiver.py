@@ -118,6 +118,7 @@ class Receiver:
             checksums="none" if rank.hashing is None else "required",
             staging=None if rank.staging is None else rank.staging.ring.memory,
             place=rank.place,
+            sends=rank.sends,
         )
         place, identity = rank.place, rank.identity
         check_stages(ranks=place.ranks, stages=place.stages)

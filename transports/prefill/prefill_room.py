@@ -89,6 +89,7 @@ class Room:
         self._on_end = on_end
         self._kept: dict[str, dict[int, int]] = {}
         self._handed_over = asyncio.Event()
+        self._advanced = asyncio.Event()
         self._settled = asyncio.Event()
         self._readers = 0
         # All room writers remember the same pages and end together, so the state of the first represents all.
@@ -277,6 +278,14 @@ class Room:
             self._send_context.callbacks.on_finish(self)
             await self._hand_over()
 
+    async def _wait_landed(self) -> None:
+        """Wait until all that was sent so far is in place and reported, or the room has ended."""
+        while self.cause is None and any(
+            room_writer.state.in_flight or room_writer.state.can_write() for room_writer in self._room_writers
+        ):
+            self._advanced.clear()
+            await self._advanced.wait()
+
     async def received(self) -> RoomOutcome:
         """Wait until decode needs nothing more of this room, or it has ended otherwise, and no write is in flight.
 
@@ -357,6 +366,7 @@ class Room:
             room_writer.advance()
         if not any(room_writer.state.can_write() for room_writer in self._room_writers):
             self._handed_over.set()
+        self._advanced.set()
         self._settle()
 
     def _check_confirmed(self) -> None:
@@ -402,6 +412,7 @@ class Room:
         if is_aborted:
             self.aborted.set()
         self._handed_over.set()
+        self._advanced.set()
 
     async def _hand_over(self) -> None:
         """Post all possible writes; wait while the limit of writes in flight holds others back."""

@@ -143,6 +143,10 @@ class Sender:
         """Register our pools and listen. The transport must have been started."""
         staging = [] if self._rank.staging is None else [self._rank.staging.ring.memory]
         await self._transport.register(self._rank.memory, *self._rank.component_memory.values(), *staging)
+        await self.listen(address)
+
+    async def listen(self, address: str) -> None:
+        """Listen. The transport has our pools already."""
         self._listener = await self._transport.listen(address, self._serve)
 
     async def close(self) -> None:
@@ -247,6 +251,7 @@ class Sender:
             component_memory=self._rank.component_memory,
             checksums="none" if self._rank.hashing is None else "offered",
             liveness_key=b"" if self._listener is None else self._listener.liveness_key,
+            sends=self._rank.sends,
         )
         try:
             link.send(ours)

@@ -1,0 +1,277 @@
+"""Host memory shared between decode workers: reads from peers, and reads by peers.
+
+The same rooms as with prefill, over the host pool. A read of ours is a `FetchPages` with a peer (`PeerReads`). A read
+by a peer becomes the hint "share": the core holds the pages, this module writes them to the peer, and the outcome lets
+them go. It decides nothing about pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from tidekv.backends.keys.chain import namespace_seed
+from tidekv.engine.log import engine_log
+from tidekv.states import events
+from tidekv.states.errors import EngineClosed, InvalidConfig, PrefillCause
+from tidekv.states.types import FULL
+from tidekv.transports.decode.peer_reads import PeerReads
+from tidekv.transports.prefill.room_writer import RoomCallbacks
+from tidekv.transports.prefill.sender import Sender
+from tidekv.transports.slices import pieces_of
+from tidekv.transports.tasks import OwnedTasks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tidekv.backends.checksums import StorageChecks
+    from tidekv.backends.component_pools import ComponentPools
+    from tidekv.backends.host.pool import HostPool
+    from tidekv.backends.keys.prompt_keys import PromptKeys
+    from tidekv.engine.config.engine_config import CachePeerOptions, EngineConfig
+    from tidekv.engine.decode.pending_calls import PendingCalls
+    from tidekv.states.commands import FetchPages, SharePages
+    from tidekv.states.core import Core
+    from tidekv.states.events import Event
+    from tidekv.states.types import Identity, PoolMemory
+    from tidekv.transports.base import Transport
+    from tidekv.transports.decode.prefill_link import LinkTimes
+    from tidekv.transports.local_rank import LocalRank
+    from tidekv.transports.prefill.prefill_room import Room
+
+LOG = engine_log("tidekv.engine")
+
+
+def check_peers(
+    options: CachePeerOptions, host: HostPool | None, components: Sequence[ComponentPools], *, is_rank: bool
+) -> None:
+    """Raise InvalidConfig if the host pool is to be shared with peers, and cannot be."""
+    for is_given, what, why in (
+        (host is None, "without a host pool", "pages of peers land there"),
+        (bool(components), "with components", "their pages are not read from peers"),
+        (is_rank, "with ranks=", "each rank would have to get the same pages"),
+    ):
+        if options.enabled and is_given:
+            raise InvalidConfig(f"cache_peers.enabled is not possible {what}: {why}")
+
+
+def shared_memory(options: CachePeerOptions, host: HostPool | None, identity: Identity) -> list[PoolMemory]:
+    """The host pool in the pieces of its pages, as hand-overs compare and write them, if it is shared with peers."""
+    return [pieces_of(host.memory, identity.piece_bytes)] if options.enabled and host is not None else []
+
+
+class Front(Protocol):
+    """What takes events into the core."""
+
+    def post(self, event: Event) -> None:
+        """Queue an event."""
+        ...
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The time of events."""
+        ...
+
+
+class Owner(Protocol):
+    """The part of an engine that its shared memory uses."""
+
+    is_open: bool
+    is_draining: bool
+    transport: Transport
+    config: EngineConfig
+    prompt_keys: PromptKeys
+    calls: PendingCalls
+
+    @property
+    def core(self) -> Core:
+        """The core, which may be another one after a restart."""
+        ...
+
+    @property
+    def front(self) -> Front:
+        """What takes events."""
+        ...
+
+
+class PeerCache:
+    """The host pool of one engine, as its peers see it."""
+
+    def __init__(
+        self, engine: Owner, rank: LocalRank, memory: PoolMemory, times: LinkTimes, checks: StorageChecks
+    ) -> None:
+        """Open nothing. `rank` is that of the engine; the transport must have registered `memory` (`shared_memory`)."""
+        rank = replace(rank, memory=memory, sends="cached", staging=None)
+        transport, clock = engine.transport, engine.front.clock
+        self._options = options = engine.config.cache_peers
+        self._engine = engine
+        self._checks = checks
+        self._page_keys = engine.prompt_keys.page_keys
+        self._reads = PeerReads(transport, rank, clock=clock, times=times)
+        self._tasks = OwnedTasks(f"peers of {transport.instance}", instance=transport.instance)
+        self._sender: Sender | None = None
+        if options.listen is not None:
+            callbacks = RoomCallbacks(on_room=self._open)
+            self._sender = Sender(transport, rank, clock=clock, callbacks=callbacks, lease_s=times.lease_s)
+        self._shares: dict[int, SharePages | None] = {}
+        """By number of the hint, the pages that a peer gets; None until the core has answered."""
+        self._seeds: dict[str, bytes] = {}
+        self._calls = 0
+
+    async def start(self) -> None:
+        """Listen, if peers may read. Raises InvalidConfig, TransferFailed."""
+        await self._reads.start()
+        if self._sender is not None:
+            assert self._options.listen is not None
+            await self._sender.listen(self._options.listen)
+            LOG.info("host memory is shared", address=self._sender.address)
+
+    @property
+    def address(self) -> str | None:
+        """host:port at which peers read; None if they do not."""
+        return None if self._sender is None else self._sender.address
+
+    async def stop_sharing(self) -> None:
+        """End all reads of peers, and wait for their writes; then the core has all its pages back."""
+        if self._sender is not None:
+            await self._sender.close()
+            self._sender = None
+
+    async def close(self) -> None:
+        """End everything. Reads of ours that have no outcome get none."""
+        try:
+            await self.stop_sharing()
+            await self._tasks.close()
+        finally:
+            await self._reads.close()
+
+    def statistics(self) -> dict[str, dict[str, int | float]]:
+        """Counts of the links to peers, and of those by peers."""
+        return {
+            "reads": self._reads.statistics(),
+            "shares": {} if self._sender is None else self._sender.statistics(),
+        }
+
+    # --- Reads of ours ---
+
+    async def fetch(self, command: FetchPages, packed: bytes, key_seed: bytes) -> tuple[int, str]:
+        """Read pages of a prompt from a peer; see `PeerReads.read`."""
+        valid, error = await self._reads.read(
+            command.peer,
+            command.request_id,
+            command.op,
+            packed=packed,
+            key_seed=key_seed,
+            first=command.positions[0],
+            pages=command.host_pages,
+            timeout_s=command.timeout_s,
+        )
+        await self._checks.note_read(FULL, command.host_pages[:valid])
+        return valid, error
+
+    # --- Reads by peers ---
+
+    def share(self, command: SharePages) -> None:
+        """Take the pages that the core holds for a peer."""
+        if command.call in self._shares:
+            self._shares[command.call] = command
+        else:
+            # Its room has ended with this worker.
+            self._ended(command, "")
+
+    def _open(self, room: Room) -> None:
+        self._tasks.spawn(self._serve(room), name=f"read of {room.request_id}")
+
+    async def _serve(self, room: Room) -> None:
+        """Write what host memory has of a prompt to the peer that has promised this room."""
+        try:
+            await self._answer(room)
+        except Exception as error:
+            LOG.error("a read by a peer raised", request_id=room.request_id, exc_info=error)
+            room.fail(PrefillCause.RAISED.words(f"{type(error).__name__}: {error}"))
+
+    async def _answer(self, room: Room) -> None:
+        if self._engine.is_draining or not self._engine.is_open:
+            room.fail(PrefillCause.CLOSING.words("it drains, or closes"))
+            return
+        command = await self._ask(room)
+        if command is None:
+            room.fail(PrefillCause.REFUSED.words("it has none of the pages, or no room for this read"))
+            return
+        error, intact = "the read was given up", None
+        try:
+            error, intact = await self._write(room, command)
+        finally:
+            self._ended(command, error, intact)
+
+    async def _ask(self, room: Room) -> SharePages | None:
+        """Let the core hold the pages of a room's prompt; returns those that it holds."""
+        engine, namespace = self._engine, self._namespace_of(room._key_seed)
+        if room.tokens is None or namespace is None:
+            return None
+        settings = engine.core.settings
+        # Below zero, apart from the numbers of the engine's callers.
+        self._calls -= 1
+        call = self._calls
+        self._shares[call] = None
+        try:
+            answered = engine.calls.expect_hint(call)
+            engine.front.post(
+                events.HintReceived(
+                    at_s=engine.front.clock(),
+                    call=call,
+                    action="share",
+                    namespace=namespace,
+                    keys=self._page_keys.of(room.tokens),
+                    pages_max=int(self._options.read_share * settings.host_pages),
+                )
+            )
+            await answered
+        except EngineClosed:
+            return None
+        finally:
+            command = self._shares.pop(call)
+        return command
+
+    async def _write(self, room: Room, command: SharePages) -> tuple[str, int | None]:
+        """Write shared pages to a room. Returns when nothing reads them any more: an error, and the number of intact
+        pages if one is damaged.
+        """
+        pages, size = command.host_pages, self._page_keys.page_size
+        intact = await self._checks.intact(FULL, pages)
+        if intact is not None:
+            LOG.warning("a page in host memory is damaged: it is not shared", request_id=room.request_id, at=intact)
+            pages = pages[:intact]
+        if not room.aborted.is_set():
+            await room.send(pages, start_token=0)
+            if len(pages) * size == room.prompt_tokens:
+                await room.finish(first_token=0)
+            else:
+                await room._wait_landed()
+                wanted = room.prompt_tokens // size
+                room.fail(PrefillCause.REFUSED.words(f"it has {len(pages)} of the {wanted} pages in host memory"))
+        outcome = await room.received()
+        return "" if outcome.value in ("received", "failed") else outcome.value, intact
+
+    def _ended(self, command: SharePages, error: str, intact: int | None = None) -> None:
+        self._engine.front.post(
+            events.CopyEnded(
+                at_s=self._engine.front.clock(),
+                op=command.op,
+                error=error or ("" if intact is None else "a page is damaged"),
+                intact=intact,
+            )
+        )
+
+    def _namespace_of(self, seed: bytes | None) -> str | None:
+        """The namespace whose keys begin with this seed, if anything of it is cached."""
+        roots = self._engine.core.state.index.tree.roots
+        if len(self._seeds) > 2 * len(roots):
+            self._seeds = {name: known for name, known in self._seeds.items() if name in roots}
+        for name in roots:
+            known = self._seeds.get(name)
+            if known is None:
+                known = self._seeds[name] = namespace_seed(name)
+            if known == seed:
+                return name
+        return None

@@ -1,0 +1,160 @@
+"""Decode workers of one prefill, in this process and without a network, which read from each other's host memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidekv import (
+    CachePeerOptions,
+    DecodeEngine,
+    DecodeRequest,
+    DevicePool,
+    EngineConfig,
+    HostPool,
+    KVLayout,
+    LoopbackNetwork,
+    LoopbackTransport,
+    PeerOptions,
+    PrefillPeer,
+    ReadyRequest,
+    StorageOptions,
+)
+from tidekv.backends.keys.chain import pack_tokens
+from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
+from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
+
+PAGE = 4
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float16", page_size=PAGE)
+PROMPT = list(range(100, 142))  # Ten pages of four tokens and a partial one of two.
+PATIENT = PeerOptions(heartbeat_s=0.2, silence_s=60.0, lease_s=120.0)
+"""No peer is silent because this machine is busy."""
+
+
+def sharing(**fields: Any) -> CachePeerOptions:
+    """Options of workers that share, and wait long enough for each other."""
+    return CachePeerOptions(**{"enabled": True, "listen": "peers:0", "wait_s": 30.0, "wait_share": 0.9, **fields})
+
+
+@dataclass
+class Worker:
+    """One decode worker: its engine and pools, and what it can check."""
+
+    name: str
+    engine: DecodeEngine
+    device: DevicePool
+    host: HostPool
+    transport: LoopbackTransport
+    prefill: str
+    kv: SyntheticKV = field(init=False)
+    made: int = 0
+
+    def __post_init__(self) -> None:
+        self.kv = SyntheticKV(self.device)
+
+    async def ready(self, tokens: Sequence[int], peers: Sequence[str] = (), **fields: Any) -> ReadyRequest:
+        """Restore a prompt, and verify every byte of it."""
+        self.made += 1
+        request = DecodeRequest(
+            request_id=f"{self.name}-{self.made}",
+            tokens=list(tokens),
+            prefill=self.prefill,
+            send_prompt=True,
+            peers=peers,
+            **fields,
+        )
+        ready = await self.engine.restore(request)
+        namespace = str(fields.get("namespace", ""))
+        digests = prompt_digests(pack_tokens(list(tokens)), PAGE, namespace=namespace)
+        assert self.kv.verify(list(ready.pages), digests) == [], f"wrong bytes at {self.name}"
+        return ready
+
+    async def serve(self, tokens: Sequence[int], peers: Sequence[str] = (), **fields: Any) -> dict[str, int]:
+        """Restore a prompt and give it back; returns where its tokens came from."""
+        ready = await self.ready(tokens, peers, **fields)
+        await self.engine.finish(ready, [])
+        return dict(ready.sources)
+
+    @property
+    def address(self) -> str:
+        """Where others read its host memory."""
+        assert self.engine.peer_address is not None
+        return self.engine.peer_address
+
+    def core(self) -> dict[str, int]:
+        """Counts of the core."""
+        return dict(self.engine.statistics()["core"])
+
+
+class Gate:
+    """Holds the writes of one worker, from the first on."""
+
+    def __init__(self, writer: str) -> None:
+        self.reached, self.opened = asyncio.Event(), asyncio.Event()
+        self._writer = writer
+
+    async def hold(self, writer: str, target: str, pages: int) -> None:
+        """Hold a write of that worker until the gate is opened."""
+        if writer == self._writer:
+            self.reached.set()
+            await self.opened.wait()
+
+
+@dataclass
+class Neighbours:
+    """Decode workers, and the network between them."""
+
+    network: LoopbackNetwork
+    prefill: SyntheticPrefill
+    workers: list[Worker]
+    gates: list[Gate] = field(default_factory=list)
+
+    def hold(self, writer: Worker) -> Gate:
+        """Hold the writes of a worker, until the gate is opened, or the test ends."""
+        gate = Gate(writer.transport.instance)
+        self.gates.append(gate)
+        self.network.before_write = gate.hold
+        return gate
+
+    def __getitem__(self, number: int) -> Worker:
+        return self.workers[number]
+
+
+@contextlib.asynccontextmanager
+async def neighbours(
+    count: int = 2,
+    *,
+    host_pages: int = 64,
+    options: CachePeerOptions | None = None,
+    configs: Sequence[dict[str, Any]] = (),
+    namespace: str = "",
+    **fields: Any,
+) -> AsyncIterator[Neighbours]:
+    """So many running decode workers; `configs` has further options of each."""
+    network = LoopbackNetwork()
+    pool = DevicePool.allocate(LAYOUT, 256)
+    prefill = SyntheticPrefill(pool, vocabulary=1000, namespace=namespace)
+    options = options or sharing()
+    storage = StorageOptions(prefetch="timeout", prefetch_threshold_tokens=1)
+    async with contextlib.AsyncExitStack() as stack:
+        peer = await stack.enter_async_context(
+            PrefillPeer(device=pool, transport=LoopbackTransport("prefill-0", network), on_room=prefill.serve)
+        )
+        workers = []
+        for number in range(count):
+            more = configs[number] if number < len(configs) else {}
+            config = EngineConfig(**{"storage": storage, "peer": PATIENT, "cache_peers": options, **fields, **more})
+            device, host = DevicePool.allocate(LAYOUT, 64), HostPool.allocate(LAYOUT, host_pages)
+            transport = LoopbackTransport(f"decode-{number}", network)
+            engine = DecodeEngine(config, device=device, host=host, transport=transport)
+            await stack.enter_async_context(engine)
+            workers.append(Worker(f"decode-{number}", engine, device, host, transport, peer.address))
+        all_of = Neighbours(network, prefill, workers)
+        try:
+            yield all_of
+        finally:
+            for gate in all_of.gates:
+                gate.opened.set()
