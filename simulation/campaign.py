@@ -17,6 +17,7 @@ from random import Random
 from typing import TypeAlias
 
 from simulation.faults import FAULTS, Chosen
+from simulation.neighbours import has_neighbours
 from simulation.rank import FAULTS as RANK_FAULTS
 from simulation.ranks import RanksFailed, RanksReport, simulate_ranks
 from simulation.simulate import Report, SimulationFailed, has_short_rests, lends_in, simulate
@@ -42,15 +43,23 @@ class Shape:
     has_components: bool
     """Whether it has components in any case; otherwise the settings draw them."""
     lends: bool
+    has_neighbours: bool
 
 
-def shape_of(seed: int, requests: int, *, ranks: int | None = None, lends: bool = False) -> Shape:
-    """Draw the shape of a seed. With `ranks` every seed runs on so many, with `lends` every seed lends."""
+def shape_of(
+    seed: int, requests: int, *, ranks: int | None = None, lends: bool = False, neighbours: bool = False
+) -> Shape:
+    """Draw the shape of a seed. With `ranks` every seed runs on so many, with `lends` every seed lends, and with
+    `neighbours` every seed of a single core without components has other decode workers.
+    """
     random = Random(f"shape {seed}")
     if ranks is None and random.random() < RANKS_SHARE:
         ranks, requests = random.choice((2, 3, 4)), max(1, round(requests * REQUESTS_OF_RANKS))
     lends = lends or lends_in(seed, LENT_SHARE)
-    return Shape(requests, ranks or 0, lends or not has_short_rests(seed), lends)
+    neighbours = (neighbours or has_neighbours(seed)) and not ranks
+    # Other workers share no components: a seed with them has none unless its settings draw some.
+    has_components = not neighbours and (lends or not has_short_rests(seed))
+    return Shape(requests, ranks or 0, has_components, lends, neighbours)
 
 
 @dataclass(slots=True)
@@ -85,13 +94,14 @@ def run_campaign(
     ranks: int | None = None,
     without: Sequence[str] = (),
     lends: bool = False,
+    neighbours: bool = False,
     progress: Callable[[], object] | None = None,
 ) -> Campaign:
     """Run `seeds` seeds of `requests` requests each, over `jobs` processes. A failing seed does not stop the others.
 
     With `ranks`, that many cores serve each request together, and with 0 a single one; with `lends` every seed has lent
-    device pages. Otherwise `shape_of` draws both, and a seed on several ranks has fewer requests. Faults by name, or
-    left out by name, are those of a single core.
+    device pages, with `neighbours` other decode workers if it can. Otherwise `shape_of` draws these, and a seed on
+    several ranks has fewer requests. Faults by name, or left out by name, are those of a single core.
     """
     if faults not in ("all", "none") or without:
         ranks = 0
@@ -101,7 +111,8 @@ def run_campaign(
     elif ranks is None:
         campaign.faults.update(dict.fromkeys(RANK_FAULTS, 0))
     began_s = time.perf_counter()
-    one = partial(_run_seed, requests=requests, faults=faults, ranks=ranks, without=without, lends=lends)
+    shaped = partial(shape_of, requests=requests, ranks=ranks, lends=lends, neighbours=neighbours)
+    one = partial(_run_seed, shaped=shaped, faults=faults, without=without)
     numbers = range(first_seed, first_seed + seeds)
     for seed, (outcome, cpu_s) in zip(numbers, _outcomes(numbers, jobs, one), strict=True):
         campaign.seeds += 1
@@ -132,11 +143,9 @@ def _outcomes(seeds: range, jobs: int, one: Callable[[int], Outcome]) -> Iterato
         yield from pool.map(one, seeds, chunksize=4)
 
 
-def _run_seed(
-    seed: int, *, requests: int, faults: Chosen, ranks: int | None, without: Sequence[str], lends: bool
-) -> Outcome:
+def _run_seed(seed: int, *, shaped: Callable[[int], Shape], faults: Chosen, without: Sequence[str]) -> Outcome:
     began_s = time.process_time()
-    shape = shape_of(seed, requests, ranks=ranks, lends=lends)
+    shape = shaped(seed)
     try:
         outcome: Report | RanksReport | str
         if shape.ranks:
@@ -156,6 +165,7 @@ def _run_seed(
                 without=without,
                 always_components=shape.has_components,
                 lends=shape.lends,
+                neighbours=shape.has_neighbours,
             )
     except (SimulationFailed, RanksFailed) as failure:
         outcome = str(failure)

@@ -100,10 +100,22 @@ FAULTS: dict[str, str] = {
     "component_tier_is_lost": "host memory and storage deliver nothing of one component any more",
     "same_id_elsewhere": "another decode worker has a room of the same id, for another prompt, at the same prefill",
     "all_is_stored": "what storage lacks is to be stored, as before the end of a worker, while requests run",
+    # Other decode workers, in runs that have some.
+    "neighbour_fails": "a read from another decode worker ends with an error",
+    "neighbour_raises": "starting a read from another decode worker raises",
+    "neighbour_is_late": "another decode worker is stopped because it is late, and still writes for a while",
+    "neighbour_is_stuck": "another decode worker falls silent, and may write long after the request has ended",
+    "neighbour_lies": "a page from another decode worker does not match its checksum",
+    "neighbour_reports_nonsense": "a read from another decode worker reports more pages than it was to bring",
+    "share_fails": "a read by another decode worker ends with an error",
+    "share_raises": "starting a read by another decode worker raises",
+    "share_is_stuck": "another decode worker reads for very long",
 }
 """Kinds of faults by name, with a description."""
 OF_LENDING = frozenset({"pages_are_not_offered"})
 """Kinds that strike only if device pages are lent. Other runs do not depend on whether they are chosen."""
+OF_NEIGHBOURS = frozenset(name for name in FAULTS if name.startswith(("neighbour_", "share_")))
+"""Kinds that strike only in runs with other decode workers, which draw them from a random source of their own."""
 
 ALWAYS = frozenset({"all_is_stored", "same_id_elsewhere"})
 """Kinds that strike at every opportunity of a run that has them; nothing is drawn for them."""
@@ -121,14 +133,18 @@ class Faults:
         without: Collection[str] = (),
         *,
         with_lending: bool = False,
+        only: Collection[str] | None = None,
     ) -> None:
-        """`without` names kinds that are drawn like all others but never strike, so the run is otherwise the same."""
+        """`without` names kinds that are drawn like all others but never strike, so the run is otherwise the same.
+        `only` are the kinds of another source of faults; by default those that every run may have.
+        """
         names = list(FAULTS) if chosen == "all" else [] if chosen == "none" else sorted(chosen)
         for name in (*names, *without):
             if name not in FAULTS:
                 raise unknown(name, FAULTS, "fault", InvalidConfig)
         if not with_lending:
             names = [name for name in names if name not in OF_LENDING]
+        names = [name for name in names if (name not in OF_NEIGHBOURS if only is None else name in only)]
         self._random = random
         self._without = frozenset(without)
         self.counts: dict[str, int] = dict.fromkeys(names, 0)

@@ -68,6 +68,7 @@ def simulate(
     early: bool | None = None,
     lends: bool = False,
     hints: bool = True,
+    neighbours: bool = False,
     watch: Callable[[World], None] | None = None,
 ) -> Report:
     """Serve requests in virtual time, with faults drawn from the seed, and check every step.
@@ -76,15 +77,26 @@ def simulate(
     Without `settings` those are drawn from the seed, too; with `always_components` every seed has components. With
     `early` callers begin with the first layers of their prompts; None draws that from the seed with the settings. With
     `lends` host engines lend the device pages in every seed; otherwise the seed draws that with the settings. With
-    `hints` an orchestrator gives KV hints about the prompts all the time. `watch` receives the world before the run
-    starts. Raises SimulationFailed with what is needed to repeat the run.
+    `hints` an orchestrator gives KV hints about the prompts all the time. With `neighbours` other decode workers share
+    host memory with this one, unless the seed has components, or no host memory. `watch` receives the world before the
+    run starts. Raises SimulationFailed with what is needed to repeat the run.
     """
     random = Random(f"settings {seed}")
     drawn = settings_of(random, seed, settings, always_components=always_components, lends=lends)
     if early is None:
         early = settings is None and not drawn.lends_device and draws_early(seed)
+    neighbours = neighbours and bool(drawn.host_pages) and not drawn.components
+    if neighbours:
+        drawn = with_neighbours(drawn, seed)
     world = World(
-        seed=seed, requests=requests, faults=faults, settings=drawn, without=without, early=early, hints=hints
+        seed=seed,
+        requests=requests,
+        faults=faults,
+        settings=drawn,
+        without=without,
+        early=early,
+        hints=hints,
+        neighbours=neighbours,
     )
     if watch is not None:
         watch(world)
@@ -99,7 +111,7 @@ def simulate(
         events=world.event_count,
         virtual_s=world.now_s,
         ends=world.ends,
-        faults=world.faults.counts,
+        faults={**world.faults.counts, **({} if world.neighbours is None else world.neighbours.faults.counts)},
         counters=dict(sorted(world.core.state.counters.items())),
         component_pages=dict(sorted(world.component_pages.counts.items())),
         early={} if world.early_callers is None else dict(sorted(world.early_callers.counts.items())),
@@ -180,6 +192,19 @@ def with_short_rests(settings: CoreSettings, seed: int) -> CoreSettings:
     if settings.components or settings.lends_device or random.random() >= SHORT_RESTS_SHARE:
         return settings
     return msgspec.structs.replace(settings, recompute_threshold=random.randint(1, 6 * settings.page_size))
+
+
+def with_neighbours(settings: CoreSettings, seed: int) -> CoreSettings:
+    """Return the settings with bounds of what is shared with other decode workers, as the seed draws them."""
+    random = Random(f"bounds of neighbours {seed}")
+    return msgspec.structs.replace(
+        settings,
+        peer_wait_s=random.choice((0.02, 0.1, 1.0)),
+        peer_wait_share=random.choice((0.1, 0.25, 1.0)),
+        peer_pause_s=random.choice((0.01, 0.5, 5.0)),
+        peer_host_share=random.choice((0.1, 0.25, 1.0)),
+        peer_reads_max=random.choice((1, 3, 16)),
+    )
 
 
 def lending(settings: CoreSettings) -> CoreSettings:

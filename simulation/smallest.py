@@ -42,6 +42,8 @@ class SmallestRun(msgspec.Struct, frozen=True):
     without: tuple[str, ...]
     lends: bool
     """Whether every seed lends its device pages, not only those that draw it."""
+    neighbours: bool
+    """The same of other decode workers."""
     struck: tuple[str, ...]
     """The kinds of faults that struck."""
     what: str
@@ -57,6 +59,7 @@ class SmallestRun(msgspec.Struct, frozen=True):
         words = ["tidekv", "simulate", "--seed", str(self.seed), "--requests", str(self.requests), "--faults", faults]
         words += ["--ranks", "0"]
         words += ["--lent"] if self.lends else []
+        words += ["--peers"] if self.neighbours else []
         return shlex.join([*words, "--without", ",".join(self.without)] if self.without else words)
 
 
@@ -88,6 +91,7 @@ class _Attempt:
                 without=without,
                 always_components=shape.has_components,
                 lends=shape.lends,
+                neighbours=shape.has_neighbours,
                 watch=watch,
             )
         except SimulationFailed as failure:
@@ -95,7 +99,8 @@ class _Attempt:
         world = self._worlds[0]
         self.shape = replace(shape, requests=shape.requests - world.arrivals_left)
         self.events = world.event_count
-        self.struck = tuple(name for name, count in world.faults.counts.items() if count)
+        counts = {**world.faults.counts, **({} if world.neighbours is None else world.neighbours.faults.counts)}
+        self.struck = tuple(name for name, count in counts.items() if count)
         if tape is not None:
             tape.write()
 
@@ -149,13 +154,14 @@ def find_smallest(
     *,
     without: Collection[str] = (),
     lends: bool = False,
+    neighbours: bool = False,
 ) -> SmallestRun:
     """Reduce a failing run for as long as it fails in the same way, and write its journal to `path`.
 
     The run is that of a single core in a campaign (`shape_of`). `without` names kinds of faults that are excluded from
     the start. Raises InvalidRequest if the run does not fail.
     """
-    best = _Attempt(seed, shape_of(seed, requests, ranks=0, lends=lends), faults, without)
+    best = _Attempt(seed, shape_of(seed, requests, ranks=0, lends=lends, neighbours=neighbours), faults, without)
     left_out = frozenset(without)
     what = best.what
     if not what:
@@ -184,6 +190,7 @@ def find_smallest(
         faults=faults,
         without=tuple(sorted(left_out)),
         lends=lends,
+        neighbours=neighbours,
         struck=last.struck,
         what=last.what,
         journal=path,

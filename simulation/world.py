@@ -20,6 +20,7 @@ from simulation.faults import Chosen, Faults
 from simulation.hints import Orchestrator
 from simulation.lending_callers import Blocks, ComponentBlocks, LendingClient
 from simulation.memory import Contents, SimulatedPool, Violation
+from simulation.neighbours import Neighbours
 from simulation.policies import draw_policy
 from simulation.prefill import Peer, Prompt
 from simulation.raising import Injected, Raising
@@ -30,6 +31,7 @@ from simulation.tiers import Outcomes, SimulatedCopies, SimulatedStorage
 from tidekv.states import commands, events
 from tidekv.states.core import Core
 from tidekv.states.records.stages import State
+from tidekv.states.types import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -85,9 +87,10 @@ class World:
         without: Collection[str] = (),
         early: bool = False,
         hints: bool = False,
+        neighbours: bool = False,
     ) -> None:
         """With `early`, callers begin with the first layers of their prompts; with `hints` an orchestrator gives hints
-        about them.
+        about them; with `neighbours` other decode workers share host memory with this one.
         """
         self._random = random = Random(seed)
         self.settings = settings
@@ -117,6 +120,7 @@ class World:
             self.orchestrator = Orchestrator(
                 seed, settings, give=self.step, after=self.schedule.after, now_s=lambda: self.now_s
             )
+        self.neighbours = Neighbours(self, seed, faults, without) if neighbours else None
         self.dead_writers: set[str] = set()
         self.retracting: dict[str, tuple[Caller, bytes]] = {}
         self.retracted_ids: set[str] = set()
@@ -144,7 +148,8 @@ class World:
         # Any: each taker has its own command type.
         self._execute: dict[type[commands.Command], Callable[[Any], None]] = {
             commands.QueryStorage: self.component_storage.query,
-            commands.FetchPages: by_group(self.storage.fetch, self.component_storage.fetch),
+            commands.FetchPages: self._fetch,
+            commands.SharePages: self._share,
             commands.StorePages: by_group(self.storage.store, self.component_storage.store),
             commands.ProbeStorage: self.storage.probe,
             commands.CopyPages: by_group(self.copies.copy, self.copies.copy_component),
@@ -166,7 +171,7 @@ class World:
             commands.ReportRetracted: self._retracted,
             commands.ReportFlushed: self._nothing,
             commands.ReportStored: self._all_stored,
-            commands.ReportHinted: self.orchestrator.answered if self.orchestrator is not None else self._nothing,
+            commands.ReportHinted: self._hinted,
             commands.ForgetTokens: self._forget_tokens,
         }
 
@@ -319,8 +324,11 @@ class World:
                 early=self.early_callers is not None and self.early_callers.draw(),
                 # By the number and not drawn, so that other draws of a seed stay what they were.
                 tokens_max=len(caller.tokens) + caller.request_number % 5 if caller.request_number % 3 == 0 else 0,
+                peers=() if self.neighbours is None else self.neighbours.draw(),
             )
         )
+        if self.neighbours is not None:
+            self.neighbours.arrived(caller.namespace, caller.tokens[:full])
         if self.orchestrator is not None:
             self.orchestrator.arrived(caller.namespace, caller.tokens[:full])
 
@@ -459,6 +467,28 @@ class World:
 
     def _nothing(self, command: commands.Command) -> None:
         pass
+
+    def _fetch(self, command: commands.FetchPages) -> None:
+        if command.peer:
+            self._with_neighbours(command).fetch(command)
+        elif command.component == FULL:
+            self.storage.fetch(command)
+        else:
+            self.component_storage.fetch(command)
+
+    def _share(self, command: commands.SharePages) -> None:
+        self._with_neighbours(command).share(command)
+
+    def _with_neighbours(self, command: commands.Command) -> Neighbours:
+        if self.neighbours is None:
+            raise Violation(f"{command}, but there is no other decode worker")
+        return self.neighbours
+
+    def _hinted(self, command: commands.ReportHinted) -> None:
+        if self.neighbours is not None and self.neighbours.is_asked_by(command):
+            self.neighbours.answered(command)
+        elif self.orchestrator is not None:
+            self.orchestrator.answered(command)
 
     def _promise(self, command: commands.SendPromise) -> None:
         caller = self._callers[command.request_id]
@@ -610,6 +640,8 @@ class World:
         audit(self)
         if self.orchestrator is not None:
             self.orchestrator.check_end()
+        if self.neighbours is not None:
+            self.neighbours.check_end()
         core = self.core
         if self._callers:
             stuck = next(iter(self._callers))

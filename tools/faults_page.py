@@ -102,6 +102,19 @@ REQUIRED: dict[str, dict[str, str]] = {
         "chunk_skips_pages": "Counted; the cursor does not move, so the room is not complete before the missing pages "
         "have arrived.",
     },
+    "Other decode workers": {
+        "neighbour_fails": "Prefill sends what it did not bring, after an extend; it is not asked for some seconds.",
+        "neighbour_raises": "As a read that brought nothing.",
+        "neighbour_is_late": "At the deadline, a share of the request's time, prefill is asked to write to the device "
+        "pages; the host pages stay owned until nothing writes to them.",
+        "neighbour_is_stuck": "As late: the request becomes READY without it.",
+        "neighbour_lies": "The page and all behind it are misses; its bytes are neither published nor copied.",
+        "neighbour_reports_nonsense": "The number is limited to the pages that were read.",
+        "share_fails": "The pages that were held for it are given back.",
+        "share_raises": "As a read that failed.",
+        "share_is_stuck": "Its pages are not evicted, and count towards the bound of all reads by others; nothing else "
+        "waits.",
+    },
     "Callers": {
         "abort": "FAILED at once; its pages are free, or in the quarantine while they may still be written.",
         "abort_at_once": "The request leaves the queue and holds nothing.",

@@ -39,6 +39,9 @@ def simulate(
         bool,
         typer.Option("--lent", help="Device pages that host engines lend, in every seed; by default in some of them."),
     ] = False,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Other decode workers in every seed that can have them; by default in some.")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the figures, with commit, date and machine.")] = None,
     journals: Annotated[Path, typer.Option(help="Where the journals of runs that fail are written.")] = Path(),
 ) -> None:
@@ -79,6 +82,7 @@ def simulate(
         ranks=ranks,
         without=left_out,
         lends=lent,
+        neighbours=peers,
         progress=lambda: next(ticks, None),
     )
     table = Table(title="faults injected, and how requests ended")
@@ -126,6 +130,7 @@ def simulate(
                 journals / f"simulation-{seed}.journal",
                 without=left_out,
                 lends=lent,
+                neighbours=peers,
             )
             console.print(
                 f"seed {seed} fails like this with {smallest.requests} requests and {len(smallest.struck)} kinds of "

@@ -1,0 +1,133 @@
+"""Other decode workers in the simulation: runs with them hold every promise, and bugs in the sharing are found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from simulation import SimulationFailed, simulate
+from simulation.campaign import shape_of
+from simulation.faults import FAULTS, OF_NEIGHBOURS
+from simulation.neighbours import has_neighbours
+from simulation.simulate import draw_settings, with_neighbours
+from simulation.smallest import find_smallest
+from tidekv.states.core_state import CoreState
+from tidekv.states.hints import Hints, Share
+from tidekv.states.records.request import Load
+from tidekv.states.storage.peer_fetches import PeerFetches
+from tidekv.states.types import page_ids
+
+SEEDS = range(1, 31)
+
+
+def test_runs_with_other_workers_have_every_kind_of_their_faults_and_no_violation() -> None:
+    counted, struck = Counter[str](), Counter[str]()
+    for seed in SEEDS:
+        report = simulate(seed, 60, neighbours=True, lends=seed % 4 == 0)
+        counted.update(report.counters)
+        struck.update(report.faults)
+    assert set(FAULTS) >= OF_NEIGHBOURS and all(struck[name] for name in OF_NEIGHBOURS), struck
+    for name in ("peer_fetches", "peer_fetches_late", "peer_pages_short", "pages_shared", "peer_pages_declined"):
+        assert counted[name], name
+
+
+def test_the_same_seed_is_the_same_run_and_without_them_it_is_another() -> None:
+    seed = next(seed for seed in SEEDS if simulate(seed, 40, neighbours=True).counters["peer_fetches"])
+    first, second = simulate(seed, 40, neighbours=True), simulate(seed, 40, neighbours=True)
+    assert first == second != simulate(seed, 40)
+    assert not any(simulate(seed, 40).faults.get(name) for name in OF_NEIGHBOURS)
+
+
+def test_some_seeds_of_a_campaign_have_other_workers() -> None:
+    drawn = sum(has_neighbours(seed) for seed in range(200))
+    assert 20 < drawn < 100
+
+
+def a_share_holds_nothing(patch: pytest.MonkeyPatch) -> None:
+    """The pages of a peer's read may be evicted while they are read."""
+    shared = Hints._share
+
+    def share(self: Hints, event):  # type: ignore[no-untyped-def]  # As in the class.
+        answer = shared(self, event)
+        for one in self.shares:
+            if not one.receipt.released:
+                self._state.index.unpin(one.receipt)
+        return answer
+
+    patch.setattr(Hints, "_share", share)
+    # The audit would name the receipt at once: the pages must show it.
+    patch.setattr("tidekv.states.inspect.invariants._check_receipts", lambda core, loads: None)
+
+
+def a_late_peer_gives_its_host_pages_back_at_once(patch: pytest.MonkeyPatch) -> None:
+    given_up = PeerFetches.fetch_given_up
+
+    def give_up(self: PeerFetches, fetch: Load, **fields: str) -> None:
+        given_up(self, fetch, **fields)
+        late = self._state.operations[fetch.op]
+        self._state.host.give_back(late.host_pages)  # type: ignore[attr-defined]  # A LateFetch.
+        self.pages_in_flight -= len(late.host_pages)  # type: ignore[attr-defined]
+        late.host_pages = page_ids()  # type: ignore[attr-defined]
+
+    patch.setattr(PeerFetches, "fetch_given_up", give_up)
+
+
+def a_share_forgets_its_bound(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Hints, "shared_pages", property(lambda self: 0))
+
+
+def a_share_never_ends(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Share, "ended", lambda self, event, error: None)
+
+
+def what_a_peer_did_not_send_counts(patch: pytest.MonkeyPatch) -> None:
+    from tidekv.states.storage.peer_fetches import PeerCalls
+
+    ended = PeerCalls.fetch_ended
+    patch.setattr(PeerCalls, "fetch_ended", lambda self, event: ended(self, event) + 1)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        a_share_holds_nothing,
+        a_late_peer_gives_its_host_pages_back_at_once,
+        a_share_forgets_its_bound,
+        a_share_never_ends,
+        what_a_peer_did_not_send_counts,
+    ],
+)
+def test_a_bug_in_the_sharing_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch) -> None:
+    plant(monkeypatch)
+    for seed in range(1, 61):
+        try:
+            simulate(seed, 120, neighbours=True)
+        except SimulationFailed:
+            return
+    raise AssertionError(f"{plant.__name__} was not found")
+
+
+def test_a_failing_run_with_other_workers_is_reduced_and_repeated(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_share_never_ends(monkeypatch)
+
+    def fails(seed: int) -> bool:
+        shape = shape_of(seed, 40, ranks=0, neighbours=True)
+        try:
+            simulate(seed, 40, lends=shape.lends, neighbours=True)
+        except SimulationFailed:
+            return True
+        return False
+
+    seed = next(seed for seed in range(1, 61) if fails(seed))
+    smallest = find_smallest(seed, 40, "all", tmp_path / "journal", neighbours=True)
+    assert "--peers" in smallest.command and smallest.requests <= 40
+
+
+def test_bounds_are_drawn_beside_the_other_settings() -> None:
+    from random import Random
+
+    settings = draw_settings(Random(1))
+    drawn = {with_neighbours(settings, seed).peer_reads_max for seed in range(20)}
+    assert drawn == {1, 3, 16} and CoreState(with_neighbours(settings, 1)).host.total == settings.host_pages
