@@ -14,8 +14,8 @@ POOLS = ("device", "host")
 CONDITIONS = ("free", "owned", "cached", "draining", "total", "evictable", "protected")
 LIVE = (
     "queue", "loads", "lookahead_pages", "backups", "offers", "operations", "rooms", "rooms_draining",
-    "requests_retracted", "requests_returning", "requests_running", "hint_pinned_pages",
-    "pages_to_store",
+    "requests_retracted", "requests_returning", "requests_running", "hint_pinned_pages", "pages_to_store",
+    "shared_pages", "peer_pages_in_flight",
 )  # fmt: skip
 POLLERS = {"poller": "transport", "storage_poller": "storage"}
 
@@ -58,7 +58,7 @@ class MetricsCollector(Collector):
         yield labeled_counter(
             "tidekv_pages",
             "Pages promised (prefill need not send them), asked of prefill, asked by extend, delivered, of them wasted"
-            " in rooms that were left, fetched from storage, and stored there.",
+            " in rooms that were left, fetched from storage, read from peers and by them, and stored there.",
             "what",
             fold.pages,
         )
@@ -97,10 +97,12 @@ class MetricsCollector(Collector):
         yield labeled_counter("tidekv_events", "Events that the core took.", "type", fold.events)
         yield labeled_counter("tidekv_core", "What the core counts of its own.", "what", fold.core.state.counters)
         yield labeled_counter(
-            "tidekv_calls_failed", "Copies and calls to storage that failed.", "call", fold.calls_failed
+            "tidekv_calls_failed", "Copies, and calls to storage and peers, that failed.", "call", fold.calls_failed
         )
         yield _histograms("tidekv_state_seconds", "Time in each state.", "state", fold.state_s)
-        yield _histograms("tidekv_call_seconds", "Copies and calls to storage, by kind.", "call", fold.calls_s)
+        yield _histograms(
+            "tidekv_call_seconds", "Copies, and calls to storage and peers, by kind.", "call", fold.calls_s
+        )
         yield _histograms("tidekv_ready_seconds", "From arrival to READY.", "outcome", {"ready": fold.ready_s})
         yield from self._gauges()
 

@@ -41,6 +41,7 @@ class Histogram:
 _CALLS: dict[type[commands.Command], str] = {
     commands.QueryStorage: "query",
     commands.FetchPages: "fetch",
+    commands.SharePages: "share",
     commands.StorePages: "store",
     commands.ProbeStorage: "probe",
     commands.CopyPages: "copy",
@@ -62,7 +63,7 @@ class MetricsFold:
         self.tokens: Counter[str] = Counter()
         """Prompt tokens of READY requests by source."""
         self.pages: Counter[str] = Counter()
-        """promised, asked, extended, delivered, wasted, fetched, stored."""
+        """promised, asked, extended, delivered, wasted, fetched, from_peers, to_peers, stored."""
         self.component_pages: Counter[tuple[str, str]] = Counter()
         """By component: asked of prefill, loaded from the host, cloned on the device, backed up, fetched from storage,
         stored there, left by callers.
@@ -93,6 +94,7 @@ class MetricsFold:
             commands.SendExtend: self._extend,
             commands.CopyPages: self._copy,
             commands.FetchPages: self._fetch,
+            commands.SharePages: self._share,
             commands.StorePages: self._store,
             commands.ReportReady: self._ready,
             commands.ReportRestored: self._restored,
@@ -130,7 +132,8 @@ class MetricsFold:
                 count = getattr(event, "valid", getattr(event, "put", copied[2]))
                 self.component_pages[copied[:2]] += max(count, 0)
             elif kind is events.PagesFetched:
-                self.pages["fetched"] += max(event.valid, 0)  # type: ignore[attr-defined]  # Just that.
+                what = "from_peers" if name == "peer_fetch" else "fetched"
+                self.pages[what] += max(event.valid, 0)  # type: ignore[attr-defined]  # Just that.
             elif kind is events.PagesStored:
                 self.pages["stored"] += max(event.put, 0)  # type: ignore[attr-defined]  # Just that.
         for request_id, state in self.core.moves:
@@ -189,8 +192,13 @@ class MetricsFold:
         self._component_copies[command.op] = (command.component, what, len(command.target_pages))
 
     def _fetch(self, command: commands.FetchPages) -> None:
+        if command.peer:
+            self._calls[command.op] = ("peer_fetch", self._calls[command.op][1])
         if command.component != FULL:
             self._component_copies[command.op] = (command.component, "fetched", len(command.host_pages))
+
+    def _share(self, command: commands.SharePages) -> None:
+        self.pages["to_peers"] += len(command.host_pages)
 
     def _store(self, command: commands.StorePages) -> None:
         if command.component != FULL:

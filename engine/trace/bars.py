@@ -21,6 +21,7 @@ COLORS = {
     "fetch": "magenta",
     "copy": "blue",
     "component copy": "blue",
+    "peer fetch": "magenta",
     "component fetch": "magenta",
     "span": "cyan",
     "backup": "blue",
@@ -47,10 +48,13 @@ def all_bars(request_traces: list[RequestTrace], *, now_s: float, width: int, le
         return Text("no requests")
     start_s = min(request_trace.arrived_at_s for request_trace in request_traces)
     end_s = max([request_trace.ended_at_s or now_s for request_trace in request_traces])
-    table = Table("request", "end", "ms", "L1/L2/L3/prefill tokens", f"{(end_s - start_s) * 1000:.1f} ms", "!")
+    has_peers = any(request_trace.sources.get("peer") for request_trace in request_traces)
+    names = ("l1", "l2", "l3", *(("peer",) if has_peers else ()), "transfer")
+    header = f"L1/L2/L3/{'peer/' if has_peers else ''}prefill tokens"
+    table = Table("request", "end", "ms", header, f"{(end_s - start_s) * 1000:.1f} ms", "!")
     for request_trace in request_traces:
         ended_at_s = request_trace.ended_at_s or now_s
-        sources = "/".join(str(request_trace.sources.get(name, 0)) for name in ("l1", "l2", "l3", "transfer"))
+        sources = "/".join(str(request_trace.sources.get(name, 0)) for name in names)
         table.add_row(
             # Text, since ids and causes from outside may have the brackets of rich's markup.
             Text(printable(request_trace.request_id)),

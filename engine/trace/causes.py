@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 CONSEQUENCES = {
     "query": "the plan was made without storage",
     "fetch": "the pages were asked of prefill by an extend",
+    "peer fetch": "the pages were asked of prefill by an extend",
     "ahead": "the plan goes by what has landed ahead of it",
     "copy": "the pages were asked of prefill by an extend",
     "component copy": "the pages were asked of prefill by an extend",
@@ -34,6 +35,7 @@ CONSEQUENCES = {
 LATE = {
     "query": "storage was late: it did not answer within its deadline",
     "fetch": "storage was late: the fetch did not end within its deadline",
+    "peer fetch": "the peer was late: it did not send the pages in its share of the time",
     "copy": "a copy to the device was late: it did not end within its deadline",
     "component copy": "a copy of a component was late: it did not end within its deadline",
     "component fetch": "storage was late: the fetch of a component did not end within its deadline",
@@ -44,6 +46,7 @@ LATE = {
 NAMES = {
     "query": "asking storage",
     "fetch": "the fetch from storage",
+    "peer fetch": "the read from a peer",
     "copy": "the copy from host to device",
     "component copy": "the copy of a component",
     "component fetch": "the fetch of a component from storage",
@@ -57,6 +60,7 @@ EXTENDED = {
     **LOAD_CAUSES,
     **LOST_CAUSES,
     "fetch_failed": "the fetch from storage failed",
+    "peer_failed": "the read from a peer failed",
     "start_raised": "starting the fetch or the copy raised",
     "other": "it could not be restored here",
 }
@@ -80,6 +84,8 @@ def error_of(event: events.Event, work: Work) -> str:
         return f"{name} failed: {last_line(error)}"
     if isinstance(event, events.PagesFetched) and event.valid < work.count:
         valid = max(event.valid, 0)
+        if work.kind == "peer fetch":
+            return f"the peer {work.cause} had {valid} of {work.count} pages in host memory"
         return f"the fetch was short: storage brought {valid} of {work.count} pages, the rest was lost or corrupt"
     if isinstance(event, events.PagesStored) and event.intact is not None:
         return f"the put was cut: page {event.intact} of {work.count} has changed in host memory"
@@ -170,10 +176,12 @@ def extend_cause(room: RoomRecord | None, number: int, event: events.Event) -> s
     if room is not None:
         load = room.fills.get(number)
         cause = room.spans[number].cause or ("" if load is None else load.cause)
-    if isinstance(event, events.CommandRaised) and cause.endswith(("fetch_short", "copy_failed")):
+    if isinstance(event, events.CommandRaised) and cause.endswith(("fetch_short", "peer_short", "copy_failed")):
         return "start_raised"
     if isinstance(event, events.PagesFetched) and event.error and cause == "fetch_short":
         return "fetch_failed"
+    if isinstance(event, events.PagesFetched) and event.error and cause == "peer_short":
+        return "peer_failed"
     return cause or "other"
 
 

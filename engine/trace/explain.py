@@ -15,13 +15,14 @@ SOURCE_WORDS = {
     "l1": "device memory (L1)",
     "l2": "host memory (L2)",
     "l3": "storage (L3)",
+    "peer": "another decode worker",
     "transfer": "prefill",
     "recompute": "its caller, which computed it",
 }
 WAIT_WORDS = {
     "PREALLOC": "for free device pages",
     "MATCH": "for its plan",
-    "PREFETCH": "for reads from storage",
+    "PREFETCH": "for reads from storage or a peer",
     "LOCAL_RESTORE": "for copies from host to device",
     "TRANSFER": "for prefill",
 }
@@ -146,6 +147,7 @@ def _waits(trace: RequestTrace, now_s: float) -> list[str]:
 
 def _plan(trace: RequestTrace, plan: PlanTrace) -> list[str]:
     matched = f"{plan.l1_pages} pages in L1, {plan.l2_pages} in L2, {plan.l3_pages} in L3"
+    matched += f", {plan.peer_pages} perhaps at a peer" if plan.peer_pages else ""
     shared = f", {plan.shared_pages} under load by another request" if plan.shared_pages else ""
     shared += "".join(f", {count} on their way from prefill for {name}" for name, count in plan.sent_pages.items())
     asked = [f"{count} pages of {name}" for name, count in plan.trailing_pages.items()]
@@ -164,6 +166,7 @@ def _works(trace: RequestTrace) -> list[str]:
         name = {
             "query": f"Asked storage for pages {_pages(work)}: it has {work.delivered}",
             "fetch": f"Fetched pages {_pages(work)} from {source}: {work.delivered} came",
+            "peer fetch": f"Read pages {_pages(work)} from peer {printable(work.cause)}: {work.delivered} came",
             "copy": f"Copied pages {_pages(work)} from host to device",
             "component fetch": f"Fetched {work.count} pages of {work.component} from {source}: {work.delivered} came",
             "shared component copy": f"Copied pages {_pages(work)} of {work.component} from {work.cause}",
@@ -196,7 +199,12 @@ def _waste(trace: RequestTrace) -> list[str]:
     wasted = [(work.kind, work.wasted) for work in trace.works if work.wasted]
     if not wasted:
         return []
-    names = {"fetch": "fetched too late", "span": "sent by prefill for a room that was left", "copy": "copied too late"}
+    names = {
+        "fetch": "fetched too late",
+        "peer fetch": "sent too late by a peer",
+        "span": "sent by prefill for a room that was left",
+        "copy": "copied too late",
+    }
     parts = ", ".join(f"{count} pages {names.get(kind, kind)}" for kind, count in wasted)
     return [f"Wasted: {parts}."]
 

@@ -24,6 +24,7 @@ WEB_COLORS = {"grey50": "#8a8f98", "yellow": "#d9a514", "magenta": "#b14fc5", "b
 ACTIVITIES = {
     "query": "query of storage",
     "fetch": "fetch from storage",
+    "peer fetch": "read from another decode worker",
     "component fetch": "fetch of windows and states",
     "copy": "copy to the device",
     "component copy": "copy of windows and states",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-SOURCES = ("l1", "l2", "l3", "transfer", "recompute")
+SOURCES = ("l1", "l2", "l3", "peer", "transfer", "recompute")
 
 
 @dataclass(slots=True)
@@ -17,8 +17,8 @@ class Work:
     """One piece of work for a request: a storage query, a fetch, a copy, a put, a span of a room."""
 
     kind: str
-    """"query", "fetch", "copy", "component fetch", "component copy", "shared component copy", "backup", "store",
-    "span" or "recompute".
+    """"query", "fetch", "peer fetch", "copy", "component fetch", "component copy", "shared component copy", "backup",
+    "store", "span" or "recompute".
     """
     first: int
     count: int
@@ -37,7 +37,9 @@ class Work:
     ahead: bool = False
     """Whether it was fetched ahead of the request's admission."""
     cause: str = ""
-    """For a span: why a part of the promise was withdrawn. For a copy of a component: its source."""
+    """For a span: why a part of the promise was withdrawn. For a copy of a component: its source. For a fetch from a
+    peer: its address.
+    """
     component: str = ""
     """The component of the pages."""
 
@@ -64,6 +66,8 @@ class PlanTrace:
     """Pages that prefill was already sending for other requests, by request."""
     sender: str = ""
     """The request with the same prompt whose component pages it is to copy."""
+    peer_pages: int = 0
+    """Pages that a peer was asked for."""
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ from tidekv.states.components.shared_ends import SharedEndCopy
 from tidekv.states.loads.loads import LateCopy, LoadCopy, LoadFetch
 from tidekv.states.loads.look_ahead import AheadRead
 from tidekv.states.records.stages import State
-from tidekv.states.storage.admission import LateFetch
+from tidekv.states.storage.fetch_source import LateFetch
 from tidekv.states.storage_policy import StoragePolicy, policy_of
 from tidekv.states.types import FULL
 
@@ -55,7 +55,7 @@ def plan_of(
     """Return the plan behind a promise, and the live operations that it shares with others. `begun`: operations
     that the same step has begun.
     """
-    loads = {"l2": 0, "l3": 0}
+    loads = {"l2": 0, "l3": 0, "peer": 0}
     shared = declined = 0
     joined = []
     sent: dict[str, int] = {}
@@ -74,7 +74,7 @@ def plan_of(
             else:
                 shared += pages
                 joined.append(load.op)
-    local = promised - loads["l2"] - loads["l3"] - shared - sum(sent.values())
+    local = promised - sum(loads.values()) - shared - sum(sent.values())
     plan = PlanTrace(
         at_s,
         command.generation,
@@ -89,6 +89,7 @@ def plan_of(
         {part.component: len(part.pages) for part in command.component_pages or ()},
         sent,
         _sender_of(request),
+        loads["peer"],
     )
     return plan, joined
 
@@ -288,7 +289,7 @@ class RequestTraces:
         work.error = late or error_of(event, work)
         work.delivered = delivered_by(event, work)
         if late:
-            work.wasted = work.delivered if work.kind in ("fetch", "copy") else 0
+            work.wasted = work.delivered if work.kind in ("fetch", "peer fetch", "copy") else 0
         elif work.error:
             kind = "ahead" if work.ahead else "short recompute" if work.cause == SHORT_REST else work.kind
             self._tell_error(work, request_traces, CONSEQUENCES[kind], at_s, core)
@@ -404,6 +405,8 @@ class RequestTraces:
         ahead = isinstance(core.state.operations.get(command.op), AheadRead | ComponentAheadRead)
         if command.component != FULL:
             work = Work("component fetch", first, count, at_s, component=command.component, ahead=ahead)
+        elif command.peer:
+            work = Work("peer fetch", first, count, at_s, cause=command.peer)
         else:
             work = Work("fetch", first, count, at_s, ahead=ahead)
         self._begin(command.op, work, self._waiters(command.op, core) or [self._live[command.request_id]])

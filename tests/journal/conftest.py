@@ -172,6 +172,14 @@ class Play:
         self.answer_queries(found)
         return self.last(commands.FetchPages)
 
+    def plan_with_peer(
+        self, request_id: str = "r1", policy: dict[str, str] | None = None, **fields: Any
+    ) -> commands.FetchPages:
+        """The request is planned, and a peer is asked for its pages."""
+        self.begin_with(peer_host_share=1.0, **(policy or {}))
+        self.arrive(request_id, peers=("decode-1:9000",), **fields)
+        return self.last(commands.FetchPages)
+
     def ask_storage(self, request_id: str = "r1", **fields: Any) -> int:
         """A request waits for the answer to its query; returns the number of the operation."""
         self.take(events.StorageChanged, available=True)

@@ -47,6 +47,49 @@ def fetch_is_cut_since_the_transfer_is_done(play: Play) -> None:
     play.take(events.PagesFetched, op=fetch.op, valid=2)
 
 
+@says("the read from a peer failed: peer decode-1:9000: prefill silent", "extend 1, since the read from a peer failed")
+def peer_fails(play: Play) -> None:
+    read = play.plan_with_peer()
+    play.take(events.PagesFetched, op=read.op, valid=0, error="peer decode-1:9000: prefill silent")
+    play.bring_everything("r1")
+
+
+@says(
+    "0 in L3, 4 perhaps at a peer",
+    "Read pages [0, 4) from peer decode-1:9000: 3 came",
+    "the peer decode-1:9000 had 3 of 4 pages in host memory",
+    LOAD_CAUSES["peer_short"],
+    "6 from another decode worker, 2 from prefill",
+    counts="peer_pages_short peer_fetches",
+)
+def peer_has_fewer_pages(play: Play) -> None:
+    read = play.plan_with_peer()
+    play.take(events.PagesFetched, op=read.op, valid=3)
+    play.bring_everything("r1")
+
+
+@says(LOAD_CAUSES["transfer_done"], "extend 1", "4 pages sent too late by a peer", counts="peer_fetches_cut")
+def peer_is_cut_since_the_transfer_is_done(play: Play) -> None:
+    read = play.plan_with_peer(policy={"prefetch": "best_effort"})
+    play.bring_everything("r1")
+    play.take(events.PagesFetched, op=read.op, valid=4)
+
+
+@says("starting the read from a peer raised: OSError: no file left", "starting the fetch or the copy raised", "READY")
+def peer_raises(play: Play) -> None:
+    read = play.plan_with_peer()
+    play.take(events.CommandRaised, op=read.op, detail="Traceback\n  …\nOSError: no file left")
+    play.bring_everything("r1")
+
+
+@says(causes.LATE["peer fetch"], LOAD_CAUSES["peer_late"], "sent too late by a peer", counts="peer_fetches_late")
+def peer_is_late(play: Play) -> None:
+    read = play.plan_with_peer()
+    play.wait_for_clock()
+    play.bring_everything("r1")
+    play.take(events.PagesFetched, op=read.op, valid=4)
+
+
 @says("the fetch from storage failed: disk on fire", "2 under load by another", "READY")
 def shared_fetch_fails(play: Play) -> None:
     fetch = play.plan_with_storage("r0", found=2)
