@@ -37,6 +37,13 @@ def main(
     host_path: Annotated[
         str, typer.Option(help="File of L2, such as /dev/shm/tidekv: its pages outlive a restart. Empty: none.")
     ] = "",
+    peer: Annotated[
+        list[str],
+        typer.Option(help="Address at which another service shares its host memory; repeat it for several."),
+    ] = [],  # noqa: B006  # As above.
+    peer_listen: Annotated[
+        str, typer.Option(help="Address at which other services read the host memory of this one. Empty: none.")
+    ] = "",
     storage: Annotated[str, typer.Option(help="URI of storage (L3), such as file:/var/lib/tidekv?capacity=20GB.")] = "",
     prefill_storage: Annotated[
         str,

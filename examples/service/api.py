@@ -149,6 +149,7 @@ class Api:
             "model": worker.model.name,
             "random_weights": worker.model.is_random,
             "prefill": prefill,
+            "peer_address": worker.engine.peer_address,
             "counts": worker.counts,
         }
         return JSONResponse(answer, status_code=200 if status == "ok" else 503)

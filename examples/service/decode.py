@@ -166,10 +166,12 @@ class DecodeWorker:
         name: str,
         device_pages: int,
         layer_by_layer: bool = False,
+        peers: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.engine = engine
         self._layer_by_layer = layer_by_layer
+        self._peers = tuple(peers)
         self.model = model
         self.prefill = prefill
         self.live: dict[str, Generation] = {}
@@ -318,6 +320,7 @@ class DecodeWorker:
                 cache=generation.cache,
                 send_prompt=True,
                 early=self._layer_by_layer and len(self.live) == 1,
+                peers=self._peers,
             )
             try:
                 ready = await self.engine.restore(request)
@@ -391,12 +394,21 @@ async def decode_worker(
     name: str,
     device_pages: int,
     layer_by_layer: bool = False,
+    peers: Sequence[str] = (),
 ) -> AsyncIterator[DecodeWorker]:
     """Run a decode worker for the duration of the block. Requests live at its end are aborted."""
     async with engine, asyncio.TaskGroup() as tasks:
         computing = tasks.create_task(batch.run(), name="batch")
         worker = DecodeWorker(
-            engine, model, batch, prefill, tasks, name=name, device_pages=device_pages, layer_by_layer=layer_by_layer
+            engine,
+            model,
+            batch,
+            prefill,
+            tasks,
+            name=name,
+            device_pages=device_pages,
+            layer_by_layer=layer_by_layer,
+            peers=peers,
         )
         try:
             yield worker

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
-from tidekv import InvalidConfig, KVEventsOptions, open_storage
-from tidekv.states.validation import SecondsOrZero, checked
+from tidekv import CachePeerOptions, InvalidConfig, KVEventsOptions, open_storage
+from tidekv.states.validation import SecondsOrZero, checked, host_and_port
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
 PAGE_TOKENS_MAX = 1 << 16
+PEERS_MAX = 8
+"""Maximum peers of a request (`DecodeRequest.peers`)."""
 
 
 class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +33,8 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
     device_pages: int
     host_pages: int
     host_path: str
+    peer: list[str]
+    peer_listen: str
     storage: str
     prefill_storage: str
     batch_max: int
@@ -59,6 +63,10 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
         except msgspec.ValidationError as error:
             raise InvalidConfig(f"--kv-events, --kv-events-replay, --router: {error}") from None
 
+    def peers(self) -> CachePeerOptions:
+        """Return the options of host memory that is shared with other services. Raises InvalidConfig."""
+        return CachePeerOptions(enabled=bool(self.peer or self.peer_listen), listen=self.peer_listen or None)
+
     def check(self) -> None:
         """Raise InvalidConfig for an option that the service could not start with."""
         check_model_directory(self.model)
@@ -70,6 +78,11 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
             checked(getattr(self, name), SecondsOrZero, f"--{name.replace('_', '-')}", InvalidConfig)
         checked(self.recompute_threshold, Annotated[int, Meta(ge=0)], "--recompute-threshold", InvalidConfig)
         self.events()
+        self.peers()
+        if len(self.peer) > PEERS_MAX:
+            raise InvalidConfig(f"--peer: a request names {PEERS_MAX} peers at most, not {len(self.peer)}")
+        for address in self.peer:
+            host_and_port(address, "--peer", InvalidConfig)
         if self.storage:
             open_storage(self.storage)  # Reads the URI; nothing is opened before the engine starts.
         if self.prefill_storage:

@@ -96,6 +96,7 @@ async def _serve(options: ServiceOptions, listener: socket.socket, compute: Comp
                 metrics=MetricsOptions(listen="127.0.0.1:0"),
                 journal=JournalOptions(path=options.journal or None),
                 kv_events=options.events(),
+                cache_peers=options.peers(),
                 recompute_threshold=options.recompute_threshold,
             ),
             device=device,
@@ -104,7 +105,8 @@ async def _serve(options: ServiceOptions, listener: socket.socket, compute: Comp
             transport=NixlTransport(
                 name=options.name,
                 secret=os.environ.get("TIDEKV_SECRET", ""),
-                dials=options.prefill if options.prefill else None,  # A child's address comes from this program.
+                # A child's address comes from this program.
+                dials=[*options.prefill, *options.peer] if options.prefill else None,
             ),
         )
         if options.recompute_threshold:
@@ -118,6 +120,7 @@ async def _serve(options: ServiceOptions, listener: socket.socket, compute: Comp
             name=options.name,
             device_pages=options.device_pages,
             layer_by_layer=options.layer_by_layer,
+            peers=options.peer,
         ) as worker:
             if provider := options.tracer_provider():
                 trace_requests(engine, provider)

@@ -61,3 +61,33 @@ def test_prompts_that_prefill_has_stored_hit_once_storage_is_attached_again(
         service.wait_idle()
     names = [json.loads(line)["name"] for line in spans.read_text().splitlines()]
     assert names.count("tidekv.restore") == 2
+
+
+def test_a_prompt_is_read_from_the_host_memory_of_another_service(serving, tmp_path: Path) -> None:
+    policy = {"prefetch": "wait_complete", "prefetch_threshold_tokens": 0}
+    with serving(tmp_path / "first", "--peer-listen", "127.0.0.1:0") as first:
+        expected = first.tokens(PROMPT, 4)
+        first.wait_for("/requests", lambda answer: answer["pools"]["host"]["cached"] >= len(PROMPT) // 16)
+        address = first.get("/health")["peer_address"]
+        with serving(tmp_path / "second", "--name", "decode-1", "--peer", address) as second:
+            assert httpx.post(f"{second.url}/policy", json=policy).json()["prefetch_threshold_tokens"] == 0
+            deadline = time.monotonic() + LIMIT_S
+            while True:
+                answer = second.complete(PROMPT, 4)
+                assert answer.choices[0].token_ids == expected
+                if answer.usage.sources.get("peer"):
+                    break
+                # On a busy machine the peer may be late, and is left alone for a while.
+                assert time.monotonic() < deadline, answer.usage.sources
+                httpx.post(f"{second.url}/flush", json={"tiers": ["l1", "l2"]})
+            assert answer.usage.sources["peer"] == len(PROMPT) // 16 * 16
+            assert second.get("/health")["peer_address"] is None
+
+
+def test_peers_of_a_service_that_cannot_be_dialled_are_refused_in_one_line(serving, tmp_path: Path) -> None:
+    for options, said in (
+        (("--peer", "nowhere"), "--peer"),
+        (tuple(word for port in range(1, 10) for word in ("--peer", f"10.0.0.1:{port}")), "8 peers at most"),
+    ):
+        with pytest.raises(pytest.fail.Exception, match=said), serving(tmp_path / "log", *options):
+            pass
