@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import tidekv
+from tests.support.neighbours import PROMPT, neighbours, sharing
 from tests.support.snippets import ROOT, snippet, snippets
 from tests.support.waits import LIMIT_S
 from tidekv import DecodeRequest, DevicePool, KVLayout, LoopbackTransport, PrefillConfig, PrefillPeer, Room
@@ -70,6 +71,7 @@ RUN = {
     ("docs/testing.md", "import asyncio"): "tests/test_testing.py::test_the_page_about_testing_is_true",
     ("docs/testing.md", "AssertionError"): "tests/test_testing.py::test_the_example_finds_a_planted_leak",
     ("docs/troubleshooting.md", "tidekv doctor"): f"{HERE}::test_commands_run",
+    ("docs/when-a-worker-goes-away.md", "config ="): f"{HERE}::test_a_prefix_is_read_from_a_peer",
     ("docs/vllm.md", "import httpx"): f"{CHECKED}::test_the_client_of_a_pair_hands_prefills_parameters_to_decode",
     (
         "examples/service/README.md",
@@ -246,6 +248,30 @@ async def test_spans_are_made() -> None:
     parent = spans["tidekv.restore"].parent
     assert parent is not None
     assert parent.span_id == spans["completion"].context.span_id
+
+
+async def test_a_prefix_is_read_from_a_peer() -> None:
+    program = snippet("docs/when-a-worker-goes-away.md", "config =")
+    config, restore = program.split("# In the engine's block:\n")
+    assert "10.0.0.5:7100" in config and "10.0.0.6:7100" in restore
+    names: dict[str, Any] = {"EngineConfig": tidekv.EngineConfig, "CachePeerOptions": tidekv.CachePeerOptions}
+    exec(compile(config, "when-a-worker-goes-away.md", "exec"), names)
+    body = "".join(f"    {line}\n" for line in restore.replace('["10.0.0.6:7100"]', "[peer]").splitlines())
+    names["DecodeRequest"] = DecodeRequest
+    told: list[object] = []
+    names["print"] = told.append
+    source = restore_of = f"async def serve(engine, tokens, prefill, peer):\n{body}    return ready\n"
+    exec(compile(restore_of.replace("prefill=prefill", "prefill=prefill, send_prompt=True"), source, "exec"), names)
+    options = names["config"].cache_peers
+    assert options.listen == "10.0.0.5:7100"
+    async with neighbours(options=sharing(listen="peers:0")) as all_of:
+        first, second = all_of.workers
+        await first.serve(PROMPT)
+        await first.engine.wait_settled()
+        ready = await names["serve"](second.engine, PROMPT, second.prefill, first.address)
+        await second.engine.finish(ready, [])
+        address = second.address
+    assert told == [address, {"l1": 0, "l2": 0, "l3": 0, "transfer": 2, "peer": 40}]
 
 
 async def test_a_hint_is_answered() -> None:
