@@ -175,7 +175,7 @@ def handover_table() -> str:
 
 
 def vllm_table() -> str:
-    """Return who computes a rest sooner, where a router placed prompts, and what a model with windows took from where.
+    """Return which side computes a rest sooner, where a router placed prompts, and the tiers that served windows.
 
     Times are shown as shares of one another: they are the machine's.
     """
@@ -226,7 +226,7 @@ def _rest() -> str | None:
 
 
 def _beside(streams: int) -> str:
-    return f"{streams} other clients" if streams else "nobody else"
+    return f"{streams} other clients" if streams else "no other client"
 
 
 def _placement() -> str | None:

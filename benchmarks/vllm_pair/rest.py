@@ -1,4 +1,4 @@
-"""Time to the first token of a later turn, by who computes the rest of its prompt and how long that is.
+"""Time to the first token of a later turn, by the side that computes the rest of its prompt and its length.
 
     turn 1    a prompt through prefill and decode
     turn 2    the same prompt, the answer, and the rest: as many further tokens

@@ -72,8 +72,8 @@ class DecodeRequest:
     """
     peers: Sequence[str] = ()
     """Addresses of decode workers that may have the prompt in their host memory (`DecodeEngine.peer_address`), 8 at
-    most. The first one that was not late or broken lately is asked for the full pages that device, host and storage do
-    not have; prefill sends what it does not. It needs `cache_peers.enabled`.
+    most. The first one that is not in pause after a failure is asked for the full pages that device, host and storage
+    do not have; prefill sends what it does not. It needs `cache_peers.enabled`.
     """
     early: bool = False
     """Return from `restore` when the first layer of all pages is in place; `ReadyRequest.wait_layer` waits for each

@@ -1,7 +1,7 @@
 """Fetches of a prompt's pages from the host memory of other decode workers, which a request names.
 
 A peer is one more tier, between storage and prefill. A plan asks it for all full pages that no tier above has, in one
-fetch to host pages. Nobody has asked the peer before whether it has them: what it does not send, or not in time, is
+fetch to host pages. The peer is not asked before whether it has them: what it does not send, or not in time, is
 asked of prefill by an extend, as for storage. A peer that was late or failed is not asked for some seconds. There is
 no circuit breaker with probes: the next fetch after the pause is the probe.
 

@@ -403,7 +403,7 @@ class DecodePreallocQueue:
     def _pre_alloc(self, req, prefix_indices=None, prefix_len=None, total_prefix_len=None):
         prefix_len = prefix_len or 0
         if prefix_len and self._uses_swa_tail_prealloc():
-            assert not self.tree_cache.locked_windows, "windows that are allocated anew have no room"
+            assert not self.tree_cache.locked_windows, "windows that are allocated again have no room"
         tokens = req.kv.kv_committed_len = len(req.origin_input_ids) + max(len(req.output_ids) - 1, 0)
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         if prefix_len:

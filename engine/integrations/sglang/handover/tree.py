@@ -93,7 +93,7 @@ def allocate_behind_match(original: Callable[..., Any], queue: Any, request: Any
     setattr(request, MATCHED, 0)
     match = queue._match_prefix_and_lock(request)
     if match.l1_prefix_len and queue._uses_swa_tail_prealloc():
-        # As SGLang does for a new request: its windows are allocated anew, so those of the tree must stay evictable.
+        # As SGLang does for a new request: its windows are allocated again, so those of the tree must stay evictable.
         queue.tree_cache.release_swa(request.lock)
     made = original(queue, request, match.prefix_indices, match.l1_prefix_len, match.l1_prefix_len)
     request.kv.cache_protected_len = match.l1_prefix_len
