@@ -87,10 +87,10 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert first.digest != simulate(6, 150).digest
 
 
-def test_seeds_of_a_campaign_have_components_but_for_short_rests_and_many_lend_or_have_ranks(
+def test_seeds_of_a_campaign_have_components_but_for_short_rests_and_peers_and_many_lend_or_have_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    components, lent, ranks, short_rests = set(), set(), Counter[int](), set()
+    components, lent, ranks, short_rests, peers = set(), set(), Counter[int](), set(), set()
 
     def note(seed: int, requests: int, settings: CoreSettings, count: int) -> SimulationFailed:
         components.update({seed} if settings.components else ())
@@ -100,7 +100,8 @@ def test_seeds_of_a_campaign_have_components_but_for_short_rests_and_many_lend_o
         assert requests == (3 if count else 12)
         return SimulationFailed(seed, requests, "all", ZeroDivisionError("no run"), [])
 
-    def single(seed: int, requests: int, faults: Chosen, *, without: object, **shape: bool) -> None:
+    def single(seed: int, requests: int, faults: Chosen, *, without: object, neighbours: bool, **shape: bool) -> None:
+        peers.update({seed} if neighbours else ())
         raise note(seed, requests, settings_of(Random(f"settings {seed}"), seed, **shape), 0)
 
     def several(seed: int, count: int, requests: int, *, with_faults: bool, **shape: bool) -> None:
@@ -110,7 +111,8 @@ def test_seeds_of_a_campaign_have_components_but_for_short_rests_and_many_lend_o
     monkeypatch.setattr(campaign, "simulate_ranks", several)
     seeds = 200
     campaign.run_campaign(first_seed=1, seeds=seeds, requests=12)
-    assert components | short_rests == set(range(1, seeds + 1))
+    assert components | short_rests | peers == set(range(1, seeds + 1))
+    assert seeds * 0.1 < len(peers) < seeds * 0.3
     assert seeds * 0.05 < len(short_rests) < seeds * 0.15
     assert seeds / 3 <= len(lent) <= seeds / 2
     assert set(ranks) == {0, 2, 3, 4}
