@@ -96,7 +96,7 @@ class DecodeRank:
             **PATIENT_GROUP,
         )
         self.engine = DecodeEngine(
-            engine_config(**PATIENT, close_deadline_s=5.0, prefetch_threshold_tokens=0, page_checksums=True),
+            engine_config(**PATIENT, close_deadline_s=30.0, prefetch_threshold_tokens=0, page_checksums=True),
             device=self.pools.device,
             host=HostPool.allocate(self.pools.device.layout, HOST_PAGES),
             components=self.components,
