@@ -349,7 +349,7 @@ def test_the_interval_of_a_median_holds_it_in_nineteen_of_twenty_cases() -> None
 
 
 def test_a_listener_knows_the_blocks_of_each_medium() -> None:
-    listener = Listener("inproc://nobody")
+    listener = Listener("inproc://no-publisher")
 
     def tell(*events: dict[str, Any]) -> tuple[int, set[str]]:
         listener.take(msgspec.msgpack.encode([0.0, list(events), 0]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.neighbours import PROMPT, Worker, neighbours, sharing
+from tests.support.neighbours import PROMPT, Gate, Neighbours, Worker, neighbours, sharing
 from tests.support.waits import expected, until
 from tidekv import (
     CachePeerOptions,
@@ -29,10 +29,19 @@ OTHERS = [[1000 + 50 * number + at for at in range(40)] for number in range(12)]
 """Further prompts of ten pages."""
 
 
-async def warm(worker: Worker, tokens: list[int] = PROMPT, **fields: object) -> None:
+async def warm(worker: Worker, tokens: list[int] = PROMPT, **fields: str) -> None:
     """Bring a prompt into the host memory of a worker."""
-    await worker.serve(tokens, **fields)
+    await worker.serve(tokens, (), **fields)
     await worker.engine.wait_settled()
+
+
+async def held(all_of: Neighbours, source: Worker, target: Worker) -> tuple[Gate, asyncio.Future[dict[str, int]]]:
+    """Let a worker ask a peer for PROMPT; returns once a write of the peer waits at the gate."""
+    gate = all_of.hold(source)
+    serving = asyncio.ensure_future(target.serve(PROMPT, [source.address]))
+    async with expected("a write of the peer"):
+        await gate.reached.wait()
+    return gate, serving
 
 
 async def test_a_prefix_is_read_from_the_host_memory_of_a_peer_and_then_shared_on() -> None:
@@ -103,7 +112,7 @@ async def test_lent_pages_are_filled_from_a_peer() -> None:
 # --- Peers that fail ---
 
 
-@pytest.mark.parametrize("how", ["nobody listens", "draining", "another model", "prefill itself", "no room for reads"])
+@pytest.mark.parametrize("how", ["no listener", "draining", "another model", "prefill itself", "no room for reads"])
 async def test_a_peer_that_cannot_be_read_costs_a_request_nothing_but_the_attempt(how: str) -> None:
     options = sharing(read_share=0.01) if how == "no room for reads" else sharing()
     model = {"model": "other"} if how == "another model" else {}
@@ -111,7 +120,7 @@ async def test_a_peer_that_cannot_be_read_costs_a_request_nothing_but_the_attemp
         first, second = all_of.workers
         if not model:
             await warm(first)
-        address = {"nobody listens": "nowhere:1", "prefill itself": first.prefill}.get(how, first.address)
+        address = {"no listener": "nowhere:1", "prefill itself": first.prefill}.get(how, first.address)
         if how == "draining":
             assert (await first.engine.drain(0)).live == []
         assert await second.serve(PROMPT, [address]) == FROM_PREFILL
@@ -130,10 +139,7 @@ async def test_a_killed_peer_costs_a_part_of_the_time_and_its_death_frees_the_pa
     async with neighbours(options=options) as all_of:
         first, second = all_of.workers
         await warm(first)
-        gate = all_of.hold(first)
-        serving = asyncio.ensure_future(second.serve(PROMPT, [first.address]))
-        async with expected("a write of the peer"):
-            await gate.reached.wait()
+        gate, serving = await held(all_of, first, second)
         address = first.address
         all_of.network.kill(first.transport.instance)
         gate.opened.set()
@@ -167,10 +173,7 @@ async def test_a_peer_that_evicts_in_the_middle_of_a_read_spares_the_pages_that_
     async with neighbours(host_pages=24, options=sharing(read_share=1.0, host_share=1.0)) as all_of:
         first, second = all_of.workers
         await warm(first)
-        gate = all_of.hold(first)
-        serving = asyncio.ensure_future(second.serve(PROMPT, [first.address]))
-        async with expected("a write of the peer"):
-            await gate.reached.wait()
+        gate, serving = await held(all_of, first, second)
         # These fill its host memory several times over.
         for tokens in OTHERS:
             await first.serve(tokens)
@@ -251,10 +254,7 @@ async def test_a_request_that_is_aborted_leaves_a_read_to_itself() -> None:
     async with neighbours() as all_of:
         first, second = all_of.workers
         await warm(first)
-        gate = all_of.hold(first)
-        serving = asyncio.ensure_future(second.serve(PROMPT, [first.address]))
-        async with expected("a write of the peer"):
-            await gate.reached.wait()
+        gate, serving = await held(all_of, first, second)
         serving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await serving
@@ -266,17 +266,14 @@ async def test_a_request_that_is_aborted_leaves_a_read_to_itself() -> None:
         assert (await second.serve(PROMPT))["l2"] == 40
 
 
-async def test_a_peer_that_closes_ends_the_reads_and_what_it_has_sent_counts() -> None:
+async def test_a_peer_that_closes_ends_the_reads_and_what_it_has_sent_counts(caplog: pytest.LogCaptureFixture) -> None:
     async with neighbours() as all_of:
         first, second = all_of.workers
         await warm(first)
-        gate = all_of.hold(first)
-        serving = asyncio.ensure_future(second.serve(PROMPT, [first.address]))
-        async with expected("a write of the peer"):
-            await gate.reached.wait()
+        gate, serving = await held(all_of, first, second)
         assert first.engine._runtime.peers is not None
         closing = asyncio.ensure_future(first.engine._runtime.peers.stop_sharing())
-        await until(lambda: second.engine._runtime.peers is not None)
+        await until(lambda: "shutting down" in caplog.text)
         gate.opened.set()
         await closing
         assert await serving in (FROM_PREFILL, FROM_PEER)
@@ -292,10 +289,7 @@ async def test_more_reads_than_may_be_are_refused() -> None:
     async with neighbours(3, options=sharing(reads_max=1)) as all_of:
         first, second, third = all_of.workers
         await warm(first)
-        gate = all_of.hold(first)
-        serving = asyncio.ensure_future(second.serve(PROMPT, [first.address]))
-        async with expected("a write of the peer"):
-            await gate.reached.wait()
+        gate, serving = await held(all_of, first, second)
         assert await third.serve(PROMPT, [first.address]) == FROM_PREFILL
         gate.opened.set()
         assert await serving == FROM_PEER

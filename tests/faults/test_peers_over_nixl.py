@@ -80,7 +80,7 @@ async def test_a_killed_peer_costs_a_part_of_the_time_and_prefill_sends_the_page
         assert (await served(second, "two", tokens[: TOKENS // 2], prefill, (peer,)))["peer"] == TOKENS // 2
         first.signal(signal.SIGKILL)
         await first.wait_ended()
-        # The link is broken, or is found to be: nobody listens there any more.
+        # The link is broken, or is found to be: no process listens there any more.
         sources = await served(second, "three", tokens, prefill, (peer,))
         assert sources == {"l1": TOKENS // 2, "l2": 0, "l3": 0, "transfer": TOKENS // 2}
         await settle(second)
