@@ -308,7 +308,7 @@ FLOORS = {
     ),
     "engine": (
         "config log poller ranks staging stored_layouts watching",
-        "converted_storage http_server journal kv_events",
+        "converted_storage http_server journal kv_events shared_storage",
         "trace",
         "metrics",
         "watchdog",

@@ -34,7 +34,8 @@ from tidekv.transports.base import (
     check_memory,
     check_pages,
 )
-from tidekv.transports.tasks import OwnedTasks, settle
+from tidekv.transports.blocking import settled
+from tidekv.transports.tasks import OwnedTasks
 
 OUTGOING_BYTES_MAX = 4 * wire.FRAME_BYTES_MAX
 SLICE_BYTES = 1024 * 1024
@@ -329,7 +330,7 @@ class LoopbackTransport:
         self._writes.add(work)
         work.add_done_callback(self._writes.discard)
         try:
-            written = await settle(work)
+            written = await settled(work)
         except TransferFailed:
             self._counts["writes_failed"] += 1
             raise

@@ -81,25 +81,6 @@ class OwnedTasks:
             task.get_loop().call_exception_handler({"message": what, "exception": error, "task": task})
 
 
-async def settle(work: asyncio.Future[int]) -> int:
-    """Wait for `work` to end even if the caller is cancelled; the cancellation is raised afterwards.
-
-    For writes that cannot be stopped: their pages must not be reused before they have ended.
-    """
-    cancelled: asyncio.CancelledError | None = None
-    while not work.done():
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        # Retrieved, so that asyncio does not report a failure of the write as never retrieved.
-        if not work.cancelled():
-            work.exception()
-        raise cancelled
-    return work.result()
-
-
 async def own_cancels_only(call: Awaitable[T], whose: str) -> T:
     """Await a call into foreign code. Raises TidekvError if it cancels itself: only a cancellation of the awaiting task
     may end an effect without an outcome.

@@ -13,11 +13,11 @@ from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from tidekv.backends.storage.base import Neighbors, Siblings
-from tidekv.backends.storage.label import set_label
+from tidekv.backends.storage.base import Neighbors
 from tidekv.engine.converted_storage import ConvertedStorage
 from tidekv.engine.log import engine_log, own_context
 from tidekv.engine.ranks.group import place_of
+from tidekv.engine.shared_storage import open_pages, sibling_for
 from tidekv.engine.stored_layouts import RankLayout, layout_at, other_layouts
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
@@ -267,12 +267,7 @@ class StorageInUse:
             for name, pools in parts.components.items():
                 if pools.host is None:
                     continue
-                if not isinstance(storage, Siblings):
-                    raise InvalidConfig(
-                        f"{storage.uri} cannot hold component {name!r}: it makes no engine for pages of another size;"
-                        " see tidekv.backends.storage.base.Siblings"
-                    )
-                component_pages[name] = storage.sibling()
+                component_pages[name] = sibling_for(storage, name)
                 component_pages[name] = await self._open(component_pages[name], layout, name, pools.host)
             for engine in (full, *component_pages.values()):
                 if isinstance(engine, ConvertedStorage):
@@ -287,9 +282,7 @@ class StorageInUse:
     async def _open(self, storage: Storage, layout: RankLayout, component: str, host: HostPool) -> Storage:
         """Open one engine; return it, or one that reads other layouts by way of it."""
         poller = self._runtime.storage_poller
-        registered = storage.register(host.memory, host.page, namespace=layout.namespace(component), poller=poller)
-        await own_cancels_only(registered, storage.uri)
-        await own_cancels_only(set_label(storage, layout.label(component), warn=LOG.warning), storage.uri)
+        await open_pages(storage, host, layout, component, poller=poller, log=LOG)
         layouts, copies = other_layouts(layout, component), layout.ranks // layout.slice(component)[1]
         if copies == 1 and not (layouts and isinstance(storage, Neighbors)):
             return storage

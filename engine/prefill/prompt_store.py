@@ -13,8 +13,7 @@ or decode. After the puts the whole prompt is touched once more, so that its end
 Pages of components follow the full pages: those that the room sent or kept (`Room.keep_component_pages`), as far as
 they belong to full pages of the prompt. Each component has a storage engine and host pages of its own.
 
-The circuit breaker of decode workers (`tidekv.states.storage.circuit_breaker`) applies: after repeated failures no
-prompt is stored until a probe of storage has succeeded.
+After repeated failures no prompt is stored until a probe of storage has succeeded.
 """
 
 from __future__ import annotations
@@ -33,13 +32,12 @@ from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.page_keys import PageKeys
 from tidekv.backends.keys.prompt_keys import PromptKeys
 from tidekv.backends.page_layout import same_pages
-from tidekv.backends.storage.base import Siblings, prefix_of, touch
-from tidekv.backends.storage.label import set_label
+from tidekv.backends.storage.base import prefix_of, touch
 from tidekv.engine.log import engine_log
+from tidekv.engine.shared_storage import BreakerLimits, StorageGuard, open_pages, sibling_for
 from tidekv.engine.stored_layouts import layout_at
 from tidekv.states.errors import InvalidConfig, StorageFailed, TidekvError
 from tidekv.states.pages.page_pool import PagePool
-from tidekv.states.storage.circuit_breaker import CircuitBreaker
 from tidekv.states.types import page_ids
 from tidekv.transports.blocking import settled
 from tidekv.transports.tasks import OwnedTasks, own_cancels_only
@@ -51,6 +49,7 @@ if TYPE_CHECKING:
     from tidekv.backends.component_pools import ComponentPools
     from tidekv.backends.storage.base import Storage
     from tidekv.engine.prefill.prefill_config import PrefillConfig
+    from tidekv.engine.stored_layouts import RankLayout
     from tidekv.states.types import PageIds
     from tidekv.transports.prefill.prefill_room import Room
 
@@ -60,8 +59,9 @@ CLOSE_S = 30.0
 BOUNCE_PAGES = 256
 """Maximum host pages of a peer that was given no host pool, and of each component."""
 
+FAILED = "writing a prompt through to storage failed"
+
 COUNTS = (
-    "store_breaker_opened",
     "store_closed_early",
     "store_component_pages_failed",
     "store_component_pages_late",
@@ -91,12 +91,12 @@ class StoredPages:
         self.bounce = PagePool(f"bounce {what}", host.num_pages)
         self.copier: PageCopier | None = None
 
-    async def start(self, namespace: bytes, poller: Poller) -> None:
+    async def start(self, layout: RankLayout, component: str, poller: Poller) -> None:
         """Open storage and the copier."""
         assert self.storage is not None
         self.copier = PageCopier(self.device, self.host)
         self.copier.start()
-        await self.storage.register(self.host.memory, self.host.page, namespace=namespace, poller=poller)
+        await open_pages(self.storage, self.host, layout, component, poller=poller, log=LOG)
 
 
 class PromptStore:
@@ -138,23 +138,24 @@ class PromptStore:
         self._layout = layout_at(config.place, identity)
         self._changed = asyncio.Event()
         self._tasks = OwnedTasks("prompt store")
-        self._breaker = CircuitBreaker()
+        self._guard = StorageGuard(
+            [storage],
+            LOG,
+            BreakerLimits(
+                failures_max=config.store.breaker_failures,
+                backoff_s=config.store.breaker_backoff_s,
+                backoff_max_s=config.store.breaker_backoff_max_s,
+            ),
+        )
         self._rooms = 0
         self._closing = False
 
     async def start(self, poller: Poller) -> None:
         """Open storage and the copiers. Raises InvalidConfig, StorageFailed; `close` then releases what was opened."""
-        await self._full.start(self._layout.namespace(), poller)
-        await set_label(self._storage, self._layout.label(), warn=LOG.warning)
+        await self._full.start(self._layout, "", poller)
         for name, kind in self._components.items():
-            if not isinstance(self._storage, Siblings):
-                raise InvalidConfig(
-                    f"{self._storage.uri} cannot hold component {name!r}: it makes no engine for pages of another size;"
-                    " see tidekv.backends.storage.base.Siblings"
-                )
-            kind.storage = self._storage.sibling()
-            await kind.start(self._layout.namespace(name), poller)
-            await set_label(kind.storage, self._layout.label(name), warn=LOG.warning)
+            kind.storage = sibling_for(self._storage, name)
+            await kind.start(self._layout, name, poller)
 
     async def wait_stored(self) -> None:
         """Wait until each prompt finished so far is stored or given up. Unbounded: the caller sets the deadline."""
@@ -170,10 +171,13 @@ class PromptStore:
         except TimeoutError:
             self.counts["store_closed_early"] += 1
         try:
-            await self._ended(self._tasks.close(), "puts that were cancelled")
+            await self._ended(self._cancel(), "puts that were cancelled")
         except StorageFailed as error:
             # `close` raises if they never end; until then the rooms of the peer can end.
             LOG.warning(str(error))
+
+    async def _cancel(self) -> None:
+        await asyncio.gather(self._guard.close(), self._tasks.close())
 
     async def close(self) -> None:
         """Close storage, which the store owns, and the copiers. Raises StorageFailed for what takes longer than
@@ -203,7 +207,8 @@ class PromptStore:
         return {
             "store_rooms": self._rooms,
             "store_bounce_free": self._full.bounce.free,
-            "store_breaker_open": int(self._breaker.is_open),
+            "store_breaker_open": int(self._guard.is_open),
+            "store_breaker_opened": self._guard.opened,
             **self.counts,
         }
 
@@ -214,7 +219,7 @@ class PromptStore:
             return
         if room.tokens is None:
             self.counts["store_rooms_without_tokens"] += 1
-        elif self._breaker.is_open:
+        elif self._guard.is_open:
             self.counts["store_rooms_skipped"] += 1
         elif self._rooms >= self.settings.rooms_max:
             self.counts["store_rooms_declined"] += 1
@@ -256,7 +261,7 @@ class PromptStore:
             return False
         missing = asking.result()
         puts: list[asyncio.Task[None]] = []
-        while missing and not self._breaker.is_open:
+        while missing and not self._guard.is_open:
             batch = missing[: min(self.settings.batch_pages, kind.bounce.total)]
             host_pages = await self._take(kind, len(batch), until_s)
             if host_pages is None:
@@ -279,18 +284,14 @@ class PromptStore:
         """Touch pages at these positions of a prompt with `keys`."""
         assert kind.storage is not None
         ours, above = [keys[at] for at in positions], keys[: positions[0]]
-        touched = touch(kind.storage, ours, timeout_s=self.settings.hold_s, prefix_keys=above)
-        return await own_cancels_only(touched, "storage")
+        return await touch(kind.storage, ours, timeout_s=self.settings.hold_s, prefix_keys=above)
 
     async def _find_missing(self, kind: StoredPages, keys: list[bytes], positions: list[int]) -> list[int]:
         """Return the positions of the pages that are not stored. If the look-up fails, none: nothing is tried then."""
-        try:
-            flags = await self._touch(kind, keys, positions)
-        except Exception as error:
-            self._note_failure(kind, len(positions), error)
-            self._note_use(failed=True)
+        flags = await self._guard.call(FAILED, self._touch, kind, keys, positions)
+        if flags is None:
+            self.counts[f"{kind.what}_failed"] += len(positions)
             return []
-        self._note_use(failed=False)
         self.counts[f"{kind.what}_present"] += sum(flags)
         return [at for at, is_there in zip(positions, flags, strict=True) if not is_there]
 
@@ -300,7 +301,7 @@ class PromptStore:
         """Touch a prompt after its puts. Their failures are counted already, and another look-up tells no more."""
         await asyncio.wait(puts)
         with contextlib.suppress(TidekvError):
-            await self._touch(kind, keys, positions)
+            await own_cancels_only(self._touch(kind, keys, positions), "storage")
 
     async def _take(self, kind: StoredPages, count: int, until_s: float) -> PageIds | None:
         """Take host pages for one batch. None if not enough become free in time."""
@@ -318,9 +319,10 @@ class PromptStore:
         """Copy a batch to host pages and start its put. The host pages are free again after the put or any failure."""
         assert kind.copier is not None
         try:
-            await _settled(kind.copier.to_host(pages, host_pages))
+            await settled(kind.copier.to_host(pages, host_pages))
         except Exception as error:
-            self._note_failure(kind, len(pages), error)
+            self._guard.log_failure(FAILED, error)
+            self.counts[f"{kind.what}_failed"] += len(pages)
             self._free(kind, host_pages)
             return None
         except BaseException:
@@ -332,50 +334,17 @@ class PromptStore:
 
     async def _put(self, kind: StoredPages, keys: list[bytes], positions: list[int], host_pages: PageIds) -> None:
         assert kind.storage is not None
-        above = prefix_of(kind.storage, keys[: positions[0]])
-        try:
-            ours = [keys[at] for at in positions]
-            put = kind.storage.put_from(ours, host_pages, timeout_s=self.settings.put_timeout_s, **above)
-            stored = sum(await own_cancels_only(put, "storage"))
-        except Exception as error:
-            self._note_failure(kind, len(positions), error)
-            self._note_use(failed=True)
-            return
-        self._note_use(failed=False)
-        self.counts[f"{kind.what}_put"] += stored
-        self.counts[f"{kind.what}_failed"] += len(positions) - stored
-
-    def _note_failure(self, kind: StoredPages, count: int, error: Exception) -> None:
-        self.counts[f"{kind.what}_failed"] += count
-        if not isinstance(error, TidekvError):
-            # Failures of storage are only counted. Any other exception is a defect, and its traceback is logged.
-            LOG.error("writing a prompt through to storage raised", exc_info=error)
-
-    def _note_use(self, *, failed: bool) -> None:
-        """Pass the result of a storage call to the breaker, and start probing if it opens."""
-        was_open = self._breaker.is_open
-        settings = self.settings
-        self._breaker.note(
-            failed=failed,
-            failures_max=settings.breaker_failures,
-            backoff_s=settings.breaker_backoff_s,
-            backoff_max_s=settings.breaker_backoff_max_s,
+        stored = await self._guard.call(
+            FAILED,
+            kind.storage.put_from,
+            [keys[at] for at in positions],
+            host_pages,
+            timeout_s=self.settings.put_timeout_s,
+            **prefix_of(kind.storage, keys[: positions[0]]),
         )
-        if self._breaker.is_open and not was_open:
-            self.counts["store_breaker_opened"] += 1
-            if not self._closing:
-                self._tasks.spawn(self._probe(), name="probe storage")
-
-    async def _probe(self) -> None:
-        while self._breaker.is_open:
-            await asyncio.sleep(self._breaker.backoff_s)
-            failed = False
-            try:
-                await own_cancels_only(self._storage.probe(), "storage")
-            except Exception as error:
-                failed = True
-                self._note_failure(self._full, 0, error)
-            self._breaker.probed(failed=failed, backoff_max_s=self.settings.breaker_backoff_max_s)
+        put = 0 if stored is None else sum(stored)
+        self.counts[f"{kind.what}_put"] += put
+        self.counts[f"{kind.what}_failed"] += len(positions) - put
 
     def _give_room_back(self, room: Room, _: asyncio.Task[None]) -> None:
         self._rooms -= 1
@@ -390,17 +359,3 @@ class PromptStore:
         """Wait until a room or host pages were given back. Unbounded: each caller has a deadline."""
         self._changed.clear()
         await self._changed.wait()
-
-
-async def _settled(copy: asyncio.Future[None]) -> None:
-    """Wait for a copy to end, since it cannot be stopped. A cancellation is raised only after that."""
-    cancelled: asyncio.CancelledError | None = None
-    while not copy.done():
-        try:
-            await asyncio.wait([copy])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        copy.exception()
-        raise cancelled
-    copy.result()

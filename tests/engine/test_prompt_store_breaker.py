@@ -64,7 +64,7 @@ async def test_prompts_are_not_stored_until_a_probe_succeeds(make_pair) -> None:
             assert pair.peer.statistics().get("store_rooms_skipped", 0) == 1 or storage.asked > asked
         async with expected("a probe that closes the breaker"):
             while pair.peer.statistics()["store_breaker_open"]:
-                await asyncio.wait(store._tasks._tasks, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(store._guard._tasks._tasks)
         assert storage.probes == 2
         await serve("d", 4)
         assert pair.peer.statistics()["store_pages_put"] >= 3
@@ -125,7 +125,7 @@ async def test_calls_that_storage_cancels_have_failed_and_a_probe_that_it_cancel
         assert (statistics["store_breaker_opened"], statistics["store_pages_failed"]) == (1, 6)
         async with expected("a probe that closes the breaker"):
             while pair.peer.statistics()["store_breaker_open"]:
-                await asyncio.wait(store._tasks._tasks, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(store._guard._tasks._tasks)
         assert not storage.cancels["probe"]
         storage.cancels = {}
         await serve(9)

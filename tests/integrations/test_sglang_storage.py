@@ -28,10 +28,12 @@ from tidekv import (
 from tidekv.backends.keys.chain import pack_tokens, page_digests
 from tidekv.backends.storage.label import label_of, read_label
 from tidekv.backends.storage.uri import open_storage
+from tidekv.engine import shared_storage
 from tidekv.engine.demo.synthetic_prefill import SyntheticPrefill
 from tidekv.engine.integrations.sglang import storage_thread
 from tidekv.engine.integrations.sglang.page_layouts import HostPages
 from tidekv.engine.integrations.sglang.storage_thread import StorageThread
+from tidekv.engine.shared_storage import BreakerLimits, StorageGuard
 from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, StorageFailed
 
 LAYERS, HEADS, DIM, SIZE, PAGES = 3, 2, 4, 8, 6
@@ -259,6 +261,12 @@ def test_wrong_calls_change_nothing(backend: ModuleType, tmp_path: Path) -> None
     storage.close()
 
 
+async def probed(guard: StorageGuard) -> None:
+    """Wait until the probes of storage have ended."""
+    if guard.is_open:
+        await asyncio.wait(guard._tasks._tasks, timeout=LIMIT_S)
+
+
 def test_keys_of_the_pages_before_a_call_are_taken_and_touched(
     backend: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,46 +291,94 @@ def test_keys_of_the_pages_before_a_call_are_taken_and_touched(
             storage.batch_exists(keys[2:], SimpleNamespace(prefix_keys=["no digest"]))
 
 
-def test_storage_that_fails_is_a_miss_and_a_warning(
-    backend: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise StorageFailed("no disk")
+class Broken:
+    """Calls of a storage engine that raise while `raised` is set, and are counted."""
 
-    with opened(backend, f"file:{tmp_path}?capacity=16MB", FakeHostPool("page_first", is_mla=False)) as storage:
-        for name in ("leading", "get", "put"):
-            monkeypatch.setattr(StorageThread, name, broken)
-        keys = keys_of(list(range(SIZE)))
-        assert storage.batch_exists(keys) == 0
-        assert storage.batch_get_v1(keys, indices_of(0)) == [False]
-        assert storage.batch_set_v1(keys, indices_of(0)) == [False]
-        assert caplog.text.count("no disk") == 3
-        monkeypatch.undo()
+    def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.raised: BaseException | None = None
+        self.calls = 0
+        for name in ("touch", "exists", "get_into", "put_from", "probe"):
+            monkeypatch.setattr(engine, name, self._of(getattr(engine, name)))
+
+    def _of(self, call: Any) -> Any:
+        async def counted(*args: Any, **given: Any) -> Any:
+            self.calls += 1
+            if self.raised is not None:
+                raise self.raised
+            return await call(*args, **given)
+
+        return counted
 
 
 @pytest.mark.parametrize(
-    "raised", [asyncio.CancelledError(), ZeroDivisionError("a bug of a client")], ids=["cancelled", "a bug"]
+    ("raised", "level"),
+    [
+        (StorageFailed("no disk"), "WARNING"),
+        (asyncio.CancelledError(), "WARNING"),
+        (ZeroDivisionError("a bug of a client"), "ERROR"),
+    ],
+    ids=["failed", "cancelled", "a bug"],
 )
-def test_what_a_client_of_storage_raises_ends_no_thread_of_sglang(
-    backend: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, raised: BaseException
+def test_what_a_client_of_storage_raises_is_a_miss_and_ends_no_thread_of_sglang(
+    backend: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    raised: BaseException,
+    level: str,
 ) -> None:
     """SGLang #38428: its thread of backups ended with the first exception that it did not expect."""
-
-    async def broken(*_: object, **__: object) -> list[bool]:
-        raise raised
-
     with opened(backend, f"file:{tmp_path}?capacity=16MB", FakeHostPool("page_first", is_mla=False)) as storage:
         keys = keys_of(list(range(SIZE)))
-        ours = storage._store._storage
-        kept = ours.touch, ours.exists, ours.get_into, ours.put_from
-        ours.touch = ours.exists = ours.get_into = ours.put_from = broken
+        broken = Broken(storage._store._storage, monkeypatch)
+        broken.raised = raised
         assert storage.batch_exists(keys) == 0
         assert storage.batch_get_v1(keys, indices_of(0)) == [False]
         assert storage.batch_set_v1(keys, indices_of(0)) == [False]
-        assert [record.levelname for record in caplog.records] == ["ERROR"] * 3
-        ours.touch, ours.exists, ours.get_into, ours.put_from = kept
+        assert [record.levelname for record in caplog.records] == [level] * 3
+        broken.raised = None
         assert storage.batch_set_v1(keys, indices_of(0)) == [True]
         assert storage.batch_exists(keys) == 1
+
+
+def test_storage_that_fails_again_and_again_is_left_alone_until_a_probe_succeeds(
+    backend: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each call of storage that is gone would hold up a thread of SGLang until its timeout."""
+    monkeypatch.setattr(shared_storage, "DEFAULT_LIMITS", BreakerLimits(backoff_s=0.001))
+    with opened(backend, f"file:{tmp_path}?capacity=16MB", FakeHostPool("page_first", is_mla=False)) as storage:
+        keys = keys_of(list(range(SIZE)))
+        store = storage._store
+        broken = Broken(store._storage, monkeypatch)
+        broken.raised = StorageFailed("no disk")
+        for _ in range(8):
+            assert storage.batch_exists(keys) == 0
+        assert caplog.text.count("storage is not used until a probe succeeds") == 1
+        broken.calls = 0
+        assert storage.batch_exists(keys) == 0
+        assert storage.batch_get_v1(keys, indices_of(0)) == [False]
+        assert storage.batch_set_v1(keys, indices_of(0)) == [False]
+        assert "counts as a miss: cause='no disk'" in caplog.text
+        broken.raised = None
+        store._loop.call(probed(store._guard))
+        assert storage.batch_set_v1(keys, indices_of(0)) == [True]
+        assert storage.batch_exists(keys) == 1
+
+
+def test_a_copy_that_raises_is_logged_and_its_call_has_no_page(
+    backend: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(backend, f"file:{tmp_path}?capacity=16MB", FakeHostPool("page_first", is_mla=False)) as storage:
+        keys = keys_of(list(range(SIZE)))
+        assert storage.batch_set_v1(keys, indices_of(0)) == [True]
+
+        def breaks(*_: object) -> None:
+            raise RuntimeError("shapes differ")
+
+        monkeypatch.setattr(HostPages, "view", breaks)
+        assert storage.batch_get_v1(keys, indices_of(0)) == [False]
+        assert storage.batch_set_v1(keys, indices_of(0)) == [False]
+        assert caplog.text.count("shapes differ") >= 2
 
 
 def test_storage_that_hangs_holds_up_its_caller_once(

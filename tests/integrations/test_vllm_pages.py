@@ -18,11 +18,13 @@ from tidekv import KVLayout
 from tidekv.backends.storage.base import Storage
 from tidekv.backends.storage.label import label_of, read_label
 from tidekv.backends.storage.uri import open_storage
+from tidekv.engine import shared_storage
 from tidekv.engine.integrations.vllm.blocks import PagedBlocks
 from tidekv.engine.integrations.vllm.jobs import LoadEnded, LoadJob, SaveJob
 from tidekv.engine.integrations.vllm.lookup import PrefixLookup
 from tidekv.engine.integrations.vllm.pages import WorkerPages
 from tidekv.engine.integrations.vllm.settings import ConnectorSettings, Shared
+from tidekv.engine.shared_storage import BreakerLimits
 from tidekv.states.errors import EngineClosed, InvalidConfig, StorageFailed
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 2, 2, 4, 4, 40
@@ -502,7 +504,7 @@ def test_a_lookup_of_a_place_that_cannot_be_used_leaves_no_thread(tmp_path: Path
 
 
 def test_storage_that_is_well_again_is_used_again(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidekv.engine.integrations.storage_guard.BACKOFF_S", 0.001)
+    monkeypatch.setattr(shared_storage, "DEFAULT_LIMITS", BreakerLimits(backoff_s=0.001))
     store = Storehouse(open_storage(uri))
     lookup = lookup_of([store])
     store.fails.add("exists")
@@ -557,7 +559,7 @@ def test_storage_whose_probe_raises_anything_is_probed_again(
     uri: str, monkeypatch: pytest.MonkeyPatch, raised: BaseException
 ) -> None:
     """SGLang #38428: the thread that would have come back to storage had ended."""
-    monkeypatch.setattr("tidekv.engine.integrations.storage_guard.BACKOFF_S", 0.001)
+    monkeypatch.setattr(shared_storage, "DEFAULT_LIMITS", BreakerLimits(backoff_s=0.001))
     store = Storehouse(open_storage(uri))
     lookup = lookup_of([store])
     store.fails.update(("exists", "probe"))

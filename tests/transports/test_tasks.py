@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tidekv.transports.tasks import OwnedTasks, settle
+from tidekv.transports.tasks import OwnedTasks
 
 
 async def test_closing_cancels_and_waits() -> None:
@@ -44,9 +44,3 @@ async def test_a_failure_is_told_at_once_and_raised_at_close() -> None:
     with pytest.raises(ZeroDivisionError):
         await tasks.close()
     await tasks.close()
-
-
-async def test_settling_returns_what_the_work_did() -> None:
-    work: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    work.set_result(3)
-    assert await settle(work) == 3

@@ -11,7 +11,7 @@ same: both sides compute the same chain of hashes as keys, and pages are stored 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final  # SGLang has no types.
 
 import torch
@@ -22,7 +22,7 @@ from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.integrations.sglang.page_layouts import HostPages
 from tidekv.engine.integrations.sglang.storage_thread import StorageThread
 from tidekv.engine.log import engine_log
-from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, TidekvError
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest
 from tidekv.states.validation import unknown
 
 LOG = engine_log("tidekv.sglang")
@@ -86,11 +86,7 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Return the number of keys, from the first on, that storage probably has."""
-        try:
-            return self._opened().leading(_digests(keys), prefix_keys=_prefix_keys(extra_info))
-        except Exception as error:
-            _log_failure("storage look-up failed, which counts as a miss", error)
-            return 0
+        return self._opened().leading(_digests(keys), prefix_keys=_prefix_keys(extra_info))
 
     def exists(self, key: str) -> bool:
         """Return whether storage probably has a key."""
@@ -139,18 +135,10 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
             self._store.close()
 
     def _get(self, keys: Sequence[str], take: Any, extra_info: Any = None) -> list[bool]:
-        try:
-            return self._opened().get(_digests(keys), take, prefix_keys=_prefix_keys(extra_info))
-        except Exception as error:
-            _log_failure("storage read failed, which counts as a miss", error)
-            return [False] * len(keys)
+        return _copied(self._opened().get, keys, take, extra_info)
 
     def _put(self, keys: Sequence[str], give: Any, extra_info: Any = None) -> list[bool]:
-        try:
-            return self._opened().put(_digests(keys), give, prefix_keys=_prefix_keys(extra_info))
-        except Exception as error:
-            _log_failure("storage write failed", error)
-            return [False] * len(keys)
+        return _copied(self._opened().put, keys, give, extra_info)
 
     def _opened(self) -> StorageThread:
         if self._store is None:
@@ -171,17 +159,17 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
         return starts
 
 
-def _log_failure(what: str, error: Exception) -> None:
-    """Log a failure of storage; raise an error of the caller. A defect is logged with its traceback.
-
-    SGLang's threads of backups and prefetches end with the first exception that leaves a call.
+def _copied(call: Callable[..., list[bool]], keys: Sequence[str], copy: Any, extra_info: Any) -> list[bool]:
+    """Read or write pages, each with a copy to or from SGLang's memory. A copy that raises is logged, and its call has
+    no page: SGLang's threads of backups and prefetches end with the first exception that leaves a call.
     """
-    if isinstance(error, InvalidRequest | EngineClosed):
-        raise error
-    if isinstance(error, TidekvError):
-        LOG.warning(what, cause=str(error))
-    else:
-        LOG.error(what, exc_info=error)
+    try:
+        return call(_digests(keys), copy, prefix_keys=_prefix_keys(extra_info))
+    except (InvalidRequest, EngineClosed):
+        raise
+    except Exception:
+        LOG.exception("pages of SGLang could not be copied")
+        return [False] * len(keys)
 
 
 def _prefix_keys(extra_info: Any) -> list[bytes]:

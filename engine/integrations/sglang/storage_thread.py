@@ -1,25 +1,26 @@
 """Blocking interface to a storage engine: a loop on its own thread, and staging pages for the bytes.
 
 Reads and writes use separate staging pages, so a read never waits for a write. Methods may be called on any thread;
-calls of the same direction run one after the other.
+calls of the same direction run one after the other. A call that fails is logged and counts as a miss. After repeated
+failures storage is not called until a probe succeeds: each call would hold up SGLang until its timeout.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Final
+from typing import Final, ParamSpec, TypeVar
 
 import torch
 
 from tidekv.backends.host.pool import HostPool
-from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.base import Storage, leading, prefix_of, touch
-from tidekv.backends.storage.label import label_of, set_label
 from tidekv.backends.storage.prefix_put import put_prefix
 from tidekv.engine.log import engine_log
+from tidekv.engine.shared_storage import StorageGuard, open_pages
+from tidekv.engine.stored_layouts import RankLayout
 from tidekv.engine.thread.loop_thread import CLOSE_S, LoopThread
 from tidekv.states.types import page_ids
 
@@ -27,6 +28,8 @@ LOG = engine_log("tidekv.sglang")
 
 BATCH_BYTES: Final = 64 << 20
 BATCH_PAGES_MAX: Final = 128
+P = ParamSpec("P")
+T = TypeVar("T")
 LOOK_UP_S = 1.0
 """Maximum seconds for which a look-up blocks its caller. SGLang's decode server looks up in the thread that schedules
 all of its requests.
@@ -57,16 +60,13 @@ class StorageThread:
         self._batch = max(1, min(BATCH_BYTES // layout.page_bytes, BATCH_PAGES_MAX))
         self._pool = HostPool.allocate(layout, 2 * self._batch, pin=False)
         self._reading, self._writing = threading.Lock(), threading.Lock()
-        self._late: Future[list[bool]] | None = None
+        self._guard = StorageGuard([storage], LOG)
+        self._late: Future[list[bool] | None] | None = None
         """A look-up that its caller has stopped waiting for."""
         self._loop = LoopThread("tidekv-shared-storage")
-        identity = layout.identity(model)
-        namespace = storage_namespace(identity, rank=rank, ranks=ranks)
+        place = RankLayout(layout.identity(model), rank, ranks)
         try:
-            self._loop.call(
-                storage.register(self._pool.memory, self._pool.page, namespace=namespace, poller=self._loop.poller)
-            )
-            self._loop.call(set_label(storage, label_of(identity, rank=rank, ranks=ranks), warn=LOG.warning))
+            self._loop.call(open_pages(storage, self._pool, place, poller=self._loop.poller, log=LOG))
         except BaseException:
             self.close()
             raise
@@ -77,17 +77,17 @@ class StorageThread:
 
         Storage that does not answer within LOOK_UP_S has none of them, and is not asked again before it has answered.
         """
+        self._loop.check()
         late = self._late
-        if late is not None and not late.done():
-            self._loop.check()
+        if self._guard.is_open or (late is not None and not late.done()):
             return 0
-        asked = self._loop.start(touch(self._storage, [*prefix_keys, *keys], timeout_s=self._timeout_s))
+        asked = self._loop.start(self._touch([*prefix_keys, *keys]))
         wait([asked], timeout=LOOK_UP_S)
         if not asked.done():
             self._late = asked
             LOG.warning("storage does not answer a look-up, which counts as a miss", waited_s=LOOK_UP_S)
             return 0
-        return leading(asked.result()[len(prefix_keys) :])
+        return leading((asked.result() or [])[len(prefix_keys) :])
 
     def get(
         self,
@@ -107,13 +107,21 @@ class StorageThread:
                 batch = keys[first : first + self._batch]
                 pages = page_ids(range(len(batch)))
                 above = prefix_of(self._storage, [*prefix_keys, *keys[:first]])
-                got = self._storage.get_into(batch, pages, timeout_s=self._timeout_s, **above)
-                found = self._loop.call(got)
+                found = self._call(
+                    "storage read failed, which counts as a miss",
+                    self._storage.get_into,
+                    batch,
+                    pages,
+                    timeout_s=self._timeout_s,
+                    **above,
+                )
+                if found is None:
+                    break
                 for page, is_there in enumerate(found):
                     if is_there:
                         take(first + page, self._pool.buffer[page])
                 good += found
-        return good
+        return good + [False] * (len(keys) - len(good))
 
     def put(
         self,
@@ -134,13 +142,22 @@ class StorageThread:
                 for page in range(len(batch)):
                     give(first + page, self._pool.buffer[self._batch + page])
                 pages = page_ids(range(self._batch, self._batch + len(batch)))
-                above = [*prefix_keys, *keys[:first]]
-                put = put_prefix(self._storage, batch, pages, timeout_s=self._timeout_s, prefix_keys=above)
-                good += self._loop.call(put).there
-            if prefix_keys or len(keys) > self._batch:
+                put = self._call(
+                    "storage write failed",
+                    put_prefix,
+                    self._storage,
+                    batch,
+                    pages,
+                    timeout_s=self._timeout_s,
+                    prefix_keys=[*prefix_keys, *keys[:first]],
+                )
+                if put is None:
+                    break
+                good += put.there
+            if good and (prefix_keys or len(keys) > self._batch):
                 # The last batch is the newest in storage now, and would be evicted after the head.
-                self._loop.call(touch(self._storage, [*prefix_keys, *keys], timeout_s=self._timeout_s))
-        return good
+                self._loop.call(self._touch([*prefix_keys, *keys]))
+        return good + [False] * (len(keys) - len(good))
 
     def clear(self) -> int:
         """Delete every page of this namespace; returns their number."""
@@ -155,7 +172,22 @@ class StorageThread:
             return
         held = [lock for lock in (self._reading, self._writing) if lock.acquire(timeout=CLOSE_S)]
         try:
-            self._loop.close(self._storage.close())
+            self._loop.close(self._close())
         finally:
             for lock in held:
                 lock.release()
+
+    def _call(self, what: str, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Call storage on the loop. None: that failed, or storage is left alone."""
+        if self._guard.is_open:
+            return None
+        return self._loop.call(self._guard.call(what, function, *args, **kwargs))
+
+    async def _touch(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """Note that pages are in use; returns which are there, None after a failure."""
+        what = "storage look-up failed, which counts as a miss"
+        return await self._guard.call(what, touch, self._storage, keys, timeout_s=self._timeout_s)
+
+    async def _close(self) -> None:
+        await self._guard.close()
+        await self._storage.close()

@@ -13,11 +13,11 @@ import concurrent.futures
 from collections.abc import Callable, Sequence
 
 from tidekv.backends.host.pool import HostPool
-from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.base import Storage, leading, prefix_of, touch
-from tidekv.engine.integrations.storage_guard import StorageGuard
 from tidekv.engine.log import engine_log
+from tidekv.engine.shared_storage import StorageGuard, open_pages
+from tidekv.engine.stored_layouts import RankLayout
 from tidekv.engine.thread.loop_thread import LoopThread
 from tidekv.transports.tasks import own_cancels_only
 
@@ -41,11 +41,9 @@ class PrefixLookup:
         try:
             for rank in range(ranks):
                 storage = open_one()
-                namespace = storage_namespace(layout.identity(model), rank=rank, ranks=ranks)
                 self._storages.append(storage)
-                self._loop.call(
-                    storage.register(self._pool.memory, self._pool.page, namespace=namespace, poller=self._loop.poller)
-                )
+                place = RankLayout(layout.identity(model), rank, ranks)
+                self._loop.call(open_pages(storage, self._pool, place, poller=self._loop.poller, log=LOG))
         except BaseException:
             self.close()
             raise
@@ -70,20 +68,22 @@ class PrefixLookup:
         assert task is not None, "it runs in a task"
         self._asking.add(task)
         try:
+            flags = await self._guard.call("storage look-up failed, which counts as a miss", self._touch, keys)
+        finally:
+            self._asking.discard(task)
+        return 0 if flags is None else min(map(leading, flags))
+
+    async def _touch(self, keys: Sequence[bytes]) -> list[list[bool]]:
+        """Ask all engines at once. Raises the first error, when none is asked any more."""
+        try:
             async with asyncio.TaskGroup() as group:
                 asked = [
                     group.create_task(own_cancels_only(touch(one, keys, timeout_s=self._timeout_s), "storage"))
                     for one in self._storages
                 ]
-        except* Exception as errors:
-            self._guard.failed("storage look-up failed, which counts as a miss", errors.exceptions[0])
-            count = 0
-        else:
-            self._guard.succeeded()
-            count = min(leading(task.result()) for task in asked)
-        finally:
-            self._asking.discard(task)
-        return count
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in asked]
 
     async def _close(self) -> None:
         await self._guard.close()

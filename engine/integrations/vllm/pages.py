@@ -37,18 +37,18 @@ import torch
 
 from tidekv.backends.copies.streams import Mark, Streams, streams_of
 from tidekv.backends.host.pool import HostPool
-from tidekv.backends.keys.chain import storage_namespace
 from tidekv.backends.storage.base import prefix_of
-from tidekv.backends.storage.label import label_of, set_label
 from tidekv.backends.storage.prefix_put import put_prefix
-from tidekv.engine.integrations.storage_guard import StorageGuard
 from tidekv.engine.integrations.vllm.blocks import PagedBlocks
 from tidekv.engine.integrations.vllm.jobs import LoadEnded, LoadJob, SaveJob
 from tidekv.engine.log import engine_log
+from tidekv.engine.shared_storage import StorageGuard, open_pages
+from tidekv.engine.stored_layouts import RankLayout
 from tidekv.engine.thread.loop_thread import LoopThread
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
 from tidekv.states.types import page_ids
-from tidekv.transports.tasks import OwnedTasks, own_cancels_only, settle
+from tidekv.transports.blocking import settled
+from tidekv.transports.tasks import OwnedTasks, own_cancels_only
 
 if TYPE_CHECKING:
     from tidekv.backends.storage.base import Storage
@@ -226,13 +226,9 @@ class WorkerPages:
         self._turn, self._changed = asyncio.Lock(), asyncio.Event()
         self._writer = ThreadPoolExecutor(1, "tidekv-vllm-copy")
         self._loop = LoopThread("tidekv-vllm-pages")
-        identity, rank, ranks = layout.identity(shared.model), shared.rank, shared.ranks
-        namespace = storage_namespace(identity, rank=rank, ranks=ranks)
+        place = RankLayout(layout.identity(shared.model), shared.rank, shared.ranks)
         try:
-            self._loop.call(
-                storage.register(self._host.memory, self._host.page, namespace=namespace, poller=self._loop.poller)
-            )
-            self._loop.call(set_label(storage, label_of(identity, rank=rank, ranks=ranks), warn=LOG.warning))
+            self._loop.call(open_pages(storage, self._host, place, poller=self._loop.poller, log=LOG))
         except BaseException:
             self.close()
             raise
@@ -354,17 +350,18 @@ class WorkerPages:
         self, keys: Sequence[bytes], pages: Sequence[int], prefix_keys: Sequence[bytes]
     ) -> list[bool] | None:
         """Read pages from storage, and return which were found; None if storage failed."""
-        above = prefix_of(self._storage, prefix_keys)
-        try:
-            got = self._storage.get_into(keys, page_ids(pages), timeout_s=self._settings.load_timeout_s, **above)
-            found = await own_cancels_only(got, "storage")
-        except Exception as error:
-            self._guard.failed("pages could not be read from storage and are recomputed", error)
-            return None
-        self._guard.succeeded()
-        for key, page, is_there in zip(keys, pages, found, strict=True):
-            if is_there:
-                self._cache.keep(key, page)
+        found = await self._guard.call(
+            "pages could not be read from storage and are recomputed",
+            self._storage.get_into,
+            keys,
+            page_ids(pages),
+            timeout_s=self._settings.load_timeout_s,
+            **prefix_of(self._storage, prefix_keys),
+        )
+        if found is not None:
+            for key, page, is_there in zip(keys, pages, found, strict=True):
+                if is_there:
+                    self._cache.keep(key, page)
         return found
 
     async def _write(self, pages: Sequence[int], job: LoadJob, first: int, after: Mark) -> None:
@@ -377,7 +374,7 @@ class WorkerPages:
             self._copies.write(pages, blocks, skip=skip, after=after)
             return len(pages)
 
-        await settle(asyncio.get_running_loop().run_in_executor(self._writer, write))
+        await settled(asyncio.get_running_loop().run_in_executor(self._writer, write))
 
     # --- Saves ---
 
@@ -416,7 +413,7 @@ class WorkerPages:
     ) -> None:
         stored = present = 0
         try:
-            await settle(asyncio.get_running_loop().run_in_executor(None, wait))
+            await settled(asyncio.get_running_loop().run_in_executor(None, wait))
             for key, page in pairs:
                 if page in new:
                     self._cache.keep(key, page)
