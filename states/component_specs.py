@@ -104,9 +104,8 @@ class SnapshotPolicy(Options, frozen=True, kw_only=True):
     branch_points: bool = True
     """Keep a snapshot where cached prompts part: a further prompt with the same beginning continues from there."""
     per_request: Count = 0
-    """Snapshots that a request may write beside its live record: spare records of its own for each state, if the pool
-    has room, given back at its end unless they are kept. A caller must write those that `RecomputeJob.snapshots` names.
-    0: callers only leave their live record.
+    """Spare records of each state that a request may write beside its live one. A caller must write those that
+    `RecomputeJob.snapshots` names.
     """
 
 

@@ -33,13 +33,11 @@ class StoragePolicy(Options, frozen=True, kw_only=True):
     """Policies of the storage tier. Pages and tokens are counts, durations are seconds."""
 
     prefetch: PrefetchPolicy = "soonest"
-    """Maximum wait of a request for its fetches. "timeout": `prefetch_base_s` and `prefetch_per_ki_token_s`.
-    "best_effort": until its transfer is done; pages that have landed by then are used. "wait_complete": until they end.
-    Pages that have not landed are requested from prefill. These two are bounded by half of the time that the request
-    has left when its plan is made. "soonest": like "timeout", but pages that the transfer would bring sooner are not
-    fetched, nor copied from a host memory that is measured to be slower, and whenever the transfer is done before the
-    fetches, the split between storage and transfer is recomputed.
-    Only with this one is a storage that is slower than the transfer never worse than none.
+    """How long a request waits for its fetches; prefill sends what has not come. "timeout": `prefetch_base_s` and
+    `prefetch_per_ki_token_s`. "best_effort": until its transfer is done. "wait_complete": until they end. These two at
+    most for half of the time that the request has left. "soonest": like "timeout", but what the transfer would bring
+    sooner is neither fetched nor copied from a slower host memory. Only with this one is a storage that is slower than
+    the transfer never worse than none.
     """
     prefetch_threshold_tokens: Count = 256
     """Storage hits shorter than this are not fetched: the transfer brings them."""
@@ -48,22 +46,19 @@ class StoragePolicy(Options, frozen=True, kw_only=True):
     prefetch_per_ki_token_s: Seconds = 0.25
     """Additional time for each 1,024 tokens of the request's storage run."""
     fetch_pages_in_flight_max: Count = 0
-    """Maximum pages being read from storage at once, over all requests; prefill sends the rest. 0 disables it."""
+    """Maximum pages read from storage at once, over all requests; prefill sends the rest. 0: no limit."""
     fetch_pages_per_s: Amount = 0.0
-    """Maximum rate at which plans fetch pages; one second's worth can be saved up. 0 disables the limit."""
+    """Maximum rate at which plans fetch pages; one second's worth can be saved up. 0: no limit."""
     fetch_deadline_share: Amount = 1.0
-    """A plan fetches only as many pages as land, at the measured throughput, within this share of the time that it may
-    take. 0 disables the limit.
+    """A plan fetches as many pages as come, at the measured speed, within this share of the time that it may take. 0:
+    no limit.
     """
     lookahead_pages_max: Count = 0
-    """Maximum host pages, over all requests that wait for device memory, filled from storage before their admission,
-    those of components included. 0 disables the look-ahead.
-    """
+    """Maximum host pages filled from storage for requests that still wait for device memory. 0: none."""
     write: WritePolicy = "through"
-    """When pages are written to host memory and storage. "through": all pages of a finished request. "selective": all
-    go to the host; pages that were part of at least `write_hits_min` prompts are put in storage. "back": nothing at the
-    finish; pages about to be evicted from the device are copied to the host, and pages about to be evicted from the
-    host are put in storage.
+    """What is written to host memory and storage. "through": all pages of a finished request. "selective": all to the
+    host, to storage those of at least `write_hits_min` prompts. "back": pages about to be evicted, from the device to
+    the host, from the host to storage.
     """
     write_hits_min: Count = 2
     """Minimum number of prompts that a page was part of before "selective" puts it in storage."""
@@ -72,26 +67,24 @@ class StoragePolicy(Options, frozen=True, kw_only=True):
     write_back_ahead: Share = 0.1
     """Share of each pool that "back" keeps free, or evictable without losing data."""
     put_wait_s: SecondsOrZero = 1.0
-    """Maximum time for which a put waits until no fetch is in flight. 0: puts never wait."""
+    """Maximum time for which a write waits until no fetch is in flight."""
     put_fetch_s_max: SecondsOrZero = 0.0
-    """Puts wait as if a fetch were in flight while fetches take longer than this on average. 0 disables the rule."""
+    """Writes wait as if a fetch were in flight while fetches take longer than this on average. 0: they do not."""
     renew_s: Seconds = 30.0
-    """Minimum time between two notes to storage that a page is in use on the device or the host. Storage evicts what it
-    believes unused. Earlier, if this worker has put a sixteenth of the capacity since. The note also finds out whether
-    storage still has the page; one that it has lost is put again.
+    """Minimum time between two notes to storage that a page is in use on the device or the host, since storage evicts
+    what it believes unused. Earlier, if this worker has stored a sixteenth of the capacity. A page that storage has
+    lost is stored again.
     """
     put_host_share: Share = 0.5
-    """Share of the host pool that may be in use when a put begins beside others: the rest is kept for reads. A put
-    beyond it is left out; the next one of the same prefix includes its pages. 1: no bound.
+    """Share of the host pool that may be in use when a write begins beside others; the rest is for reads. A write
+    beyond it is left to the next one of the same prefix.
     """
     breaker_failures: Count = 8
-    """Consecutive failures or timeouts of storage after which it is not called until a probe succeeds. 0 disables the
-    circuit breaker.
-    """
+    """Consecutive failures of storage after which it is not called until a probe succeeds. 0: never."""
     breaker_backoff_s: Seconds = 1.0
-    """Time until the first probe of storage, if a call has succeeded since the last probe."""
+    """Time until the first probe."""
     breaker_backoff_max_s: Seconds = 30.0
-    """Maximum time between probes: each waits twice as long as the one before, up to this, until a call succeeds."""
+    """Maximum time between probes, which doubles with each."""
 
 
 class PolicyChanges(TypedDict, total=False):

@@ -15,15 +15,18 @@ INTRODUCTION = """\
 
 <!-- Generated: python -m tools.config_page > docs/configuration.md; a test compares. -->
 
-`tidekv prefill` and `tidekv decode` read one file (TOML, YAML or JSON, by its suffix), environment variables, and
-flags. Later sources override earlier ones:
+`tidekv prefill` and `tidekv decode` read their options from the following sources, of which later ones override earlier
+ones:
 
 1. the defaults below;
-2. the file of `--config FILE`, or of the variable `TIDEKV_CONFIG`;
+2. the file of `--config FILE`, or of the variable `TIDEKV_CONFIG`: TOML, YAML or JSON, by its suffix;
 3. environment variables: `TIDEKV_` and the option's path with underscores, for example
-   `TIDEKV_ENGINE_ADMISSION_QUEUE_MAX` for `engine.admission.queue_max`;
-4. `--set section.option=value`, for example `--set engine.storage.write=back`, any number of times;
+   `TIDEKV_ENGINE_ADMISSION_QUEUE_MAX` for `engine.admission.queue_max`. Variables that Kubernetes creates for a Service
+   (`TIDEKV_…_SERVICE_HOST`, `TIDEKV_…_PORT`) are ignored; another one that names no option is an error;
+4. `--set section.option=value`, any number of times;
 5. the command's own flags, for example `--listen`.
+
+In 3 and 4 lists are separated by commas, and tables are JSON objects.
 
 ```toml
 [cache]
@@ -45,10 +48,9 @@ prefetch = "timeout"
 listen = "127.0.0.1:9464"
 ```
 
-`tidekv config show` prints every option with its value and source. `tidekv config check` lists every error with its
-place and exits with code 2 if there is one. `tidekv config schema` prints the JSON Schema, for completion in editors. A
-command does not start with an error in its configuration. An embedder passes an `EngineConfig`, whose groups are the
-tables of `[engine]`:
+`tidekv config show` prints every option with its value and source, `tidekv config check` every error with its place
+(exit code 2), `tidekv config schema` the JSON Schema, for completion in editors. A command does not start with an
+error. An embedder passes an `EngineConfig`, whose groups are the tables of `[engine]`:
 
 ```python
 import tidekv
@@ -69,27 +71,41 @@ loaded = load("worker.toml")
 config = loaded.configuration.engine  # An EngineConfig.
 ```
 
-In variables and `--set`, lists are separated by commas and tables are JSON objects. Variables that Kubernetes creates
-for a Service (`TIDEKV_…_SERVICE_HOST`, `TIDEKV_…_PORT`) are ignored; any other `TIDEKV_` variable that names no option
-is an error.
-
-Below, text is UTF-8 without NUL, and a time is at most a year (31,536,000 s).
+Below, a number whose default has no decimal point is a whole one, text is UTF-8 without NUL, and a time is at most a
+year (31,536,000 s). What listens, publishes or writes is off while its address or path has no value; with port 0 the
+system chooses.
 
 ## Sizes of pools
 
 `cache.l1` and `cache.l2` accept bytes (`1073741824`, `"64GB"`, `"512MiB"`), pages (`"4096 pages"`), a share (`"80 %"`
-or `"80 % of what is free"`, `"50 % of total"`), `"auto"`, and for `l2` a multiple of L1 (`"2x"`). Free memory is what
-the kernel could provide within every control group that bounds the process (version 1 or 2, with all parents); memory
-of clean file pages counts as free. On the CPU both pools share the same memory, and L1 is taken first. A size above the
-free memory is refused before anything starts.
+of what is free, `"50 % of total"`), `"auto"`, and for `l2` a multiple of L1 (`"2x"`). Free memory is what the kernel
+could provide within every control group that bounds the process; memory of clean file pages counts as free. On the CPU
+both pools share the same memory, and L1 is taken first. A size above the free memory is refused before anything starts.
 """
+
+
+MORE = {
+    "cache.l2_path": "when-a-worker-goes-away.md#a-host-pool-that-lasts",
+    "storage.uri": "storage.md",
+    "transport.data_network": "threat-model.md#the-data-plane-reach-is-write-access",
+    "engine.device": "embedding.md#in-device-pages-of-a-host-engine",
+    "engine.page_checksums": "operating.md#checksums-of-pages",
+    "engine.namespace_share": "how-it-works.md#eviction",
+    "engine.close_store_s": "when-a-worker-goes-away.md#a-drain-that-stores",
+    "engine.admission.prefill_share": "how-it-works.md#page-ownership",
+    "engine.snapshots.per_request": "embedding.md#snapshots-of-states",
+    "engine.peer.staging_bytes": "ranks.md#prefill-with-ranks",
+    "engine.journal.log": "journal.md",
+    "engine.kv_events.routers": "kv-events.md#which-routers-listen",
+}
+"""The page that explains an option, by its path."""
 
 
 def configuration_page() -> str:
     """Return the page."""
     parts = [INTRODUCTION]
     for section, kind in section_types().items():
-        summary = (kind.__doc__ or "").strip().splitlines()[0]
+        summary = " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
         if section == "engine":
             summary = "The decode engine: fields of `EngineConfig`. Each table below is one of its groups."
         elif section.startswith("engine."):
@@ -102,22 +118,20 @@ def configuration_page() -> str:
 
 def _row(option: Option) -> str:
     effect = option.effect.replace("|", "\\|")
-    values = _brief(allowed(option.type))
-    unit = f" ({option.unit})" if option.unit else ""
-    return f"| `{option.name}` | {values}{unit} | {_default(option)} | {effect} |"
+    if option.path in MORE:
+        effect += f" [More]({MORE[option.path]})"
+    return f"| `{option.name}` | {_brief(allowed(option.type), option.unit)} | {_default(option)} | {effect} |"
 
 
-def _brief(words: str) -> str:
-    """Return what is allowed in signs; errors have it in words."""
-    words = (
-        words.replace("UTF-8 text without NUL", "text")
-        .replace("UTF-8 text", "text")
-        .replace("a whole number", "whole number")
-    )
-    words = re.sub(r"number, (\S+) or more", r"number ≥ \1", words)
-    words = re.sub(r"a number above 0, at most 31,536,000", "number > 0", words)
-    words = re.sub(r"a number from 0 to 31,536,000", "number ≥ 0", words)
-    return re.sub(r"a number above 0, at most 1\b", "number > 0, ≤ 1", words)
+def _brief(words: str, unit: str) -> str:
+    """Return what is allowed in signs; errors have it in words. The default says whether a number is whole."""
+    words = re.sub("UTF-8 text( without NUL)?", "text", words).removesuffix(" or none").replace("true or false", "bool")
+    words = words.removeprefix("a whole ").removeprefix("a ")
+    words = words.replace("number above 0, at most 31,536,000", "> 0").replace("number from 0 to 31,536,000", "≥ 0")
+    words = re.sub(r"^number, (\S+) or more", r"≥ \1", words)
+    words = re.sub(r"^number above 0, at most (\S+)", r"> 0, ≤ \1", words)
+    words = re.sub(r"^number from (\S+) to (\S+)", r"\1 to \2", words)
+    return f"{words} {unit}" if re.match(r"[>≥\d]", words) and unit and not unit.startswith(("a share", "times")) else words
 
 
 def _default(option: Option) -> str:

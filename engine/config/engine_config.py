@@ -39,7 +39,7 @@ class StorageOptions(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fi
     query_deadline_s: Seconds = 1.0
     """Maximum time in which storage may answer what it holds; then the answer counts as a miss."""
     store_timeout_s: Seconds = 30.0
-    """Maximum time of one put; no further page of it is started after this."""
+    """Maximum time of one write; no further page of it is started after this."""
 
     @property
     def policy(self) -> StoragePolicy:
@@ -55,16 +55,14 @@ class AdmissionOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
     ageing_s: Seconds = 5.0
     """Waiting for this long weighs as much as one step of priority."""
     growth_reserve_pages: Count = 1
-    """Device pages that an admitted request holds in reserve for the tokens that it generates. Fewer if its
-    `max_new_tokens`, or the pool, leaves no use for so many.
+    """Device pages that an admitted request holds in reserve for generated tokens, if its `max_new_tokens` and the pool
+    leave use for so many.
     """
     running_max: Count = 0
-    """Maximum requests between admission and `finish`, `retract` or failure; others wait in the queue. A larger batch
-    makes each token slower. 0 means no limit. Not with lent device pages, whose owner admits.
-    """
+    """Maximum admitted requests; others wait in the queue. 0: no limit. Not with lent device pages."""
     prefill_share: PositiveShare = 0.75
     """Maximum share of the device pool that requests of one prefill may withhold before they are READY, its quarantine
-    included. Further requests of that prefill wait; a prompt that is larger is served alone. 1 means no limit.
+    included. Further ones wait; a larger prompt is served alone. 1: no limit.
     """
 
 
@@ -81,11 +79,9 @@ class SnapshotOptions(SnapshotPolicy, frozen=True, kw_only=True, forbid_unknown_
     """Snapshots of recurrent states: where they are kept, and how many."""
 
     device_bytes: ByteCount = 0
-    """Maximum bytes of snapshots of each state that stay cached on the device; above it the least recently used ones
-    are evicted. 0: as many as the pool holds beside the records of requests.
-    """
+    """Maximum bytes of cached snapshots of each state on the device. 0: what the pool holds."""
     host_bytes: ByteCount = 0
-    """The same in host memory. 0: as many as the host pool holds."""
+    """The same in host memory."""
 
     def bounded(self, component: Component, record_bytes: int) -> Component:
         """Return the component with these bounds, if it is a state of records of that many bytes."""
@@ -102,27 +98,25 @@ class PeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The links to prefill workers."""
 
     lease_s: Seconds = 10.0
-    """Seconds for which prefill keeps a room's pages after the last ping of this worker that names it, if its own
-    `prefill.lease_s` is not shorter.
+    """Seconds for which prefill keeps a room's pages without a ping of this worker, if `prefill.lease_s` is not
+    shorter.
     """
     heartbeat_s: Seconds = 0.5
     """Interval between signs of life to each peer."""
     silence_s: Seconds = 2.0
     """A peer that is silent for longer counts as lost: its rooms fail, and its pages stay in quarantine."""
     late_s: Seconds = 30.0
-    """The same for a prefill whose event loop is stalled while a thread of its process answers over UDP, at the port
-    with the number of its address. 0: as `silence_s`.
+    """The same for a prefill whose event loop is stalled while a thread of its process answers over UDP. 0: as
+    `silence_s`.
     """
     attempts: PositiveCount = 1
-    """How often each prefill of a request's list is tried before the request fails."""
+    """How often each prefill of a request is tried before the request fails."""
     retries_late: bool = True
-    """Try a prefill beyond `attempts` if it was only late (causes "prefill silent" and "lease ended"), with pauses of
-    0.1 to 2 s, until the deadline of the request. Not if the caller can compute the rest (`recompute`, lent pages).
+    """Try a prefill that was only late ("prefill silent", "lease ended") again until the deadline, with pauses of 0.1
+    to 2 s. Not if the caller can compute the rest (`recompute`, lent pages).
     """
     staging_bytes: ByteCount = 64 * 1024 * 1024
-    """Bytes of the staging ring of this rank, through which prefill ranks that hold fewer KV heads send theirs. It
-    needs pools in host memory, and is first touched when such a prefill writes. 0 disables it.
-    """
+    """Bytes of the ring through which prefill ranks that hold fewer KV heads send theirs. 0: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,8 +137,8 @@ class CachePeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
     all of its memory.
     """
     listen: PlainText | None = None
-    """host:port at which peers read this worker's host memory; with port 0 the system chooses, see
-    `DecodeEngine.peer_address`. None: they do not. As for prefill, an address of the network needs a secret.
+    """host:port at which peers read this worker's host memory (`DecodeEngine.peer_address`). An address of the network
+    needs a secret.
     """
     wait_s: Seconds = 1.0
     """Maximum time in which a peer may send pages of a prompt; prefill sends the rest."""
@@ -155,7 +149,7 @@ class CachePeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
     host_share: PositiveShare = 0.25
     """Maximum share of the host pool that peers may write to at once."""
     read_share: PositiveShare = 0.25
-    """Maximum share of the host pool that is held for reads by peers at once. Nothing is evicted for them."""
+    """Maximum share of the host pool that is held for reads by peers."""
     reads_max: PositiveCount = 16
     """Maximum reads by peers at once; further ones are refused."""
 
@@ -171,21 +165,15 @@ class JournalOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The journal: every event of a run, in a file or in the application's log."""
 
     path: PlainText | None = None
-    """File that every event is written to, or a directory that gets a file for each run. A file of an earlier run is
-    renamed to `NAME.previous`. None disables the journal.
-    """
+    """File, or a directory that gets a file for each run. A file of an earlier run is renamed to `NAME.previous`."""
     tokens: bool = False
-    """Write pages as their tokens instead of keyed digests. A journal with tokens reveals what users wrote."""
+    """Write tokens, which reveal what users wrote, instead of keyed digests of pages."""
     segment_bytes: ByteCount = 0
     """Size at which the journal continues in a new file. 0: one file."""
     segments_max: Count = 0
-    """Maximum number of files, of which the newest are kept. 0: all. A journal without its first file cannot be
-    replayed.
-    """
+    """Number of newest files that are kept. 0: all. Without its first file a journal cannot be replayed."""
     log: bool = False
-    """Write the events through the application's structlog instead of a file, as records of the logger
-    `tidekv.journal`. The application must have configured structlog with a JSON renderer.
-    """
+    """Write to the application's structlog, which must render JSON, instead of a file."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -197,9 +185,7 @@ class MetricsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Metrics for Prometheus."""
 
     listen: PlainText | None = None
-    """host:port at which Prometheus scrapes; with port 0 the system chooses, see `DecodeEngine.metrics_address`. None
-    disables metrics.
-    """
+    """host:port at which Prometheus scrapes (`DecodeEngine.metrics_address`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -220,9 +206,7 @@ class StatusOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The HTTP server that routers and orchestrators ask for health, load, and where a prompt is, and give KV hints."""
 
     listen: PlainText | None = None
-    """host:port of the server; with port 0 the system chooses, see `DecodeEngine.status_address`. None disables it. One
-    on the network needs `token_file` or `allow_network`.
-    """
+    """host:port (`DecodeEngine.status_address`). One on the network needs `token_file` or `allow_network`."""
     token_file: PlainText | None = None
     """File with the token that callers must present, as `Authorization: Bearer TOKEN`; not for /health and /ready."""
     allow_network: bool = False
@@ -246,19 +230,19 @@ class KVEventsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
     """KV events for routers. Needs the extra `events`."""
 
     endpoint: PlainText | None = None
-    """ZMQ endpoint, such as tcp://127.0.0.1:5557, at which the engine publishes what it caches. None disables KV
-    events. One on the network needs `curve_secret_file` or `allow_network`.
+    """ZMQ endpoint, such as tcp://127.0.0.1:5557, at which the engine publishes what it caches. One on the network
+    needs `curve_secret_file` or `allow_network`.
     """
     replay: PlainText | None = None
-    """ZMQ endpoint at which routers request batches that they missed. None disables the replay."""
+    """ZMQ endpoint at which routers request batches that they missed."""
     load: PlainText | None = None
-    """ZMQ endpoint at which the engine publishes its load for SGLang's routers, which expect it behind the ports of the
-    events of all ranks. None disables it. One on the network needs `allow_network`.
+    """ZMQ endpoint at which the engine publishes its load for SGLang's routers. One on the network needs
+    `allow_network`.
     """
     topic: PlainText = ""
     """Topic of the batches: the first frame of each."""
     kept_batches: PositiveCount = 10_000
-    """Number of newest batches that can be requested again, as far as they fit in `kept_bytes`."""
+    """Newest batches that can be requested again, as far as they fit in `kept_bytes`."""
     kept_bytes: PositiveCount = 64 * 1024 * 1024
     """Maximum bytes of the batches that can be requested again."""
     tokens: bool = True
@@ -266,25 +250,19 @@ class KVEventsOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=
     curve_secret_file: PlainText | None = None
     """File with the secret key of both endpoints (CURVE, 40 characters of Z85): listeners must know its public key."""
     curve_clients: PlainText | None = None
-    """Directory with the public keys of listeners, files that end in .key. None: any listener that knows the public key
-    of the endpoints.
+    """Directory with the public keys of listeners, files that end in .key; without it any listener that knows the
+    public key of the endpoints is served.
     """
     allow_network: bool = False
     """Serve endpoints on the network without CURVE: every program that reaches one then reads the published tokens."""
     components: bool = False
     """Publish pages of windows and states, too, each component as a group. Only for routers that know groups."""
     routers: tuple[Router, ...] = ("dynamo",)
-    """Routers that listen, which decides how salts and EAGLE keys are written: "dynamo", "dynamo-indexer" (its
-    standalone KV indexer), "llm-d", "vllm-router". Empty: salts are published as digests, which no router can match.
-    """
+    """Routers that listen, which decides how salts and EAGLE keys are written."""
     stored_pages: PositiveCount = 500_000
-    """Maximum pages that only storage has which stay published; those that memory forgot first are withdrawn first.
-    Each costs about 500 bytes of memory.
-    """
+    """Maximum published pages that only storage has. Each costs about 500 bytes of memory."""
     data_parallel_rank: Count = 0
-    """Number of this engine among the data-parallel engines of a deployment, which each batch names. Each of them needs
-    an endpoint of its own.
-    """
+    """Number of this engine among data-parallel engines, which each batch names."""
 
 
 class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -299,57 +277,40 @@ class EngineConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     vocabulary: Vocabulary = 0
     """Token ids must be below this. 0: every id that fits in 32 bits is allowed."""
     namespace: PlainText = ""
-    """Namespace of the cache (tenant, revision); pages of another namespace never match. A request that names the same
-    is in it.
-    """
+    """Namespace of requests that name none (tenant, revision); pages of another namespace never match."""
     bigram_keys: bool = False
-    """Name pages by pairs of tokens: for draft KV of the EAGLE family, which depends on the token after the page. Both
-    ends of a hand-over, and all workers that share storage, must set the same.
+    """Name pages by pairs of tokens, for draft KV of the EAGLE family. Both ends, and all workers that share storage,
+    must set the same.
     """
     keep_output: bool = True
     """Keep generated tokens in the cache; without it only prompts are kept."""
     eviction: EvictionName = "lru"
-    """Order in which cached pages are evicted from device and host memory. "lru": least recently used first. "lfu":
-    least often matched first. "slru": pages matched less than twice first, so that a long scan keeps shared prefixes.
-    "fifo": oldest insertion first. "priority": lowest `DecodeRequest.priority` first. Ties go to the least recently
-    used.
+    """Which cached pages are evicted first: "lru": least recently used. "lfu": least often matched. "slru": matched
+    less than twice, so that a long scan keeps shared prefixes. "fifo": oldest. "priority": lowest
+    `DecodeRequest.priority`.
     """
     page_checksums: bool = False
-    """Verify the bytes of pages on their way: prefill sends a checksum with each page, and pages in host memory keep
-    theirs. A damaged page is sent again and never used. Every copy and transfer is hashed; not with pools on a GPU.
-    """
+    """Verify the bytes of pages on their way; a damaged page is sent again and never used. Not with pools on a GPU."""
     namespace_share: PositiveShare = 1.0
-    """Share of L1, and of L2, above which a namespace loses cached pages before others do. It may use more while there
-    is room. With N tenants, 1/N keeps each from evicting the others' pages below that. 1 means no limit.
-    """
+    """Share of L1, and of L2, above which a namespace loses cached pages before others do. 1: no limit."""
     device: DeviceMode = "owned"
-    """Whose the device pages are. "owned": the engine's, which caches prefixes in them, admits requests to them, and
-    lends them out until `finish`. "lent": those of a host engine with a prefix cache of its own, which lends them to
-    each restore (`DecodeEngine.restore_into`) and offers what it computed (`DecodeEngine.offer`).
-    """
+    """Whose the device pages are: the engine's, or those of a host engine that lends them to each restore."""
     recompute_threshold: Count = 0
-    """Tokens of a prompt that decode computes rather than receives: if no more are missing in device memory, prefill is
-    not asked, or told to release what it holds, and the engine calls `recompute`. If that fails, prefill is asked. 0:
-    only if no prefill is left. Not with components, nor with lent device pages, whose owner computes. A request that
-    waits behind others of a prefill that is at its quota waits for these.
+    """Missing tokens up to which decode computes a prompt (`recompute`) rather than asking prefill, which is asked if
+    that fails. 0: only if no prefill is left. Not with components or lent device pages.
     """
     default_deadline_s: Seconds = 60.0
-    """Deadline of requests that bring none: a restore that takes longer fails."""
+    """Deadline of requests that bring none."""
     copy_deadline_s: Seconds = 30.0
-    """Maximum time of a copy between device and host; a copy that takes longer has failed, and its pages are
-    quarantined.
-    """
+    """Maximum time of a copy between device and host; then it has failed, and its pages are quarantined."""
     close_deadline_s: Seconds = 10.0
     """Maximum time that closing waits for work in flight."""
     close_store_s: SecondsOrZero = 0.0
-    """Maximum time for which closing stores what storage lacks of all cached pages first, so that a successor finds
-    them there; beside `close_deadline_s`. With ranks, that of the first one counts. 0: pages are lost that only this
-    worker has.
+    """Maximum time for which closing first stores what storage lacks, beside `close_deadline_s`. With ranks, that of
+    the first one counts.
     """
     loop_stall_report_s: Seconds = 0.05
-    """A callback that blocks the event loop for longer than this, while there is work, is logged: one line with the
-    place as a warning, its stack at debug level.
-    """
+    """A callback that blocks the event loop for longer than this, while there is work, is logged with its place."""
     storage: StorageOptions = StorageOptions()
     """The storage tier."""
     admission: AdmissionOptions = AdmissionOptions()

@@ -32,9 +32,7 @@ class CacheSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     command.
     """
     l2_path: Text = ""
-    """File of L2, such as /dev/shm/tidekv-decode: its pages outlive a restart of the worker, if pages and sizes are the
-    same. It may be on a tmpfs, hugetlbfs or a local disk. Empty: L2 ends with the worker.
-    """
+    """File of L2, such as /dev/shm/tidekv-decode: its pages outlive a restart of the worker."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,13 +59,9 @@ class StorageSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The storage tier (L3)."""
 
     uri: Text = ""
-    """URI of the storage engine: memory:, file:/path?capacity=200GB, redis://host and so on. Empty: none, or the
-    command's choice.
-    """
+    """URI of the storage engine, such as file:/path?capacity=200GB. Empty: none, or the command's choice."""
     options: dict[str, object] = msgspec.field(default_factory=dict)
-    """Further options of the engine, beside those in the URI. Passwords belong here, or in a file that only the worker
-    can read.
-    """
+    """Further options of the engine, beside those in the URI; passwords belong here."""
 
 
 class TransportSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,37 +70,34 @@ class TransportSection(Options, frozen=True, kw_only=True, forbid_unknown_fields
     name: Text = ""
     """Name of the worker in logs and at its peers; empty: prefill-0 or decode-0."""
     secret: Text = ""
-    """Secret shared by both ends, also read from TIDEKV_SECRET. Empty: every program that reaches the port may connect,
-    so prefill listens on loopback only.
-    """
+    """Secret of both ends, also read from TIDEKV_SECRET. Without one prefill listens on loopback only."""
     secret_file: Text = ""
     """File that holds the secret, for mounted secrets; used instead of `secret`."""
     tls_certificate: Text = ""
-    """PEM file with this worker's certificate, and its key unless `tls_key` has it. Prefill listens under TLS if it is
-    given; decode presents it to a prefill that requires one.
+    """PEM file with this worker's certificate, and its key unless `tls_key` has it. Prefill listens under TLS with it;
+    decode presents it.
     """
     tls_key: Text = ""
     """PEM file with the certificate's key, without a password."""
     tls_authority: Text = ""
-    """PEM file with the certificates that must sign a peer's certificate. Decode dials under TLS if it is given;
-    prefill then refuses peers without a certificate. Bulk data is not under TLS.
+    """PEM file with the certificates that sign peers'. Decode dials under TLS with it; prefill refuses peers without a
+    certificate. Bulk data is not under TLS.
     """
     allow_no_secret: bool = False
-    """Let prefill listen on an address of the network without a secret and without client certificates: every program
-    that reaches the port may then read and write this worker's memory.
+    """Let prefill listen on the network without a secret or client certificates: every program that reaches the port
+    may then read and write this worker's memory.
     """
     announces: tuple[Text, ...] = ()
     """Addresses under which decode workers dial this prefill worker, if connections to it are forwarded."""
     data_network: Literal["auto", "loopback", "any"] = "auto"
-    """Where UCX opens the unauthenticated ports of the bulk data: "loopback" on this machine only, "any" on every
-    network device, "auto" the latter if an address of this worker or of its prefill workers is on the network.
-    `UCX_NET_DEVICES` in the environment takes precedence.
+    """Where UCX opens its unauthenticated ports: on loopback, on any network device, or the latter if an address of
+    this worker or of its prefill workers is on the network. `UCX_NET_DEVICES` takes precedence.
     """
     backends: dict[str, dict[str, str]] = msgspec.field(default_factory=lambda: {"UCX": {}})
     """NIXL plugins to use, each with its own options."""
     progress_delay_us: PositiveCount = 200_000
-    """Time after which NIXL's progress thread wakes without a cause. UCX wakes it when bytes arrive, unless it misses
-    them; for a plugin that does not, this is the delay of a peer's writes. A shorter one costs CPU.
+    """Time after which NIXL's progress thread wakes without a cause; for a plugin that does not wake it, the delay of a
+    peer's writes. A shorter one costs CPU.
     """
     call_timeout_s: Seconds = 30.0
     """Maximum time of each setup call, such as for a NIXL plugin."""
@@ -140,18 +131,13 @@ class PrefillSection(Options, frozen=True, kw_only=True, forbid_unknown_fields=T
     listen: str = "127.0.0.1:7000"
     """host:port at which decode workers reach this one; port 0: any."""
     lease_s: Seconds = 10.0
-    """Maximum seconds for which a room's pages are kept after the last ping of its decode worker that names it. Decode
-    may ask for less.
-    """
+    """Maximum seconds for which a room's pages are kept without a ping of its decode worker."""
     rooms_max: PositiveCount = 4096
-    """Maximum prompts that are open for decode workers at once; further ones wait, at most three times as many, and
-    are refused beyond that.
-    """
+    """Maximum prompts open for decode workers at once; at most three times as many wait, more are refused."""
     close_deadline_s: Seconds = 5.0
-    """Maximum time that closing waits for writes in flight before the transport is closed anyway."""
+    """Maximum time that closing waits for writes in flight."""
     metrics_listen: str | None = None
-    """host:port at which Prometheus scrapes the prefill worker; with port 0 the system chooses. None disables metrics.
-    """
+    """host:port at which Prometheus scrapes the prefill worker."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

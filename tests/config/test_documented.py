@@ -18,7 +18,7 @@ from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.config.options import Option, all_options, section_types
 from tidekv.engine.config.schema import json_schema
 from tidekv.states.validation import allowed
-from tools.config_page import configuration_page
+from tools.config_page import MORE, configuration_page
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -43,6 +43,7 @@ def test_the_page_is_written_from_the_code() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == configuration_page(), (
         "run: python -m tools.config_page > docs/configuration.md"
     )
+    assert set(MORE) <= set(all_options())
 
 
 @pytest.mark.parametrize("option", all_options().values(), ids=lambda option: option.path)
