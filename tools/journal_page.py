@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from tidekv.engine.journal import format as journal_format
 from tidekv.engine.journal.digest import STATE_PARTS
 from tidekv.engine.journal.format import (
     JOURNAL_VERSION,
     EndLine,
-    EventRecord,
     GapLine,
     RaiseRecord,
     RunLine,
@@ -39,46 +38,43 @@ INTRODUCTION = """# The journal
 
 A journal holds the facts of one run of one engine: every event that its core took, turn of the loop by turn, every
 raise of a rule, and digests of what followed. `tidekv replay` steps a fresh core through the facts and compares the
-digests; `explain` and `timeline` replay as well, and show what followed. It is text, one JSON object a line,
-encoded by msgspec. This is version {version}; a journal of another version, or of other event types, is refused
-by name: use the tidekv that wrote it.
+digests; `explain` and `timeline` show what followed. It is text, one JSON object a line. This is version {version}; a
+journal of another version, or of other event types, is refused by name: use the tidekv that wrote it.
 
-A turn in which one request arrives (`journal.tokens`; the line is one line):
+A turn in which one request arrives (`journal.tokens`):
 
 ```json
 {example}
 ```
 
-**Checksums.** Every line ends in `"sum"`: the XXH32 of the line without `,"sum":"…"`, in eight hexadecimal digits,
-seeded with the sum of the line before (0 for the first). A changed, lost, repeated or moved line is reported at that
-line (`JournalDamaged`).
+**Events.** `took` has each event as `[type, field, …]`, with all fields in order: `python -m pydoc
+tidekv.states.events` describes the {events} types.
+
+**Checksums.** Every line ends in `"sum"`: the XXH32 of the line without `,"sum":"…"`, seeded with the sum of the line
+before (0 for the first). A changed, lost, repeated or moved line is reported at that line (`JournalDamaged`).
 
 **Digests.** `digest` is XXH3-64, rolling: over the MessagePack of each step's effects (moves, commands and evictions),
 and behind each turn over the numbers of each part of the state ({parts}, and each tier of each component). `checks` and
 `parts` hold 16 bits of it behind each of these. A replay by changed rules stops at the first event from which something
-else follows, and `ReplayDiverged` names the event and what differs.
+else follows, and `ReplayDiverged` names it.
 
-**Raises.** A rule that raises does not end a journal. The record names the rule, the exception and the place; the
-replay raises at the same instruction and goes on. By other code, or another version of Python, it may diverge there, in
-"raises". An exception that left `Core.step` stands in `errors`: a refused event, or the end of the engine.
+**Raises.** A rule that raises does not end a journal: the replay raises at the same instruction and goes on. By other
+code, or another version of Python, it may diverge there, in "raises". An exception that left `Core.step` stands in
+`errors`: a refused event, or the end of the engine.
 
-**Privacy.** `keys` are digests of {digest_bytes} bytes a page, in base64, under a secret that is not written anywhere.
-They show which pages are equal, and nothing else. Namespaces (a vLLM request's `cache_salt` is part of one) are digests
-too. With `journal.tokens` keys are the tokens, packed as little-endian u32 (with `bigram_keys` and the token behind the
-page), and namespaces are in clear. Texts of errors are written as they are.
+**Privacy.** `keys` are digests of {digest_bytes} bytes a page, in base64, under a secret that is not written anywhere:
+they show which pages are equal, and nothing else. Namespaces (a vLLM request's `cache_salt` is part of one) are digests
+too. With `journal.tokens` keys are the tokens (little-endian u32), and namespaces are in clear. Texts of errors are
+written as they are.
 
 **Files.** With `journal.segment_bytes` the journal goes on in `NAME.1`, `NAME.2`, …; with `journal.segments_max` the
 oldest are deleted, and the rest cannot be replayed. An earlier run of the same name is moved to `NAME.previous`; so is
 a symbolic link.
 
-**In the application's log.** With `journal.log` (`JournalOptions(log=True)`) the same lines are records of the logger
-`tidekv.journal`, by the application's structlog. A record has `journal_run`, `journal_line` (counted from 0) and the
-line itself in `journal`. `tidekv replay LOG`, `explain LOG` and `timeline LOG` find them in `LOG` and in `LOG.*`, in
-any order; of several runs they read the newest, or that of `--run`. A record that a processor dropped is reported as
-missing. A file is smaller and costs the engine less: take the log where only logs are collected.
-
-**Stalls.** A turn has the stalls of the process's event loop that ended before it, as `[at_s, seconds, where]`.
-`explain`, `timeline` and spans name them instead of what the request waited for.
+**In the application's log.** With `journal.log` the same lines are records of the logger `tidekv.journal`:
+`journal_run`, `journal_line` (counted from 0), and the line itself in `journal`. `tidekv replay LOG`, `explain LOG` and
+`timeline LOG` find them in `LOG` and in `LOG.*`, in any order; of several runs they read the newest, or that of
+`--run`. A dropped record is reported as missing. A file is smaller and costs the engine less.
 
 **The end.** A run that was closed has an `end` line. After kill -9 it is missing, and the last line may be cut off: all
 lines before it are valid, and at most the last {coalesce_s:g} s are missing. `replay`, `explain` and `timeline` take
@@ -95,6 +91,7 @@ def journal_document() -> str:
     parts = [
         INTRODUCTION.format(
             version=JOURNAL_VERSION,
+            events=len(event_types()),
             example=_example(),
             parts=", ".join(STATE_PARTS),
             digest_bytes=DIGEST_BYTES,
@@ -109,15 +106,7 @@ def journal_document() -> str:
     ]
     parts.append(_section(RaiseRecord, "One of `raises`"))
     parts.append(_section(StallRecord, "One of `stalls`"))
-    parts.append(
-        "## Events\n\n`[type, field, …]`, all fields in this order. `states/events.py` says what each field means.\n"
-    )
-    parts += ["| type | fields |", "|---|---|"]
-    with_keys = {kind.__struct_config__.tag: kind for kind in get_args(EventRecord)}
-    for kind in event_types():
-        fields = ", ".join(f"`{name}`" for name in with_keys[kind.__name__].__struct_fields__)
-        parts.append(f"| `{kind.__name__}` | {fields} |")
-    return "\n".join(parts) + "\n"
+    return "\n".join(parts)
 
 
 def _example() -> str:
@@ -133,8 +122,10 @@ def _example() -> str:
 
 def _section(kind: type, title: str) -> str:
     notes = _attribute_notes(journal_format, kind.__name__)
-    rows = [f"### {title}\n", f"{_words(kind)}\n", "| field | meaning |", "|---|---|"]
-    rows += [f"| `{name}` | {notes.get(name, '')} |" for name in field_types(kind)]
+    plain = ", ".join(f"`{name}`" for name in field_types(kind) if name not in notes)
+    rows = [f"### {title}\n", f"{_words(kind)}{f' Besides: {plain}.' if plain else ''}\n"]
+    cells = [f"| `{name}` | {notes[name]} |" for name in field_types(kind) if name in notes]
+    rows += ["| field | meaning |", "|---|---|", *cells] if cells else []
     return "\n".join([*rows, ""])
 
 

@@ -338,7 +338,7 @@ class TurnLine(Line, frozen=True, kw_only=True, omit_defaults=True, tag="turn"):
     checks: list[int]
     """By event: 16 bits of the digest after its effects, which are moves, commands and evictions; 0 if it has none."""
     parts: list[int]
-    """16 bits of a digest of each part of the state after the turn, in the order of the table below."""
+    """16 bits of a digest of each part of the state after the turn."""
     digest: str
     """64 bits, rolling: every move, command, eviction and part of the state since the start of the run."""
     raises: list[RaiseRecord] = []
