@@ -14,7 +14,7 @@ so does a round in which the default fetched the same pages as the better one.
 The second figure needs no quiet machine: what the plans chose. Of prompts of at least CHOICE_TOKENS, it is the share
 that the default fetched from a storage that is much faster than prefill, at the worst of the rounds from the second on.
 
-The file has all cells; docs/performance.md is generated from benchmarks/results/first_rounds.json.
+The file has all cells; benchmarks/results/README.md is generated from it.
 """
 
 from __future__ import annotations

@@ -136,12 +136,20 @@ def gpu_table() -> str:
     for step in ("copies", "load"):
         # Copies by size of their stretches only give the threshold, which has a row of its own.
         rows = [row for row in report[step]["rows"] if row[2] and not row[0].startswith("stretches")]
+        rows = _slowest(rows, "to device") + _slowest(rows, "to host") + [row for row in rows if " to " not in row[0]]
         lines += [f"| `{step}` | {what} | {measured} | {asked} |" for what, measured, asked in rows]
     lines += [
         "",
-        "Rows for which nothing is asked, such as both forms at each size, are in `benchmarks/results/gpu_h100.json`.",
+        "The other sizes, and rows for which nothing is asked, are in `benchmarks/results/gpu_h100.json`.",
     ]
     return "\n".join(lines)
+
+
+def _slowest(rows: Sequence[Sequence[str]], direction: str) -> list[list[str]]:
+    """Return the copies in that direction with the smallest share of the bus, which all others exceed."""
+    copies = [row for row in rows if direction in row[0]]
+    share = {row[0]: int(row[1].split(", ")[1].removesuffix(" %")) for row in copies}
+    return [[f"slowest of: {what}", *rest] for what, *rest in sorted(copies, key=lambda row: share[row[0]])[:1]]
 
 
 def handover_table() -> str:
