@@ -24,22 +24,15 @@ LABELS = {
     "outcome": '"ready", or the cause of a failure; of a room: received, lease ended, aborted, replaced, failed, '
     "closed",
     "source": "l1, l2, l3, transfer, recompute",
-    "what": "see the meaning of the metric",
     "cause": "why the pages were not restored here; of a room: a cause of `tidekv.PrefillCause`, or its outcome",
     "rule": "a function of `tidekv.states`, as `Class.method`",
-    "tier": "device, host",
-    "type": "an event's type, as in [journal.md](journal.md)",
     "call": "query, fetch, store, probe, copy_to_device, copy_to_host, recompute",
-    "component": "a window or state, by its name",
     "state": "a state of the request machine; of a room: pending, sending, finished, draining",
-    "pool": "device, host",
     "condition": "free, owned, cached, draining, total; cached pages are evictable, or protected: pinned by requests "
     "and transfers",
-    "poller": "transport, storage",
-    "part": "a part of the engine",
     "name": "a number of `DecodeEngine.statistics()`, or of `PrefillPeer.statistics()`",
 }
-"""Values of each label."""
+"""Values of labels that their metric does not explain."""
 
 
 def metric_families() -> list[Metric]:

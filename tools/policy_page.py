@@ -12,69 +12,55 @@ from tidekv.states.storage.throughput import ESTIMATE_FRESH_S
 BEGIN = "<!-- Policies, from the code: python -m tools.policy_page docs/storage.md -->"
 END = "<!-- End of the policies. -->"
 
-HEAD = f"""\
+POLICIES = f"""\
 ## Policies
 
-Policies determine how a decode engine uses its storage. Each is a field of `StorageOptions` and can be changed while
-requests run: `engine.change_policy(write="back", lookahead_pages_max=512)`. Pages that a policy declines are requested
-from prefill: no request fails, and `l3_declined_pages` counts them.
+Each policy is a field of `StorageOptions` ([values and defaults](configuration.md#enginestorage), [which one
+when](operating.md#which-policy-when)) and can be changed while requests run, as by
+`engine.change_policy(write="back", lookahead_pages_max=512)`. Pages that a policy declines are requested from
+prefill: no request fails, and `l3_declined_pages` counts them.
 
-**Writing.** `through` is the safest: each finished request is on the host and in storage soon after. `selective` saves
-writes if most prompts are seen once. `back` writes least: it keeps a share of each pool (`write_back_ahead`) free or
-clean, so that eviction, which never waits, finds pages that have another copy. `l1_pages_dropped` and
-`l2_pages_dropped` count pages without one; pages that were not yet written are lost when the process ends.
+**Writing.** `through` is the safest. `selective` saves writes if most prompts are seen once. `back` writes least: it
+keeps a share of each pool (`write_back_ahead`) free or clean, so that eviction finds pages that have another copy;
+`l1_pages_dropped` and `l2_pages_dropped` count those without one. Pages that were not yet written are lost when the
+process ends.
 
-**What storage has.** Storage evicts what it does not see in use, and it does not see hits on the device or the host. So
-a write names the whole prefix: storage notes that its pages are in use, and is given the others. A prefix without
-anything to write is named when it is used again after `renew_s`, or after this worker has stored a sixteenth of the
-capacity. `pages_stored_again` counts pages that storage had lost. `s3:` and `mooncake:` know the use of their own
+**What storage has.** Storage evicts what it does not see in use, and it does not see hits on the device or the host.
+So a write names the whole prefix, and a prefix without anything to write is named when it is used again after
+`renew_s`. `pages_stored_again` counts pages that storage had lost. `s3:` and `mooncake:` know the use of their own
 process only; after a restart `s3:` orders pages by their time of writing.
 
-`flush(("l3",))` waits for writes in flight, removes all pages, and stores those that are still on the device or the
-host again at their next use. `flush(("l1", "l2", "l3"), namespace="tenant")` deletes from storage the pages of that
-namespace whose prompts are still on the device or the host: keys of storage do not tell whose a page is.
+`flush(("l3",))` removes all pages; those that are still on the device or the host are stored again at their next use.
 
 **Wait for the answer.** A request asks storage at its arrival, and takes no device pages while it waits. The wait is
 the mean of the measured answer times and four times their deviation, at least {WAIT_MIN_S * 1000:g} ms. It is at most
 {GAIN_SHARE:.0%} of the time that storage can save; {WAIT_MAX_S * 1000:g} ms while the speed of the transfer is
-unknown. After the wait the plan is made without storage (`l3_queries_outwaited`). A later answer is used if the request
-still waits for device memory, or returns to the queue. With `wait_complete` the wait is `query_deadline_s`.
+unknown. After the wait the plan is made without storage (`l3_queries_outwaited`). With `wait_complete` the wait is
+`query_deadline_s`.
 
-**Throughput of storage.** The core measures the time of a page, `page_s`, over the last fetches; each counts 7/8 of the
-one after it. A plan fetches at most `n` pages with `(pages under way + n) * page_s <= fetch_deadline_share * time that
-it may take`. After {ESTIMATE_FRESH_S:g} s without a fetch the measurement bounds no plan any more.
+**Throughput of storage.** The core measures the time of a page, `page_s`, over the last fetches. A plan fetches at
+most `n` pages with `(pages under way + n) * page_s <= fetch_deadline_share * time that it may take`. After
+{ESTIMATE_FRESH_S:g} s without a fetch the measurement bounds no plan any more.
 
-**Split between storage and transfer.** With `soonest` the throughput of the transfer is measured in the same way,
-prefill's computation included. A plan takes what storage has from the one that brings it sooner, or a part from each,
-if that is {MARKED_GAIN:g} times as fast or more. Host memory is trusted, until its copies are measured to be slower
-than the transfer: then, if they would take more than {1e3 * TRUSTED_S:g} ms, the same rule divides its pages
-(`l2_declined_pages`), and storage counts as no faster than the copies that follow its reads. When prefill has sent
-everything and fetches are still under way, the last of these are requested from prefill as well if it sends them
-markedly sooner. While one of the throughputs of storage and transfer is unknown, one plan at a time measures it with a
-part of its pages ([Measuring](measuring.md#default-policy-on-real-processes)). The pages of windows and states are not
-split.
+**Split between storage and transfer.** With `soonest` that of the transfer is measured in the same way, prefill's
+computation included. A plan takes what storage has from the one that brings it sooner, or a part from each, if that is
+{MARKED_GAIN:g} times as fast or more. Host memory is trusted, until its copies are measured to be slower than the
+transfer: then, if they would take more than {1e3 * TRUSTED_S:g} ms, the same rule divides its pages
+(`l2_declined_pages`), and storage counts as no faster than the copies that follow its reads. While one of the
+throughputs of storage and transfer is unknown, one plan at a time measures it with a part of its pages
+([Measuring](measuring.md#default-policy-on-real-processes)). Those of windows and states are not split.
 
-**Prefetch for waiting requests.** A request that waits for device memory has already looked up its pages in storage. If
-`lookahead_pages_max` is set, these pages are fetched to the host meanwhile and count as `l3`. All pages in front of
-these must be on the host, or there must be none. The pages of windows and states that the end of the prompt needs come
-first and count in the same bound; `component_pages_fetched_ahead` counts them.
+**Prefetch for waiting requests.** If `lookahead_pages_max` is set, pages of a request that waits for device memory are
+fetched to the host meanwhile and count as `l3`; those of windows and states come first
+(`component_pages_fetched_ahead`).
 """
-
-
-def policies_section() -> str:
-    """Return the section as Markdown."""
-    return (
-        f"{HEAD}\n"
-        "[Configuration](configuration.md#enginestorage) has what each one bounds, its values and its default, the "
-        "[operating guide](operating.md#which-policy-when) reasons to change it."
-    )
 
 
 def with_policies(page: str) -> str:
     """Return the page with the current section."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{policies_section()}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{POLICIES.rstrip()}\n\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Storage between instances of different numbers of ranks: what one wrote the other reads, byte for byte.
 
-The table in docs/ranks.md has what is tested here.
+docs/ranks.md says what is tested here.
 """
 
 from __future__ import annotations
