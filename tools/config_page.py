@@ -131,7 +131,8 @@ def _brief(words: str, unit: str) -> str:
     words = re.sub(r"^number, (\S+) or more", r"≥ \1", words)
     words = re.sub(r"^number above 0, at most (\S+)", r"> 0, ≤ \1", words)
     words = re.sub(r"^number from (\S+) to (\S+)", r"\1 to \2", words)
-    return f"{words} {unit}" if re.match(r"[>≥\d]", words) and unit and not unit.startswith(("a share", "times")) else words
+    is_measured = bool(unit) and not unit.startswith(("a share", "times"))
+    return f"{words} {unit}" if is_measured and re.match(r"[>≥\d]", words) else words
 
 
 def _default(option: Option) -> str:
