@@ -187,7 +187,12 @@ MEASUREMENTS: dict[str, Measurement] = {
         arguments=lambda _, file: ["--in-flight", "256", "--requests", "1536", "--json"],
         read=read_engine,
     ),
-    "engine_growth": Measurement(program="benchmarks.engine_growth", budget_s=800),
+    "engine_growth": Measurement(
+        program="benchmarks.engine_growth",
+        budget_s=800,
+        # All rounds are those of `python -m benchmarks.engine_growth`.
+        arguments=lambda _, file: ["--rounds", "1", "--json", str(file)],
+    ),
     "latency": Measurement(program="benchmarks.latency", budget_s=120),
     "journal": Measurement(
         program="benchmarks.journal",

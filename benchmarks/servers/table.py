@@ -26,23 +26,22 @@ def first_token_table(load: Load, figures: Sequence[Figures]) -> Table:
     return table
 
 
-def totals_table(figures: Sequence[Figures], *, titles: Mapping[str, str], ours: str) -> Table:
+def totals_table(figures: Sequence[Figures], *, titles: Mapping[str, str], ours: str | None = None) -> Table:
     """Tokens by source, bytes, CPU seconds, and wrong or lost answers of each variant.
 
-    `titles`: rows of an engine's metrics of decode. `ours`: how names of tidekv's counters begin.
+    `titles`: rows of metrics of decode. `ours`: how names of further counters begin, if they have rows.
     """
     table = Table(title="Whole run")
     table.add_column("")
     for one in figures:
         table.add_column(one.variant.title, justify="right")
     for metric, title in titles.items():
-        table.add_row(title, *(f"{one.metrics.get(metric, 0):,.0f}" for one in figures))
-    counters = {name for one in figures for name, value in one.metrics.items() if value}
-    for name in sorted(name for name in counters if name.startswith(ours) and name.endswith("_total")):
-        table.add_row(
-            name.removeprefix(ours).removesuffix("_total"),
-            *(f"{one.metrics.get(name, 0):,.0f}" for one in figures),
-        )
+        table.add_row(title, *(f"{one.metrics[metric]:,.0f}" if metric in one.metrics else "-" for one in figures))
+    if ours is not None:
+        counters = {name for one in figures for name, value in one.metrics.items() if value}
+        for name in sorted(name for name in counters if name.startswith(ours) and name.endswith("_total")):
+            title = name.removeprefix(ours).removesuffix("_total")
+            table.add_row(title, *(f"{one.metrics.get(name, 0):,.0f}" for one in figures))
     table.add_row("MiB from prefill", *(_from_prefill(one) for one in figures))
     for part in sorted({part for one in figures for part in one.cpu_s}):
         table.add_row(f"CPU seconds: {part}", *(_seconds(one.cpu_s.get(part)) for one in figures))

@@ -35,7 +35,16 @@ from tidekv.engine.demo.artefact import about
 BUILD: Final = ROOT / "build" / "sglang_pair"
 RESERVED: Final = 512
 """Tokens that SGLang's decode keeps free for each request that it admits."""
-OURS: Final = "tidekv_"
+SOURCES: Final = {
+    f"tidekv_tokens_total{{{source}}}": f"prompt tokens: {title}"
+    for source, title in (
+        ("l1", "SGLang's tree"),
+        ("l2", "tidekv's host memory"),
+        ("l3", "tidekv's storage"),
+        ("transfer", "prefill"),
+    )
+}
+"""Rows of a comparison from tidekv's counters; SGLang tells its own at its promise."""
 QUIET: Final = [name for name in VARIANTS if not name.endswith(AS_IT_IS)]
 
 app = typer.Typer(add_completion=False, no_args_is_help=False)
@@ -151,7 +160,7 @@ def conversations(
     asked = [told[one.variant.name] for one in figures if one.variant.name in told]
     if asked:
         shown.print(tiers_table(load, asked))
-    shown.print(totals_table(figures, titles={}, ours=OURS))
+    shown.print(totals_table(figures, titles=SOURCES))
     print_lost(figures)
     if json_file is not None:
         _write(json_file, [{**as_json(one), "promised": _plain(promised.get(one.variant.name))} for one in figures])
