@@ -98,8 +98,8 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
         """Read one page into the flat page `target_location`, or a new one."""
         flat = self.mem_pool_host.get_dummy_flat_data_page() if target_location is None else target_location
         pages = self._required_pages()
-        (good,) = self._get([key], lambda _, ours: _copy(ours, pages.flat_view(flat)))
-        return flat if good else None
+        (is_valid,) = self._get([key], lambda _, ours: _copy(ours, pages.flat_view(flat)))
+        return flat if is_valid else None
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
@@ -107,8 +107,8 @@ class TidekvHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has 
         """Read pages into flat pages; None for each that is missing."""
         flats = target_locations or [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
         pages = self._required_pages()
-        good = self._get(keys, lambda number, ours: _copy(ours, pages.flat_view(flats[number])))
-        return [flat if is_there else None for flat, is_there in zip(flats, good, strict=True)]
+        valid = self._get(keys, lambda number, ours: _copy(ours, pages.flat_view(flats[number])))
+        return [flat if is_valid else None for flat, is_valid in zip(flats, valid, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Write one flat page."""

@@ -100,7 +100,7 @@ class StorageThread:
 
         The tensor [page_bytes] belongs to the store and is valid only during the call.
         """
-        good: list[bool] = []
+        valid: list[bool] = []
         self._loop.check()
         with self._reading:
             for first in range(0, len(keys), self._batch):
@@ -120,8 +120,8 @@ class StorageThread:
                 for page, is_there in enumerate(found):
                     if is_there:
                         take(first + page, self._pool.buffer[page])
-                good += found
-        return good + [False] * (len(keys) - len(good))
+                valid += found
+        return valid + [False] * (len(keys) - len(valid))
 
     def put(
         self,
@@ -134,7 +134,7 @@ class StorageThread:
 
         The pages before them, whose keys are `prefix_keys`, are in use as well: they are evicted later.
         """
-        good: list[bool] = []
+        stored: list[bool] = []
         self._loop.check()
         with self._writing:
             for first in range(0, len(keys), self._batch):
@@ -153,11 +153,11 @@ class StorageThread:
                 )
                 if put is None:
                     break
-                good += put.there
-            if good and (prefix_keys or len(keys) > self._batch):
+                stored += put.there
+            if stored and (prefix_keys or len(keys) > self._batch):
                 # The last batch is the newest in storage now, and would be evicted after the head.
                 self._loop.call(self._touch([*prefix_keys, *keys]))
-        return good + [False] * (len(keys) - len(good))
+        return stored + [False] * (len(keys) - len(stored))
 
     def clear(self) -> int:
         """Delete every page of this namespace; returns their number."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def packed_prompt(request: Any) -> bytes:
     """Return the tokens that prefill computes, as packed little-endian u32. Raises InvalidRequest.
 
-    A request that SGLang has retracted for good has its output among them.
+    A request that prefill computes again after a retraction has its output among them.
     """
     tokens = _as_array(request.origin_input_ids)
     if getattr(request, "pd_rebootstrap_in_progress", False):
