@@ -24,7 +24,6 @@ from tests.support.sglang_contract import (
     HookRegistry,
     KVPoll,
     KVTransferError,
-    MetadataBuffers,
     UnifiedRadixCache,
     modules,
     request,
@@ -461,27 +460,6 @@ def test_a_hook_that_was_not_applied_is_named(dropped: Any, plugged: None) -> No
         HookRegistry.apply_hooks()
         with pytest.raises(InvalidConfig, match=dropped.target.replace(".", r"\.")):
             check_hooks()
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"state_types": ["mamba"]}, "mamba"),
-        ({"state_types": ["swa", "dsa"]}, "keeps dsa beside"),
-        ({"num_draft_entries": 1}, "draft"),
-    ],
-)
-def test_what_is_not_handed_over_is_refused_by_name_at_the_start(
-    more: dict[str, Any], words: str, plugged: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kv_args = MetadataBuffers.kv_args
-
-    def wider(buffers: MetadataBuffers, pool: Any) -> SimpleNamespace:
-        return SimpleNamespace(**{**vars(kv_args(buffers, pool)), **more})
-
-    monkeypatch.setattr(MetadataBuffers, "kv_args", wider)
-    with pytest.raises(InvalidConfig, match=words):
-        Servers()
 
 
 def test_the_plugin_imports_no_metrics_before_sglang_has_named_their_folder() -> None:

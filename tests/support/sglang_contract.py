@@ -51,10 +51,14 @@ RECOMPUTES: list[dict[str, Any]] = []
 """Prompts that decode has asked another prefill to compute."""
 ASKED: list[str] = []
 """Bootstrap services that were asked."""
+SERVER_ARGS: dict[str, Any] = {"served_model_name": "tiny", "model_path": "m", "nnodes": 1}
+"""Options of both servers."""
+SCHEDULER: dict[str, Any] = {}
+"""Further fields of schedulers, which follow from options."""
 
 
 class CommonKVManager:
-    pp_size = attn_cp_size = dcp_size = system_dp_size = attn_tp_size = 1
+    pp_size = attn_cp_size = dcp_size = system_dp_size = attn_dp_size = attn_tp_size = 1
     attn_tp_rank = 0
     defer_decode_allocation = False
     local_ip = "127.0.0.1"
@@ -335,7 +339,7 @@ def _pool(pages: int, heads: int, *, windows: bool) -> Any:
 
 
 def _manager(queue: Any, mode: DisaggregationMode) -> Any:
-    server_args = SimpleNamespace(served_model_name="tiny", model_path="m", nnodes=1)
+    server_args = SimpleNamespace(**SERVER_ARGS)
     manager = _factory()("manager")(queue.metadata_buffers.kv_args(queue.token_to_kv_pool), mode, server_args, False)
     manager.attn_tp_rank, manager.attn_tp_size = queue.place
     return manager
@@ -354,6 +358,7 @@ def _scheduler(pool: Any, pages: int) -> SimpleNamespace:
         sliding_window_size=SLIDING_WINDOW if isinstance(pool, SWAKVPool) else None,
         req_to_token_pool=SimpleNamespace(req_to_token=table),
         token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE, translate_swa_indices_for_transfer=translate),
+        **SCHEDULER,
     )
 
 

@@ -15,8 +15,10 @@ def check_supported(args: Any, manager: Any) -> None:
     sizes = {
         "--pp-size": manager.pp_size,
         "--attn-cp-size": manager.attn_cp_size,
-        "--attn-dcp-size": manager.dcp_size,
+        "--dcp-size": manager.dcp_size,
         "--dp-size": manager.system_dp_size,
+        # Of replicas of the attention within a server; also what `--enable-dp-attention` makes of --dp-size.
+        "--attn-dp-size": manager.attn_dp_size,
     }
     for option, size in sizes.items():
         if size != 1:

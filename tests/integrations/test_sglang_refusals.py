@@ -1,0 +1,156 @@
+"""What SGLang can be told to serve that the transfer backend `tidekv` does not: refused at the start, by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import sglang_contract
+from tests.support.sglang_contract import PAGE, CommonKVManager, HookRegistry, MetadataBuffers, modules
+from tidekv.engine.integrations.sglang.handover.plugin import register
+from tidekv.engine.integrations.sglang.handover.pools import KINDS, WINDOWED, wrap_pools
+from tidekv.states.errors import InvalidConfig
+
+PAGE_ON_SGLANG = (Path(__file__).parents[2] / "docs" / "sglang.md").read_text()
+SIZES = {
+    "--pp-size": "pp_size",
+    "--attn-cp-size": "attn_cp_size",
+    "--dcp-size": "dcp_size",
+    "--dp-size": "system_dp_size",
+    "--attn-dp-size": "attn_dp_size",
+}
+"""Options of SGLang, and where its manager has their values."""
+BEHIND_THE_TREE = {
+    "--enable-hierarchical-cache": "enable_decode_hicache",
+    "--enable-unified-cache-external-linker": "enable_unified_cache_external_linker",
+    "--enable-hisparse": "enable_hisparse",
+}
+"""Options of a decode server, and the fields of its scheduler that say so."""
+RADIX = "--disaggregation-decode-enable-radix-cache"
+POLICY = "--disaggregation-decode-allocation-policy prefill_complete"
+MEMORY_SAVER = "--enable-memory-saver"
+SAMPLING_MASK = "SGLANG_ENABLE_DISAGG_SAMPLING_MASK"
+
+
+@pytest.fixture(autouse=True)
+def plugged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both roles of SGLang with the backend; nothing that is refused has started anything."""
+    monkeypatch.setenv("TIDEKV_SGLANG", '{"dials": ["127.0.0.1:*"], "host": "1MB"}')
+    with modules():
+        register()
+        HookRegistry.apply_hooks()
+        yield
+
+
+def start_prefill() -> None:
+    sys.modules["sglang.srt.disaggregation.prefill"].PrefillBootstrapQueue()
+
+
+def start_decode() -> None:
+    sys.modules["sglang.srt.disaggregation.decode"].DecodePreallocQueue()
+
+
+@pytest.mark.parametrize("start", [start_prefill, start_decode])
+@pytest.mark.parametrize("option", SIZES)
+def test_other_kinds_of_parallelism_than_that_of_tensors(
+    option: str, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CommonKVManager, SIZES[option], 2)
+    with pytest.raises(InvalidConfig, match=f"{option} must be 1, not 2"):
+        start()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"state_types": ["mamba"]}, "mamba"),
+        ({"state_types": ["swa", "dsa"]}, "keeps dsa beside"),
+        ({"num_draft_entries": 1}, "draft model"),
+        ({"aux_item_lens": [1 << 20] * 3}, SAMPLING_MASK),
+    ],
+)
+@pytest.mark.parametrize("start", [start_prefill, start_decode])
+def test_models_and_rows_of_metadata_that_are_not_handed_over(
+    more: dict[str, Any], words: str, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv_args = MetadataBuffers.kv_args
+
+    def wider(buffers: MetadataBuffers, pool: Any) -> SimpleNamespace:
+        return SimpleNamespace(**{**vars(kv_args(buffers, pool)), **more})
+
+    monkeypatch.setattr(MetadataBuffers, "kv_args", wider)
+    with pytest.raises(InvalidConfig, match=words):
+        start()
+
+
+@pytest.mark.parametrize("start", [start_prefill, start_decode])
+def test_a_memory_saver(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sglang_contract.SERVER_ARGS, "enable_memory_saver", True)
+    with pytest.raises(InvalidConfig, match=MEMORY_SAVER):
+        start()
+
+
+@pytest.mark.parametrize("start", [start_prefill, start_decode])
+def test_pages_that_decode_allocates_late(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CommonKVManager, "defer_decode_allocation", True)
+    with pytest.raises(InvalidConfig, match=f"{POLICY.partition(' ')[0]} must be early"):
+        start()
+
+
+@pytest.mark.parametrize("option", BEHIND_THE_TREE)
+def test_another_cache_behind_decodes_tree(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sglang_contract.SCHEDULER, BEHIND_THE_TREE[option], True)
+    with pytest.raises(InvalidConfig, match=f"leave out {option}"):
+        start_decode()
+
+
+def test_decode_without_a_tree() -> None:
+    queue: Any = sys.modules["sglang.srt.disaggregation.decode"].DecodePreallocQueue
+
+    class ChunkQueue(queue):  # type: ignore[misc]  # A class of the contract.
+        """A queue that has a list of chunks in place of its tree."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, SimpleNamespace() if name == "tree_cache" else value)
+
+    with pytest.raises(InvalidConfig, match=f"{RADIX}.*it has SimpleNamespace"):
+        ChunkQueue()
+
+
+def pool_named(name: str, **more: Any) -> Any:
+    buffers = [torch.zeros((4 * PAGE, 2, 8)) for _ in range(2)]
+    given = {"page_size": PAGE, "dtype": torch.float32, "k_buffer": buffers, "v_buffer": buffers}
+    return type(name, (), {**given, **more})()
+
+
+@pytest.mark.parametrize("name", ["MHATokenToKVPoolFP4", "PageInterleaveMLATokenToKVPool", "DSATokenToKVPool"])
+def test_kv_of_other_pools(name: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"{name} cannot be handed over"):
+        wrap_pools(pool_named(name), None)
+
+
+@pytest.mark.parametrize(("page_size", "window"), [(1, 8), (PAGE, None)])
+def test_windows_in_pages_of_one_token_or_of_several_sizes(page_size: int, window: int | None) -> None:
+    with pytest.raises(InvalidConfig, match="--page-size 2 or more, and with windows of one size"):
+        wrap_pools(pool_named(WINDOWED, page_size=page_size), window)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *SIZES,
+        *BEHIND_THE_TREE,
+        *KINDS,
+        *(WINDOWED, RADIX, POLICY, MEMORY_SAVER, SAMPLING_MASK, "--page-size 1", "--tp-size"),
+    ],
+)
+def test_the_page_on_sglang_says_so(name: str) -> None:
+    _, _, section = PAGE_ON_SGLANG.partition("### What is served")
+    table, _, _ = section.partition("\n### ")
+    assert f"`{name}`" in table
