@@ -125,6 +125,7 @@ async def test_what_sglang_counts_is_there_beside_what_tidekv_counts(tmp_path: P
         pytest.param(("--latent", 96), id="latent attention"),
         pytest.param(("--latent", 96, "--decode-ranks", 2), id="latent attention, two ranks behind one"),
         pytest.param(("--window", 128), id="sliding windows"),
+        pytest.param(("--window", 128, "--decode-ranks", 2), id="sliding windows, two ranks behind one"),
     ],
 )
 async def test_ranks_latents_and_windows_are_served(tmp_path: Path, options: tuple[object, ...]) -> None:
@@ -145,14 +146,24 @@ async def test_a_retracted_request_goes_on(
     assert figures["metrics"]["sglang:num_retracted_requests_total"] > 0
 
 
-@pytest.mark.parametrize("fault", ["flush", "memory", "freeze", "damage", "hang"])
+IS_ROOT = os.geteuid() == 0
+MOUNTS = "storage without room is a file system, which root alone can mount"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *("flush", "memory", "freeze", "kill", "damage", "hang"),
+        pytest.param("full", marks=pytest.mark.skipif(not IS_ROOT, reason=MOUNTS)),
+    ],
+)
 async def test_no_fault_reaches_a_client(tmp_path: Path, fault: str) -> None:
     arguments = ("faults", "--cache", "tidekv", "--fault", fault, "--conversations", 4, "--turns", 3)
     (figures,) = await figures_of(tmp_path / "figures", *arguments)
     check_served(figures)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="storage without room is a file system, which root alone can mount")
+@pytest.mark.skipif(not IS_ROOT, reason=MOUNTS)
 async def test_three_hundred_requests_amid_all_faults_and_aborts_are_answered(tmp_path: Path) -> None:
     arguments = ("faults", "--cache", "tidekv", "--fault", "all", "--conversations", 30, "--turns", 10)
     (figures,) = await figures_of(tmp_path / "figures", *arguments)
