@@ -41,7 +41,7 @@ PAIRS = {"sglang": "SGLang", "vllm": "vLLM"}
 PAIR_TITLES = {**SGLANG_TITLES, "nixl-quiet": "NixlConnector"}
 """By the words of `dev.py sglang` and `dev.py vllm`."""
 SGLANG_RUNS = ("sglang.json", "sglang_long.json")
-SGLANG_FAULTS = ("sglang_faults_tidekv.json", "sglang_faults_l2.json", "sglang_faults_file.json")
+SGLANG_FAULTS = ("sglang_faults_servers.json", "sglang_faults_file.json", "sglang_faults_storage.json")
 SGLANG_LONG = ("sglang_faults.json", "sglang_faults_hicache.json")
 """Files of runs: conversations, each fault for itself, and all faults in one run."""
 
@@ -402,7 +402,8 @@ def _sglang_faults(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what clients got by fault, with a column for each variant."""
     cells = {(one["fault"], one["variant"]): _clients_got(one) for report in reports for one in report["figures"]}
     variants = list(dict.fromkeys(variant for _, variant in cells))
-    faults = list(dict.fromkeys(fault for fault, _ in cells))
+    # The word for `--fault`, and what strikes.
+    faults = {one["fault"]: one["what"] for report in reports for one in report["figures"]}
     commands = ", ".join(
         f"`{about['command']}` ({about['date']}, commit {about['commit']})"
         for about in (report["about"] for report in reports)
@@ -414,8 +415,8 @@ def _sglang_faults(reports: Sequence[Mapping[str, Any]]) -> list[str]:
         f"| fault | {' | '.join(SGLANG_TITLES.get(variant, variant) for variant in variants)} |",
         f"|---|{'---|' * len(variants)}",
         *(
-            f"| `{fault}` | {' | '.join(cells.get((fault, variant), '-') for variant in variants)} |"
-            for fault in faults
+            f"| `{fault}`: {what} | {' | '.join(cells.get((fault, variant), '-') for variant in variants)} |"
+            for fault, what in faults.items()
         ),
     ]
 

@@ -200,7 +200,9 @@ def faults(
         output=16,
         parallel=parallel,
     )
-    loads = {name: replace(plain, seed=seed + number, aborts=FAULTS[name].aborts) for number, name in enumerate(named)}
+    # The place among all of them: a fault meets the same conversations in a run of its own.
+    numbers = {name: number for number, name in enumerate(FAULTS)}
+    loads = {name: replace(plain, seed=seed + numbers[name], aborts=FAULTS[name].aborts) for name in named}
     options, decode_tokens = _sizes(plain, 0.33)
     folder = _run_folder()
     results: dict[str, dict[str, Figures]] = {name: {} for name in named}
@@ -243,7 +245,11 @@ def faults(
 
 
 def _by_fault(results: Mapping[str, Mapping[str, Figures]]) -> list[dict[str, object]]:
-    return [{"fault": name, **as_json(one)} for name, several in results.items() for one in several.values()]
+    return [
+        {"fault": name, "what": FAULTS[name].text, **as_json(one)}
+        for name, several in results.items()
+        for one in several.values()
+    ]
 
 
 def _is_bad(one: Figures) -> bool:

@@ -342,6 +342,8 @@ def test_tables_have_tiers_by_turn_and_outcomes_by_fault() -> None:
 
 
 def test_a_run_of_faults_that_is_cut_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
     class Servers:
         served = 0
 
@@ -349,6 +351,7 @@ def test_a_run_of_faults_that_is_cut_keeps_what_it_had(tmp_path: Path, monkeypat
 
         async def serve(self, load: Load, *, expected: object, **more: object) -> Figures:
             Servers.served += 1
+            seeds.append(load.seed)
             if Servers.served == 4:  # Two of the single server, and that of the first fault.
                 raise ServerFailed("decode-0 ended")
             return Figures(VARIANTS["radix"], Outcome(answers={(0, 0): (1,)}), {}, {}, held={"decode-0": 0.0})
@@ -374,7 +377,9 @@ def test_a_run_of_faults_that_is_cut_keeps_what_it_had(tmp_path: Path, monkeypat
         )
     kept = json.loads(file.read_text())
     assert [(one["fault"], one["answers"]) for one in kept["figures"]] == [("flush", 1)]
+    assert kept["figures"][0]["what"] == FAULTS["flush"].text
     assert kept["about"]["command"]
+    assert seeds[:2] == [1 + list(FAULTS).index(name) for name in ("flush", "aborts")], "as in a run of all faults"
 
 
 def test_bytes_from_prefill_are_those_that_prefill_counts() -> None:

@@ -124,3 +124,22 @@ def test_a_row_is_shown_if_a_program_has_written_its_file(tmp_path: Path, monkey
     table = figures_page.readme_table()
     assert f"| 20 simulated requests, {report['figures']['faults']:,} faults of " in table
     assert f"({report['about']['date']}, commit " in table
+
+
+def test_faults_of_several_runs_are_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(file: str, fault: str, variant: str, **changes: object) -> None:
+        one = {"fault": fault, "what": f"{fault} strikes", "variant": variant, "answers": 24, "wrong": [], "lost": {}}
+        figures = [{**one, "http_errors": {}, "held": {"decode-0": 0.0}, **changes}]
+        told = {"command": f"faults {file}", "date": "2026-01-01", "commit": "abc", "machine": "m"}
+        (tmp_path / file).write_text(json.dumps({"about": told, "figures": figures}))
+
+    monkeypatch.setattr(figures_page, "RESULTS", tmp_path)
+    write("sglang_faults_servers.json", "kill", "tidekv")
+    write("sglang_faults_file.json", "kill", "l2", http_errors={"500 x": 2, "500 y": 1}, held={"decode-0": 0.5})
+    write("sglang_faults_storage.json", "damage", "file", wrong=[[0, 1]], lost={"0.2": "500"})
+    assert figures_page.sglang_table().splitlines()[-4:] == [
+        "| fault | tidekv | HiCache, L2 | HiCache, L2 and file |",
+        "|---|---|---|---|",
+        "| `kill`: kill strikes | 24 right | 24 right, **3 HTTP errors**, **pages held** | - |",
+        "| `damage`: damage strikes | - | - | 23 right, **1 wrong**, **1 lost** |",
+    ]
