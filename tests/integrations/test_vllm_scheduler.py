@@ -14,7 +14,7 @@ from tidekv import KVLayout
 from tidekv.backends.keys.chain import namespace_seed, pack_tokens, page_digests
 from tidekv.engine.integrations.vllm.handover.scheduler import namespace_of
 from tidekv.engine.integrations.vllm.jobs import LoadJob, SaveJob
-from tidekv.engine.integrations.vllm.scheduler import SchedulerSide
+from tidekv.engine.integrations.vllm.scheduler import StorageScheduler
 from tidekv.engine.integrations.vllm.settings import ConnectorSettings, Shared
 
 BLOCK = 4
@@ -59,13 +59,34 @@ class Rig:
     def __init__(self, **shared: Any) -> None:
         self.lookup = AskedLookup()
         self.now_s = 0.0
-        self.side = SchedulerSide(shared_of(**shared), self.lookup, clock=lambda: self.now_s)
+        self.side = StorageScheduler(shared_of(**shared), self.lookup, clock=lambda: self.now_s)
 
     def step(self, request: Any, count: int, blocks: Sequence[int]) -> tuple[list[LoadJob], list[SaveJob]]:
         """A step that schedules so many tokens of a request."""
-        found = self.side.jobs({request.request_id: count}, lambda _: blocks)
+        found = self.jobs({request.request_id: count}, blocks)
         request.num_computed_tokens += count
         return found
+
+    def jobs(
+        self, scheduled: dict[str, int] | None = None, blocks: Sequence[int] = ()
+    ) -> tuple[list[LoadJob], list[SaveJob]]:
+        """The loads and saves of a step."""
+        state = SimpleNamespace(get_block_ids=lambda _: [blocks])
+        output = SimpleNamespace(num_scheduled_tokens=scheduled or {}, kv_connector_block_state=state)
+        jobs = self.side.step_jobs(output)
+        return ([], []) if jobs is None else (jobs.loads, jobs.saves)
+
+    def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
+        self.side.allocated(request, [blocks], tokens)
+
+    def finished(self, request: Any, blocks: Sequence[int]) -> bool:
+        """Whether vLLM holds the blocks of a request that has ended."""
+        held, params = self.side.finished(request, [blocks])
+        assert params is None
+        return held
+
+    def heard(self, loaded: Sequence[str], invalid: Sequence[int]) -> None:
+        self.side.heard(SimpleNamespace(finished_recving=set(loaded), invalid_block_ids=set(invalid)))
 
     def admit(self, request: Any, *, stored: int = 0, computed: int = 0) -> int:
         """Storage answers, and vLLM admits the request with blocks 10, 11, …; returns the tokens to load."""
@@ -74,7 +95,7 @@ class Rig:
         tokens = self.side.matched(request, computed)
         assert tokens is not None
         request.num_computed_tokens = computed + tokens
-        self.side.allocated(request, blocks_of(request), tokens)
+        self.allocated(request, blocks_of(request), tokens)
         return tokens
 
 
@@ -118,11 +139,11 @@ def test_a_request_waits_for_the_answer_and_then_loads_what_vllm_has_not() -> No
     rig.lookup.answer(7)
     assert rig.side.matched(request, 8) == 5 * BLOCK
     assert rig.side.matched(request, 8) == 5 * BLOCK, "asked again, it says the same"
-    rig.side.allocated(request, blocks_of(request), 5 * BLOCK)
-    loads, saves = rig.side.jobs({}, lambda _: [])
+    rig.allocated(request, blocks_of(request), 5 * BLOCK)
+    loads, saves = rig.jobs()
     assert loads == [LoadJob("r", tuple(keys_of(TOKENS)[2:7]), (12, 13, 14, 15, 16))]
     assert saves == []
-    assert rig.side.jobs({}, lambda _: []) == ([], []), "a job is given once"
+    assert rig.jobs() == ([], []), "a job is given once"
     assert len(rig.lookup.asked) == 1
     assert rig.side.take_counts() == {"lookups": 1}
 
@@ -131,7 +152,7 @@ def test_a_page_is_loaded_for_the_blocks_of_it_that_are_missing() -> None:
     rig, request = Rig(per_page=3), request_of()
     keys = keys_of(TOKENS, page=3 * BLOCK)
     assert rig.admit(request, stored=3, computed=16) == 20, "vLLM has four blocks: one of the second page"
-    (load,), _ = rig.side.jobs({}, lambda _: [])
+    (load,), _ = rig.jobs()
     assert load == LoadJob("r", tuple(keys[1:3]), (14, 15, 16, 17, 18), skip=1)
 
 
@@ -140,8 +161,8 @@ def test_a_load_that_vllm_shortens_leaves_the_rest_alone() -> None:
     rig.side.arrived(request)
     rig.lookup.answer(3)
     assert rig.side.matched(request, 0) == 36
-    rig.side.allocated(request, blocks_of(request), 16)
-    (load,), _ = rig.side.jobs({}, lambda _: [])
+    rig.allocated(request, blocks_of(request), 16)
+    (load,), _ = rig.jobs()
     assert load == LoadJob("r", tuple(keys_of(TOKENS, page=12)[:2]), (10, 11, 12, 13))
 
 
@@ -194,9 +215,9 @@ def test_requests_whose_kv_is_not_of_tokens_alone_are_left_alone(changes: dict[s
     rig, request = Rig(), request_of(**changes)
     rig.side.arrived(request)
     assert rig.side.matched(request, 0) == 0
-    rig.side.allocated(request, blocks_of(request), 0)
+    rig.allocated(request, blocks_of(request), 0)
     assert rig.step(request, 42, blocks_of(request)) == ([], [])
-    assert not rig.side.finished(request, blocks_of(request))
+    assert not rig.finished(request, blocks_of(request))
     assert rig.lookup.asked == []
 
 
@@ -231,7 +252,7 @@ def test_pages_are_saved_when_they_are_full_and_once() -> None:
     say(request, 2)
     _, (save,) = rig.step(request, 1, blocks)
     assert save == SaveJob("r", (keys_of([*TOKENS, 1, 2])[10],), (20,))
-    assert not rig.side.finished(request, blocks), "nothing is left to save"
+    assert not rig.finished(request, blocks), "nothing is left to save"
 
 
 def test_what_storage_has_is_not_saved_again_and_what_it_lost_is() -> None:
@@ -251,8 +272,8 @@ def test_tokens_that_are_only_drafted_are_in_no_page() -> None:
     request.num_computed_tokens = 8
     say(request, 8, 9)
     request.num_computed_tokens = 9
-    assert rig.side.finished(request, [10, 11, 12])
-    _, (last,) = rig.side.jobs({}, lambda _: [])
+    assert rig.finished(request, [10, 11, 12])
+    _, (last,) = rig.jobs()
     assert last == SaveJob("r", (keys_of([*TOKENS[:6], 7, 8])[1],), (11,), is_last=True)
 
 
@@ -262,15 +283,15 @@ def test_a_request_that_ends_without_its_blocks_saves_what_they_hold(blocks: lis
     rig.admit(request)
     rig.step(request, 3, blocks_of(request))
     request.num_computed_tokens = 40
-    assert rig.side.finished(request, blocks) is bool(blocks)
+    assert rig.finished(request, blocks) is bool(blocks)
 
 
 def test_a_request_that_ends_while_it_is_loaded_saves_nothing() -> None:
     rig, request = Rig(), request_of()
     assert rig.admit(request, stored=5) == 20
-    assert not rig.side.finished(request, blocks_of(request))
-    rig.side.heard(["r"], [11])
-    assert rig.side.jobs({}, lambda _: [])[1] == []
+    assert not rig.finished(request, blocks_of(request))
+    rig.heard(["r"], [11])
+    assert rig.jobs()[1] == []
 
 
 def test_a_request_that_ends_before_its_load_was_begun_saves_nothing() -> None:
@@ -280,15 +301,15 @@ def test_a_request_that_ends_before_its_load_was_begun_saves_nothing() -> None:
     assert rig.side.matched(request, 0) == 20
     # vLLM counts the tokens as soon as it has blocks for them, and may put the load off.
     request.num_computed_tokens = 20
-    assert not rig.side.finished(request, blocks_of(request))
+    assert not rig.finished(request, blocks_of(request))
 
 
 def test_a_failed_load_is_computed_saved_anew_and_not_tried_again() -> None:
     rig, request = Rig(per_page=2), request_of()
     assert rig.admit(request, stored=4) == 32
-    rig.side.jobs({}, lambda _: [])
+    rig.jobs()
     # The fifth block has failed: it is in the third page.
-    rig.side.heard(["r"], [14, 15])
+    rig.heard(["r"], [14, 15])
     request.num_computed_tokens = 16
     assert rig.side.matched(request, 0) == 0
     _, (save,) = rig.step(request, 26, blocks_of(request))
@@ -322,22 +343,22 @@ def test_a_producer_only_saves_and_a_consumer_only_loads() -> None:
     rig.side.arrived(request)
     assert rig.side.matched(request, 0) == 0
     assert rig.lookup.asked == []
-    rig.side.allocated(request, blocks_of(request), 0)
+    rig.allocated(request, blocks_of(request), 0)
     assert len(rig.step(request, 42, blocks_of(request))[1]) == 1
     rig, request = Rig(saves=False), request_of()
     assert rig.admit(request, stored=2) == 8
     assert rig.step(request, 34, blocks_of(request))[1] == []
-    assert not rig.side.finished(request, blocks_of(request))
+    assert not rig.finished(request, blocks_of(request))
 
 
 def test_nothing_is_known_of_a_request_that_has_ended() -> None:
     rig, request = Rig(), request_of()
     rig.admit(request)
     rig.step(request, 42, blocks_of(request))
-    rig.side.finished(request, blocks_of(request))
+    rig.finished(request, blocks_of(request))
     assert rig.side._known == {}
     assert rig.step(request, 0, []) == ([], [])
-    assert not rig.side.finished(request, [])
+    assert not rig.finished(request, [])
 
 
 def test_an_adapter_named_like_a_salt_shares_no_page_with_it() -> None:
@@ -360,8 +381,8 @@ def test_a_request_that_is_aborted_while_it_is_loaded_is_loaded_to_its_end() -> 
     rig, request = Rig(), request_of()
     assert rig.admit(request, stored=5) == 20
     # Aborted before the step that starts the load: vLLM holds the blocks until that load is reported as ended.
-    assert not rig.side.finished(request, blocks_of(request))
-    loads, saves = rig.side.jobs({}, lambda _: [])
+    assert not rig.finished(request, blocks_of(request))
+    loads, saves = rig.jobs()
     assert [load.request_id for load in loads] == ["r"]
     assert saves == []
 

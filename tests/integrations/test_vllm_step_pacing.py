@@ -108,7 +108,7 @@ def test_a_worker_paces_its_steps_until_its_load_has_ended(
         pages._copies.write = held
         request = request_of(prompt)
         vllm.scheduler.on_new_request(request)
-        vllm.scheduler.connector_scheduler.side._known["r"].answer.result(LIMIT_S)
+        vllm.scheduler.connector_scheduler._known["r"].answer.result(LIMIT_S)
         assert vllm.scheduler.get_num_new_matched_tokens(request, 0) == (2 * BLOCK, True)
         vllm.scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([3, 4, 5],)), 2 * BLOCK)
         vllm.step({}, [])

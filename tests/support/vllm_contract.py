@@ -388,7 +388,7 @@ class Vllm:
         self.scheduler.on_new_request(request)
         found, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
         while found is None:
-            self.scheduler.connector_scheduler.side._known["r"].answer.result()
+            self.scheduler.connector_scheduler._known["r"].answer.result()
             found, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
         assert is_async is bool(found)
         allocated = SimpleNamespace(get_block_ids=lambda: (list(blocks),))

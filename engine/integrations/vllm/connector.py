@@ -38,9 +38,11 @@ from tidekv.engine.integrations.vllm.handover.worker import HandoverWorker
 from tidekv.engine.integrations.vllm.jobs import COUNTS
 from tidekv.engine.integrations.vllm.kv_events import BlockNaming, PublishedBlocks, RankReport
 from tidekv.engine.integrations.vllm.log import log_with_vllm
+from tidekv.engine.integrations.vllm.lookup import lookup_of
 from tidekv.engine.integrations.vllm.roles import SchedulerRole, WorkerRole
+from tidekv.engine.integrations.vllm.scheduler import StorageScheduler
 from tidekv.engine.integrations.vllm.settings import read_shared
-from tidekv.engine.integrations.vllm.storage_role import StorageScheduler, StorageWorker
+from tidekv.engine.integrations.vllm.storage_role import StorageWorker
 from tidekv.engine.kv_events import messages
 from tidekv.states.errors import InvalidRequest
 
@@ -211,7 +213,7 @@ class TidekvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if split_uri(shared.settings.uri).scheme == "file":
             self._cache_hit_source = CacheHitSource.DISK
         if is_scheduler:
-            self.connector_scheduler = StorageScheduler(shared)
+            self.connector_scheduler = StorageScheduler(shared, lookup_of(shared))
         else:
             self.connector_worker = StorageWorker(shared, vllm_config)
 

@@ -1,4 +1,4 @@
-"""Messages between the two sides of a vLLM connector. Plain values, since they pass between processes."""
+"""Messages between the two sides of the storage role. Plain values, since they pass between processes."""
 
 from __future__ import annotations
 
@@ -33,6 +33,14 @@ class SaveJob:
     blocks: tuple[int, ...]
     is_last: bool = False
     prefix_keys: tuple[bytes, ...] = ()
+
+
+@dataclass(slots=True)
+class StorageJobs:
+    """The jobs of one step."""
+
+    loads: list[LoadJob]
+    saves: list[SaveJob]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.backends.storage.base import Storage, leading, prefix_of, touch
+from tidekv.backends.storage.uri import open_storage
+from tidekv.engine.integrations.vllm.settings import Shared
 from tidekv.engine.log import engine_log
 from tidekv.engine.shared_storage import StorageGuard, open_pages
 from tidekv.engine.stored_layouts import RankLayout
@@ -22,6 +25,18 @@ from tidekv.engine.thread.loop_thread import LoopThread
 from tidekv.transports.tasks import own_cancels_only
 
 LOG = engine_log("tidekv.vllm")
+
+
+def lookup_of(shared: Shared) -> PrefixLookup:
+    """Open the storage of a connector. Raises what its engine raises."""
+    settings = shared.settings
+    return PrefixLookup(
+        partial(open_storage, settings.uri, settings.options),
+        layout=shared.layout,
+        model=shared.model,
+        ranks=shared.ranks,
+        timeout_s=settings.lookup_timeout_s,
+    )
 
 
 class PrefixLookup:

@@ -1,4 +1,5 @@
-"""Protocols of the two sides of a role of `TidekvConnector`: storage (`storage_role`) or hand-over (`handover`)."""
+"""Protocols of the two sides of a role of `TidekvConnector`: storage (`scheduler`, `storage_role`) or
+hand-over (`handover`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scheduler's side of a vLLM connector: decides what is loaded for which request, and which pages are saved.
+"""Scheduler's side of the storage role: decides what is loaded for which request, and which pages are saved.
 
     arrived ──▶ storage look-up ──▶ matched: None until it has ended, then a number of tokens ──▶ allocated ──▶ load job
     each step: pages that will be full once the step has run ──▶ save jobs
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol  # vLLM's requests are not typed here: tests and type checks go without vLLM.
 from uuid import uuid4
 
 from tidekv.backends.keys.chain import namespace_seed, pack_tokens, page_digests
-from tidekv.engine.integrations.vllm.jobs import LoadJob, SaveJob
+from tidekv.engine.integrations.vllm.jobs import LoadJob, SaveJob, StorageJobs
 from tidekv.engine.integrations.vllm.settings import Shared
 
 
@@ -31,6 +31,9 @@ class Lookup(Protocol):
 
     def ask(self, keys: Sequence[bytes]) -> Future[int]:
         """Return a future: the number of keys, from the first on, that storage probably has."""
+
+    def close(self) -> None:
+        """Close the engines. Idempotent."""
 
 
 @dataclass(slots=True)
@@ -50,10 +53,11 @@ class _Known:
     has_failed: bool = False
 
 
-class SchedulerSide:
-    """Tracks each request from its arrival to its end."""
+class StorageScheduler:
+    """`SchedulerRole`: tracks each request from its arrival to its end."""
 
     def __init__(self, shared: Shared, lookup: Lookup, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Own the look-up until `close`."""
         self._shared = shared
         self._page = shared.layout.page_size
         self._lookup = lookup
@@ -85,7 +89,7 @@ class SchedulerSide:
         tokens = min(pages, self._pages_to_ask(request)) * self._page - computed
         return tokens if tokens >= max(1, self._shared.settings.threshold_tokens) else 0
 
-    def allocated(self, request: Any, blocks: Sequence[int], external_tokens: int) -> None:
+    def allocated(self, request: Any, table: Sequence[Sequence[int]], external_tokens: int) -> None:
         """Plan the load of `external_tokens` tokens after the computed ones into the request's blocks."""
         known = self._known.get(request.request_id)
         if known is None:
@@ -100,7 +104,7 @@ class SchedulerSide:
         size, per_page = self._shared.block_size, self._shared.blocks_per_page
         first_block, end_block = known.computed // size, -(-(known.computed + external_tokens) // size)
         first_page, end_page = first_block // per_page, -(-end_block // per_page)
-        known.loading, known.loading_from = tuple(blocks[first_block:end_block]), first_block
+        known.loading, known.loading_from = tuple(table[0][first_block:end_block]), first_block
         self._loads.append(
             LoadJob(
                 request_id=request.request_id,
@@ -111,13 +115,12 @@ class SchedulerSide:
             )
         )
 
-    def jobs(
-        self, scheduled: dict[str, int], blocks_of: Callable[[str], Sequence[int]]
-    ) -> tuple[list[LoadJob], list[SaveJob]]:
-        """Return the jobs of a step with `scheduled` tokens by request. Call it once per step."""
+    def step_jobs(self, scheduler_output: Any) -> StorageJobs | None:
+        """Return this step's loads and saves; None without any. Call it once per step."""
+        blocks_of = scheduler_output.kv_connector_block_state.get_block_ids
         loads, self._loads = self._loads, []
         saves, self._last_saves = self._last_saves, []
-        for request_id, count in scheduled.items():
+        for request_id, count in scheduler_output.num_scheduled_tokens.items():
             known = self._known.get(request_id)
             if known is None:
                 continue
@@ -125,37 +128,39 @@ class SchedulerSide:
             # Tokens that are only drafted, or not sampled yet, may still change, so their pages are not saved.
             full = min(known.request.num_computed_tokens + count, known.request.num_tokens) // self._page
             if self._shared.saves and full > known.stored:
-                saves.append(self._save(known, blocks_of(request_id), full))
-        return loads, saves
+                saves.append(self._save(known, blocks_of(request_id)[0], full))
+        return StorageJobs(loads, saves) if loads or saves else None
 
-    def finished(self, request: Any, blocks: Sequence[int]) -> bool:
+    def finished(self, request: Any, table: Sequence[Sequence[int]]) -> tuple[bool, None]:
         """End a request. True if its blocks must be held until its last save is reported as read."""
         known = self._known.pop(request.request_id, None)
         if known is None or not known.is_running or not self._shared.saves:
             # Blocks that are still being loaded, or never were, hold nothing to save.
-            return False
+            return False, None
         full = min(request.num_computed_tokens, request.num_tokens) // self._page
-        full = min(full, len(blocks) // self._shared.blocks_per_page)
+        full = min(full, len(table[0]) // self._shared.blocks_per_page)
         if full <= known.stored:
-            return False
-        self._last_saves.append(self._save(known, blocks, full, is_last=True))
-        return True
+            return False, None
+        self._last_saves.append(self._save(known, table[0], full, is_last=True))
+        return True, None
 
-    def heard(self, finished_loads: Iterable[str], invalid_blocks: Iterable[int]) -> None:
+    def heard(self, connector_output: Any) -> None:
         """Process ended loads, and blocks that hold garbage; the pages of the latter must be saved again."""
-        invalid = set(invalid_blocks)
+        invalid = set(connector_output.invalid_block_ids)
         for known in self._known.values() if invalid else ():
             bad = next((at for at, block in enumerate(known.loading) if block in invalid), None)
             if bad is not None:
                 # Not retried: a page that exists but cannot be read would hold its request for ever.
                 known.has_failed = True
                 known.stored = min(known.stored, (known.loading_from + bad) // self._shared.blocks_per_page)
-        for request_id in finished_loads:
+        for request_id in connector_output.finished_recving or ():
             if request_id in self._known:
                 self._known[request_id].loading = ()
 
     def reset(self) -> None:
-        """Make everything saved so far unfindable, by other keys from now on until this process ends."""
+        """Make everything saved so far unfindable, by other keys from now on until this process ends. It stays in
+        storage for others.
+        """
         self._reset_salt = uuid4().hex
         for known in self._known.values():
             known.seed, known.keys, known.answer, known.stored = self._seed(known.request), [], None, 0
@@ -164,6 +169,10 @@ class SchedulerSide:
         """Return the counts since the last call, by the names of `COUNTS`."""
         counts, self._counts = self._counts, Counter()
         return dict(counts)
+
+    def close(self) -> None:
+        """Close the look-up. Idempotent."""
+        self._lookup.close()
 
     def _know(self, request: Any) -> _Known | None:
         """Return the state of a request; None if its KV depends on more than its tokens."""

@@ -1,89 +1,21 @@
-"""The storage role: both sides share the storage tier of tidekv's decode engines. See `scheduler` and `pages`."""
+"""A worker's side of the storage role, whose workers share the storage tier of tidekv's decode engines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
 from typing import Any  # vLLM's objects are not typed here: tests and type checks go without vLLM.
 
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.integrations.vllm.blocks import PagedBlocks, in_order
-from tidekv.engine.integrations.vllm.jobs import LoadJob, SaveJob
-from tidekv.engine.integrations.vllm.lookup import PrefixLookup
+from tidekv.engine.integrations.vllm.jobs import StorageJobs
 from tidekv.engine.integrations.vllm.pages import WorkerPages
-from tidekv.engine.integrations.vllm.scheduler import SchedulerSide
 from tidekv.engine.integrations.vllm.settings import CPU_BACKEND, Shared, backends_of, check_backends
 from tidekv.engine.integrations.vllm.start_report import report_tiers
 from tidekv.states.errors import InvalidRequest
 
 
-@dataclass
-class StorageJobs:
-    """The jobs of one step."""
-
-    loads: list[LoadJob] = field(default_factory=list)
-    saves: list[SaveJob] = field(default_factory=list)
-
-
-class StorageScheduler:
-    """The scheduler's side of the storage role; owns the look-up."""
-
-    def __init__(self, shared: Shared) -> None:
-        """Open the storage. Raises what its engine raises."""
-        settings = shared.settings
-        self._lookup = PrefixLookup(
-            partial(open_storage, settings.uri, settings.options),
-            layout=shared.layout,
-            model=shared.model,
-            ranks=shared.ranks,
-            timeout_s=settings.lookup_timeout_s,
-        )
-        self.side = SchedulerSide(shared, self._lookup)
-
-    def arrived(self, request: Any) -> None:
-        """Start the storage look-up of a request."""
-        self.side.arrived(request)
-
-    def matched(self, request: Any, computed: int) -> int | None:
-        """Return how many tokens can be loaded; None until the look-up has ended."""
-        return self.side.matched(request, computed)
-
-    def allocated(self, request: Any, table: Sequence[Sequence[int]], external_tokens: int) -> None:
-        """Plan the load into the blocks that vLLM allocated."""
-        self.side.allocated(request, table[0], external_tokens)
-
-    def step_jobs(self, scheduler_output: Any) -> StorageJobs | None:
-        """Return this step's loads and saves; None without any."""
-        state = scheduler_output.kv_connector_block_state
-        loads, saves = self.side.jobs(
-            scheduler_output.num_scheduled_tokens, lambda request_id: state.get_block_ids(request_id)[0]
-        )
-        return StorageJobs(loads, saves) if loads or saves else None
-
-    def heard(self, connector_output: Any) -> None:
-        """Process the loads that ended, and the blocks that failed."""
-        self.side.heard(connector_output.finished_recving or (), connector_output.invalid_block_ids)
-
-    def finished(self, request: Any, table: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """Save what is not saved yet; True if vLLM must hold the blocks until that save has read them."""
-        return self.side.finished(request, table[0]), None
-
-    def take_counts(self) -> dict[str, int]:
-        """Return the counts since the last call."""
-        return self.side.take_counts()
-
-    def reset(self) -> None:
-        """Make pages saved so far unfindable for this instance. They stay in storage for others."""
-        self.side.reset()
-
-    def close(self) -> None:
-        """Close the storage. Idempotent."""
-        self._lookup.close()
-
-
 class StorageWorker:
-    """A worker's side of the storage role; opens the storage when vLLM registers its tensors."""
+    """`WorkerRole`: opens the storage when vLLM registers its tensors."""
 
     def __init__(self, shared: Shared, vllm_config: Any) -> None:
         self._shared = shared
