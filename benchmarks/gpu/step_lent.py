@@ -19,6 +19,7 @@ import uvloop
 from benchmarks.gpu.copy_rig import CopyRig, Forward
 from benchmarks.gpu.report import Report, Setting
 from benchmarks.gpu.step_tests import run_pytest
+from tidekv.backends.copies.block_order import BlockCopies, PagedBlocks
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.keys.chain import pack_tokens
@@ -29,8 +30,6 @@ from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest
 from tidekv.engine.demo.prefill_process import PrefillOrder, PrefillProcess
 from tidekv.engine.demo.synthetic import SyntheticKV, prompt_digests
-from tidekv.engine.integrations.vllm.blocks import PagedBlocks
-from tidekv.engine.integrations.vllm.pages import BlockCopies
 from tidekv.states.errors import InvalidConfig, RequestFailed
 from tidekv.transports.nixl.transport import NixlTransport
 

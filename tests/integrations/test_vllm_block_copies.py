@@ -10,8 +10,7 @@ import torch
 
 from tests.support.scrambled_streams import ScrambledStreams
 from tidekv import HostPool, KVLayout
-from tidekv.engine.integrations.vllm.blocks import PagedBlocks
-from tidekv.engine.integrations.vllm.pages import BlockCopies
+from tidekv.backends.copies.block_order import BlockCopies, PagedBlocks
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 2, 2, 4, 4, 12
 LAYOUT = KVLayout(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype="float32", page_size=BLOCK)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tidekv import KVLayout
-from tidekv.engine.integrations.vllm.blocks import PagedBlocks, in_order
+from tidekv.backends.copies.block_order import PagedBlocks
 from tidekv.engine.integrations.vllm.pages import HostCache
+from tidekv.engine.integrations.vllm.settings import in_order
 from tidekv.states.errors import BrokenInvariant, InvalidConfig
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 3, 2, 4, 4, 7

@@ -37,7 +37,7 @@ from tests.support.vllm_contract import (
     request_of,
 )
 from tidekv import EngineConfig, KVLayout
-from tidekv.engine.integrations.vllm.blocks import PagedBlocks
+from tidekv.backends.copies.block_order import PagedBlocks
 from tidekv.engine.integrations.vllm.handover.settings import HandoverSettings
 from tidekv.engine.integrations.vllm.jobs import COUNTS
 from tidekv.engine.integrations.vllm.settings import (

@@ -15,11 +15,11 @@ import torch
 from tests.support.placing_storage import PlacingStorage
 from tests.support.waits import LIMIT_S
 from tidekv import KVLayout
+from tidekv.backends.copies.block_order import PagedBlocks
 from tidekv.backends.storage.base import Storage
 from tidekv.backends.storage.label import label_of, read_label
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine import shared_storage
-from tidekv.engine.integrations.vllm.blocks import PagedBlocks
 from tidekv.engine.integrations.vllm.jobs import LoadEnded, LoadJob, SaveJob
 from tidekv.engine.integrations.vllm.lookup import PrefixLookup
 from tidekv.engine.integrations.vllm.pages import WorkerPages

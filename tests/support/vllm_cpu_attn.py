@@ -13,9 +13,9 @@ from unittest.mock import patch
 import torch
 from vllm import _custom_ops
 
+from tidekv.backends.copies.block_order import PagedBlocks
 from tidekv.backends.layout import DTYPES, KVLayout
 from tidekv.engine.integrations.vllm import cpu_attn
-from tidekv.engine.integrations.vllm.blocks import PagedBlocks
 
 # The forms of x86, with a block size and a head size that each accepts.
 FORMS = [

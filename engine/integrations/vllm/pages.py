@@ -15,12 +15,6 @@ Bounded cache of host pages by key (L2) that evicts the least recently used page
       └──────────taken when no page is free─────┘
 
 It only accounts for pages and holds no bytes. Methods may be called on any thread.
-
-Copies between a worker's host pages and its paged KV, in stream order on a GPU.
-
-Saves gather pages in the stream that computed them, so vLLM may reuse the blocks at once: a later write to them is
-later in that stream. Loads wait for all work that was in the stream when the load began, because a block's previous
-user may still be writing to it.
 """
 
 from __future__ import annotations
@@ -28,18 +22,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-import torch
-
-from tidekv.backends.copies.streams import Mark, Streams, streams_of
+from tidekv.backends.copies.block_order import BlockCopies, PagedBlocks, Wait
+from tidekv.backends.copies.streams import Mark
 from tidekv.backends.host.pool import HostPool
 from tidekv.backends.storage.base import prefix_of
 from tidekv.backends.storage.prefix_put import put_prefix
-from tidekv.engine.integrations.vllm.blocks import PagedBlocks
 from tidekv.engine.integrations.vllm.jobs import LoadEnded, LoadJob, SaveJob
 from tidekv.engine.log import engine_log
 from tidekv.engine.shared_storage import StorageGuard, open_pages
@@ -127,69 +119,6 @@ class HostCache:
         if key is not None:
             del self._page_of[key]
             self._key_of[page] = None
-
-
-Wait = Callable[[], int]
-"""Waits for a copy; returns how many pages were copied."""
-
-
-class BlockCopies:
-    """Copies whole pages both ways. `read` and `mark` are called on vLLM's thread, `write` on any other one."""
-
-    def __init__(self, blocks: PagedBlocks, host: HostPool, streams: Streams | None = None) -> None:
-        """`streams`: those of the blocks' device."""
-        self._blocks = blocks
-        self._host = host
-        self._streams = streams or streams_of(blocks.device)
-        self._to_host, self._to_device = self._streams.make(), self._streams.make()
-        self._gathered: list[tuple[Mark, torch.Tensor]] = []
-        """Pages on their way to the host: their memory must not be used again before."""
-
-    def read(self, blocks: Sequence[int], pages: Sequence[int]) -> Wait:
-        """Start copying the pages that `blocks` form to host pages. The returned call waits for the copy."""
-        self._gathered = [(mark, rows) for mark, rows in self._gathered if not mark.is_reached()]
-        computing = self._streams.current()
-        rows = self._blocks.empty_pages(len(blocks))
-        computing.run(lambda: self._gather(blocks, rows))
-        self._to_host.follow(computing.mark())
-        self._to_host.run(partial(self._take, rows, pages))
-        ended = self._to_host.mark()
-        self._gathered.append((ended, rows))
-
-        def wait() -> int:
-            ended.wait()
-            return len(pages)
-
-        return wait
-
-    def mark(self) -> Mark:
-        """Return a mark at the current position of the stream, for `write` to wait for."""
-        return self._streams.current().mark()
-
-    def write(self, pages: Sequence[int], blocks: Sequence[int], *, skip: int, after: Mark) -> None:
-        """Copy host pages to the blocks that they form, without the first `skip`. Returns after the copy."""
-        self._to_device.follow(after)
-        self._to_device.run(partial(self._bring, pages, blocks, skip))
-        self._to_device.mark().wait()
-
-    def _gather(self, blocks: Sequence[int], rows: torch.Tensor) -> None:
-        self._blocks.read(blocks, rows)
-
-    def _take(self, rows: torch.Tensor, pages: Sequence[int]) -> None:
-        if self._host.pinned:
-            for row, page in zip(rows, pages, strict=True):
-                self._host.buffer[page].copy_(row, non_blocking=True)
-        else:
-            self._host.buffer.index_copy_(0, torch.tensor(pages), rows)
-
-    def _bring(self, pages: Sequence[int], blocks: Sequence[int], skip: int) -> None:
-        if self._host.pinned:
-            rows = self._blocks.empty_pages(len(pages) * self._blocks.blocks_per_page)
-            for row, page in zip(rows, pages, strict=True):
-                row.copy_(self._host.buffer[page], non_blocking=True)
-        else:
-            rows = self._host.buffer.index_select(0, torch.tensor(pages))
-        self._blocks.write(rows, blocks, skip=skip)
 
 
 LOG = engine_log("tidekv.vllm")

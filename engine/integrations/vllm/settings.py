@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final  # vLLM's configuration is not typed here: tests and type checks go without vLLM.
 
 import msgspec
+import torch
 
 from tidekv.backends.layout import DTYPES, KVLayout
 from tidekv.backends.storage.options import parse_size
@@ -174,6 +175,15 @@ def backends_of(vllm_config: Any, layer_names: tuple[str, ...]) -> set[str]:
     """Return the names of the attention backends of these layers."""
     layers = vllm_config.compilation_config.static_forward_context
     return {layers[name].get_attn_backend().get_name() for name in layer_names if name in layers}
+
+
+def in_order(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors by the numbers in their layers' names: "layers.10.attn" comes after "layers.9.attn"."""
+    return [tensors[name] for name in sorted(tensors, key=_numbers)]
+
+
+def _numbers(name: str) -> tuple[tuple[int, ...], str]:
+    return tuple(int(part) for part in name.split(".") if part.isdigit()), name
 
 
 def check_backends(names: set[str], layout: KVLayout) -> None:

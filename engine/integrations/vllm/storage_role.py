@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any  # vLLM's objects are not typed here: tests and type checks go without vLLM.
 
+from tidekv.backends.copies.block_order import PagedBlocks
 from tidekv.backends.storage.uri import open_storage
-from tidekv.engine.integrations.vllm.blocks import PagedBlocks, in_order
 from tidekv.engine.integrations.vllm.jobs import StorageJobs
 from tidekv.engine.integrations.vllm.pages import WorkerPages
-from tidekv.engine.integrations.vllm.settings import CPU_BACKEND, Shared, backends_of, check_backends
+from tidekv.engine.integrations.vllm.settings import CPU_BACKEND, Shared, backends_of, check_backends, in_order
 from tidekv.engine.integrations.vllm.start_report import report_tiers
 from tidekv.states.errors import InvalidRequest
 

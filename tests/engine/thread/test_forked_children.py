@@ -24,8 +24,8 @@ from tidekv import (
     open_storage,
     prompt_digest,
 )
+from tidekv.backends.copies.block_order import PagedBlocks
 from tidekv.engine.integrations.sglang.storage_thread import StorageThread
-from tidekv.engine.integrations.vllm.blocks import PagedBlocks
 from tidekv.engine.integrations.vllm.jobs import LoadJob, SaveJob
 from tidekv.engine.integrations.vllm.lookup import PrefixLookup
 from tidekv.engine.integrations.vllm.pages import WorkerPages

@@ -25,7 +25,6 @@ from tidekv.backends.host.pool import HostPool
 from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest
-from tidekv.engine.integrations.vllm.blocks import in_order
 from tidekv.engine.integrations.vllm.handover.blocks import BlockOrder, RankPools, wrap_blocks, wrap_records
 from tidekv.engine.integrations.vllm.handover.jobs import (
     PREFILL_FIRST,
@@ -38,7 +37,7 @@ from tidekv.engine.integrations.vllm.handover.jobs import (
 )
 from tidekv.engine.integrations.vllm.handover.settings import Handover
 from tidekv.engine.integrations.vllm.kv_events import EventFeed, RankReport
-from tidekv.engine.integrations.vllm.settings import CPU_BACKEND, backends_of
+from tidekv.engine.integrations.vllm.settings import CPU_BACKEND, backends_of, in_order
 from tidekv.engine.integrations.vllm.start_report import report_tiers
 from tidekv.engine.log import engine_log
 from tidekv.engine.prefill.prefill_config import PrefillConfig

@@ -1,24 +1,31 @@
-"""The paged KV tensors of a vLLM worker, read and written as pages in tidekv's order.
+"""Copies between host pages and the KV tensors of a host engine that has an order of its own within a block.
 
-vLLM has one tensor per layer, [block, head, token, element] with any strides; an element row is K and V of one token
-and head side by side, or a latent vector. If kernels split blocks into parts, it is [block · part, head, token of the
-part, element]. A tidekv page is `blocks_per_page` blocks:
+The host engine, such as vLLM, has one tensor per layer, [block, head, token, element] with any strides; an element row
+is K and V of one token and head side by side, or a latent vector. If kernels split blocks into parts, it is
+[block · part, head, token of the part, element]. A tidekv page is `blocks_per_page` blocks:
 
-    vLLM     layer 0 [blocks, heads, tokens, K | V]          layer 1 …
+    theirs   layer 0 [blocks, heads, tokens, K | V]          layer 1 …
     tidekv   layer 0 K [page tokens, heads, K] | layer 0 V [page tokens, heads, V] | layer 1 K …
 
 A backend that packs the elements of a block's head in another order has a tensor of the same shape, and `order`: the
 position of each of [token, K or V, element] among them. Pages are always in tidekv's order, so that orders never mix
 under one key.
+
+On a GPU, copies to the host gather pages in the stream that computed them, so the host engine may reuse the blocks at
+once: a later write to them is later in that stream. Copies to blocks wait for all work that was in the stream when
+`mark` was called, because a block's previous user may still be writing to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
 
+from tidekv.backends.copies.streams import Mark, Streams, streams_of
+from tidekv.backends.host.pool import HostPool
 from tidekv.backends.layout import KVLayout
 from tidekv.states.errors import InvalidConfig
 
@@ -138,10 +145,64 @@ class PagedBlocks:
         return index.to(self.device, non_blocking=True)
 
 
-def in_order(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors by the numbers in their layers' names: "layers.10.attn" comes after "layers.9.attn"."""
-    return [tensors[name] for name in sorted(tensors, key=_numbers)]
+Wait = Callable[[], int]
+"""Waits for a copy; returns how many pages were copied."""
 
 
-def _numbers(name: str) -> tuple[tuple[int, ...], str]:
-    return tuple(int(part) for part in name.split(".") if part.isdigit()), name
+class BlockCopies:
+    """Copies whole pages both ways. The thread of the model calls `read` and `mark`, any other one `write`."""
+
+    def __init__(self, blocks: PagedBlocks, host: HostPool, streams: Streams | None = None) -> None:
+        """`streams`: those of the blocks' device."""
+        self._blocks = blocks
+        self._host = host
+        self._streams = streams or streams_of(blocks.device)
+        self._to_host, self._to_device = self._streams.make(), self._streams.make()
+        self._gathered: list[tuple[Mark, torch.Tensor]] = []
+        """Pages on their way to the host: their memory must not be used again before."""
+
+    def read(self, blocks: Sequence[int], pages: Sequence[int]) -> Wait:
+        """Start copying the pages that `blocks` form to host pages. The returned call waits for the copy."""
+        self._gathered = [(mark, rows) for mark, rows in self._gathered if not mark.is_reached()]
+        computing = self._streams.current()
+        rows = self._blocks.empty_pages(len(blocks))
+        computing.run(lambda: self._gather(blocks, rows))
+        self._to_host.follow(computing.mark())
+        self._to_host.run(partial(self._take, rows, pages))
+        ended = self._to_host.mark()
+        self._gathered.append((ended, rows))
+
+        def wait() -> int:
+            ended.wait()
+            return len(pages)
+
+        return wait
+
+    def mark(self) -> Mark:
+        """Return a mark at the current position of the stream, for `write` to wait for."""
+        return self._streams.current().mark()
+
+    def write(self, pages: Sequence[int], blocks: Sequence[int], *, skip: int, after: Mark) -> None:
+        """Copy host pages to the blocks that they form, without the first `skip`. Returns after the copy."""
+        self._to_device.follow(after)
+        self._to_device.run(partial(self._bring, pages, blocks, skip))
+        self._to_device.mark().wait()
+
+    def _gather(self, blocks: Sequence[int], rows: torch.Tensor) -> None:
+        self._blocks.read(blocks, rows)
+
+    def _take(self, rows: torch.Tensor, pages: Sequence[int]) -> None:
+        if self._host.pinned:
+            for row, page in zip(rows, pages, strict=True):
+                self._host.buffer[page].copy_(row, non_blocking=True)
+        else:
+            self._host.buffer.index_copy_(0, torch.tensor(pages), rows)
+
+    def _bring(self, pages: Sequence[int], blocks: Sequence[int], skip: int) -> None:
+        if self._host.pinned:
+            rows = self._blocks.empty_pages(len(pages) * self._blocks.blocks_per_page)
+            for row, page in zip(rows, pages, strict=True):
+                row.copy_(self._host.buffer[page], non_blocking=True)
+        else:
+            rows = self._host.buffer.index_select(0, torch.tensor(pages))
+        self._blocks.write(rows, blocks, skip=skip)
