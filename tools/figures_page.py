@@ -346,10 +346,8 @@ def peers_table() -> str:
     )
     lines = [
         f"`python3 dev.py bench peers --sglang DIR --vllm DIR`. {'. '.join(commands)}. Pairs of an engine run at once "
-        "and serve by turns; a run in which they did not has no times. A process's CPU is that of all its work: "
-        "decode's has the forward passes of the answer's tokens, which are the same in all pairs of an engine, so that "
-        "what a cache adds or saves is the difference of two columns. How many times less the scheduling alone costs "
-        "cannot be seen from that.",
+        "and serve by turns; a run in which they did not has no times. A process's CPU has the forward passes, which "
+        "are the same in all pairs of an engine: what a cache adds or saves is the difference of two columns.",
         "",
         f"| | {' | '.join(titles)} |",
         f"|---|{'---:|' * len(titles)}",

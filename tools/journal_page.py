@@ -13,6 +13,7 @@ from tidekv.engine.journal.format import (
     JOURNAL_VERSION,
     EndLine,
     GapLine,
+    Line,
     RaiseRecord,
     RunLine,
     SegmentLine,
@@ -30,6 +31,7 @@ from tidekv.states.core import Core
 from tidekv.states.settings import CoreSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import ModuleType
 
 INTRODUCTION = """# The journal
@@ -100,12 +102,12 @@ def journal_document() -> str:
         ),
         "## Lines\n",
     ]
-    parts += [
-        _section(line, f'`"event": "{line.__struct_config__.tag}"`')
-        for line in (RunLine, SegmentLine, TurnLine, GapLine, EndLine)
-    ]
-    parts.append(_section(RaiseRecord, "One of `raises`"))
-    parts.append(_section(StallRecord, "One of `stalls`"))
+    parts += [_section(line, _title(line)) for line in (RunLine, TurnLine)]
+    others = {kind: _title(kind) for kind in (SegmentLine, GapLine, EndLine)}
+    others |= {RaiseRecord: "One of `raises`", StallRecord: "One of `stalls`"}
+    parts += ["### Others\n", "| what | meaning | fields |", "|---|---|---|"]
+    parts += [f"| {title} | {_words(kind)} | {_names(field_types(kind))} |" for kind, title in others.items()]
+    parts += ["", "`engine/journal/format.py` says what each field means.", ""]
     return "\n".join(parts)
 
 
@@ -122,11 +124,19 @@ def _example() -> str:
 
 def _section(kind: type, title: str) -> str:
     notes = _attribute_notes(journal_format, kind.__name__)
-    plain = ", ".join(f"`{name}`" for name in field_types(kind) if name not in notes)
+    plain = _names(name for name in field_types(kind) if name not in notes)
     rows = [f"### {title}\n", f"{_words(kind)}{f' Besides: {plain}.' if plain else ''}\n"]
-    cells = [f"| `{name}` | {notes[name]} |" for name in field_types(kind) if name in notes]
-    rows += ["| field | meaning |", "|---|---|", *cells] if cells else []
+    rows += ["| field | meaning |", "|---|---|"]
+    rows += [f"| `{name}` | {notes[name]} |" for name in field_types(kind) if name in notes]
     return "\n".join([*rows, ""])
+
+
+def _title(line: type[Line]) -> str:
+    return f'`"event": "{line.__struct_config__.tag}"`'
+
+
+def _names(fields: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in fields)
 
 
 def _words(kind: type) -> str:

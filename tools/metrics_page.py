@@ -71,12 +71,12 @@ def metrics_table() -> str:
 
 
 def _rows(families: list[Metric]) -> list[str]:
-    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    lines = ["| metric | labels | meaning |", "|---|---|---|"]
     for family in families:
         name = family.name + ("_total" if family.type == "counter" else "")
         # prometheus_client has no public accessor for the names of labels.
         labels = ", ".join(getattr(family, "_labelnames", ()))
-        lines.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
+        lines.append(f"| `{name}` | {labels} | {family.documentation} |")
     return lines
 
 

@@ -74,7 +74,7 @@ class RunLine(Line, frozen=True, kw_only=True, tag="run"):
     instance: str
     started_unix_s: float
     started_at_s: float = 0.0
-    """The same time, on the monotonic clock of the events."""
+    """Time of the start on the monotonic clock of the events."""
 
 
 class SegmentLine(Line, frozen=True, kw_only=True, tag="segment"):

@@ -151,3 +151,9 @@ def test_list_of_metrics_in_docs_is_generated() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "observability.md").read_text()
     assert page == with_metrics(page), "python -m tools.metrics_page docs/observability.md"
     assert page.count("| `tidekv_") == len(metric_families()) + len(prefill_families())
+
+
+def test_the_name_of_a_metric_tells_its_type_as_the_page_says() -> None:
+    for family in (*metric_families(), *prefill_families()):
+        ends = {"counter": True, "histogram": family.name.endswith("_seconds")}
+        assert ends.get(family.type, not family.name.endswith("_seconds")), family.name
