@@ -30,7 +30,7 @@ def user_figures() -> str:
 
 def maintainers_figures() -> str:
     """Return the tables of parts and of first rounds, and the names of targets without a figure, as Markdown."""
-    lines = [*_group("parts"), *first_rounds()]
+    lines = [*_group("parts"), *_group("user", models=True), *first_rounds()]
     told = {name for group in GROUPS for name in _figures(group)}
     lines += ["### Targets without a kept figure", "", "`--list` says what each measures, and its bound:", ""]
     lines.append(", ".join(target.name for target in TARGETS if target.name not in told))
@@ -46,13 +46,14 @@ def _figures(group: str) -> dict[str, float]:
     return {row["target"]: float(row["measured"]) for row in _report(group)["targets"] if row["measured"] is not None}
 
 
-def _group(group: str) -> Iterator[str]:
+def _group(group: str, *, models: bool = False) -> Iterator[str]:
     figures = _figures(group)
-    judged = [target for target in TARGETS if target.name in figures]
+    judged = [target for target in TARGETS if target.name in figures and target.is_model is models]
     if not judged:
         return
     about = _report(group)["about"]
-    yield from (f"### {TITLES[group]}", "", f"`{about['command']}` ({_where(about)}):", "")
+    title = f"{TITLES[group]}: published tables, modeled" if models else TITLES[group]
+    yield from (f"### {title}", "", f"`{about['command']}` ({_where(about)}):", "")
     yield from ("| target | what is measured | bound | figure | verdict |", "|---|---|---:|---:|---|")
     for target in judged:
         measured = figures[target.name]
