@@ -216,7 +216,8 @@ def _transport(loaded: Loaded, name: str, *, listens: bool) -> Callable[[], Nixl
 
     section = loaded.configuration.transport
     secret = section.read_secret()
-    listen_tls = listen_context(section) if listens else None
+    peers = loaded.configuration.engine.cache_peers
+    listen_tls = listen_context(section) if listens or peers.listen is not None else None
     dial_tls = None if listens else dial_context(section)
 
     def make() -> NixlTransport:
@@ -227,7 +228,7 @@ def _transport(loaded: Loaded, name: str, *, listens: bool) -> Callable[[], Nixl
             secret=secret,
             listen_tls=listen_tls,
             dial_tls=dial_tls,
-            dials=() if listens else loaded.configuration.decode.prefill,
+            dials=() if listens else (*loaded.configuration.decode.prefill, *peers.dials),
             listening=ListenOptions(announces=section.announces, allow_no_secret=section.allow_no_secret),
             nixl=NixlOptions(
                 backends=section.backends,

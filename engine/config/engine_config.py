@@ -26,9 +26,12 @@ from tidekv.states.validation import (
     host_and_port,
     is_loopback_host,
 )
+from tidekv.transports.control.addresses import Dials
 
 DeviceMode = Literal["owned", "lent"]
 Vocabulary = Annotated[int, Meta(ge=0, le=2**32)]
+PEERS_MAX = 8
+"""Maximum peers of a request."""
 
 
 class StorageOptions(StoragePolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,6 +143,12 @@ class CachePeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
     """host:port at which peers read this worker's host memory (`DecodeEngine.peer_address`). An address of the network
     needs a secret.
     """
+    ask: tuple[PlainText, ...] = ()
+    """Addresses of peers that may be asked for every prompt, after those that its request names; 8 at most."""
+    allow: tuple[PlainText, ...] = ()
+    """Addresses that `kv.fetch` in the hints of a request may name besides those of `ask`, in the form of `dials`;
+    others are rejected.
+    """
     wait_s: Seconds = 1.0
     """Maximum time in which a peer may send pages of a prompt; prefill sends the rest."""
     wait_share: PositiveShare = 0.25
@@ -157,8 +166,19 @@ class CachePeerOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields
         super().__post_init__()
         if self.listen is not None:
             host_and_port(self.listen, "listen", InvalidConfig, any_port=True)
-            if not self.enabled:
-                raise InvalidConfig("cache_peers.listen needs cache_peers.enabled, which registers the host pool")
+        for address in self.ask:
+            host_and_port(address, "ask", InvalidConfig)
+        if len(self.ask) > PEERS_MAX:
+            raise InvalidConfig(f"ask: a request has {PEERS_MAX} peers at most, not {len(self.ask)}")
+        Dials.parse(self.allow, "allow")
+        for name in ("listen", "ask", "allow"):
+            if getattr(self, name) and not self.enabled:
+                raise InvalidConfig(f"cache_peers.{name} needs cache_peers.enabled, which registers the host pool")
+
+    @property
+    def dials(self) -> tuple[str, ...]:
+        """Entries of the addresses that this worker may dial as peers, in the form of the transport's `dials`."""
+        return (*self.ask, *self.allow)
 
 
 class JournalOptions(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.backends.keys.chain import TOKEN_BYTES, namespace_seed, pack_tokens
 from tidekv.backends.keys.namespaces import join_namespaces
+from tidekv.engine.config.engine_config import PEERS_MAX
 from tidekv.engine.decode.values import DecodeRequest
 from tidekv.states import events
 from tidekv.states.errors import CapacityError, EngineClosed, InvalidRequest
@@ -17,6 +18,7 @@ from tidekv.transports.wire import check_promise
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Sequence
 
     from tidekv.engine.decode.lent_pages import PagesByGroup
     from tidekv.engine.decode.runtime import Runtime
@@ -112,11 +114,26 @@ class Arrivals:
         if len(core.queue) + self._runtime.calls.arriving(core) >= settings.queue_max:
             raise CapacityError(f"{settings.queue_max} requests wait for admission already; try again later")
 
+    def _peers_of(self, request: DecodeRequest, hinted: Sequence[str]) -> tuple[str, ...]:
+        """Return the peers of a request in the order in which they may be asked: none twice, and not this worker."""
+        peers = self._runtime.peers
+        if peers is None:
+            return ()
+        named = dict.fromkeys((*hinted, *request.peers, *self._runtime.config.cache_peers.ask))
+        return tuple(address for address in named if address != peers.address)[:PEERS_MAX]
+
     def post(
-        self, request: DecodeRequest, packed: bytes, *, lent_pages: PagesByGroup | None = None, held_pages: int = 0
+        self,
+        request: DecodeRequest,
+        packed: bytes,
+        hinted: Sequence[str] = (),
+        *,
+        lent_pages: PagesByGroup | None = None,
+        held_pages: int = 0,
     ) -> tuple[int, asyncio.Future[ReadyRequest | RestoredPages]]:
         """Post a request; returns its number and the future of its outcome. If it raises, nothing was posted, and no
         page is lent. The lent pages at the first `held_pages` positions hold the prompt already, in every group.
+        `hinted`: peers that its hints name.
         """
         runtime, config = self._runtime, self._runtime.config
         request_number = self.next_number()
@@ -128,7 +145,6 @@ class Arrivals:
         now_s = runtime.front.clock()
         lent = dict(lent_pages or {})
         full = lent.pop(FULL, page_ids())
-        own_address = None if runtime.peers is None else runtime.peers.address
         arrival = events.RequestArrived(
             at_s=now_s,
             request_id=request.request_id,
@@ -148,8 +164,8 @@ class Arrivals:
             early=request.early,
             # With bigrams, the KV of the prompt's end depends on the first token of the answer.
             rest=packed[len(keys) :] if runtime.core.settings.components and not page_keys.bigrams else b"",
+            peers=self._peers_of(request, hinted),
             # The last token that is generated has no KV.
-            peers=tuple(peer for peer in request.peers if peer != own_address),
             tokens_max=request.max_new_tokens and len(packed) // TOKEN_BYTES + request.max_new_tokens - 1,
         )
         # From here on the id is live and the event is posted: both or neither, even if a statement in between raises.

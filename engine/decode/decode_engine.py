@@ -159,10 +159,9 @@ class DecodeEngine:
             self._hints.sessions.note(
                 request.session, self._arrivals.namespace(request.namespace, request.lora_name), packed
             )
-        if request.kv_hints is not None:
-            await take_of_request(self._hints, request.kv_hints)
+        hinted = await take_of_request(self._hints, request.kv_hints)
         self._arrivals.check_room(request, packed)
-        request_number, outcome = self._arrivals.post(request, packed)
+        request_number, outcome = self._arrivals.post(request, packed, hinted)
         try:
             ready = await outcome
         except asyncio.CancelledError:
@@ -222,8 +221,10 @@ class DecodeEngine:
         """
         self._check_mode("restore_into", "lent")
         packed = self._arrivals.packed(request)
+        # Before the check, behind which no other call may lend the same pages.
+        hinted = await take_of_request(self._hints, request.kv_hints)
         lent, held_pages = self._lending.check(request, packed, pages, have_tokens, component_pages)
-        request_number, outcome = self._arrivals.post(request, packed, lent_pages=lent, held_pages=held_pages)
+        request_number, outcome = self._arrivals.post(request, packed, hinted, lent_pages=lent, held_pages=held_pages)
         return await self._lending.settled(request.request_id, request_number, outcome)
 
     def offer(

@@ -18,9 +18,11 @@ import msgspec
 from msgspec import Meta
 
 from tidekv.backends.keys.chain import TOKEN_BYTES, pack_tokens
+from tidekv.engine.config.engine_config import PEERS_MAX
 from tidekv.states import events
 from tidekv.states.errors import EngineClosed, InvalidRequest
-from tidekv.states.validation import PlainText, Seconds, short
+from tidekv.states.validation import PlainText, Seconds, host_and_port, short
+from tidekv.transports.control.addresses import Dials
 
 if TYPE_CHECKING:
     from tidekv.engine.decode.arrivals import Arrivals
@@ -36,6 +38,8 @@ ACTIONS: Final = {
     "kv.unpin": "unpin",
     "kv.retain": "retain",
 }
+FETCH: Final = "kv.fetch"
+"""The action that names a peer for the request that it came with."""
 ACTIONS_MAX: Final = 64
 SESSIONS_MAX: Final = 1024
 SESSION_BYTES_MAX: Final = 64 << 20
@@ -82,6 +86,14 @@ class HintPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: int = 0
 
 
+class FetchPayload(msgspec.Struct, frozen=True):
+    """Payload of `kv.fetch`. The hashes of blocks that come with it are not read: the peer answers with what it has."""
+
+    source_control_endpoint: Text
+    """tcp://HOST:PORT, or HOST:PORT."""
+    mode: Text = "copy"
+
+
 @dataclass(frozen=True, slots=True)
 class HintOutcome:
     """What became of one action."""
@@ -124,12 +136,16 @@ class HintCalls:
     def __init__(self, runtime: Runtime, arrivals: Arrivals) -> None:
         self._runtime = runtime
         self._arrivals = arrivals
+        self._fetched_from = Dials.parse(runtime.config.cache_peers.dials)
         self.sessions = Sessions()
         self.counts: Counter[tuple[str, str]] = Counter()
         """Actions by type and outcome; unknown types count as "other"."""
 
-    async def take(self, envelope: object) -> list[HintOutcome]:
-        """Act on each action in order. Raises InvalidRequest for what is no envelope."""
+    async def take(self, envelope: object, *, peers: list[str] | None = None) -> list[HintOutcome]:
+        """Act on each action in order. `peers`, with the hints of a request, gets the peers that they name for it.
+
+        Raises InvalidRequest for what is no envelope.
+        """
         try:
             read = msgspec.convert(msgspec.to_builtins(envelope), HintEnvelope)
         except (msgspec.ValidationError, TypeError) as error:
@@ -140,9 +156,12 @@ class HintCalls:
                 for each in read.actions
             ]
         else:
-            outcomes = [await self._act(action) for action in read.actions]
+            outcomes = [
+                self._name_peer(action, peers) if action.action_type == FETCH else await self._act(action)
+                for action in read.actions
+            ]
         for action, outcome in zip(read.actions, outcomes, strict=True):
-            kind = action.action_type if action.action_type in ACTIONS or action.action_type == "kv.fetch" else "other"
+            kind = action.action_type if action.action_type in ACTIONS or action.action_type == FETCH else "other"
             self.counts[kind, outcome.outcome] += 1
         return outcomes
 
@@ -150,8 +169,6 @@ class HintCalls:
         def rejected(cause: str) -> HintOutcome:
             return HintOutcome(action.action_id, "rejected", cause=cause)
 
-        if action.action_type == "kv.fetch":
-            return rejected("a request names the workers that it reads from: DecodeRequest.peers")
         if action.action_type not in ACTIONS or action.action_version != ACTION_VERSION:
             return rejected(f"{short(action.action_type)} {short(action.action_version)} is not known")
         try:
@@ -201,6 +218,29 @@ class HintCalls:
         outcome, pages = await done
         return HintOutcome(action.action_id, outcome, pages * settings.page_size)
 
+    def _name_peer(self, action: HintAction, peers: list[str] | None) -> HintOutcome:
+        """Add the peer of a `kv.fetch` to those of its request, if the options allow its address."""
+        try:
+            if action.action_version != ACTION_VERSION:
+                raise InvalidRequest(f"{FETCH} {short(action.action_version)} is not known")
+            payload = msgspec.convert(action.payload, FetchPayload)
+            if payload.mode != "copy":
+                raise InvalidRequest(f"mode {short(payload.mode)} is not known")
+            if peers is None:
+                raise InvalidRequest(f"{FETCH} comes with a request, which reads from the peer")
+            if self._runtime.peers is None:
+                raise InvalidRequest("this engine reads from no peers: set cache_peers.enabled")
+            address = payload.source_control_endpoint.removeprefix("tcp://")
+            host_and_port(address, "source_control_endpoint")
+            if not self._fetched_from.allows(address):
+                raise InvalidRequest(f"{short(address)} is not in cache_peers.allow")
+            self._runtime.transport.check_address(address)
+        except (msgspec.ValidationError, InvalidRequest) as error:
+            return HintOutcome(action.action_id, "rejected", cause=str(error))
+        if address not in peers and len(peers) < PEERS_MAX:
+            peers.append(address)
+        return HintOutcome(action.action_id, "accepted")
+
     async def _prefix(self, payload: HintPayload) -> tuple[str, bytes]:
         """Return the joined namespace and the keys of the prefix that is meant; no keys if it is not known here. Raises
         InvalidRequest.
@@ -231,9 +271,15 @@ class HintCalls:
         return found
 
 
-async def take_of_request(calls: HintCalls, hints: Mapping[str, object]) -> None:
-    """Act on the hints of a request. What is no envelope is counted, and nothing else."""
+async def take_of_request(calls: HintCalls, hints: Mapping[str, object] | None) -> tuple[str, ...]:
+    """Act on the hints of a request; returns the peers that they name. What is no envelope is counted, and nothing
+    else.
+    """
+    peers: list[str] = []
+    if hints is None:
+        return ()
     try:
-        await calls.take(hints)
+        await calls.take(hints, peers=peers)
     except (InvalidRequest, EngineClosed):
         calls.counts["other", "rejected"] += 1
+    return tuple(peers)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from tidekv.backends.keys.chain import namespace_seed
 from tidekv.engine.log import engine_log
 from tidekv.states import events
-from tidekv.states.errors import EngineClosed, InvalidConfig, PrefillCause
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause
 from tidekv.states.types import FULL
 from tidekv.transports.decode.peer_reads import PeerReads
 from tidekv.transports.prefill.room_writer import RoomCallbacks
@@ -120,6 +120,11 @@ class PeerCache:
 
     async def start(self) -> None:
         """Listen, if peers may read. Raises InvalidConfig, TransferFailed."""
+        for address in self._options.ask:
+            try:
+                self._engine.transport.check_address(address)
+            except InvalidRequest as error:
+                raise InvalidConfig(f"cache_peers.ask: {error}") from None
         await self._reads.start()
         if self._sender is not None:
             assert self._options.listen is not None

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from tidekv.engine.config.engine_config import PEERS_MAX
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.handover.prompt_digest import PromptDigest
 from tidekv.states.validation import Count, PlainText, Seconds, check_fields, checked, short
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 else:
     Tokens = Any  # Packing the tokens checks each of them.
 
-PEERS_MAX = 8
 """Maximum peers that a request names."""
 PRIORITY_MAX = 1_000_000
 Priority = Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
@@ -73,7 +73,8 @@ class DecodeRequest:
     peers: Sequence[str] = ()
     """Addresses of decode workers that may have the prompt in their host memory (`DecodeEngine.peer_address`), 8 at
     most. The first one that is not in pause after a failure is asked for the full pages that device, host and storage
-    do not have; prefill sends what it does not. It needs `cache_peers.enabled`.
+    do not have; prefill sends what it does not. It needs `cache_peers.enabled`. Peers that `kv.fetch` in `kv_hints`
+    names come before these, those of `cache_peers.ask` after them.
     """
     early: bool = False
     """Return from `restore` when the first layer of all pages is in place; `ReadyRequest.wait_layer` waits for each

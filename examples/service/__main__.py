@@ -41,6 +41,10 @@ def main(
         list[str],
         typer.Option(help="Address at which another service shares its host memory; repeat it for several."),
     ] = [],  # noqa: B006  # As above.
+    peer_allow: Annotated[
+        list[str],
+        typer.Option(help="Address that kv.fetch in a request's kv_hints may name, such as 10.0.0.0/24:7100."),
+    ] = [],  # noqa: B006  # As above.
     peer_listen: Annotated[
         str, typer.Option(help="Address at which other services read the host memory of this one. Empty: none.")
     ] = "",

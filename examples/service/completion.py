@@ -19,7 +19,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that both kinds of requests have. `cache_salt` and `cache` are this service's own."""
+    """Fields that both kinds of requests have. `cache_salt`, `cache` and `kv_hints` are this service's own."""
 
     model: str = ""
     max_tokens: int | None = None
@@ -32,6 +32,8 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     """Requests with different salts share no cache."""
     cache: bool = True
     """False keeps nothing of this request in the cache."""
+    kv_hints: dict[str, object] | None = None
+    """An envelope of KV hints, such as `kv.fetch` with the address of a service that has the prompt."""
 
     def check(self, model: str, unsupported: tuple[str, ...]) -> None:
         """Raises InvalidRequest for an option that would otherwise be ignored silently and change the answer."""
@@ -62,7 +64,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
             raise InvalidRequest("a stream has one prompt")
         limit = default_max_tokens if self.max_tokens is None else self.max_tokens
         for prompt in prompts:
-            yield worker.start(prompt, limit, cache=self.cache, namespace=self.cache_salt)
+            yield worker.start(prompt, limit, cache=self.cache, namespace=self.cache_salt, kv_hints=self.kv_hints)
 
     def prompts(self, worker: DecodeWorker) -> list[list[int]]:
         """Return each prompt as tokens. The field is text, tokens, or a list of either."""
@@ -117,7 +119,9 @@ class ChatBody(Body, frozen=True, kw_only=True):
         limits = (self.max_completion_tokens, self.max_tokens, default)
         limit = next(limit for limit in limits if limit is not None)
         phrases = worker.model.chat_phrases()
-        yield worker.start(prompt, limit, cache=self.cache, namespace=self.cache_salt, phrases=phrases)
+        yield worker.start(
+            prompt, limit, cache=self.cache, namespace=self.cache_salt, phrases=phrases, kv_hints=self.kv_hints
+        )
 
 
 class Form(Protocol):

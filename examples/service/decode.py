@@ -67,6 +67,8 @@ class Generation:
     """Seconds from the arrival to the first token."""
     phrases: Phrases | None = None
     """Restricts the tokens of the answer; without it each token is the most likely one."""
+    kv_hints: Mapping[str, object] | None = None
+    """An envelope of KV hints that came with the request."""
     told: asyncio.Queue[int | Exception | None] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] | None = None
 
@@ -166,12 +168,10 @@ class DecodeWorker:
         name: str,
         device_pages: int,
         layer_by_layer: bool = False,
-        peers: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.engine = engine
         self._layer_by_layer = layer_by_layer
-        self._peers = tuple(peers)
         self.model = model
         self.prefill = prefill
         self.live: dict[str, Generation] = {}
@@ -191,6 +191,7 @@ class DecodeWorker:
         cache: bool = True,
         namespace: str = "",
         phrases: Phrases | None = None,
+        kv_hints: Mapping[str, object] | None = None,
     ) -> Generation:
         """Start serving a prompt. Raises InvalidRequest if it can never fit."""
         if max_tokens < 1 or not prompt:
@@ -200,7 +201,9 @@ class DecodeWorker:
         if max(prompt) >= self.model.vocabulary or min(prompt) < 0:
             raise InvalidRequest(f"tokens must be from 0 to {self.model.vocabulary - 1}")
         self._number += 1
-        generation = Generation(f"cmpl-{self._number}", prompt, max_tokens, cache, namespace, phrases=phrases)
+        generation = Generation(
+            f"cmpl-{self._number}", prompt, max_tokens, cache, namespace, phrases=phrases, kv_hints=kv_hints
+        )
         self.live[generation.request_id] = generation
         self.counts["requests"] += 1
         generation.task = self._tasks.create_task(self._serve(generation), name=generation.request_id)
@@ -320,7 +323,7 @@ class DecodeWorker:
                 cache=generation.cache,
                 send_prompt=True,
                 early=self._layer_by_layer and len(self.live) == 1,
-                peers=self._peers,
+                kv_hints=generation.kv_hints,
             )
             try:
                 ready = await self.engine.restore(request)
@@ -394,7 +397,6 @@ async def decode_worker(
     name: str,
     device_pages: int,
     layer_by_layer: bool = False,
-    peers: Sequence[str] = (),
 ) -> AsyncIterator[DecodeWorker]:
     """Run a decode worker for the duration of the block. Requests live at its end are aborted."""
     async with engine, asyncio.TaskGroup() as tasks:
@@ -408,7 +410,6 @@ async def decode_worker(
             name=name,
             device_pages=device_pages,
             layer_by_layer=layer_by_layer,
-            peers=peers,
         )
         try:
             yield worker

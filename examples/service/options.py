@@ -11,14 +11,12 @@ import msgspec
 from msgspec import Meta
 
 from tidekv import CachePeerOptions, InvalidConfig, KVEventsOptions, open_storage
-from tidekv.states.validation import SecondsOrZero, checked, host_and_port
+from tidekv.states.validation import SecondsOrZero, checked
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
 PAGE_TOKENS_MAX = 1 << 16
-PEERS_MAX = 8
-"""Maximum peers of a request (`DecodeRequest.peers`)."""
 
 
 class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +32,7 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
     host_pages: int
     host_path: str
     peer: list[str]
+    peer_allow: list[str]
     peer_listen: str
     storage: str
     prefill_storage: str
@@ -65,7 +64,15 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def peers(self) -> CachePeerOptions:
         """Return the options of host memory that is shared with other services. Raises InvalidConfig."""
-        return CachePeerOptions(enabled=bool(self.peer or self.peer_listen), listen=self.peer_listen or None)
+        try:
+            return CachePeerOptions(
+                enabled=bool(self.peer or self.peer_allow or self.peer_listen),
+                listen=self.peer_listen or None,
+                ask=tuple(self.peer),
+                allow=tuple(self.peer_allow),
+            )
+        except InvalidConfig as error:
+            raise InvalidConfig(f"--peer (ask), --peer-allow, --peer-listen: {error}") from None
 
     def check(self) -> None:
         """Raise InvalidConfig for an option that the service could not start with."""
@@ -79,10 +86,6 @@ class ServiceOptions(msgspec.Struct, frozen=True, kw_only=True):
         checked(self.recompute_threshold, Annotated[int, Meta(ge=0)], "--recompute-threshold", InvalidConfig)
         self.events()
         self.peers()
-        if len(self.peer) > PEERS_MAX:
-            raise InvalidConfig(f"--peer: a request names {PEERS_MAX} peers at most, not {len(self.peer)}")
-        for address in self.peer:
-            host_and_port(address, "--peer", InvalidConfig)
         if self.storage:
             open_storage(self.storage)  # Reads the URI; nothing is opened before the engine starts.
         if self.prefill_storage:

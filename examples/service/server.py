@@ -106,7 +106,7 @@ async def _serve(options: ServiceOptions, listener: socket.socket, compute: Comp
                 name=options.name,
                 secret=os.environ.get("TIDEKV_SECRET", ""),
                 # A child's address comes from this program.
-                dials=[*options.prefill, *options.peer] if options.prefill else None,
+                dials=[*options.prefill, *options.peers().dials] if options.prefill else None,
             ),
         )
         if options.recompute_threshold:
@@ -120,7 +120,6 @@ async def _serve(options: ServiceOptions, listener: socket.socket, compute: Comp
             name=options.name,
             device_pages=options.device_pages,
             layer_by_layer=options.layer_by_layer,
-            peers=options.peer,
         ) as worker:
             if provider := options.tracer_provider():
                 trace_requests(engine, provider)

@@ -109,6 +109,107 @@ async def test_lent_pages_are_filled_from_a_peer() -> None:
         await second.engine.wait_settled()
 
 
+# --- How a peer is named ---
+
+
+def fetch_hint(*endpoints: str, **payload: object) -> dict[str, object]:
+    """An envelope of hints with a `kv.fetch` for each endpoint, as Dynamo's router attaches one."""
+    hashes = {"block_hashes": [1, 2**64 - 1], **payload}
+    return {
+        "protocol_version": "0.1",
+        "message_id": "m",
+        "actions": [
+            {
+                "action_id": f"a{number}",
+                "action_type": "kv.fetch",
+                "action_version": "1.0",
+                "payload": {"source_control_endpoint": endpoint, **hashes},
+            }
+            for number, endpoint in enumerate(endpoints)
+        ],
+    }
+
+
+@pytest.mark.parametrize("scheme", ["tcp://", ""])
+async def test_a_hint_names_a_peer_that_the_options_allow(scheme: str) -> None:
+    async with neighbours(options=sharing(allow=("peers:*",))) as all_of:
+        first, second = all_of.workers
+        await warm(first)
+        assert await second.serve(PROMPT, kv_hints=fetch_hint(scheme + first.address)) == FROM_PEER
+        assert second.engine._hints.counts == {("kv.fetch", "accepted"): 1}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "payload", "said"),
+    [
+        ("tcp://{address}", {}, r"is not in cache_peers.allow"),
+        ("http://{address}", {}, "source_control_endpoint must be host:port"),
+        ("", {}, "source_control_endpoint must be host:port"),
+        ("tcp://allowed:7", {"mode": "no_retain"}, "mode"),
+        ("tcp://allowed:7", {"mode": 3}, "mode"),
+    ],
+)
+async def test_a_hint_names_no_other_peer(endpoint: str, payload: dict[str, object], said: str) -> None:
+    async with neighbours(options=sharing(allow=("allowed:7",))) as all_of:
+        first, second = all_of.workers
+        await warm(first)
+        hint = fetch_hint(endpoint.format(address=first.address), **payload)
+        dialled: list[str] = []
+        dial = second.transport.dial
+        second.transport.dial = lambda address: dialled.append(address) or dial(address)  # type: ignore[method-assign,func-returns-value]
+        assert await second.serve(PROMPT, kv_hints=hint) == FROM_PREFILL
+        assert second.engine._hints.counts == {("kv.fetch", "rejected"): 1}
+        assert second.core()["peer_fetches"] == 0 and set(dialled) == {second.prefill}
+        peers: list[str] = []
+        (outcome,) = await second.engine._hints.take(hint, peers=peers)
+        assert said in outcome.cause and peers == []
+
+
+async def test_a_hint_that_comes_without_a_request_names_no_peer() -> None:
+    async with neighbours(options=sharing(allow=("peers:*",))) as all_of:
+        (outcome,) = await all_of[1].engine.hint(fetch_hint(all_of[0].address))
+        assert (outcome.outcome, "comes with a request" in outcome.cause) == ("rejected", True)
+
+
+async def test_a_hint_to_an_engine_without_peers_is_rejected_and_harmless() -> None:
+    async with neighbours(options=CachePeerOptions()) as all_of:
+        assert await all_of[0].serve(PROMPT, kv_hints=fetch_hint("peers:1")) == FROM_PREFILL
+        assert all_of[0].engine._hints.counts == {("kv.fetch", "rejected"): 1}
+
+
+async def test_peers_are_asked_in_the_order_hints_request_options() -> None:
+    options = sharing(ask=("asked:1", "named:1"), allow=("hinted:*",))
+    async with neighbours(options=options) as all_of:
+        arrivals = all_of[0].engine._arrivals
+        request = DecodeRequest(request_id="r", tokens=[1], prefill="one:1", peers=["named:1", all_of[0].address])
+        assert arrivals._peers_of(request, ["hinted:1", "named:1"]) == ("hinted:1", "named:1", "asked:1")
+        many = [f"hinted:{port}" for port in range(1, 12)]
+        assert arrivals._peers_of(request, many) == tuple(many[:8])
+        taken: list[str] = []
+        await all_of[0].engine._hints.take(fetch_hint(*many, *many), peers=taken)
+        assert taken == many[:8]
+
+
+async def test_peers_of_the_options_are_asked_for_every_prompt() -> None:
+    async with neighbours() as all_of:
+        first = all_of[0]
+        await warm(first)
+        async with neighbours(network=all_of.network, first=1, options=sharing(ask=(first.address,))) as others:
+            assert await others[0].serve(PROMPT) == FROM_PEER
+
+
+async def test_hints_of_a_request_in_lent_pages_name_peers_too() -> None:
+    options = sharing(allow=("peers:*",))
+    async with neighbours(options=options, configs=[{}, {"device": "lent"}]) as all_of:
+        first, second = all_of.workers
+        await warm(first)
+        request = DecodeRequest(
+            request_id="r", tokens=PROMPT, prefill=first.prefill, send_prompt=True, kv_hints=fetch_hint(first.address)
+        )
+        restored = await second.engine.restore_into(request, list(range(11)))
+        assert (restored.restored_tokens, dict(restored.sources)) == (42, FROM_PEER)
+
+
 # --- Peers that fail ---
 
 
@@ -319,6 +420,14 @@ async def test_an_engine_that_reads_from_no_peers_refuses_a_request_with_some() 
 def test_options_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(InvalidConfig, match=r"cache_peers.listen needs cache_peers.enabled"):
         CachePeerOptions(listen="127.0.0.1:0")
+    for wrong, said in (
+        ({"ask": ("nowhere",)}, "ask must be host:port"),
+        ({"ask": tuple(f"one:{port}" for port in range(1, 10))}, "8 peers at most, not 9"),
+        ({"allow": ("nowhere",)}, "allow: 'nowhere' is no address"),
+        ({"allow": ("one:1",), "enabled": False}, "cache_peers.allow needs cache_peers.enabled"),
+    ):
+        with pytest.raises(InvalidConfig, match=said):
+            CachePeerOptions(**{"enabled": True, **wrong})  # type: ignore[arg-type]
     with pytest.raises(InvalidConfig, match="without bigram_keys"):
         EngineConfig(bigram_keys=True, cache_peers=CachePeerOptions(enabled=True))
 

@@ -15,6 +15,7 @@ import msgspec
 
 from tests.transports.test_wire import GOLDEN, HELLO, ROOM
 from tidekv.backends.keys.namespaces import join_namespaces
+from tidekv.engine.config.engine_config import CachePeerOptions
 from tidekv.engine.decode.hints import HintCalls
 from tidekv.engine.integrations.vllm.handover.jobs import HandoverJobs
 from tidekv.engine.integrations.vllm.handover.scheduler import DecodeScheduler, PrefillScheduler
@@ -50,6 +51,7 @@ RANK_MESSAGES: tuple[ranks.RankMessage, ...] = (
     ranks.Lost(1, 1, "gone"),
     ranks.RankRefused("no"),
 )
+PEER_HOST = "10.0.0.6"
 HINT_KINDS = ("prefetch", "demote", "pin", "unpin", "retain", "fetch")
 HINT_S_MAX = 60.0
 DECODERS = (
@@ -257,8 +259,14 @@ async def _take_hints(envelope: object) -> list[events.HintReceived]:
     page_keys = SimpleNamespace(of=lambda packed: packed[: len(packed) // 16 * 16])
     runtime: Any = SimpleNamespace(
         config=SimpleNamespace(
-            vocabulary=1000, device="owned", namespace="", hints=SimpleNamespace(pin_share=0.25, ttl_s_max=HINT_S_MAX)
+            vocabulary=1000,
+            device="owned",
+            namespace="",
+            hints=SimpleNamespace(pin_share=0.25, ttl_s_max=HINT_S_MAX),
+            cache_peers=CachePeerOptions(enabled=True, allow=(f"{PEER_HOST}:7000-7010",)),
         ),
+        peers=object(),
+        transport=SimpleNamespace(check_address=lambda address: None),
         host=SimpleNamespace(memory=SimpleNamespace(page_bytes=64)),
         core=SimpleNamespace(settings=SimpleNamespace(host_pages=100, key_bytes=16, page_size=4)),
         calls=SimpleNamespace(expect_hint=expect, unexpect_hint=lambda call: None),
@@ -271,20 +279,29 @@ async def _take_hints(envelope: object) -> list[events.HintReceived]:
     )
     calls = HintCalls(runtime, arrivals)
     calls.sessions.note("s", "", bytes(64))
+    peers: list[str] = []
     try:
-        outcomes = await calls.take(envelope)
+        outcomes = await calls.take(envelope, peers=peers)
     except InvalidRequest as error:
         assert str(error).isprintable(), error
         return posted
     assert all(one.cause.isprintable() and len(one.cause) < 1000 for one in outcomes), outcomes
-    assert len(posted) == sum(one.outcome == "accepted" for one in outcomes)
+    fetches = calls.counts["kv.fetch", "accepted"]
+    assert len(posted) + fetches == sum(one.outcome == "accepted" for one in outcomes)
+    assert bool(peers) == bool(fetches) and all(one.startswith(f"{PEER_HOST}:70") for one in peers), peers
     return posted
 
 
 def fuzz_hints(source: Random) -> None:
     """Envelopes of KV hints: what is accepted is a fact that the core can take, within the limits of the engine."""
     prefix = source.choice(({"token_ids": list(range(9))}, {"session": "s", "range": [0, 8]}, {"block_hashes": [1, 2]}))
-    payload = prefix | {"namespace": "n", "lora_name": "", "ttl_ms": 1000, "max_bytes": 1 << 20, "priority": 1}
+    payload = (
+        prefix
+        | {
+            "source_control_endpoint": f"tcp://{PEER_HOST}:{source.choice((6999, 7000, 7010, 7011))}",
+        }
+        | {"namespace": "n", "lora_name": "", "ttl_ms": 1000, "max_bytes": 1 << 20, "priority": 1}
+    )
     action = {"action_id": "a", "action_type": f"kv.{source.choice(HINT_KINDS)}", "action_version": "1.0"}
     actions = [changed(action | {"payload": changed(payload, source)}, source) for _ in range(source.randint(1, 3))]
     envelope = changed({"protocol_version": "1.0", "message_id": "m", "actions": actions}, source)

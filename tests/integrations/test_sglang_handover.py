@@ -343,6 +343,35 @@ def test_prefill_writes_through_so_that_another_decode_starts_warm(
         first.close()
 
 
+def test_a_hint_of_a_request_names_a_decode_server_that_has_the_prompt(
+    monkeypatch: pytest.MonkeyPatch, plugged: None
+) -> None:
+    options: dict[str, Any] = {"dials": ["127.0.0.1:*"], "host": "1MB"}
+    peers = {"enabled": True, "wait_s": LIMIT_S, "wait_share": 0.9}
+
+    def set_options(**more: object) -> None:
+        engine = {"cache_peers": peers | more, "storage": {"prefetch": "timeout", "prefetch_threshold_tokens": 1}}
+        monkeypatch.setenv("TIDEKV_SGLANG", msgspec.json.encode(options | {"engine": engine}).decode())
+
+    set_options(listen="127.0.0.1:0")
+    first = Servers()
+    set_options(allow=["127.0.0.1:*"])
+    second = Servers(first.prefill)
+    try:
+        assert first.serve(PROMPT, [1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 4], 11) == {"transfer": 22}
+        address = first.decode.kv_manager.decode._engine.call(lambda engine: engine.peer_address)
+        payload = {"source_control_endpoint": f"tcp://{address}", "block_hashes": []}
+        action = {"action_id": "a", "action_type": "kv.fetch", "action_version": "1.0", "payload": payload}
+        hints = {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+        found = second.serve(PROMPT, [1, 2, 3, 4, 5, 6], [20, 21, 22, 23, 24, 25], 12, kv_hints=hints)
+        assert found == {"peer": 20, "transfer": 2}
+        counts = second.decode.metadata_buffers.cached_tokens[12 % 8, :4].tolist()
+        assert counts == [20, 0, 0, 20]
+    finally:
+        second.decode.kv_manager.decode.close()
+        first.close()
+
+
 def test_host_memory_and_storage_are_published_under_the_hashes_of_sglang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugged: None
 ) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
 from typing import Any  # vLLM's objects are not typed here.
 
 import msgspec
 import pytest
 
-from tests.support.vllm_contract import BLOCK, upon_contract
-from tests.support.vllm_handover import HandoverVllm, request_of
-from tidekv.engine.integrations.vllm.handover.hints import hints_of
+from tests.support.vllm_contract import BLOCK, configs_of, upon_contract
+from tests.support.vllm_handover import ENGINE, HandoverVllm, request_of, started_vllms
+from tests.support.waits import LIMIT_S
+from tidekv.engine.integrations.vllm.handover.hints import fetches_of, hints_of
+from tidekv.engine.integrations.vllm.handover.jobs import HANDOVER_COUNTS
 from tidekv.engine.integrations.vllm.handover.scheduler import DecodeScheduler
+from tidekv.engine.integrations.vllm.handover.settings import read_handover
+from tidekv.states.errors import InvalidConfig
 from tidekv.transports.control.addresses import Dials
 
 PROMPT = [*range(100, 100 + 4 * BLOCK), 1, 2]
@@ -90,11 +96,87 @@ def test_actions_are_parted_by_when_their_pages_are_there() -> None:
     kinds = ("kv.prefetch", "kv.pin", "kv.unpin", "kv.retain", "kv.demote", "kv.fetch")
     now, late = hints_of(request_of("r", PROMPT, None, kv_hints=envelope(*kinds)), "adapter")
     assert now is not None and late is not None
-    assert [action["action_type"] for action in now["actions"]] == ["kv.prefetch", "kv.unpin", "kv.fetch"]
+    assert [action["action_type"] for action in now["actions"]] == ["kv.prefetch", "kv.unpin"]
     assert [action["action_type"] for action in late["actions"]] == ["kv.pin", "kv.retain", "kv.demote"]
     assert {(*action["payload"]["token_ids"],) for action in now["actions"]} == {(*PROMPT,)}
     assert {action["payload"]["namespace"] for action in late["actions"]} == {"adapter"}
     assert hints_of(request_of("r", PROMPT, None), "") == (None, None)
+
+
+def test_peers_that_a_request_names_go_with_its_restore() -> None:
+    """In the forms of Dynamo's router and of vLLM's own p2p tier; what is malformed is left out."""
+    fetch = envelope("kv.fetch", source_control_endpoint="tcp://10.0.0.6:7100", block_hashes=[1, 2])
+    source = {"kv_request_id": "x", "remote_host": "10.0.0.7", "remote_port": 7777}
+    named = fetches_of(request_of("r", PROMPT, {"remote_kv_source": source}, kv_hints=fetch))
+    assert named is not None
+    endpoints = [action["payload"]["source_control_endpoint"] for action in named["actions"]]
+    assert endpoints == ["tcp://10.0.0.6:7100", "10.0.0.7:7777"]
+    (action,) = (fetches_of(request_of("r", PROMPT, {"remote_kv_source": {**source, "remote_host": "::1"}})) or {})[
+        "actions"
+    ]
+    assert action["payload"] == {"source_control_endpoint": "[::1]:7777"}
+    now, late = hints_of(request_of("r", PROMPT, None, kv_hints=fetch), "")
+    assert (now, late) == (None, None), "they are no hints of their own"
+    for wrong in ({"kv_hints": "pin it"}, {"kv_hints": {"actions": [1]}}, {"remote_kv_source": 3}, {}, None):
+        assert fetches_of(request_of("r", PROMPT, wrong)) is None
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize("form", ["kv.fetch", "remote_kv_source", "ask"])
+def test_decode_restores_from_the_peer_that_a_request_or_the_options_name(
+    form: str, connector: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = {"enabled": True, "wait_s": LIMIT_S, "wait_share": 0.9}
+    storage = {**ENGINE["storage"], "prefetch": "timeout", "prefetch_threshold_tokens": 1}
+
+    def engine(**more: object) -> dict[str, object]:
+        return {**ENGINE, "storage": storage, "cache_peers": {**peers, **more}}
+
+    with started_vllms(connector, monkeypatch) as start:
+        prefill, first = start("kv_producer"), start("kv_consumer", engine=engine(listen="127.0.0.1:0"))
+
+        def prefilled(name: str) -> dict[str, Any]:
+            assert prefill.add(request_of(name, PROMPT, {"do_remote_decode": True}), PLACES) == 0
+            return prefill.answer(name, chunk=100)
+
+        first.add(request_of("a", PROMPT, prefilled("p")), PLACES)
+        first.step_until(lambda: first.loaded)
+        first.compute("a", chunk=100)
+        first.finish("a")
+        first.step_until(lambda: first.freed)
+        address = str(first.worker.connector_worker.decodes[0].engine.call(lambda one: one.peer_address))
+        host, _, port = address.rpartition(":")
+        named: dict[str, Any] = {
+            "kv.fetch": {"kv_hints": msgspec.to_builtins(envelope("kv.fetch", source_control_endpoint=address))},
+            "remote_kv_source": {"remote_kv_source": {"remote_host": host, "remote_port": int(port)}},
+            "ask": {},
+        }[form]
+        known = {"ask": [address]} if form == "ask" else {"allow": ["127.0.0.1:*"]}
+        second = start("kv_consumer", engine=engine(**known))
+        second.add(request_of("b", PROMPT, prefilled("q") | named), PLACES)
+        second.step_until(lambda: second.loaded)
+        assert second.holds("b", PROMPT)
+        assert (second.counts["restore_tokens_peer"], second.counts["restore_tokens_transfer"]) == (4 * BLOCK, 2)
+        assert set(second.counts) <= set(HANDOVER_COUNTS)
+        prefill.step_until(lambda: len(prefill.freed) == 2)
+
+
+def test_peers_of_a_vllm_in_several_ranks_are_refused_by_name() -> None:
+    def configs(**more: object) -> Any:
+        handover = {
+            "dials": ["127.0.0.1:7000"],
+            "engine": {"cache_peers": {"enabled": True, "listen": "127.0.0.1:7100"}},
+        }
+        extra = {"uri": None, "model": None, "host": None, "handover": handover}
+        made = configs_of("", extra=extra, is_kv_producer=False, is_kv_consumer=True, **more)
+        made[0].kv_transfer_config.kv_role, made[0].kv_transfer_config.engine_id = "kv_consumer", "vllm"
+        return made
+
+    with pytest.raises(InvalidConfig, match=r"handover.engine.cache_peers.enabled: not in 2 ranks"):
+        read_handover(*configs(tensor_parallel_size=2))
+    read = read_handover(*configs())
+    assert read.cache_peers.listen == "127.0.0.1:7100"
+    assert replace(read, replica=2).cache_peers.listen == "127.0.0.1:7102"
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(0, 0), (5, -5), (-3, 3), (10**9, -1_000_000)])

@@ -63,17 +63,23 @@ def test_prompts_that_prefill_has_stored_hit_once_storage_is_attached_again(
     assert names.count("tidekv.restore") == 2
 
 
-def test_a_prompt_is_read_from_the_host_memory_of_another_service(serving, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named_by", ["--peer", "kv_hints"])
+def test_a_prompt_is_read_from_the_host_memory_of_another_service(serving, tmp_path: Path, named_by: str) -> None:
     policy = {"prefetch": "wait_complete", "prefetch_threshold_tokens": 0}
     with serving(tmp_path / "first", "--peer-listen", "127.0.0.1:0") as first:
         expected = first.tokens(PROMPT, 4)
         first.wait_for("/requests", lambda answer: answer["pools"]["host"]["cached"] >= len(PROMPT) // 16)
         address = first.get("/health")["peer_address"]
-        with serving(tmp_path / "second", "--name", "decode-1", "--peer", address) as second:
+        named = ("--peer", address) if named_by == "--peer" else ("--peer-allow", "127.0.0.1:*")
+        payload = {"source_control_endpoint": f"tcp://{address}"}
+        action = {"action_id": "a", "action_type": "kv.fetch", "action_version": "1.0", "payload": payload}
+        hints = {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+        body = {"extra_body": {"kv_hints": hints}} if named_by == "kv_hints" else {}
+        with serving(tmp_path / "second", "--name", "decode-1", *named) as second:
             assert httpx.post(f"{second.url}/policy", json=policy).json()["prefetch_threshold_tokens"] == 0
             deadline = time.monotonic() + LIMIT_S
             while True:
-                answer = second.complete(PROMPT, 4)
+                answer = second.complete(PROMPT, 4, **body)
                 assert answer.choices[0].token_ids == expected
                 if answer.usage.sources.get("peer"):
                     break

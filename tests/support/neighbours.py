@@ -131,27 +131,31 @@ async def neighbours(
     options: CachePeerOptions | None = None,
     configs: Sequence[dict[str, Any]] = (),
     namespace: str = "",
+    network: LoopbackNetwork | None = None,
+    first: int = 0,
     **fields: Any,
 ) -> AsyncIterator[Neighbours]:
-    """So many running decode workers; `configs` has further options of each."""
-    network = LoopbackNetwork()
+    """So many running decode workers; `configs` has further options of each. Others on the same network have another
+    `first` number.
+    """
+    network = network or LoopbackNetwork()
     pool = DevicePool.allocate(LAYOUT, 256)
     prefill = SyntheticPrefill(pool, vocabulary=1000, namespace=namespace)
     options = options or sharing()
     storage = StorageOptions(prefetch="timeout", prefetch_threshold_tokens=1)
     async with contextlib.AsyncExitStack() as stack:
         peer = await stack.enter_async_context(
-            PrefillPeer(device=pool, transport=LoopbackTransport("prefill-0", network), on_room=prefill.serve)
+            PrefillPeer(device=pool, transport=LoopbackTransport(f"prefill-{first}", network), on_room=prefill.serve)
         )
         workers = []
         for number in range(count):
             more = configs[number] if number < len(configs) else {}
             config = EngineConfig(**{"storage": storage, "peer": PATIENT, "cache_peers": options, **fields, **more})
             device, host = DevicePool.allocate(LAYOUT, 64), HostPool.allocate(LAYOUT, host_pages)
-            transport = LoopbackTransport(f"decode-{number}", network)
+            transport = LoopbackTransport(f"decode-{first + number}", network)
             engine = DecodeEngine(config, device=device, host=host, transport=transport)
             await stack.enter_async_context(engine)
-            workers.append(Worker(f"decode-{number}", engine, device, host, transport, peer.address))
+            workers.append(Worker(f"decode-{first + number}", engine, device, host, transport, peer.address))
         all_of = Neighbours(network, prefill, workers)
         try:
             yield all_of

@@ -95,10 +95,10 @@ class Servers:
         return not self.decode.tree_cache.locked
 
     def serve(
-        self, tokens: list[int], theirs: list[int], ours: list[int], room: int, *, have: int = 0
+        self, tokens: list[int], theirs: list[int], ours: list[int], room: int, *, have: int = 0, **more: Any
     ) -> dict[str, int]:
         """Serve a prompt; returns its tokens by source."""
-        asked = self.ask(tokens, ours, room, have=have)
+        asked = self.ask(tokens, ours, room, have=have, **more)
         sent = self.send(tokens, theirs, room)
         self.commit(asked)
         self.wait(lambda: sent.disagg_kv_sender.poll() == KVPoll.Success)

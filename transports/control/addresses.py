@@ -64,9 +64,9 @@ class DialRule:
     ports: range
 
     @classmethod
-    def parse(cls, text: str) -> DialRule:
+    def parse(cls, text: str, option: str = "dials") -> DialRule:
         """Read "host:port", where the host may be a network ("10.0.0.0/24") or contain `*`, and the port may be a range
-        ("7000-7007") or `*`. Raises InvalidConfig.
+        ("7000-7007") or `*`. Raises InvalidConfig, which names the option.
         """
         host, _, ports = text.rpartition(":")
         first, _, last = ports.partition("-")
@@ -85,8 +85,8 @@ class DialRule:
                 parse_address(f"[{host}]:1" if ":" in host else f"{host}:1")
         except ValueError as error:
             raise InvalidConfig(
-                f"dials: {short(text)} is no address: give host:port; the host may be a network such as 10.0.0.0/24 or "
-                "contain *, the port may be a range such as 7000-7007 or *"
+                f"{option}: {short(text)} is no address: give host:port; the host may be a network such as "
+                "10.0.0.0/24 or contain *, the port may be a range such as 7000-7007 or *"
             ) from error
         return cls(text=text, host=_plain(host), network=network, ports=span)
 
@@ -104,16 +104,16 @@ class DialRule:
 
 @dataclass(frozen=True, slots=True)
 class Dials:
-    """The addresses that a decode worker may dial. Empty: none."""
+    """Addresses that a decode worker may dial. Empty: none."""
 
     rules: tuple[DialRule, ...]
 
     @classmethod
-    def parse(cls, entries: Iterable[str]) -> Dials:
-        """Read the entries; one may have several, joined by commas. Raises InvalidConfig."""
+    def parse(cls, entries: Iterable[str], option: str = "dials") -> Dials:
+        """Read the entries; one may have several, joined by commas. Raises InvalidConfig, which names the option."""
         if isinstance(entries, str):
-            raise InvalidConfig(f"dials: give a list of addresses, not the text {short(entries)}")
-        return cls(tuple(DialRule.parse(one) for entry in entries for one in entry.split(",")))
+            raise InvalidConfig(f"{option}: give a list of addresses, not the text {short(entries)}")
+        return cls(tuple(DialRule.parse(one, option) for entry in entries for one in entry.split(",")))
 
     def allows(self, address: str) -> bool:
         """Whether `address` ("host:port") may be dialled. Raises InvalidConfig for a malformed address."""

@@ -14,7 +14,7 @@ import enum
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,13 +87,15 @@ class PromptRestore:
     have_tokens: int
     """Leading tokens whose KV is in place."""
     deadline_at_s: float
+    kv_hints: Mapping[str, object] | None = None
+    """An envelope with the peers that the request names."""
     state: RestoreState = RestoreState.RUNNING
     cause: str = ""
     """Why it failed."""
     row: bytes = b""
     """The row of metadata, once it is ready."""
     sources: Counter[str] = field(default_factory=Counter)
-    """Tokens by source: l1, l2, l3, transfer."""
+    """Tokens by source: l1, l2, l3, transfer, peer."""
     is_in_flight: bool = False
     """The pages may be written to."""
     prefill_is_gone: bool = False
@@ -155,7 +157,8 @@ class DecodeEnd:
                     name=f"sglang-decode-{ranks.rank}",
                     secret=settings.secret(),
                     dial_tls=settings.dial_tls(),
-                    dials=settings.dials,
+                    listen_tls=None if config.cache_peers.listen is None else settings.listen_tls(),
+                    dials=(*settings.dials, *config.cache_peers.dials),
                 ),
                 ranks=ranks.engines,
             )
@@ -185,10 +188,12 @@ class DecodeEnd:
         pages: Pages,
         have_tokens: int,
         component_pages: LentComponents,
+        kv_hints: Mapping[str, object] | None = None,
     ) -> PromptRestore:
         """Start a restore into the pages of the whole prompt, of which the first `have_tokens` tokens are in place.
 
         `component_pages`: by component, the pages at the prompt's end, none of which is in place.
+        `kv_hints`: the hints of the request, see `DecodeRequest`.
         A prompt that cannot be restored has failed on return; nothing is raised.
         """
         restore = PromptRestore(
@@ -201,6 +206,7 @@ class DecodeEnd:
             component_pages=component_pages,
             have_tokens=have_tokens,
             deadline_at_s=self._clock() + self._settings.restore_timeout_s,
+            kv_hints=kv_hints,
         )
         restore.sources["l1"] = have_tokens
         self._start(restore)
@@ -319,6 +325,7 @@ class DecodeEnd:
                     namespace=restore.namespace,
                     prompt_digest=restore.prompt,
                     deadline_s=remaining_s,
+                    kv_hints=restore.kv_hints,
                 ),
                 restore.pages,
                 restore.have_tokens,

@@ -15,6 +15,7 @@ from tidekv.engine.integrations.sglang.handover.manager import TidekvManager
 from tidekv.engine.integrations.sglang.handover.requests import (
     can_recompute,
     digest_of_prompt,
+    hints_of,
     packed_prompt,
 )
 from tidekv.engine.log import engine_log
@@ -150,6 +151,7 @@ class TidekvReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang has no t
             pages=np.concatenate((held.astype(np.int64), np.asarray(kv_indices, dtype=np.int64))),
             have_tokens=have_tokens,
             component_pages=self._mgr.windows_of(request, len(packed) // TOKEN_BYTES),
+            kv_hints=hints_of(request),
         )
 
     def _state(self) -> Any:
@@ -214,9 +216,12 @@ class TidekvReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang has no t
         return ",".join(format_address(str(rank["rank_ip"]), int(rank["rank_port"])) for rank in ranks)
 
     def _count_cached(self, restore: PromptRestore) -> None:
-        """Let the answer name the tokens that decode had, by tier, and those that prefill's cache had beyond."""
+        """Let the answer name the tokens that decode had, by tier, and those that prefill's cache had beyond. Those of
+        peers count as those of storage: they were outside this server.
+        """
         counts = self._mgr.queue.metadata_buffers.cached_tokens[self._row]
         l1, l2, l3 = (restore.sources[tier] for tier in ("l1", "l2", "l3"))
+        l3 += restore.sources["peer"]
         beyond = max(0, int(counts[0]) - (l1 + l2 + l3))
         for slot, tokens in enumerate((l1 + l2 + l3 + beyond, l1 + beyond, l2, l3)):
             counts[slot] = tokens

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any  # SGLang's requests have no types.
 from uuid import uuid4
 
+import msgspec
 import numpy as np
 
 from tidekv.backends.keys.chain import namespace_seed, pack_tokens
@@ -74,6 +75,12 @@ def digest_of_prompt(request: Any, packed: bytes) -> PromptDigest:
     key, adapter = request.extra_key or "", request.lora_id or ""
     parts = [key.removesuffix(adapter), request.cache_salt or ""]
     return digest_of(packed, namespace_seed(json.dumps(parts) if any(parts) else ""))
+
+
+def hints_of(request: Any) -> dict[str, object] | None:
+    """Return the KV hints of a request as a map; None for none, and in versions of SGLang that have none."""
+    envelope = getattr(request, "kv_hints", None)
+    return None if envelope is None else msgspec.to_builtins(envelope)
 
 
 def can_recompute(request: Any) -> bool:

@@ -2,11 +2,13 @@
 
 A request carries them in `kv_hints`, vLLM's own envelope, or in `kv_transfer_params["kv_hints"]`, for front ends that
 have no field for it. An action that names no prefix means the request's own prompt. Of those, what holds or ranks pages
-in host memory waits until the request has ended and its blocks are there.
+in host memory waits until the request has ended and its blocks are there. `kv.fetch` goes with the restore: it names a
+peer for it, as `remote_kv_source` in `kv_transfer_params` does, the form of vLLM's own p2p tier.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final  # vLLM's requests are not typed here: tests and type checks go without vLLM.
 
 import msgspec
@@ -14,6 +16,7 @@ import msgspec
 TARGETS: Final = ("token_ids", "block_hashes", "session")
 AT_THE_END: Final = ("kv.pin", "kv.retain", "kv.demote")
 """Actions on pages that the request itself brings to host memory, when it ends."""
+FETCH: Final = "kv.fetch"
 Envelope = dict[str, Any]
 
 
@@ -31,9 +34,32 @@ def hints_of(request: Any, namespace: str) -> tuple[Envelope | None, Envelope | 
         named = [_with_target(action, request, namespace) for action in actions]
     except (TypeError, KeyError, AttributeError):
         return {"no envelope": str(given)[:200]}, None
-    now = [action for action, is_late in named if not is_late]
+    now = [action for action, is_late in named if not is_late and action.get("action_type") != FETCH]
     late = [action for action, is_late in named if is_late]
     return ({**envelope, "actions": now} if now else None, {**envelope, "actions": late} if late else None)
+
+
+def fetches_of(request: Any) -> Envelope | None:
+    """Return an envelope with the peers that a request names for its restore; None for none.
+
+    Whether they may be asked is checked by the engine. What is malformed is left out: `hints_of` has it counted.
+    """
+    params = request.kv_transfer_params or {}
+    actions: list[Any] = []
+    try:
+        given = msgspec.to_builtins(getattr(request, "kv_hints", None) or params.get("kv_hints"))
+        actions += [action for action in given["actions"] if action.get("action_type") == FETCH]
+    except (TypeError, KeyError, AttributeError):
+        given = {}
+    source = params.get("remote_kv_source")
+    if isinstance(source, Mapping):
+        host, port = str(source.get("remote_host")), str(source.get("remote_port"))
+        endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        payload = {"source_control_endpoint": endpoint}
+        actions.append(
+            {"action_id": "remote_kv_source", "action_type": FETCH, "action_version": "1.0", "payload": payload}
+        )
+    return {"protocol_version": "0.1", "message_id": "", **given, "actions": actions} if actions else None
 
 
 def _with_target(action: Any, request: Any, namespace: str) -> tuple[Any, bool]:

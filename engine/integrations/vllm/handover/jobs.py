@@ -39,7 +39,7 @@ class RestoreJob:
     `prefill` has the addresses of prefill's tensor-parallel ranks, separated by commas; empty if host memory and
     storage are to serve all of it. `blocks` are those of all tokens; the first `have_tokens` tokens, whole blocks, are
     valid and stay as they are. `tokens` is what is handed over of the prompt, as packed little-endian u32, `prompt` its
-    digest, which prefill compares.
+    digest, which prefill compares. `hints`: an envelope with the peers that the request names.
     """
 
     request_id: str
@@ -55,6 +55,7 @@ class RestoreJob:
     """By component, the blocks that the end of the prompt needs."""
     priority: int = 0
     """As the decode engine has it: requests of higher priority come first."""
+    hints: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,7 @@ HANDOVER_COUNTS: Mapping[str, str] = {
     "restore_tokens_l1": "prompt tokens that vLLM's own blocks had when a restore began",
     "restore_tokens_l2": "prompt tokens restored from host memory",
     "restore_tokens_l3": "prompt tokens restored from storage",
+    "restore_tokens_peer": "prompt tokens restored from the host memory of other decode workers",
     "restore_tokens_transfer": "prompt tokens received from prefill",
     "restore_bytes_transfer": "bytes of whole pages received from prefill",
     "restores_partial": "prompts that were restored in part; vLLM computes the rest",

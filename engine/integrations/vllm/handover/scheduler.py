@@ -35,7 +35,7 @@ from uuid import uuid4
 from tidekv.backends.keys.chain import namespace_seed, pack_tokens
 from tidekv.engine.decode.values import PRIORITY_MAX
 from tidekv.engine.integrations.vllm.handover.groups import BlockGroups, Table
-from tidekv.engine.integrations.vllm.handover.hints import hints_of
+from tidekv.engine.integrations.vllm.handover.hints import fetches_of, hints_of
 from tidekv.engine.integrations.vllm.handover.jobs import (
     PREFILL_FIRST,
     BlockNames,
@@ -310,6 +310,7 @@ class DecodeScheduler:
                 namespace=namespace_of(request, self._reset_salt),
                 names=self._names_of(request, handed // self._block_size),
                 priority=_priority_of(request),
+                hints=fetches_of(request),
             )
         )
 

@@ -15,6 +15,7 @@ from typing import (  # vLLM's configuration is not typed here: tests and type c
 
 import msgspec
 
+from tidekv.engine.config.engine_config import CachePeerOptions
 from tidekv.engine.integrations.link_settings import LinkSettings
 from tidekv.engine.integrations.vllm.handover.groups import BlockGroups, read_groups
 from tidekv.engine.integrations.vllm.settings import HINT, check_shareable
@@ -111,8 +112,21 @@ class Handover:
     @property
     def listen(self) -> str:
         """Address at which this rank listens."""
-        host, _, port = self.settings.listen.rpartition(":")
-        return f"{host}:{int(port) + self.replica * self.ranks + self.rank}" if int(port) else self.settings.listen
+        return self._own_port(self.settings.listen)
+
+    @property
+    def cache_peers(self) -> CachePeerOptions:
+        """The options of host memory that is shared with peers, with the address at which this replica listens."""
+        options = self.settings.engine.cache_peers
+        return (
+            options
+            if options.listen is None
+            else msgspec.structs.replace(options, listen=self._own_port(options.listen))
+        )
+
+    def _own_port(self, address: str) -> str:
+        host, _, port = address.rpartition(":")
+        return f"{host}:{int(port) + self.replica * self.ranks + self.rank}" if int(port) else address
 
     def own_address(self, addresses: str) -> str:
         """Return the one of prefill's addresses, by rank, that belongs to this rank. Raises InvalidRequest."""
@@ -150,6 +164,11 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
             f"{WHERE}.engine.journal.path: {journal} must be a directory that exists: each of {workers} ranks writes "
             "a file of its own"
         )
+    if ranks > 1 and settings.engine.cache_peers.enabled:
+        raise InvalidConfig(
+            f"{WHERE}.engine.cache_peers.enabled: not in {ranks} ranks, of which each would have to ask the same rank "
+            "of a peer"
+        )
     sends, receives = bool(transfer.is_kv_producer), bool(transfer.is_kv_consumer)
     if sends and not settings.listen:
         raise InvalidConfig(f'{WHERE} needs "listen", such as "127.0.0.1:7000": kv_role {transfer.kv_role} sends KV')
@@ -158,11 +177,12 @@ def read_handover(vllm_config: Any, kv_cache_config: Any) -> Handover:
             f'{WHERE} needs "dials", the addresses of prefill workers that it may dial, such as ["127.0.0.1:7000"]: '
             f"kv_role {transfer.kv_role} receives KV"
         )
-    if settings.listen:
-        last = host_and_port(settings.listen, "listen", InvalidConfig, any_port=True)[1] + workers - 1
+    peers_at = settings.engine.cache_peers.listen
+    for name, address in (("listen", settings.listen), ("engine.cache_peers.listen", peers_at)):
+        last = host_and_port(address, name, InvalidConfig, any_port=True)[1] + workers - 1 if address else 0
         if last > LAST_PORT:
             raise InvalidConfig(
-                f"{WHERE}.listen: the last of {workers} ranks would listen at port {last}; lower the port"
+                f"{WHERE}.{name}: the last of {workers} ranks would listen at port {last}; lower the port"
             )
     group = kv_cache_config.kv_cache_groups[groups.full]
     return Handover(

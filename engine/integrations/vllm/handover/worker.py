@@ -196,6 +196,7 @@ class DecodeWorker:
             default_deadline_s=settings.restore_timeout_s,
             # A prompt that prefill preempted is sent again in a second room.
             peer=msgspec.structs.replace(settings.engine.peer, attempts=max(2, settings.engine.peer.attempts)),
+            cache_peers=handover.cache_peers,
         )
         self.events = None if handover.events is None else EventFeed(handover, kind=handover.events.kind)
         self._host = HostPool.allocate(layout, _host_pages(handover, pools), path=handover.pool_path)
@@ -211,7 +212,8 @@ class DecodeWorker:
                 name=f"{handover.name}-decode",
                 secret=settings.secret(),
                 dial_tls=settings.dial_tls(),
-                dials=settings.dials,
+                listen_tls=None if config.cache_peers.listen is None else settings.listen_tls(),
+                dials=(*settings.dials, *config.cache_peers.dials),
             ),
         )
         if self.events is not None:
@@ -259,6 +261,7 @@ class DecodeWorker:
                 namespace=job.namespace,
                 prompt_digest=job.prompt,
                 priority=job.priority,
+                kv_hints=job.hints,
             )
             ticket = self.engine.restore_into(request, job.blocks, job.have_tokens, component_pages=job.components)
             self._jobs[ticket] = job
