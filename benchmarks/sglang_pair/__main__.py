@@ -10,7 +10,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.servers.cluster import Cluster, Figures
 from benchmarks.servers.comparison import as_json, compare, console, main, print_lost, print_progress, right_answers
-from benchmarks.servers.conversations import Answers, Load
+from benchmarks.servers.conversations import Answers, Load, read_answers, write_answers
 from benchmarks.servers.events import STORAGE, Event
 from benchmarks.servers.model import ModelShape, make_model
 from benchmarks.servers.table import first_token_table, totals_table
@@ -179,6 +179,12 @@ def faults(
     tokens: Annotated[str, typer.Option(help="Tokens of the first and the last prompts.")] = "400:1000",
     parallel: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 3,
     seed: Annotated[int, typer.Option(help="The conversations are the same for the same seed.")] = 1,
+    answers_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--answers", help="Folder with the tokens of one server, by fault: read, or written where missing."
+        ),
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """Serve other conversations for each fault that strikes amid them, and print what clients got.
@@ -208,11 +214,9 @@ def faults(
     results: dict[str, dict[str, Figures]] = {name: {} for name in named}
 
     async def run() -> None:
-        right: dict[str, Answers] = {}
-        async with running(SINGLE, options, folder / "reference") as reference:
-            for name, load in loads.items():
-                figures = await reference.serve(replace(load, aborts=0.0), expected=None)
-                right[name] = figures.outcome.answers
+        right = await _right_answers(
+            loads, answers_folder, start=lambda: running(SINGLE, options, folder / "reference")
+        )
         events = {name: FAULTS[name].parsed(turns) for name in named}
         for variant in chosen:
             async with running(
@@ -242,6 +246,28 @@ def faults(
         print_lost(list(by_variant.values()))
     if any(_is_bad(one) for several in results.values() for one in several.values()):
         raise typer.Exit(1)
+
+
+async def _right_answers(
+    loads: Mapping[str, Load], folder: Path | None, *, start: Callable[[], AbstractAsyncContextManager[SglangCluster]]
+) -> dict[str, Answers]:
+    """Return the tokens of one server by fault. It serves only what `folder` does not have, and is started for that."""
+    files = {name: None if folder is None else folder / f"{name}.json" for name in loads}
+    right = {
+        name: known
+        for name, load in loads.items()
+        if (file := files[name]) is not None and (known := read_answers(file, load, model=LLAMA.name)) is not None
+    }
+    if missing := [name for name in loads if name not in right]:
+        async with start() as reference:
+            for name in missing:
+                load, file = loads[name], files[name]
+                figures = await reference.serve(replace(load, aborts=0.0), expected=None)
+                right[name] = figures.outcome.answers
+                if file is not None:
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    write_answers(file, load, right[name], model=LLAMA.name)
+    return right
 
 
 def _by_fault(results: Mapping[str, Mapping[str, Figures]]) -> list[dict[str, object]]:

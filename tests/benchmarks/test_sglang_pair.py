@@ -387,3 +387,24 @@ def test_bytes_from_prefill_are_those_that_prefill_counts() -> None:
     assert VARIANTS["radix"].bytes_from_prefill({}, counted) == 2 << 20
     assert VARIANTS["single"].bytes_from_prefill({}, counted) is None
     assert Event.parse("1:fill:storage", {"storage": storage_module.ACTIONS}).action == "fill"
+
+
+async def test_answers_that_a_folder_has_are_not_served_again(tmp_path: Path) -> None:
+    served: list[int] = []
+
+    class Reference:
+        async def serve(self, load: Load, *, expected: object) -> Figures:
+            served.append(load.seed)
+            return Figures(VARIANTS["single"], Outcome(answers={(0, 0): (load.seed,)}), {}, {})
+
+    @asynccontextmanager
+    async def start() -> AsyncIterator[Any]:
+        yield Reference()
+
+    flush, kill = LOAD, replace(LOAD, seed=LOAD.seed + 1, aborts=0.2)
+    folder = tmp_path / "answers"
+    first = await program._right_answers({"flush": flush}, folder, start=start)
+    both = await program._right_answers({"flush": flush, "kill": kill}, folder, start=start)
+    assert both == await program._right_answers({"flush": flush, "kill": kill}, folder, start=start)
+    assert both == {**first, "kill": {(0, 0): (kill.seed,)}}
+    assert served == [flush.seed, kill.seed]
