@@ -9,8 +9,8 @@ allocations. Replay, simulation, property tests and rank agreement rely on that.
                             Core.settle: CONSEQUENCES, until none is due ──▶ commands
 
 The consequences of an event are data, as the table of the request machine is. CONSEQUENCES lists rules in order of
-precedence, each with the work queue that makes it due or with a condition. `settle` runs the first rule that is due and
-starts again at the top, so a rule runs only when no rule above it has work left. The order has three reasons:
+precedence, each with the work queue that makes it due, some with a condition. `settle` runs the first rule that is due
+and starts again at the top, so a rule runs only when no rule above it has work left. The order has three reasons:
 
 - Outcomes of requests and loads are applied before any request moves on, so no request moves on over lost pages.
 - Every request moves on as far as it can before waiting requests are admitted: it may enter pages in the tree that
@@ -44,7 +44,7 @@ from tidekv.states.backup.store_all import StoreAll
 from tidekv.states.backup.write_back import WriteBack
 from tidekv.states.components.backups import ComponentBackups
 from tidekv.states.components.request_components import ComponentRestore
-from tidekv.states.core_state import Continuation, CoreState
+from tidekv.states.core_state import LOOK_AHEAD, STORE, WRITE_BACK, Continuation, CoreState
 from tidekv.states.errors import BrokenInvariant, IllegalEvent, PrefillCause
 from tidekv.states.events import Event
 from tidekv.states.handover.rooms import Rooms
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 
     from tidekv.states.commands import Command
     from tidekv.states.records.request import RoomKey
+    from tidekv.states.records.request_parts import Admission
     from tidekv.states.settings import CoreSettings
 
 Key = TypeVar("Key")
@@ -150,7 +151,7 @@ class Core:
         self.admitted = 0
         """Requests that this step has admitted."""
         self._arrivals = 0
-        self._queues = tuple(each.queue(self.state) for each in _OF_QUEUES if each.queue is not None)
+        self._queues = tuple(each.queue(self) for each in CONSEQUENCES)
         self._triggers = build_machine(
             Rules(
                 restore=self.restore,
@@ -455,17 +456,13 @@ class Core:
     def settle(self) -> None:
         """Run the first due rule of CONSEQUENCES, from the top each time, until none is due."""
         while True:
-            # Most runs of this loop find nothing in the queues; `compress` tests all of them in one call.
-            consequence = next(compress(_OF_QUEUES, self._queues), None)
-            if consequence is None:
-                for is_due, rule in _OF_CONDITIONS:
-                    if is_due(self):
-                        rule(self)
-                        break
-                else:
-                    return
+            # Most events of a request leave no work; `compress` tests all queues in one call.
+            for consequence in compress(CONSEQUENCES, self._queues):
+                if consequence.is_due is None or consequence.is_due(self):
+                    consequence.rule(self)
+                    break
             else:
-                consequence.rule(self)
+                return
 
     def send_back(self) -> None:
         """Fire `PagesLost`: the request starts over on other pages."""
@@ -531,14 +528,18 @@ class Core:
                 state.run_guarded(partial(self.shared_transfers.watch, request))
             if request.early.is_wanted:
                 state.run_guarded(partial(self.early.look, request))
-        else:
+        elif request.waits_for_admission:
             self._fire_due(request, events.StorageDue(at_s=at_s))
+            if not request.answer.is_awaited:
+                self.queue.line_up(request)
+                state.pages_were_freed()
 
     def put_waiting(self) -> None:
-        """Start the first waiting write to storage; full pages go before component pages."""
-        if self.backups.waiting:
-            self.backups.put_now(next(iter(self.backups.waiting)))
-            return
+        """Start the first waiting write of full pages to storage, once no fetch needs storage any more."""
+        self.backups.put_now(next(iter(self.backups.waiting)))
+
+    def put_waiting_components(self) -> None:
+        """Start the first waiting write of component pages, once no fetch needs storage any more."""
         assert self.component_backups is not None
         puts = self.component_backups.puts
         put = next(iter(puts.waiting))
@@ -549,11 +550,12 @@ class Core:
         if self.state.reclaimable_loads or self.loads.has_settled:
             self.state.run_guarded(self.loads.free_settled_reclaiming)
         self.state.begin_admission()
-        if self.queue and self._runs_as_many_as_may():
+        if self.admitted == PART_MAX or self._runs_as_many_as_may():
             return
-        for request in self.queue.candidates(self.state.now_s) if self.queue else ():
+        passed = []
+        for request in self.queue.candidates(self.state.now_s):
             if request.answer.is_awaited:
-                continue  # Most of the requests that have just arrived do: the wait must not hold pages.
+                continue  # Storage was asked once more: the wait must not hold pages.
             try:
                 granted = self.restore.grant(request)
             except BrokenInvariant:
@@ -562,10 +564,13 @@ class Core:
                 self._raised(request, None, "grant")
                 return
             if granted:
-                self._admit(request)
+                self._admit(request, passed)
                 return
-            if request.admission.over_quota and self._gives_way(request):
-                return
+            if request.admission.over_quota:
+                if self._gives_way(request):
+                    return
+            elif not request.answer.is_awaited:
+                passed.append(request.admission)
 
     def _runs_as_many_as_may(self) -> bool:
         """Whether no further request may leave the queue, whose first one then waits for the end of another."""
@@ -600,38 +605,43 @@ class Core:
         """Number of requests that have left the queue and not ended."""
         return len(self.state.requests) - len(self.queue)
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: Request, passed: list[Admission]) -> None:
+        """Admit a request that passes these, which do not fit."""
         self.queue.remove(request)
         self.fire(request, events.Granted(at_s=self.state.now_s))
-        for waiting in self.queue.candidates(self.state.now_s):
-            if waiting.arrival < request.arrival and waiting.admission.short_need and not waiting.admission.over_quota:
-                waiting.admission.pass_by()
-        # The next request may fit as well.
-        self.state.pages_were_freed()
+        for admission in passed:
+            admission.pass_by()
         self.admitted += 1
         if self.admitted == PART_MAX:
-            Continuation(self.state, lambda: False)  # Admission goes on in the next step, which this causes.
+            Continuation(self.state, self._go_on)
+        else:
+            self._go_on()
+
+    def _go_on(self) -> bool:
+        """Let the next request be tried, which may fit as well."""
+        self.state.pages_were_freed()
+        return False
 
     def hand_back(self) -> None:
         """Return lent pages without a writer to the embedder, with the outcomes of their requests."""
         self.state.run_guarded(self.lending.hand_back)
 
+    def release_ahead(self) -> None:
+        """Release what was fetched ahead for the request and its plan does not use."""
+        request, _ = self.state.ahead_over.popitem()
+        self.state.run_guarded(partial(self.lookahead.drop, request))
+
     def work_ahead(self) -> None:
-        """Release prefetches of planned requests, prefetch for waiting ones, back up pages next to be evicted, or all
-        that storage lacks.
-        """
+        """Prefetch for waiting requests, back up pages next to be evicted, or all that storage lacks."""
         state = self.state
-        while state.ahead_over:
-            request, _ = state.ahead_over.popitem()
-            state.run_guarded(partial(self.lookahead.drop, request))
-        if state.ahead_due:
-            state.begin_look_ahead()
+        if LOOK_AHEAD in state.ahead_due:
+            state.begin_ahead(LOOK_AHEAD)
             for request in self.queue.candidates(state.now_s) if state.settings.lookahead_pages_max else ():
                 abandon = partial(self.lookahead.abandon, request)
                 state.run_guarded(partial(self.lookahead.start, request), recover=abandon)
-        if state.write_due:
+        if WRITE_BACK in state.ahead_due:
             state.run_guarded(self.write_back.look)
-        if state.store_due:
+        if STORE in state.ahead_due:
             state.run_guarded(self.store_all.look)
 
 
@@ -647,49 +657,36 @@ class Consequence:
 
     when: str
     rule: Callable[[Core], None]
-    queue: Callable[[CoreState], Sized] | None = None
+    queue: Callable[[Core], Sized]
     """The work queue, which is one object for the life of a core, and must not be empty."""
-    is_due: Callable[[Core], object] | None = None
-    """The condition of a rule without a queue. Rules with queues come first."""
+    is_due: Callable[[Core], bool] | None = None
+    """A condition beside that."""
 
 
-def _may_put(core: Core) -> object:
-    waits = core.backups.waiting or (core.component_backups is not None and core.component_backups.puts.waiting)
-    return waits and not core.storage.holds_puts
+def _component_puts(core: Core) -> Sized:
+    return () if core.component_backups is None else core.component_backups.puts.waiting
 
 
-def _may_admit(core: Core) -> object:
-    state = core.state
-    # Freed pages concern waiting requests and loads. Without any, `pages_freed` stays set until there are some.
-    is_due = state.reclaimable_loads or (state.pages_freed and (core.queue or core.loads.has_settled))
-    return is_due and core.admitted < PART_MAX
+def _may_put(core: Core) -> bool:
+    return not core.storage.holds_puts
 
 
-def _may_hand_back(core: Core) -> object:
-    return core.lending.returning and core.lending.is_due
-
-
-def _may_work_ahead(core: Core) -> object:
-    state = core.state
-    return state.ahead_over or state.ahead_due or state.write_due or state.store_due
+def _may_return(core: Core) -> bool:
+    return core.lending.is_due
 
 
 CONSEQUENCES = (
-    Consequence("A request has lost its pages to another writer", Core.send_back, lambda state: state.preempted),
-    Consequence("Component pages have lost their source", Core.ask_for_component_pages, lambda state: state.unserved),
-    Consequence("A load has failed", Core.fill_failed, lambda state: state.failed_loads),
-    Consequence("A shared transfer has progressed", Core.hand_over, lambda state: state.progressed_loads),
-    Consequence("A request may be able to move on", Core.move_on, lambda state: state.dirty),
-    Consequence("A write was deferred, and no fetch needs storage any more", Core.put_waiting, is_due=_may_put),
-    Consequence("Pages were freed, or can be", Core.reclaim_and_admit, is_due=_may_admit),
-    Consequence("Lent pages of an ended request may have no writer any more", Core.hand_back, is_due=_may_hand_back),
-    Consequence("Pages can be fetched or written ahead", Core.work_ahead, is_due=_may_work_ahead),
-)
-
-
-_OF_QUEUES = tuple(consequence for consequence in CONSEQUENCES if consequence.queue is not None)
-_OF_CONDITIONS = tuple(
-    (consequence.is_due, consequence.rule) for consequence in CONSEQUENCES if consequence.is_due is not None
+    Consequence("A request has lost its pages to another writer", Core.send_back, lambda of: of.state.preempted),
+    Consequence("Component pages have lost their source", Core.ask_for_component_pages, lambda of: of.state.unserved),
+    Consequence("A load has failed", Core.fill_failed, lambda of: of.state.failed_loads),
+    Consequence("A shared transfer has progressed", Core.hand_over, lambda of: of.state.progressed_loads),
+    Consequence("A request may be able to move on", Core.move_on, lambda of: of.state.dirty),
+    Consequence("A write was deferred", Core.put_waiting, lambda of: of.backups.waiting, _may_put),
+    Consequence("A write of components was deferred", Core.put_waiting_components, _component_puts, _may_put),
+    Consequence("Pages were freed, or can be", Core.reclaim_and_admit, lambda of: of.state.admission_due),
+    Consequence("Lent pages may have no writer any more", Core.hand_back, lambda of: of.lending.returning, _may_return),
+    Consequence("A plan is fixed, and pages were fetched ahead", Core.release_ahead, lambda of: of.state.ahead_over),
+    Consequence("Pages can be fetched or written ahead", Core.work_ahead, lambda of: of.state.ahead_due),
 )
 
 

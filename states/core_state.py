@@ -105,6 +105,10 @@ COUNTERS: Final = (
 """All counters of `CoreState.count`, so that statistics show each of them from the start."""
 
 
+LOOK_AHEAD, WRITE_BACK, STORE = "look ahead", "write back", "store"
+"""Work that only prepares for later, see `CoreState.ahead_due`."""
+
+
 class Operation(Protocol):
     """An effect under way outside of the core. It has exactly one outcome, which settles its pages even if late."""
 
@@ -199,16 +203,14 @@ class CoreState:
         """Requests that have changed and may be able to move on, in order of the change."""
         self.reclaimable_loads: list[Load] = []
         """Loads in RECLAIMING without a writer, whose pages can be freed."""
-        self.pages_freed = True
-        """Whether a change may allow the admission of a waiting request."""
+        self.admission_due: set[str] = set()
+        """Not empty if a change may allow the admission of a waiting request, or pages of loads can be freed."""
         self.ahead_over: dict[Request, None] = {}
         """Planned requests whose remaining look-ahead reads can be released."""
-        self.ahead_due = False
-        """Whether a change may allow look-ahead for a waiting request."""
-        self.write_due = False
-        """Whether a change may have left too few evictable pages that have a copy in a lower tier."""
-        self.store_due = False
-        """Whether a change may allow the next write of the run that stores everything."""
+        self.ahead_due: set[str] = set()
+        """What a change may have made due: LOOK_AHEAD for a waiting request, WRITE_BACK since too few evictable pages
+        have a copy in a lower tier, STORE for the next write of the run that stores everything.
+        """
         self.is_storing = False
         """Whether such a run is under way."""
         self.write_credit = 0
@@ -253,43 +255,38 @@ class CoreState:
 
     def pages_were_freed(self) -> None:
         """Note that a waiting request may be admitted now, or the pages of a load be freed."""
-        self.pages_freed = True
+        self.admission_due.add("pages")
 
     def begin_admission(self) -> None:
         """Note that all waiting requests are about to be tried."""
-        self.pages_freed = False
+        self.admission_due.clear()
+
+    def begin_ahead(self, work: str) -> None:
+        """Note that one of `ahead_due` is about to be done."""
+        self.ahead_due.discard(work)
 
     def may_look_ahead(self) -> None:
         """Note that pages may be fetched ahead for a waiting request now."""
-        self.ahead_due = True
-
-    def begin_look_ahead(self) -> None:
-        """Note that pages are about to be fetched ahead."""
-        self.ahead_due = False
+        self.ahead_due.add(LOOK_AHEAD)
 
     def may_write_back(self) -> None:
         """Note that too few evictable pages may have a copy in a lower tier now."""
-        self.write_due = True
-
-    def begin_write_back(self) -> None:
-        """Note that pages are about to be written back."""
-        self.write_due = False
+        self.ahead_due.add(WRITE_BACK)
 
     def storing_began(self) -> None:
         """Note that a run has begun that stores everything."""
-        self.is_storing = self.store_due = True
+        self.is_storing = True
+        self.may_store()
 
     def storing_ended(self) -> None:
         """Note that no such run is under way any more."""
-        self.is_storing = self.store_due = False
+        self.is_storing = False
+        self.begin_ahead(STORE)
 
     def may_store(self) -> None:
         """Note that the next write of such a run may start now, if there is one."""
-        self.store_due = self.is_storing
-
-    def begin_storing(self) -> None:
-        """Note that its next writes are about to be started."""
-        self.store_due = False
+        if self.is_storing:
+            self.ahead_due.add(STORE)
 
     def request_changed(self, request: Request) -> None:
         """Note that a request may be able to move on."""
@@ -324,6 +321,7 @@ class CoreState:
     def writers_have_left(self, loads: Iterable[Load]) -> None:
         """Note that nothing writes to the pages of these loads in RECLAIMING any more."""
         self.reclaimable_loads += [load for load in loads if load not in self.reclaimable_loads]
+        self.pages_were_freed()
 
     def take_reclaimable_loads(self) -> list[Load]:
         """Return the loads whose pages can be freed, and forget them."""
@@ -435,7 +433,7 @@ class CoreState:
 
     def renew_write_credit(self) -> None:
         """Let write-back look at the next pages to be evicted again, after a change of usage or policy."""
-        self.write_due = True
+        self.ahead_due.add(WRITE_BACK)
         self.write_credit = int(self.settings.device_pages * self.settings.write_back_ahead)
 
     def use_write_credit(self, count: int) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from tidekv.states.backup.backups import Backup
 from tidekv.states.commands import ReportStored
 from tidekv.states.components.backups import ComponentBackup, ComponentPut
-from tidekv.states.core_state import Continuation
+from tidekv.states.core_state import STORE, Continuation
 from tidekv.states.prefix.policies import POLICIES
 from tidekv.states.rollback import Rollback
 
@@ -155,7 +155,7 @@ class StoreAll:
     def look(self) -> None:
         """Start what may be written now; end the run if nothing is left. Safe to call again after a raise."""
         state, run = self._state, self.run
-        state.begin_storing()
+        state.begin_ahead(STORE)
         if run is None:
             return
         self._take_ended(run)

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tidekv.states.core_state import WRITE_BACK
 from tidekv.states.prefix.node import TierName
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class WriteBack:
     def look(self) -> None:
         """Start the copies and puts that are due. Safe to call again after a raise."""
         state = self._state
-        state.begin_write_back()
+        state.begin_ahead(WRITE_BACK)
         if state.settings.write != "back" or not state.settings.host_pages:
             return
         # A page needs a copy in either of the other tiers before it leaves the device, and one in storage before it

@@ -110,6 +110,7 @@ def audit_core(core: Parts) -> None:
             or state.unserved
             or state.failed_loads
             or state.reclaimable_loads
+            or state.admission_due
             or state.ahead_over
             or state.out
         )

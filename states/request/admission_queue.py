@@ -4,7 +4,7 @@ A request ranks by the time of its arrival, less `ageing_s` for each step of its
 while requests wait, so it is kept and not computed again for each look. Smaller requests may pass one that does not
 fit `passes_max` times; after that, all requests behind it wait until it fits. A request that is over the quota of its
 prefill only blocks the requests of that prefill: these keep their order, so that it cannot starve, and all others pass
-it freely.
+it freely. A request that has entered the queue, and waits for storage to answer, is in no order yet.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Queue:
 
     def __init__(self, settings: CoreSettings) -> None:
         self._settings = settings
+        self._entered: dict[Request, None] = {}
+        """Requests that are not tried yet."""
         self._lines: dict[str, list[Rank]] = {}
         """The waiting requests by prefill, in order."""
         self._firsts: list[Rank] = []
@@ -41,14 +43,25 @@ class Queue:
         self._count = 0
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._entered) + self._count
 
     def __iter__(self) -> Iterator[Request]:
+        yield from self._entered
         for line in self._lines.values():
             yield from (rank.request for rank in line)
 
+    def enter(self, request: Request) -> None:
+        """Add a request that is not tried before it is lined up."""
+        self._entered[request] = None
+
+    def line_up(self, request: Request) -> None:
+        """Let a request that has entered be tried. Does nothing if it has been lined up."""
+        if request in self._entered:
+            self.add(request)
+            del self._entered[request]
+
     def add(self, request: Request) -> None:
-        """Add a request, in order of arrival: one that returns to the queue gets its former place."""
+        """Line up a request, in order of arrival: one that returns to the queue gets its former place."""
         rank, line = self._rank(request), self._lines.get(request.prefill, [])
         if not line or rank < line[0]:
             self._replace_first(line, rank)
@@ -58,6 +71,9 @@ class Queue:
 
     def remove(self, request: Request) -> None:
         """Remove a request that was admitted or has ended."""
+        if request in self._entered:
+            del self._entered[request]
+            return
         line = self._lines[request.prefill]
         at = bisect_left(line, self._rank(request))
         assert line[at].request is request, "a request in the queue changes its rank by `move` only"
@@ -70,6 +86,9 @@ class Queue:
 
     def move(self, request: Request, priority: int) -> None:
         """Give a request that waits another priority; its place among those is that of its arrival."""
+        if request in self._entered:
+            request.change_priority(priority)
+            return
         before = request.priority
         self.remove(request)
         try:
@@ -83,7 +102,8 @@ class Queue:
 
     def is_held_by_quota(self, request: Request) -> bool:
         """Whether the quota of its prefill holds back a waiting request, or the first one before it."""
-        return request.admission.over_quota or self._lines[request.prefill][0].request.admission.over_quota
+        line = self._lines.get(request.prefill)
+        return request.admission.over_quota or (line is not None and line[0].request.admission.over_quota)
 
     def candidates(self, now_s: float) -> Iterator[Request]:
         """Yield the requests to try, in order; none behind one that was passed too often. The caller stops before it

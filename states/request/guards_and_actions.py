@@ -211,10 +211,9 @@ class Actions:
 
     def enqueue(self, request: Request) -> None:
         """Add the request to the queue, for the first time or again."""
-        self._queue.add(request)
+        self._queue.enter(request)
         request.admission.enter_queue()
         self._state.request_changed(request)
-        self._state.pages_were_freed()
 
     def change(self, request: Request, event: RequestChanged) -> None:
         """Give a request another priority or deadline. One in the queue keeps its age."""

@@ -72,7 +72,7 @@ class Lending:
     @property
     def is_due(self) -> bool:
         """Whether pages may be ready to be handed back."""
-        return bool(self.returning) and (self._is_due or any(pool.has_settled for pool in self._pools.values()))
+        return self._is_due or any(pool.has_settled for pool in self._pools.values())
 
     def lend(self, request: Request) -> None:
         """Take over the pages of a request that arrives. An exception leaves everything as it was."""

@@ -92,7 +92,7 @@ class StorageQuery:
             if self.request is not None and self.request.answer.is_awaited:
                 state.count("l3_queries_outwaited")
                 self.request.answer.stop_waiting()
-                state.pages_were_freed()
+                state.request_changed(self.request)
             return
         state.count("l3_queries_late")
         self._storage.queries_left.discard(self)
@@ -113,7 +113,7 @@ class StorageQuery:
         )
         if request.waits_for_admission:
             state.may_look_ahead()
-            state.pages_were_freed()
+            state.request_changed(request)
 
     def _note_answer(self, found: int) -> None:
         useful = min(max(found / self._count, 0.0), 1.0)
@@ -123,7 +123,7 @@ class StorageQuery:
         """Let the request go on without an answer. The query itself holds nothing."""
         if self.request is not None:
             self.request.answer.close()
-            self._state.pages_were_freed()
+            self._state.request_changed(self.request)
 
 
 class Measurement(LateFetch):

@@ -15,7 +15,7 @@ from tidekv.states.settings import CoreSettings
 
 Wanted = TypeVar("Wanted", bound=Command)
 PAGES = 8
-CALLS = 830
+CALLS = 812
 """Calls of functions that a core makes for one request without host memory and storage."""
 
 
@@ -101,6 +101,23 @@ def test_a_request_costs_the_same_whatever_is_in_flight(state: str) -> None:
         return instructions_of(worker.one_request)
 
     assert cost_at(1024) <= 1.02 * cost_at(16)
+
+
+def test_an_answer_of_storage_costs_the_same_however_many_wait_for_theirs() -> None:
+    def cost_at(count: int) -> int:
+        worker = Worker(host_pages=64, prefetch_threshold_tokens=16)
+        worker.step(events.StorageChanged, available=True)
+        queries = [command for _ in range(count) for command in worker.arrive()]
+        assert all(isinstance(each, commands.QueryStorage) for each in queries)
+        assert len(worker.core.queue) == count
+
+        def answer() -> None:
+            (promise,) = worker.step(events.StorageAnswered, op=queries[-1].op, found=0)
+            assert isinstance(promise, commands.SendPromise)
+
+        return instructions_of(answer)
+
+    assert cost_at(512) <= 1.02 * cost_at(2)
 
 
 def test_an_abort_of_a_waiting_request_costs_the_same_whatever_waits() -> None:

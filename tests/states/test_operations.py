@@ -137,8 +137,3 @@ def test_another_storage_begins_without_the_failures_of_the_last() -> None:
 
 def test_the_consequences_are_in_words() -> None:
     assert all(consequence.when and consequence.rule.__doc__ for consequence in CONSEQUENCES)
-
-
-def test_every_work_queue_comes_before_every_condition() -> None:
-    of_queues = [consequence.queue is not None for consequence in CONSEQUENCES]
-    assert of_queues == sorted(of_queues, reverse=True)
