@@ -22,7 +22,7 @@ from tidekv.states.types import FULL, PageIds
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 REQUESTS = 60
-SEEDS_MAX = 60
+SEEDS_MAX = 120
 MUTANTS: dict[str, Mutant] = {}
 COMPONENT_MUTANTS: dict[str, Mutant] = {}
 
