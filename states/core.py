@@ -552,7 +552,7 @@ class Core:
         self.state.begin_admission()
         if self.admitted == PART_MAX or self._runs_as_many_as_may():
             return
-        passed = []
+        passed: list[Admission] = []
         for request in self.queue.candidates(self.state.now_s):
             if request.answer.is_awaited:
                 continue  # Storage was asked once more: the wait must not hold pages.
