@@ -7,7 +7,7 @@ reports; the core counts an outcome of an unknown operation as late and ignores 
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -15,6 +15,8 @@ from tidekv.states.storage_policy import StoragePolicy
 
 NO_DEADLINE = float("inf")
 """No deadline, for `deadline_at_s`."""
+NOBODY: Final = ("",)
+"""`prefills` of a request that names none: nothing sends what its tiers and peers do not bring."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

@@ -30,7 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import CopyPages, FetchPages
-from tidekv.states.events import CopyEnded
+from tidekv.states.events import NOBODY, CopyEnded
 from tidekv.states.records.request import Load, Request
 from tidekv.states.records.stages import Stage
 from tidekv.states.storage.peer_fetches import STOP_SHARE, PeerCalls
@@ -349,6 +349,8 @@ class Loads:
         """Give up fetches once prefill has sent everything else, if the policy prefers prefill for their pages."""
         policy = self._state.settings.prefetch
         if policy not in ("best_effort", "soonest") or request.room is None or not request.room.is_complete:
+            return
+        if request.prefills == NOBODY:
             return
         keep = self._fetches_to_keep(request) if policy == "soonest" else 0
         for load in request.fetches[keep:]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.states.commands import QueryStorage
+from tidekv.states.events import NOBODY
 from tidekv.states.loads.loads import LoadFetch
 from tidekv.states.records.ahead import AheadRun
 from tidekv.states.records.request import Load
@@ -194,6 +195,8 @@ class PlanFetches:
 
     def _sooner(self, request: Request, plan: Plan, source: FetchSource, allowed: int) -> int:
         """Return how many of the next `allowed` pages a source is to bring, so that the last page of all is early."""
+        if request.prefills == NOBODY:
+            return allowed
         settings = self._state.settings
         rest = request.page_count - plan.end - allowed
         shortest = -(-max(settings.prefetch_threshold_tokens, 1) // settings.page_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simulation.rig import Rig, ids
-from tidekv.states import commands
+from tidekv.states import commands, events
 
 PROMPT = b"abcdefgh"
 PEERS = ("one:1", "two:2")
@@ -91,3 +91,26 @@ def test_a_silent_peer_costs_its_share_of_the_time_and_is_not_asked_for_a_while(
     rig.arrive("b", b"xyz", peers=PEERS[:1], deadline_at_s=100.0)
     assert rig.take_all(commands.FetchPages) == []
     rig.make_all = None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("prefetch", ["soonest", "best_effort", "timeout"])
+def test_without_a_prefill_every_page_is_asked_of_a_peer_and_waited_for(prefetch: str) -> None:
+    rig = Rig(lends_device=True, prefetch=prefetch, peer_host_share=1.0)
+    for number, tokens in enumerate((b"abcdefgh", b"stuvwxyz")):
+        rig.arrive(f"r{number}", tokens, prefills=events.NOBODY, peers=PEERS, deadline_at_s=100.0)
+    fetches, promises = rig.take_all(commands.FetchPages), rig.take_all(commands.SendPromise)
+    # Nothing would bring what the second one leaves out because the first is under way, and nothing is known of peers.
+    assert [len(fetch.host_pages) for fetch in fetches] == [8, 8]
+    for promise in promises:
+        rig.serve(promise)
+    # The rooms are complete: that is no reason to ask nobody for the pages.
+    rig.nothing_else()
+    rig.wait_until(0.5)
+    rig.nothing_else()
+    for fetch in fetches:
+        rig.fetched(fetch)
+    for copy in rig.take_all(commands.CopyPages, target="device"):
+        rig.copied(copy)
+    rig.take_all(commands.SendReceived)
+    assert [each.restored_tokens for each in rig.take_all(commands.ReportRestored)] == [8, 8]
+    rig.nothing_else()
