@@ -166,7 +166,7 @@ def test_help_on_a_room_shows_what_an_embedder_may_call() -> None:
     assert shown == {
         *("confirm", "send", "send_component_pages", "keep_component_pages", "finish", "fail", "received", "held"),
         *("pages", "component_pages", "sends_nothing", "writes_in_flight", "is_finished", "cause"),
-        "bytes_sent",
+        *("bytes_sent", "peer_addresses"),
     }
     hidden = {"reserve", "generation"} & set(dir(ReadyRequest))
     assert not hidden

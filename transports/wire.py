@@ -111,7 +111,8 @@ class Hello(Message, frozen=True, tag="hello"):
     `tidekv.states.handover.context_parts`, also for `stripe_pages`.
     `liveness_key` is the key of questions for signs of life of prefill; see `tidekv.transports.control.liveness`.
     `sends` is what the links of this listener are for: pages that prefill computes, or those in the host memory of a
-    decode worker. Who dials names what it wants.
+    decode worker. Who dials names what it wants. `shares_at` is the address at which a decode worker's host memory can
+    be read; empty: it shares none.
     """
 
     version: Count
@@ -133,6 +134,7 @@ class Hello(Message, frozen=True, tag="hello"):
     stripe_pages: Count = 0
     liveness_key: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     sends: Sends = "computed"
+    shares_at: Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)] = ""
 
     @property
     def place(self) -> RankPlace:

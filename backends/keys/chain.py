@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tidekv.backends.keys.namespaces import SEEDED
 from tidekv.states.errors import InvalidRequest
 from tidekv.states.types import Identity
 from tidekv.states.validation import short
@@ -55,6 +56,8 @@ def namespace_seed(namespace: str = "", *, salt: str | None = None) -> bytes:
     """Return the seed of a namespace's chain: 32 bytes, or none if neither is given."""
     if not namespace and salt is None:
         return b""
+    if namespace.startswith(SEEDED):
+        return bytes.fromhex(namespace[len(SEEDED) :])
     digest = sha256(NAMESPACE_MAGIC)
     for text in (namespace or None, salt):
         if text is None:

@@ -12,6 +12,10 @@ MARK: Final = "\0"
 """Begins joined names; `PlainText` refuses it in the names of callers."""
 
 
+SEEDED: Final = f"{MARK}="
+"""Begins a namespace that is known by the start of its page keys only; its hexadecimal digits follow."""
+
+
 class NamespaceNames(NamedTuple):
     """What a namespace consists of. `salt` is the request's namespace, or the engine's if the request has none."""
 
@@ -28,10 +32,17 @@ def join_namespaces(engine: str, request: str, lora_name: str = "") -> str:
     return f"{MARK}{MARK}{len(lora_name)}:{lora_name}{salt}" if lora_name else salt
 
 
+def namespace_of_seed(seed: bytes) -> str:
+    """Return a namespace whose `namespace_seed` is `seed`: 32 bytes, or none for the namespace without a name."""
+    return f"{SEEDED}{seed.hex()}" if seed else ""
+
+
 def split_namespace(namespace: str) -> NamespaceNames:
     """Return the names in a joined text. The engine's is left out if the request has one: it is the same for all pages
-    of an engine.
+    of an engine. A namespace that is known by its seed has that as its salt.
     """
+    if namespace.startswith(SEEDED):
+        return NamespaceNames(namespace[len(SEEDED) :])
     lora_name = ""
     if namespace.startswith(MARK * 2):
         lora_name, namespace = _first(namespace[2:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidekv.backends.keys.chain import TOKEN_BYTES, namespace_seed, pack_tokens
-from tidekv.backends.keys.namespaces import join_namespaces
+from tidekv.backends.keys.namespaces import join_namespaces, namespace_of_seed
 from tidekv.engine.config.engine_config import PEERS_MAX
 from tidekv.engine.decode.values import DecodeRequest
 from tidekv.states import events
@@ -138,6 +138,8 @@ class Arrivals:
         runtime, config = self._runtime, self._runtime.config
         request_number = self.next_number()
         namespace = join_namespaces(config.namespace, request.namespace, request.lora_name)
+        if request.key_seed is not None:
+            namespace = namespace_of_seed(request.key_seed)
         prompt = runtime.prompt_keys.prompt(packed, namespace_seed(namespace))
         page_keys = runtime.prompt_keys.page_keys
         keys = page_keys.of(packed)
@@ -152,7 +154,7 @@ class Arrivals:
             keys=keys,
             prompt_tokens=len(packed) // TOKEN_BYTES,
             namespace=namespace,
-            prefills=request.prefills or ("",),  # The executor answers for a prefill that is not named.
+            prefills=request.prefills or events.NOBODY,  # The executor answers for it.
             deadline_at_s=now_s + within_s,
             priority=request.priority,
             cache=request.cache,

@@ -8,7 +8,7 @@ them go. It decides nothing about pages.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from tidekv.backends.keys.chain import namespace_seed
 from tidekv.engine.log import engine_log
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tidekv.transports.prefill.prefill_room import Room
 
 LOG = engine_log("tidekv.engine")
+ANY_INTERFACE: Final = ("", "0.0.0.0", "[::]", "::")
 
 
 def check_peers(
@@ -135,6 +136,12 @@ class PeerCache:
     def address(self) -> str | None:
         """host:port at which peers read; None if they do not."""
         return None if self._sender is None else self._sender.address
+
+    @property
+    def announced(self) -> str:
+        """The address that prefill is told; empty if peers do not read, or listening at all interfaces says none."""
+        address = self.address or ""
+        return "" if address.rpartition(":")[0] in ANY_INTERFACE else address
 
     async def stop_sharing(self) -> None:
         """End all reads of peers, and wait for their writes; then the core has all its pages back."""

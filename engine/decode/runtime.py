@@ -297,7 +297,6 @@ class Runtime:
             times=times,
             group=lambda: "" if self.ranks is None else self.ranks.group_name,
         )
-        await self.receiver.start()
         self._start_copiers()
         self.group = EffectGroup(self._break)
         await self.group.start()
@@ -320,6 +319,7 @@ class Runtime:
         if shared:
             self.peers = self.executor.peers = PeerCache(self, rank, shared[0], times, checks)
             await self.peers.start()
+        await self.receiver.start(shares_at="" if self.peers is None else self.peers.announced)
         await self.storage_in_use.register_first()
         if self.kv_event_watcher is not None:
             self.executor.on_missing = self._note_missing

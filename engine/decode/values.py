@@ -76,6 +76,10 @@ class DecodeRequest:
     do not have; prefill sends what it does not. It needs `cache_peers.enabled`. Peers that `kv.fetch` in `kv_hints`
     names come before these, those of `cache_peers.ask` after them.
     """
+    key_seed: bytes | None = None
+    """For a worker that does not know the name of the namespace: what begins the keys of its pages, as a decode worker
+    has sent it with a promise; 32 bytes, or none. In place of `namespace` and `lora_name`.
+    """
     early: bool = False
     """Return from `restore` when the first layer of all pages is in place; `ReadyRequest.wait_layer` waits for each
     further one. Windows and records are in place with the first layer. With ranks, a layer is in place once all ranks
@@ -97,6 +101,10 @@ class DecodeRequest:
         if len(self.peers) > PEERS_MAX or not all(self.peers):
             raise InvalidRequest(
                 f"request {self.request_id!r}: peers must be at most {PEERS_MAX} addresses, not {short(self.peers)}"
+            )
+        if self.key_seed is not None and len(self.key_seed) not in (0, 32):
+            raise InvalidRequest(
+                f"request {self.request_id!r}: key_seed must have 32 bytes, or none, not {len(self.key_seed)}"
             )
         ranks = [address.split(",") for address in self.prefills]
         if any(len(set(addresses)) < len(addresses) or "" in addresses for addresses in ranks):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -11,14 +11,15 @@ import numpy as np
 from tidekv.engine.demo.compute import ComputeThread
 from tidekv.engine.demo.model import PagedModel, TokenChoice, greedy
 from tidekv.engine.demo.prefix_pages import PrefixPages, PromptPages
-from tidekv.states.errors import InvalidRequest
+from tidekv.states.errors import EngineClosed, InvalidRequest
 from tidekv.transports.prefill.prefill_room import Room
 
 
 class ModelPrefill:
     """Serves rooms whose promise included the tokens: `PrefillPeer(on_room=ModelPrefill(…).serve)`.
 
-    Known beginnings of a prompt are sent without computing them again. A prompt without free pages waits for some.
+    Known beginnings of a prompt are sent without computing them again, and with `read_prefix` what decode has is read.
+    A prompt without free pages waits for some.
     """
 
     def __init__(self, model: PagedModel, pages: PrefixPages, compute: ComputeThread, *, chunk_tokens: int) -> None:
@@ -30,6 +31,8 @@ class ModelPrefill:
         self._chunk_tokens = chunk_tokens
         self.freed = asyncio.Condition()
         """Notified when pages are free again."""
+        self.read_prefix: Callable[[Room, Sequence[int], int], Awaitable[int]] | None = None
+        """`PrefillPeer.read_prefix`, if the peer has a reader."""
         self.tokens_computed = 0
 
     async def serve(self, room: Room) -> None:
@@ -43,25 +46,32 @@ class ModelPrefill:
         async with self.freed:
             while (held := self._pages.take(packed)) is None:
                 await self.freed.wait()
-        computed = 0
+        computed, is_free = 0, True
         try:
             computed = await self._send_all(room, np.frombuffer(packed, dtype="<u4").tolist(), held)
         except BaseException as error:
+            # The reader has broken down: it may still write to these pages, so they are not used again.
+            is_free = not isinstance(error, EngineClosed)
             # On cancellation, too: otherwise the room would never end, and `received` below would wait for it.
             room.fail(f"prefill gave up: {type(error).__name__}: {error}")
             raise
         finally:
             # The last write out of these pages has ended only now.
             await room.received()
-            async with self.freed:
-                self._pages.give_back(held, computed=computed)
-                self.freed.notify_all()
+            if is_free:
+                async with self.freed:
+                    self._pages.give_back(held, computed=computed)
+                    self.freed.notify_all()
 
     async def _send_all(self, room: Room, tokens: list[int], held: PromptPages) -> int:
-        """Send known pages, compute and send the rest, and finish; returns the number of computed pages."""
+        """Send known pages and those that decode has, compute and send the rest, and finish; returns the number of
+        pages that are in place.
+        """
         page_size = self._model.page_size
-        position = held.known * page_size
-        await room.send(held.pages[: held.known], start_token=0, end_token=position)
+        known = held.known * page_size
+        position = known if self.read_prefix is None else await self.read_prefix(room, held.pages, known)
+        await room.send(held.pages[: position // page_size], start_token=0, end_token=position)
+        cached = {"l1": known, "peer": position - known}
         choice = None
         while position < len(tokens) and not room.aborted.is_set():
             chunk = tokens[position : position + self._chunk_tokens]
@@ -71,8 +81,7 @@ class ModelPrefill:
             await room.send(pages, start_token=position, end_token=end)
             position = end
         if choice is not None and position == len(tokens):
-            known = held.known * page_size
-            await room.finish(first_token=choice.token, aux={"margin": choice.margin}, cached={"l1": known})
+            await room.finish(first_token=choice.token, aux={"margin": choice.margin}, cached=cached)
         return position // page_size
 
     def _compute_chunk(self, tokens: list[int], start: int, pages: Sequence[int]) -> TokenChoice:

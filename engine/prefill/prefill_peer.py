@@ -24,11 +24,12 @@ from tidekv.engine.log import engine_log, own_context, run_in
 from tidekv.engine.metrics import Histogram, MetricsServer, PrefillCollector
 from tidekv.engine.poller import PollerThread
 from tidekv.engine.prefill.prefill_config import PrefillConfig, PromptStoreSettings
+from tidekv.engine.prefill.prefix_reader import PrefixReader
 from tidekv.engine.prefill.prompt_store import PromptStore
 from tidekv.engine.prompts import PromptDigest
 from tidekv.engine.staging import make_staging
 from tidekv.engine.watchdog import Watchdog
-from tidekv.states.errors import EngineClosed, InvalidConfig, PrefillCause, TidekvError
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause, TidekvError
 from tidekv.states.types import Identity, PoolMemory
 from tidekv.states.validation import Text, checked, short
 from tidekv.transports.base import TransferPoller, Transport
@@ -42,6 +43,8 @@ from tidekv.transports.tasks import OwnedTasks
 if TYPE_CHECKING:
     from tidekv.backends.host.pool import HostPool
     from tidekv.backends.storage.base import Storage
+    from tidekv.engine.decode.decode_engine import DecodeEngine
+    from tidekv.engine.decode.lent_pages import Pages
 
 LOG = engine_log("tidekv.engine")
 
@@ -148,6 +151,7 @@ class PrefillPeer:
         self._tasks = OwnedTasks(f"prefill peer {transport.instance}", instance=transport.instance)
         self._stack = AsyncExitStack()
         self._was_entered = False
+        self._reader: PrefixReader | None = None
         self._store: PromptStore | None = None
         if storage is not None:
             self._store = PromptStore(storage, config, device=device, host=host, components=components)
@@ -178,6 +182,18 @@ class PrefillPeer:
             rooms_max=config.rooms_max,
             settings=config.rooms,
         )
+
+    def read_with(self, reader: DecodeEngine) -> None:
+        """Give an engine by which `read_prefix` reads what a decode worker has of a prompt, so that only the rest is
+        computed. Call it before the peer is entered.
+
+        `reader` has the peer's device pool and model, `EngineConfig(device="lent")` with `cache_peers.enabled`, and a
+        host pool and a transport of its own. The peer enters it, and leaves it when all rooms have ended. Raises
+        InvalidConfig for another engine, EngineClosed if the peer was entered.
+        """
+        if self._was_entered:
+            raise EngineClosed("read_with is called before the peer is entered")
+        self._reader = PrefixReader(reader, self.config, self._device)
 
     async def __aenter__(self) -> Self:
         """Start the transport, open storage and listen.
@@ -225,6 +241,8 @@ class PrefillPeer:
                 stack.push_async_callback(storage_poller.close)
                 stack.push_async_callback(self._store.close)
                 await self._store.start(storage_poller)
+            if self._reader is not None:
+                await stack.enter_async_context(self._reader.engine)
             stack.push_async_callback(self._end_rooms)
             await self._sender.start(self.config.listen)
             if self._store is not None:
@@ -272,12 +290,41 @@ class PrefillPeer:
         checked(request_id, Text, "request_id")
         return await self._sender.room(request_id, checked(prompt, PromptDigest, "prompt"))
 
+    async def read_prefix(
+        self,
+        room: Room,
+        pages: Pages,
+        have_tokens: int = 0,
+        *,
+        tokens: bytes | None = None,
+        namespace: str | None = None,
+    ) -> int:
+        """Read what the decode worker of a room has of the prompt into pages of prefill. Returns how many leading
+        tokens are in place: compute the rest, and send all pages as always.
+
+        `pages`: one page of the pool for each page of the prompt, or more, in order. The first `have_tokens` tokens are
+        in them already; those pages are not touched. The others are written until this returns: full pages up to what
+        decode holds, but not the page of the last token, whose computation gives the first token of the answer. Pages
+        behind the returned tokens have undefined contents. `tokens` is the prompt as packed little-endian u32, if the
+        promise brought none, and `namespace` that of decode if the promise does not name it (`cache=False`,
+        `prompt_digest`); without it nothing is read.
+
+        Returns `have_tokens` if decode shares no host memory, or is refused by `dials` of the reader's transport. A
+        decode worker that is gone, refuses or sends damaged pages costs an answer, and one that is silent
+        `cache_peers.wait_s` of the reader: what has arrived by then is used. No failure of decode raises. Raises
+        InvalidRequest for wrong arguments, and EngineClosed: then the pages may be written to until the peer is left.
+        """
+        if self._reader is None:
+            raise InvalidRequest("read_prefix needs PrefillPeer.read_with(…), an engine that reads into these pages")
+        return await self._reader.read(room, pages, have_tokens, tokens=tokens, namespace=namespace)
+
     def statistics(self) -> dict[str, int | float]:
-        """Return what was sent and withdrawn, rooms by state, store_… with storage, `loop_stalls`, and counts of
-        unexpected events.
+        """Return what was sent and withdrawn, rooms by state, store_… with storage, prefix_… with a reader,
+        `loop_stalls`, and counts of unexpected events.
         """
         store = {} if self._store is None else self._store.statistics()
-        return {**self._sender.statistics(), "loop_stalls": self._watchdog.stalls, **store}
+        prefixes = {} if self._reader is None else self._reader.counts
+        return {**self._sender.statistics(), "loop_stalls": self._watchdog.stalls, **store, **prefixes}
 
     async def wait_stored(self) -> None:
         """Wait until each prompt finished so far is stored or given up. Returns at once without storage.

@@ -35,6 +35,7 @@ def make_hello(
     staging: PoolMemory | None = None,
     liveness_key: bytes = b"",
     sends: wire.Sends = "computed",
+    shares_at: str = "",
 ) -> wire.Hello:
     """Return our Hello. `memory`, that of components and `staging` must be registered with the transport already.
 
@@ -61,6 +62,7 @@ def make_hello(
         stripe_pages=place.stripe_pages,
         liveness_key=liveness_key,
         sends=sends,
+        shares_at=shares_at,
     )
 
 

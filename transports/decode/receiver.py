@@ -141,9 +141,9 @@ class Receiver:
         spawn = partial(self._tasks.spawn, name="slots of the staging ring")
         self._staged = None if rank.staging is None else StagedPages(rank.staging, spawn)
 
-    async def start(self) -> None:
-        """Make our Hello. The transport is started and has our memory."""
-        self._ours = self._make_hello()
+    async def start(self, *, shares_at: str = "") -> None:
+        """Make our Hello. The transport is started and has our memory. `shares_at` is where our host memory is read."""
+        self._ours = self._make_hello(shares_at=shares_at)
 
     async def close(self) -> None:
         """Close all links; no event is delivered after that. Rooms that are not settled stay so: abort them first."""

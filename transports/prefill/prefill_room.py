@@ -103,6 +103,14 @@ class Room:
         return self._room_writers[0].key
 
     @property
+    def peer_addresses(self) -> tuple[str, ...]:
+        """Where prefill can read what the decode worker has in host memory (`DecodeRequest.peers`): its
+        `DecodeEngine.peer_address`. Empty if it does not share host memory.
+        """
+        shares_at = [room_writer.peer.hello.shares_at for room_writer in self._room_writers]
+        return (",".join(shares_at),) if all(shares_at) else ()
+
+    @property
     def cause(self) -> str | None:
         """Why the room ended; None while it lives."""
         return self._state.stopped
