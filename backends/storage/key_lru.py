@@ -1,9 +1,17 @@
-"""Page keys on a server that keeps no order of use, in the order in which this process used them."""
+"""Pages on a server that keeps no order of use, in the order in which this process used them."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from tidekv.backends.storage.base import KEY_BYTES
+from tidekv.backends.storage.remote import BAD_PAGE, ServerFailed
+from tidekv.backends.storage.stats import StorageCounters
+
+EVICT_PART: Final = 64
+"""When room is needed, this part of all pages goes at once."""
 
 
 class KeyLRU:
@@ -52,3 +60,60 @@ class KeyLRU:
         if count <= 0 or not self.complete:
             return []
         return [self._keys.popitem(last=False)[0] for _ in range(count + spare)]
+
+
+class LruPages:
+    """Part of a `PageService` for a server that keeps no order of use: what is evicted, and when."""
+
+    def __init__(self, *, delete_max: int) -> None:
+        """`delete_max`: maximum pages of one request to remove pages."""
+        self._key_lru = KeyLRU()
+        self._delete_max = delete_max
+        self._pages_max = 0
+        self._counts = StorageCounters()
+        self.last_error = ""
+
+    @property
+    def pages(self) -> int:
+        """Number of pages that this process knows."""
+        return len(self._key_lru)
+
+    async def used(self, keys: Sequence[bytes]) -> None:
+        """Move pages to the end of the order that is evicted last, and remove those beyond the capacity."""
+        self._key_lru.used(keys)
+        oldest = self._key_lru.take_oldest(self._pages_max, spare=self._pages_max // EVICT_PART)
+        if await self._remove(oldest):
+            self._counts.evictions += len(oldest)
+        else:
+            self._key_lru.found_old(reversed(oldest))
+
+    async def _delete(self, keys: Sequence[bytes]) -> None:
+        """Remove pages by one request. Raises ServerFailed."""
+        raise NotImplementedError
+
+    async def _note_reads(self, keys: Sequence[bytes], causes: Sequence[str]) -> None:
+        """Forget the pages that were missing, and remove those that cannot be read."""
+        self._key_lru.gone(key for key, cause in zip(keys, causes, strict=True) if cause == "missing")
+        await self._remove([key for key, cause in zip(keys, causes, strict=True) if cause in BAD_PAGE])
+
+    async def _remove(self, keys: Sequence[bytes]) -> bool:
+        """Remove pages; True if the server did so."""
+        try:
+            for first in range(0, len(keys), self._delete_max):
+                part = keys[first : first + self._delete_max]
+                await self._delete(part)
+                self._key_lru.gone(part)
+        except ServerFailed as error:
+            self.last_error = str(error)
+            self._counts.failures["delete"] += 1
+            return False
+        return True
+
+
+def key_at_end(name: str) -> bytes:
+    """Return the page key at the end of an object's name, empty bytes if there is none."""
+    try:
+        key = bytes.fromhex(name.rpartition("/")[2])
+    except ValueError:
+        return b""
+    return key if len(key) == KEY_BYTES else b""

@@ -34,6 +34,8 @@ VERIFY_PAGES_MAX: Final = 64
 
 NO_SERVICE: Final = frozenset({"unreachable", "timeout", "refused"})
 """Causes that concern the server and not a page: after one of them nothing more of a call is started."""
+BAD_PAGE: Final = frozenset({"truncated", "corrupt", "foreign"})
+"""Causes of a page that is there and cannot be read: it is removed."""
 
 T = TypeVar("T")
 ChunkWork = Callable[[Sequence[bytes], PageIds], Awaitable[list[str]]]

@@ -19,8 +19,8 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from tidekv.backends.storage.base import KEY_BYTES, BufferOf, Holding
-from tidekv.backends.storage.key_lru import KeyLRU
+from tidekv.backends.storage.base import BufferOf, Holding
+from tidekv.backends.storage.key_lru import LruPages, key_at_end
 from tidekv.backends.storage.mooncake.link import MooncakeLink
 from tidekv.backends.storage.mooncake.options import MooncakeOptions, read_mooncake_options
 from tidekv.backends.storage.page_header import PageHeader
@@ -31,8 +31,7 @@ from tidekv.states.types import PageIds, PoolMemory
 
 T = TypeVar("T")
 
-EVICT_PART: Final = 64  # When room is needed, this part of all pages goes at once.
-_BAD_PAGE: Final = frozenset({"truncated", "corrupt", "foreign"})
+DELETE_PAGES: Final = 1000
 
 
 def open_mooncake(*, authority: str, path: str, options: Mapping[str, object]) -> RemoteStorage:
@@ -45,25 +44,17 @@ def open_mooncake(*, authority: str, path: str, options: Mapping[str, object]) -
     return RemoteStorage(f"mooncake://{host}:{port}?prefix={settings.prefix}", lambda: MooncakePages(settings), limits)
 
 
-class MooncakePages:
+class MooncakePages(LruPages):
     """The page service of the mooncake: engine; see PageService."""
 
     def __init__(self, options: MooncakeOptions) -> None:
+        super().__init__(delete_max=DELETE_PAGES)
         self._options = options
         self._threads = ThreadPoolExecutor(options.clients, thread_name_prefix="tidekv-mooncake-storage")
         self._links: queue.SimpleQueue[MooncakeLink] = queue.SimpleQueue()
         self._written: dict[bytes, asyncio.Future[None]] = {}
-        self._key_lru = KeyLRU()
         self._key_lru.complete = True
         self._prefix = ""
-        self._pages_max = 0
-        self._counts = StorageCounters()
-        self.last_error = ""
-
-    @property
-    def pages(self) -> int:
-        """Number of pages that this process knows."""
-        return len(self._key_lru)
 
     async def open(
         self, envelope: PageHeader, pool: PoolMemory, buffer_of: BufferOf, *, pages_max: int, counts: StorageCounters
@@ -91,8 +82,7 @@ class MooncakePages:
         causes = await self._causes(
             len(keys), lambda link: self._read(link, keys, lambda at: self._buffer_of(pages[at]))
         )
-        self._key_lru.gone(key for key, cause in zip(keys, causes, strict=True) if cause == "missing")
-        await self._remove([key for key, cause in zip(keys, causes, strict=True) if cause in _BAD_PAGE])
+        await self._note_reads(keys, causes)
         return causes
 
     async def put(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
@@ -105,15 +95,6 @@ class MooncakePages:
 
         async with self._writing(keys):
             return await self._causes(len(keys), write)
-
-    async def used(self, keys: Sequence[bytes]) -> None:
-        """Move pages to the end of the order that is evicted last, and remove those beyond the capacity."""
-        self._key_lru.used(keys)
-        oldest = self._key_lru.take_oldest(self._pages_max, spare=self._pages_max // EVICT_PART)
-        if await self._remove(oldest):
-            self._counts.evictions += len(oldest)
-        else:
-            self._key_lru.found_old(reversed(oldest))
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove pages."""
@@ -149,7 +130,7 @@ class MooncakePages:
     async def stored(self) -> AsyncIterator[Sequence[bytes]]:
         """Yield the keys of the namespace as the master lists them, or those that this process knows."""
         names = await self._on_link(lambda link: link.names_below(self._prefix))
-        yield list(self._key_lru) if names is None else [key for name in names if (key := _key(name))]
+        yield list(self._key_lru) if names is None else [key for name in names if (key := key_at_end(name))]
 
     async def verify(self, keys: Sequence[bytes]) -> list[str]:
         """Read pages into memory of its own."""
@@ -219,17 +200,8 @@ class MooncakePages:
             self.last_error = f"{min(failed)}: the store could not be asked"
         return causes
 
-    async def _remove(self, keys: Sequence[bytes]) -> bool:
-        """Remove pages; True if the store did so."""
-        try:
-            if keys:
-                await self._on_link(lambda link: link.remove(self._names(keys)))
-        except ServerFailed as error:
-            self.last_error = str(error)
-            self._counts.failures["delete"] += 1
-            return False
-        self._key_lru.gone(keys)
-        return True
+    async def _delete(self, keys: Sequence[bytes]) -> None:
+        await self._on_link(lambda link: link.remove(self._names(keys)))
 
     @contextlib.asynccontextmanager
     async def _writing(self, keys: Sequence[bytes]) -> AsyncIterator[None]:
@@ -257,11 +229,3 @@ class MooncakePages:
 
     def _names(self, keys: Sequence[bytes]) -> list[str]:
         return [self._prefix + key.hex() for key in keys]
-
-
-def _key(name: str) -> bytes:
-    try:
-        key = bytes.fromhex(name.rpartition("/")[2])
-    except ValueError:
-        return b""
-    return key if len(key) == KEY_BYTES else b""

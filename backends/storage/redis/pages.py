@@ -30,6 +30,7 @@ from tidekv.backends.storage.options import read_authority
 from tidekv.backends.storage.page_header import PageHeader
 from tidekv.backends.storage.redis.options import DEFAULT_PORT, RedisOptions, read_redis_options
 from tidekv.backends.storage.remote import (
+    BAD_PAGE,
     NO_SERVICE,
     SIZE_DIGITS_MAX,
     Limits,
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HALF_WRITTEN_MS: Final = b"60000"
-_BAD_PAGE: Final = frozenset({"truncated", "corrupt", "foreign"})
 
 
 def open_redis(*, authority: str, path: str, options: Mapping[str, object]) -> RemoteStorage:
@@ -341,7 +341,7 @@ class RedisPages:
         if NO_SERVICE.intersection(causes):
             return None
         gone = [key for key, cause in zip(keys, causes, strict=True) if cause == "missing"]
-        bad = [key for key, cause in zip(keys, causes, strict=True) if cause in _BAD_PAGE]
+        bad = [key for key, cause in zip(keys, causes, strict=True) if cause in BAD_PAGE]
         try:
             self._index.leave(link, gone)
             self._remove(link, bad)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
-from tidekv.backends.storage.base import KEY_BYTES, BufferOf, Holding
+from tidekv.backends.storage.base import BufferOf, Holding
 from tidekv.backends.storage.calls import all_settled
-from tidekv.backends.storage.key_lru import KeyLRU
+from tidekv.backends.storage.key_lru import LruPages, key_at_end
 from tidekv.backends.storage.label import LABEL_BYTES_MAX
 from tidekv.backends.storage.page_header import PageHeader
 from tidekv.backends.storage.remote import (
@@ -47,8 +47,6 @@ T = TypeVar("T")
 THREADS: Final = 2
 DELETE_OBJECTS: Final = 1000
 LISTING_WAIT_S: Final = 2.0
-EVICT_PART: Final = 64  # When room is needed, this part of all pages goes by one request.
-_BAD_PAGE: Final = frozenset({"truncated", "corrupt", "foreign"})
 
 
 def open_s3(*, authority: str, path: str, options: Mapping[str, object]) -> RemoteStorage:
@@ -62,7 +60,7 @@ def open_s3(*, authority: str, path: str, options: Mapping[str, object]) -> Remo
     return RemoteStorage(f"s3://{settings.bucket}/{settings.prefix}{at}", lambda: S3Pages(settings), limits)
 
 
-class S3Pages:
+class S3Pages(LruPages):
     """The page service of the s3: engine; see PageService."""
 
     _link: S3Link
@@ -70,21 +68,13 @@ class S3Pages:
     _buffer_of: BufferOf
 
     def __init__(self, options: S3Options) -> None:
+        super().__init__(delete_max=DELETE_OBJECTS)
         self._options = options
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tidekv-s3-storage")
         self._requests = asyncio.Semaphore(options.connections)
-        self._key_lru = KeyLRU()
         self._listing: asyncio.Task[None] | None = None
         self._closed = False
         self._prefix = ""
-        self._pages_max = 0
-        self._counts = StorageCounters()
-        self.last_error = ""
-
-    @property
-    def pages(self) -> int:
-        """Number of pages that this process knows."""
-        return len(self._key_lru)
 
     async def open(
         self, envelope: PageHeader, pool: PoolMemory, buffer_of: BufferOf, *, pages_max: int, counts: StorageCounters
@@ -125,8 +115,7 @@ class S3Pages:
             return await self._read(keys[at], lambda: self._buffer_of(pages[at]))
 
         causes = await self._each(len(keys), get_one)
-        self._key_lru.gone(key for key, cause in zip(keys, causes, strict=True) if cause == "missing")
-        await self._remove([key for key, cause in zip(keys, causes, strict=True) if cause in _BAD_PAGE])
+        await self._note_reads(keys, causes)
         return causes
 
     async def put(self, keys: Sequence[bytes], pages: PageIds) -> list[str]:
@@ -142,15 +131,6 @@ class S3Pages:
             return ""
 
         return await self._each(len(keys), put_one)
-
-    async def used(self, keys: Sequence[bytes]) -> None:
-        """Move pages to the end of the order that is evicted last, and remove those beyond the capacity."""
-        self._key_lru.used(keys)
-        oldest = self._key_lru.take_oldest(self._pages_max, spare=self._pages_max // EVICT_PART)
-        if await self._remove(oldest):
-            self._counts.evictions += len(oldest)
-        else:
-            self._key_lru.found_old(reversed(oldest))
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove pages. The server does not report what was there, so it is asked before."""
@@ -196,7 +176,7 @@ class S3Pages:
         """Yield the keys of the namespace as the server lists them."""
         parts = self._link.list(f"{self._prefix}/p/")
         while (part := await self._on_thread(lambda: next(parts, None))) is not None:
-            yield [key for found in part if (key := _key(found["path"]))]
+            yield [key for found in part if (key := key_at_end(found["path"]))]
 
     async def verify(self, keys: Sequence[bytes]) -> list[str]:
         """Read pages into memory of its own."""
@@ -285,7 +265,7 @@ class S3Pages:
                 if self._closed:
                     break
             found.sort(key=lambda one: one["last_modified"], reverse=True)
-            return [key for one in found if (key := _key(one["path"]))]
+            return [key for one in found if (key := key_at_end(one["path"]))]
 
         try:
             self._key_lru.found_old(await self._on_thread(listed))
@@ -324,30 +304,11 @@ class S3Pages:
             return "missing"
         return await self._on_thread(lambda: self._envelope.unwrap(key, memoryview(value), buffer()))
 
-    async def _remove(self, keys: Sequence[bytes]) -> bool:
-        """Remove pages; True if the server did so."""
-        try:
-            for first in range(0, len(keys), DELETE_OBJECTS):
-                part = keys[first : first + DELETE_OBJECTS]
-                await self._link.delete([self._page(key) for key in part])
-                self._key_lru.gone(part)
-        except ServerFailed as error:
-            self.last_error = str(error)
-            self._counts.failures["delete"] += 1
-            return False
-        return True
+    async def _delete(self, keys: Sequence[bytes]) -> None:
+        await self._link.delete([self._page(key) for key in keys])
 
     def _page(self, key: bytes) -> str:
         return f"{self._prefix}/p/{key.hex()}"
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-
-def _key(path: str) -> bytes:
-    """Return the page key in an object's name, empty bytes if there is none."""
-    try:
-        key = bytes.fromhex(path.rpartition("/")[2])
-    except ValueError:
-        return b""
-    return key if len(key) == KEY_BYTES else b""
