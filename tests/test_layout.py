@@ -439,8 +439,8 @@ def test_a_comparison_of_states_is_found_in_each_of_its_forms(line: str) -> None
 # --- Owners ---
 
 OWNERS = {
-    "tidekv.states.records.ahead": ("Ahead", "AheadRun", "ComponentAhead"),
-    "tidekv.states.records.component_fetch": ("ComponentFetch",),
+    "tidekv.states.records.ahead": ("Ahead", "AheadRun", "ComponentAhead", "LookAheadRead"),
+    "tidekv.states.records.reads": ("ComponentFetch", "Read"),
     "tidekv.states.records.component_plan": ("ComponentPlan",),
     "tidekv.states.records.request": ("Load", "Request", "RequestComponents", "RoomRecord"),
     "tidekv.states.records.request_parts": (

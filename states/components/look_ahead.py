@@ -25,6 +25,7 @@ from tidekv.states.commands import FetchPages
 from tidekv.states.records.ahead import ComponentAhead
 from tidekv.states.rollback import Rollback
 from tidekv.states.storage_policy import FETCH_TIMEOUT_MAX_S
+from tidekv.states.types import page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.components.storage import ComponentStorage
@@ -182,7 +183,7 @@ class ComponentLookAhead:
         """Release a read's host pages, now or when it ends. Safe to call again."""
         if read.is_landed:
             self._index.give_back({read.component: read.host_pages}, "host")
-            read.disown_host()
+            read.own_host(page_ids())
             self._state.pages_were_freed()
         else:
             self._storage.fetch_given_up(read, component=read.component)

@@ -54,7 +54,7 @@ from tidekv.states.components.snapshots import Snapshots
 from tidekv.states.components.storage import ComponentStorage, gap
 from tidekv.states.errors import BrokenInvariant
 from tidekv.states.events import CopyEnded
-from tidekv.states.records.component_fetch import ComponentFetch
+from tidekv.states.records.reads import ComponentFetch
 from tidekv.states.records.request import Request, RequestComponents
 from tidekv.states.rollback import Rollback
 from tidekv.states.types import PageIds, page_ids, without

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from tidekv.states.commands import FetchPages
 from tidekv.states.records.ahead import ComponentAhead
-from tidekv.states.records.component_fetch import ComponentFetch
+from tidekv.states.records.reads import ComponentFetch
 from tidekv.states.records.request import Request, RequestComponents
 from tidekv.states.records.stages import ComponentStage
 from tidekv.states.rollback import Rollback

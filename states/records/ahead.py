@@ -7,86 +7,52 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tidekv.states.records.reads import Read
 from tidekv.states.types import PageIds, page_ids
 
 if TYPE_CHECKING:
     from tidekv.states.prefix.index import Receipt
 
 
-class AheadRun:
-    """One read of full pages. It owns `host_pages` until they join the tree or it is adopted by a load."""
+class LookAheadRead(Read):
+    """A read that a request does not wait for yet."""
 
-    __slots__ = ("begun_at_s", "first", "host_pages", "is_landed", "op", "queued_pages")
+    __slots__ = ("is_landed",)
+
+    def __init__(self, host_pages: PageIds) -> None:
+        super().__init__(host_pages)
+        self.is_landed = False
+
+    def has_landed(self) -> None:
+        """Note that the read has ended."""
+        self.is_landed = True
+
+
+class AheadRun(LookAheadRead):
+    """A read of full pages. It owns the host pages until they join the tree or a load adopts them."""
+
+    __slots__ = ("first",)
 
     def __init__(self, *, first: int) -> None:
+        super().__init__(page_ids())
         self.first = first
-        self.host_pages: PageIds = page_ids()
-        self.op = 0
-        self.is_landed = False
-        self.begun_at_s = 0.0
-        self.queued_pages = 0
-
-    def own_host(self, pages: PageIds) -> None:
-        """Own these host pages, and no others."""
-        self.host_pages = pages
-
-    def run_as(self, op: int) -> None:
-        """Note the operation of the read."""
-        self.op = op
-
-    def was_queued(self, at_s: float, queued_pages: int) -> None:
-        """Note when the read began, and the pages of all reads under way then, its own included."""
-        self.begun_at_s, self.queued_pages = at_s, queued_pages
-
-    def has_landed(self) -> None:
-        """Note that the read has ended."""
-        self.is_landed = True
 
 
-class ComponentAhead:
-    """One read of a component's pages. It owns `host_pages` until a fetch of the plan adopts it."""
+class ComponentAhead(LookAheadRead):
+    """A read of a component's pages. It owns the host pages until a fetch of the plan adopts them."""
 
-    __slots__ = (
-        "begun_at_s",
-        "component",
-        "host_pages",
-        "is_adopted",
-        "is_landed",
-        "op",
-        "positions",
-        "queued_pages",
-    )
+    __slots__ = ("component", "is_adopted", "positions")
 
     def __init__(self, component: str, positions: PageIds, host_pages: PageIds) -> None:
+        super().__init__(host_pages)
         self.component = component
         self.positions = positions
-        self.host_pages = host_pages
-        self.op = 0
-        self.is_landed = False
         self.is_adopted = False
         """Whether a fetch of the request's plan has taken it over."""
-        self.begun_at_s = 0.0
-        self.queued_pages = 0
-
-    def run_as(self, op: int) -> None:
-        """Note the operation of the read."""
-        self.op = op
-
-    def was_queued(self, at_s: float, queued_pages: int) -> None:
-        """Note when the read began, and the pages of all reads under way then, its own included."""
-        self.begun_at_s, self.queued_pages = at_s, queued_pages
-
-    def has_landed(self) -> None:
-        """Note that the read has ended."""
-        self.is_landed = True
 
     def note_adoption(self, *, is_adopted: bool) -> None:
         """Note whether a fetch of the plan has the host pages."""
         self.is_adopted = is_adopted
-
-    def disown_host(self) -> None:
-        """Note that the host pages were given back."""
-        self.host_pages = page_ids()
 
 
 class Ahead:

@@ -4,7 +4,7 @@
             ──▶ Load                 device pages of the tree whose contents are on their way; requests share loads
             ──▶ RoomRecord           pages that prefill was asked to write (`records.span`)
             ──▶ Ahead                host pages fetched while the request waits for device pages (`records.ahead`)
-            ──▶ RequestComponents    pages of components, and their fetches from storage (`records.component_fetch`)
+            ──▶ RequestComponents    pages of components, and their fetches from storage (`records.reads`)
             ──▶ Loan                 device pages of the embedder, if the engine has none of its own
 
 The records of this module refer to one another in both directions. They hold facts and derived properties
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tidekv.states.component_specs import ComponentTable
 from tidekv.states.records.ahead import Ahead
-from tidekv.states.records.component_fetch import ComponentFetch
 from tidekv.states.records.component_plan import ComponentPlan
 from tidekv.states.records.loan import Loan
+from tidekv.states.records.reads import ComponentFetch
 from tidekv.states.records.request_parts import (
     Admission,
     Attempts,

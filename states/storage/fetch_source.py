@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tidekv.states.core_state import CoreState
     from tidekv.states.events import Outcome
     from tidekv.states.records.ahead import AheadRun, ComponentAhead
-    from tidekv.states.records.component_fetch import ComponentFetch
+    from tidekv.states.records.reads import ComponentFetch
     from tidekv.states.records.request import Load
 
 

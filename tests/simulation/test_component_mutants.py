@@ -21,7 +21,7 @@ from tidekv.states.handover.rooms import Rooms
 from tidekv.states.prefix.component_index import ComponentIndex
 from tidekv.states.prefix.component_tier import ComponentTier
 from tidekv.states.prefix.node import Node, TierName
-from tidekv.states.records.component_fetch import ComponentFetch
+from tidekv.states.records.reads import ComponentFetch
 from tidekv.states.records.request import Request, RequestComponents, RoomRecord
 from tidekv.states.types import page_ids
 
