@@ -6,13 +6,15 @@ import ssl
 from collections.abc import Callable
 from typing import ClassVar
 
+from tidekv.backends.storage.base import Storage
 from tidekv.backends.storage.options import parse_size
-from tidekv.backends.storage.uri import split_uri
-from tidekv.engine.config.engine_config import EngineConfig
+from tidekv.backends.storage.uri import open_storage, split_uri
+from tidekv.engine.config.engine_config import CachePeerOptions, EngineConfig
 from tidekv.engine.config.tls import TlsFiles, dial_context, listen_context
 from tidekv.states.errors import InvalidConfig, cause_of
 from tidekv.states.validation import Options, PlainText, PositiveShare, Seconds, Text, host_and_port
 from tidekv.transports.control.addresses import Dials
+from tidekv.transports.nixl.transport import ListenOptions, NixlTransport
 
 
 class LinkSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,13 +94,30 @@ class LinkSettings(Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Return the file of a decode worker's host memory; workers of all ranks and replicas are counted from 0."""
         return self.host_path if self.host_path is None or not worker else f"{self.host_path}.{worker}"
 
-    def listen_tls(self) -> ssl.SSLContext | None:
-        """Return the TLS context of a prefill worker. Raises InvalidConfig for files that cannot be used."""
-        return _of_files(listen_context, self)
+    def open_storage(self) -> Storage | None:
+        """Make the storage engine; the caller owns it. Raises InvalidConfig."""
+        return None if self.uri is None else open_storage(self.uri, self.options)
 
-    def dial_tls(self) -> ssl.SSLContext | None:
-        """Return the TLS context of a decode worker. Raises InvalidConfig for files that cannot be used."""
-        return _of_files(dial_context, self)
+    def prefill_transport(self, name: str) -> NixlTransport:
+        """Make the transport of a prefill worker. Raises InvalidConfig for files that cannot be used."""
+        return NixlTransport(
+            name=name,
+            secret=self.secret(),
+            listen_tls=_of_files(listen_context, self),
+            listening=ListenOptions(announces=self.announces),
+        )
+
+    def decode_transport(self, name: str, peers: CachePeerOptions) -> NixlTransport:
+        """Make the transport of a decode worker, which may share its host memory with peers. Raises InvalidConfig for
+        files that cannot be used.
+        """
+        return NixlTransport(
+            name=name,
+            secret=self.secret(),
+            dial_tls=_of_files(dial_context, self),
+            listen_tls=None if peers.listen is None else _of_files(listen_context, self),
+            dials=(*self.dials, *peers.dials),
+        )
 
     def secret(self) -> str:
         """Read the secret. Raises InvalidConfig, which names the file, if it cannot be read or is empty."""

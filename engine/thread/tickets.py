@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from tidekv.engine.decode.values import ReadyRequest
-from tidekv.states.errors import InvalidRequest, RequestFailed
+from tidekv.states.errors import EngineClosed, InvalidRequest, RequestFailed
 from tidekv.states.validation import refusal
 
 if TYPE_CHECKING:
@@ -91,6 +91,12 @@ class Failed:
     call: Call
     error: Exception
     """RequestFailed with its cause, or another error that the same call of `DecodeEngine` raises."""
+
+    @property
+    def ends_engine(self) -> bool:
+        """Whether the call failed because the engine ends: only then its pages may still be written to."""
+        error = self.error
+        return isinstance(error, EngineClosed) or (isinstance(error, RequestFailed) and error.cause == "engine closed")
 
 
 Outcome: TypeAlias = "Restored | RestoredInto | Offered | LookedUp | Retracted | Finished | Failed"

@@ -23,7 +23,6 @@ from typing import Final
 import msgspec
 
 from tidekv.backends.host.pool import HostPool
-from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.config.engine_config import EngineConfig
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.lent_pages import LentComponents, Pages
@@ -35,9 +34,8 @@ from tidekv.engine.integrations.step_pacing import StepPacing
 from tidekv.engine.log import engine_log
 from tidekv.engine.thread.engine_thread import EngineThread, Failed, Offered, Outcome, RestoredInto
 from tidekv.engine.thread.server_streams import ServerStreams
-from tidekv.states.errors import EngineClosed, PrefillCause, RequestFailed, TidekvError
+from tidekv.states.errors import EngineClosed, PrefillCause, TidekvError
 from tidekv.states.handover.prompt_digest import PromptDigest
-from tidekv.transports.nixl.transport import NixlTransport
 
 LOG = engine_log("tidekv.sglang")
 PASSING: Final = frozenset(
@@ -152,14 +150,8 @@ class DecodeEnd:
                 device=pools.full,
                 components=pools.components,
                 host=self._host,
-                storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
-                transport=NixlTransport(
-                    name=f"sglang-decode-{ranks.rank}",
-                    secret=settings.secret(),
-                    dial_tls=settings.dial_tls(),
-                    listen_tls=None if config.cache_peers.listen is None else settings.listen_tls(),
-                    dials=(*settings.dials, *config.cache_peers.dials),
-                ),
+                storage=settings.open_storage(),
+                transport=settings.decode_transport(f"sglang-decode-{ranks.rank}", config.cache_peers),
                 ranks=ranks.engines,
             )
         )
@@ -344,7 +336,7 @@ class DecodeEnd:
         self._woken.set()
 
     def _take(self, restore: PromptRestore, outcome: Outcome) -> None:
-        if isinstance(outcome, Failed) and _is_end_of_engine(outcome.error):
+        if isinstance(outcome, Failed) and outcome.ends_engine:
             self._give_up(outcome.error)
         restore.is_in_flight = False
         self._in_flight.discard(restore)
@@ -392,8 +384,3 @@ class DecodeEnd:
             self._engine.close()
         except Exception:
             LOG.exception("the decode engine ended by this error")
-
-
-def _is_end_of_engine(error: Exception) -> bool:
-    """Whether a call failed because the engine ends: only then its pages may still be written to."""
-    return isinstance(error, EngineClosed) or (isinstance(error, RequestFailed) and error.cause == "engine closed")

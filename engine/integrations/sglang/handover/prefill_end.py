@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.integrations.sglang.handover.decode_end import REST_S
 from tidekv.engine.integrations.sglang.handover.pools import Pools
 from tidekv.engine.integrations.sglang.handover.settings import BackendSettings
@@ -25,7 +24,6 @@ from tidekv.engine.thread.server_streams import ServerStreams
 from tidekv.states.errors import TidekvError
 from tidekv.states.handover.prompt_digest import PromptDigest
 from tidekv.states.handover.rank_place import SOLE, RankPlace
-from tidekv.transports.nixl.transport import ListenOptions, NixlTransport
 from tidekv.transports.prefill.prefill_room import RoomOutcome
 
 LOG = engine_log("tidekv.sglang")
@@ -93,13 +91,8 @@ class PrefillEnd:
             PrefillConfig(listen=listen, model=model, lease_s=settings.lease_s, place=place),
             device=pools.full,
             components=pools.components,
-            transport=NixlTransport(
-                name=f"sglang-prefill-{place.rank}",
-                secret=settings.secret(),
-                listen_tls=settings.listen_tls(),
-                listening=ListenOptions(announces=settings.announces),
-            ),
-            storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
+            transport=settings.prefill_transport(f"sglang-prefill-{place.rank}"),
+            storage=settings.open_storage(),
         )
         self._thread = PrefillThread(peer, promise_timeout_s=settings.promise_timeout_s, server=server)
         self._page_size = pools.full.layout.page_size

@@ -22,7 +22,6 @@ import msgspec
 from tidekv.backends.component_pools import ComponentPools
 from tidekv.backends.device.pool import DevicePool
 from tidekv.backends.host.pool import HostPool
-from tidekv.backends.storage.uri import open_storage
 from tidekv.engine.decode.decode_engine import DecodeEngine
 from tidekv.engine.decode.values import DecodeRequest
 from tidekv.engine.integrations.vllm.handover.blocks import BlockOrder, RankPools, wrap_blocks, wrap_records
@@ -44,9 +43,8 @@ from tidekv.engine.prefill.prefill_config import PrefillConfig
 from tidekv.engine.prefill.prefill_peer import PrefillPeer, Room
 from tidekv.engine.thread.engine_thread import EngineThread, Failed, LookedUp, Offered, RestoredInto
 from tidekv.engine.thread.prefill_thread import PrefillThread
-from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause, RequestFailed, TidekvError
+from tidekv.states.errors import EngineClosed, InvalidConfig, InvalidRequest, PrefillCause, TidekvError
 from tidekv.states.handover.prompt_digest import PromptDigest
-from tidekv.transports.nixl.transport import ListenOptions, NixlTransport
 from tidekv.transports.prefill.prefill_room import RoomOutcome
 
 LOG = engine_log("tidekv.vllm")
@@ -65,12 +63,7 @@ class PrefillWorker:
             PrefillConfig(listen=handover.listen, model=pools.identity(handover.fingerprint), lease_s=settings.lease_s),
             device=pools.full,
             components=pools.components,
-            transport=NixlTransport(
-                name=f"{handover.name}-prefill",
-                secret=settings.secret(),
-                listen_tls=settings.listen_tls(),
-                listening=ListenOptions(announces=settings.announces),
-            ),
+            transport=settings.prefill_transport(f"{handover.name}-prefill"),
             on_room=self._refuse_unknown,
         )
         self.thread = PrefillThread(peer, promise_timeout_s=settings.promise_timeout_s)
@@ -207,14 +200,8 @@ class DecodeWorker:
             device=pools.full,
             host=self._host,
             components=components,
-            storage=None if settings.uri is None else open_storage(settings.uri, settings.options),
-            transport=NixlTransport(
-                name=f"{handover.name}-decode",
-                secret=settings.secret(),
-                dial_tls=settings.dial_tls(),
-                listen_tls=None if config.cache_peers.listen is None else settings.listen_tls(),
-                dials=(*settings.dials, *config.cache_peers.dials),
-            ),
+            storage=settings.open_storage(),
+            transport=settings.decode_transport(f"{handover.name}-decode", config.cache_peers),
         )
         if self.events is not None:
             engine.publish_to(self.events.server_events)
@@ -380,7 +367,7 @@ class DecodeWorker:
             elif isinstance(outcome, LookedUp) and isinstance(job, LookUpJob):
                 self._answers[job.request_id] = outcome.found.l2 + outcome.found.l3
             elif isinstance(outcome, Failed) and job is not None:
-                if _is_end_of_engine(outcome.error):
+                if outcome.ends_engine:
                     self._give_up(outcome.error)
                 self._fail(job, str(outcome.error))
 
@@ -462,11 +449,6 @@ def _with_host_pages(handover: Handover, pools: RankPools) -> tuple[ComponentPoo
         for one in pools.components
         for layout in (one.device.layout,)
     )
-
-
-def _is_end_of_engine(error: Exception) -> bool:
-    """Whether a call failed because the engine ends: only then its pages may still be written to."""
-    return isinstance(error, EngineClosed) or (isinstance(error, RequestFailed) and error.cause == "engine closed")
 
 
 class HandoverWorker:
